@@ -1,0 +1,167 @@
+"""A module imports only from those above it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "ostraka"
+
+# Top to bottom. A folder is one layer: its files may import each other.
+LAYERS = (
+    "errors",
+    "_version",
+    "_box",
+    "_spec",
+    "_format",
+    "_plan",
+    "_account",
+    "storage",
+    "_coordinate",
+    "_tree",
+    "_write",
+    "_read",
+    "_checkpoint",
+    "_manager",
+    "integrity",
+    "sharding",
+    "interop",
+    "compat",
+    "report",
+    "cli",
+    "testing",
+    "__init__",
+)
+
+
+def layer_of(module: str) -> str:
+    """The layer of a dotted module name: `ostraka.storage._local` is in `storage`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def find_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import that may run, those inside functions too; not those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and is_type_checking(node.test):
+            for other in node.orelse:
+                yield from find_imports(ast.Module([other], []))
+        else:
+            yield from find_imports(node)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> list[str]:
+    """The dotted names that an import reaches, relative ones resolved against `module`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parts = module.split(".")
+        package = parts[: len(parts) - node.level + is_package]
+        base = ".".join([*package, *base.split(".")] if base else package)
+    if base != "ostraka":
+        return [base]
+    # `from ostraka import errors` reaches a module, `from ostraka import save` the public surface.
+    names = (alias.name for alias in node.names)
+    return [f"ostraka.{name}" if is_module(name) else "ostraka" for name in names]
+
+
+def is_module(name: str) -> bool:
+    return name in LAYERS or (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()
+
+
+def find_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Say, line by line, which imports of `module` point downwards or nowhere."""
+    own = layer_of(module)
+    if own not in LAYERS:
+        return [f"{module} has no place in LAYERS"]
+    found: list[str] = []
+    for node in find_imports(ast.parse(source)):
+        for name in imported_modules(node, module, is_package):
+            layer = layer_of(name)
+            if name.split(".")[0] != "ostraka" or layer == own:
+                continue
+            if layer not in LAYERS:
+                found.append(f"{module}:{node.lineno} imports {name}, which has no place in LAYERS")
+            elif LAYERS.index(layer) > LAYERS.index(own):
+                found.append(f"{module}:{node.lineno} imports {name}, which is below it")
+    return found
+
+
+def test_modules_import_only_from_those_above():
+    found: list[str] = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = ("ostraka", *file.relative_to(PACKAGE).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found += find_violations(file.read_text("utf-8"), module, is_package=is_package)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_contributing_lists_the_same_layers():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    listing = re.search(r"^## Layers\n.*?^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert listing is not None
+    names = [line.split()[0].removesuffix(".py").rstrip("/") for line in listing[1].splitlines()]
+    assert tuple(names) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ostraka._box", "from ostraka import _plan"),
+        ("ostraka._box", "from ostraka._plan import plan_write"),
+        ("ostraka._box", "import ostraka._plan"),
+        ("ostraka._box", "import ostraka"),
+        ("ostraka._box", "from ostraka import save"),
+        ("ostraka._box", "from . import _plan"),
+        ("ostraka._box", "from ._plan import plan_write"),
+        ("ostraka._box", "from .storage._local import LocalStore"),
+        ("ostraka._box", "def f():\n    from ostraka import _plan"),
+        ("ostraka._box", "try:\n    pass\nexcept ImportError:\n    from ostraka import _plan"),
+        ("ostraka._box", "if TYPE_CHECKING:\n    pass\nelse:\n    from ostraka import _plan"),
+        ("ostraka._box", "from ostraka._unheard_of import x"),
+        ("ostraka._read", "from ostraka._checkpoint import Checkpoint"),
+        ("ostraka.storage._local", "from .._write import save"),
+        ("ostraka.storage._local", "from .. import _write"),
+        ("ostraka._unheard_of", ""),
+    ],
+)
+def test_a_downward_import_is_found(module: str, source: str):
+    assert len(find_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ostraka._plan", "import os\nimport numpy as np\nfrom numpy import _plan"),
+        ("ostraka._plan", "from ostraka import _box, errors\nfrom ._spec import Leaf"),
+        ("ostraka._box", "if TYPE_CHECKING:\n    from ostraka._plan import Plan"),
+        ("ostraka._box", "if typing.TYPE_CHECKING:\n    from ostraka._plan import Plan"),
+        ("ostraka._checkpoint", "from ostraka._read import read"),
+        ("ostraka.storage._local", "from ._base import Store\nfrom .. import errors"),
+        ("ostraka.storage._local", "from ostraka.storage import _base"),
+        ("ostraka", "from ostraka._write import save"),
+    ],
+)
+def test_an_upward_import_is_fine(module: str, source: str):
+    assert find_violations(source, module) == []
+
+
+@pytest.mark.parametrize("source", ["from ._local import LocalStore", "from .. import errors"])
+def test_relative_imports_of_a_package_start_at_itself(source: str):
+    assert find_violations(source, "ostraka.storage", is_package=True) == []
+
+
+def test_a_package_reaching_down_is_found():
+    found = find_violations("from .._write import save", "ostraka.storage", is_package=True)
+    assert found == ["ostraka.storage:1 imports ostraka._write, which is below it"]
