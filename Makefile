@@ -1,0 +1,75 @@
+PYTHON ?= python3
+TESTS ?= tests
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+TORCH := torch==2.13.0
+
+BIN := .venv/bin
+FULL := .venv/.installed-full
+LIGHT := .venv/.installed-light
+TORCH_BIN := .venv-torch/bin
+TORCH_READY := .venv-torch/.installed
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# The node that came with pip is used, and pyright does not go looking for newer versions of itself.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check format bench torch soak clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(FULL) ## set up .venv with every extra and the development tools
+
+$(FULL): pyproject.toml constraints.txt
+	@echo "Setting up .venv (all extras and development tools)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP_INSTALL) -e '.[all,dev]'
+	@touch $(LIGHT) $@
+
+# Just the core, for those who only want to look. A full install covers it.
+$(LIGHT): pyproject.toml constraints.txt
+	@echo "Setting up .venv (the core)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP_INSTALL) -e .
+	@touch $@
+
+demo: $(LIGHT) ## a short tour, on this machine's CPU
+	@$(BIN)/python examples/demo.py
+
+test: $(FULL) ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+# Each test may take an hour, and runs alone: soak tests kill processes and fill disks.
+soak: $(FULL) ## the long tests: kills, faults, many rounds
+	@$(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS)
+
+check: $(FULL) ## ruff, formatting, pyright
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/pyright || failed=1; \
+	exit $$failed
+
+format: $(FULL) ## format the code and sort its imports
+	@$(BIN)/ruff check --select I --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench: $(FULL) torch ## compare with Orbax and PyTorch (BENCH_ARGS=...)
+	@$(BIN)/python -m bench $(BENCH_ARGS)
+
+# PyTorch lives in an environment of its own. Without it the benchmark still runs, and says so.
+torch:
+	@test -e $(TORCH_READY) || { \
+	  echo "Setting up .venv-torch ($(TORCH))"; \
+	  { test -x $(TORCH_BIN)/python || $(PYTHON) -m venv .venv-torch; } \
+	  && $(TORCH_BIN)/python $(PIP_INSTALL) $(TORCH) numpy safetensors \
+	  && touch $(TORCH_READY); \
+	} || echo "*** $(TORCH) COULD NOT BE INSTALLED: THE PYTORCH ROWS ARE SKIPPED ***" >&2
+
+clean: ## remove caches, builds and scratch (environments stay)
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/.scratch
+	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
