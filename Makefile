@@ -71,5 +71,5 @@ torch:
 	} || echo "*** $(TORCH) COULD NOT BE INSTALLED: THE PYTORCH ROWS ARE SKIPPED ***" >&2
 
 clean: ## remove caches, builds and scratch (environments stay)
-	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/.scratch
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch
 	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
