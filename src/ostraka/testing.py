@@ -1,0 +1,644 @@
+"""Run a function in several real JAX processes on this machine.
+
+Every process is a fresh interpreter with its own CPU devices, joined to the others by
+`jax.distributed` on 127.0.0.1. What the functions return, print and raise, and how the
+processes end, comes back to the caller. POSIX only. This module does not import JAX.
+
+    from ostraka.testing import run_processes
+
+    def count_devices():
+        import jax
+        return jax.process_index(), jax.device_count()
+
+    def test_devices():
+        results = run_processes(count_devices, processes=2, devices_per_process=4)
+        assert [r.value for r in results] == [(0, 8), (1, 8)]
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import glob
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["ProcessResult", "ProcessesFailed", "free_port", "kill_when", "run_processes"]
+
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported __main__
+_POLL_S = 0.01
+_TAIL_LINES = 40
+_STACK_LINES = 200
+_STACK_DUMP_S = 2.0
+# JAX aborts every process as soon as process 0 is gone. When the function fails on all of
+# them, process 0 stays this long, so that the others come to report their own errors.
+_COORDINATOR_LINGER_S = 2.0
+_JAX_SHUTDOWN_TIMEOUT_S = 15
+# Settings of the caller's own cluster, which would leak into the children's.
+_DROPPED_VARIABLES = (
+    "JAX_COORDINATOR_BIND_ADDRESS",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_PARTITION_INDEX",
+    "JAX_SLICE_INDEX",
+)
+_loading = threading.Event()  # set in a child while it loads the function's file
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessResult:
+    """What became of one process.
+
+    `exit_code` is negative when a signal ended the process (-9: SIGKILL). `value` is what the
+    function returned; `error` is "TypeName: message" when it raised, with its `traceback`, or
+    says why there is no value although the process ended with exit code 0. A process killed
+    before its function ended has neither. `seconds` is the time from its start to its end.
+    """
+
+    process: int
+    exit_code: int
+    value: Any
+    error: str | None
+    traceback: str | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class ProcessesFailed(Exception):
+    """Some of the processes failed, or did not end in time.
+
+    The message names each process with its state, its error and the end of its output; for
+    processes that had to be killed also the Python stacks of their threads. `results` holds
+    all of it.
+    """
+
+    def __init__(self, message: str, results: list[ProcessResult] | None = None) -> None:
+        super().__init__(message)
+        self.results: list[ProcessResult] = results or []
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a child finds the function; `file` is None when only the name is known."""
+
+    module: str
+    name: str
+    file: str | None
+    package: str | None
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every child needs to know, pickled into the job's directory."""
+
+    target: _Target
+    processes: int
+    port: int | None  # None: no jax.distributed
+    heartbeat_timeout_s: int
+    init_timeout_s: int
+    parent_pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a child says about its call, pickled into `returned.N` or `raised.N`."""
+
+    value: bytes | None
+    error: str | None
+    traceback: str | None
+    time_s: float
+
+
+@dataclass(slots=True)
+class _Child:
+    """The parent's view of one process."""
+
+    index: int
+    popen: subprocess.Popen[bytes]
+    started_s: float
+    seconds: float = 0.0
+    report: _Report | None = None
+    failed_at_s: float | None = None
+    killed: bool = False
+    stacks: str = ""
+
+
+def run_processes(
+    function: Callable[..., Any] | str,
+    *args: Any,
+    processes: int = 2,
+    devices_per_process: int = 1,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    heartbeat_timeout_s: int = 100,
+    check: bool = True,
+    grace_s: float = 20.0,
+    distributed: bool | None = None,
+    on_start: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+) -> list[ProcessResult]:
+    """Call `function(*args)` in each of `processes` new JAX processes and return their results.
+
+    - `function` is a module-level function, or its name as "package.module:name". It may live
+      in a test file or in the script being run; its file is loaded again in each process, after
+      `jax.distributed.initialize`. Arguments and return values are pickled.
+    - Each process has `devices_per_process` CPU devices. `jax.distributed` is initialized when
+      there are several processes; `distributed` overrides that. `env` adds variables, such as
+      `{"JAX_ENABLE_RECOVERABILITY": "1"}`.
+    - With `check`, any exception or non-zero exit code raises `ProcessesFailed`; processes that
+      still run `grace_s` after the first failure are killed. Without it the results tell, and
+      the survivors of a failure run on.
+    - After `timeout_s` all processes are killed and `ProcessesFailed` is raised, with or
+      without `check`. In no case does a process outlive this call.
+    - A process whose function raised ends with exit code 1 and waits for no other, except that
+      process 0 gives the others 2 s to end: JAX aborts them once process 0 is gone.
+    - `heartbeat_timeout_s` is JAX's: so long after a process died, JAX aborts the others.
+    - `on_start` gets the started processes, in this thread; see `kill_when`.
+
+    Example:
+        >>> [r.value for r in run_processes("os:getenv", "JAX_PLATFORMS")]
+        ['cpu', 'cpu']
+    """
+    if _loading.is_set():
+        raise ProcessesFailed(
+            "run_processes was called by a file that one of its own processes was loading, which "
+            'would go on forever. Put the call under `if __name__ == "__main__":`.'
+        )
+    if processes < 1:
+        raise ValueError(f"processes must be at least 1, not {processes}.")
+    if devices_per_process < 1:
+        raise ValueError(f"devices_per_process must be at least 1, not {devices_per_process}.")
+    if distributed is None:
+        distributed = processes > 1
+    job = _Job(
+        target=_locate(function),
+        processes=processes,
+        port=None,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        init_timeout_s=int(timeout_s) + 1,
+        parent_pid=os.getpid(),
+    )
+    arguments = pickle.dumps(args)
+    child_env = _child_environment(env or {}, devices_per_process)
+    with contextlib.ExitStack() as stack:
+        if distributed:
+            job = replace(job, port=stack.enter_context(_reserve_port()).getsockname()[1])
+        job_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ostraka-")))
+        (job_dir / "job").write_bytes(pickle.dumps(job))
+        (job_dir / "arguments").write_bytes(arguments)
+        children: list[_Child] = []
+        try:
+            for index in range(processes):
+                children.append(_start(job_dir, index, child_env))
+            if on_start is not None:
+                on_start([child.popen for child in children])
+            reason = _supervise(
+                children, job_dir, timeout_s=timeout_s, grace_s=grace_s if check else None
+            )
+        finally:
+            for child in children:
+                _kill_group(child.popen)
+        results = [_collect(child, job_dir) for child in children]
+    if reason or (check and any(r.exit_code or r.error for r in results)):
+        raise ProcessesFailed(_describe_failure(job.target, children, results, reason), results)
+    return results
+
+
+def kill_when(
+    process: int,
+    *,
+    appears: str | os.PathLike[str] | None = None,
+    after_s: float = 0.0,
+    signal_number: int = signal.SIGKILL,
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    """Make an `on_start` that kills one process, `after_s` after a file appears.
+
+    `appears` is a path or a glob pattern (`**` crosses directories), looked for every few
+    milliseconds; without it the time counts from the start of the processes. Nothing happens
+    if the process ends before.
+
+    Example:
+        results = run_processes(
+            save, root, check=False, on_start=kill_when(1, appears=root / "**/*.safetensors")
+        )
+        assert results[1].exit_code == -9
+    """
+    pattern = None if appears is None else os.fspath(appears)
+
+    def watch(popen: subprocess.Popen[bytes]) -> None:
+        while pattern is not None and not glob.glob(pattern, recursive=True):
+            if popen.returncode is not None:
+                return
+            time.sleep(0.002)
+        time.sleep(after_s)
+        popen.send_signal(signal_number)
+
+    def start(popens: list[subprocess.Popen[bytes]]) -> None:
+        threading.Thread(target=watch, args=(popens[process],), daemon=True).start()
+
+    return start
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now; another program may take it at any time."""
+    with _reserve_port() as reservation:
+        return reservation.getsockname()[1]
+
+
+# --- the parent's side -------------------------------------------------------------------
+
+
+def _reserve_port() -> socket.socket:
+    """Bind a free port, in a way that lets JAX's coordinator listen on it meanwhile.
+
+    The coordinator sets SO_REUSEPORT: if two jobs came to choose one port, both would bind it
+    without an error and take each other's processes. While this socket stays open the kernel
+    offers the port to nobody else, and as it does not listen it gets no connections.
+    """
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation
+
+
+def _locate(function: Callable[..., Any] | str) -> _Target:
+    if isinstance(function, str):
+        module_name, colon, name = function.partition(":")
+        if not (module_name and colon and name):
+            raise ValueError(f'function must read "package.module:name", not {function!r}.')
+        return _Target(module_name, name, None, None)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    name = getattr(function, "__qualname__", "")
+    found: object = None
+    with contextlib.suppress(AttributeError):
+        found = attrgetter(name)(module)
+    if module is None or found is not function:
+        raise TypeError(
+            f"{function!r} can't be found again by another process as the attribute {name!r} of "
+            "a module. Pass a function defined at the top level of a file, and its data as "
+            "arguments."
+        )
+    file = getattr(module, "__file__", None)
+    if file is None and module.__name__ == "__main__":
+        raise TypeError(f"{function!r} was defined interactively: other processes can't load it.")
+    path = None if file is None else os.path.abspath(file)
+    return _Target(module.__name__, name, path, getattr(module, "__package__", None))
+
+
+def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key not in _DROPPED_VARIABLES}
+    # Unbuffered, so that what a killed process has printed is not lost.
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    env |= extra
+    if any(key.lower().endswith("_proxy") for key in env):
+        env.setdefault("no_grpc_proxy", "127.0.0.1")  # gRPC would ask the proxy for the coordinator
+    paths = [os.path.abspath(entry) for entry in sys.path]
+    if "PYTHONPATH" in extra:
+        paths.insert(0, extra["PYTHONPATH"])
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    flags = env.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICE_COUNT_FLAG]
+    env["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={devices}"])
+    return env
+
+
+def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
+    # Files, not pipes: a pipe that nobody empties would stop the process.
+    with (
+        (job_dir / f"stdout.{index}").open("wb") as out,
+        (job_dir / f"stderr.{index}").open("wb") as err,
+    ):
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ostraka.testing", str(job_dir), str(index)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            start_new_session=True,
+        )
+    return _Child(index=index, popen=popen, started_s=time.monotonic())
+
+
+def _supervise(
+    children: list[_Child], job_dir: Path, *, timeout_s: float, grace_s: float | None
+) -> str | None:
+    """Wait for all to end; kill them when that takes too long, and say why."""
+    deadline = time.monotonic() + timeout_s
+    reason = f"did not end within {timeout_s:g} s"
+    first_failure = True
+    running = list(children)
+    while running:
+        for child in [child for child in running if child.popen.poll() is not None]:
+            running.remove(child)
+            _note_end(child, job_dir)
+            if child.failed_at_s is not None and grace_s is not None and first_failure:
+                first_failure = False
+                if time.monotonic() + grace_s < deadline:
+                    deadline = time.monotonic() + grace_s
+                    reason = f"still ran {grace_s:g} s after the first failure"
+        if running and time.monotonic() > deadline:
+            _dump_stacks(running, job_dir)
+            for child in running:
+                child.killed = True
+                _kill_group(child.popen)
+                _note_end(child, job_dir)
+            return reason
+        time.sleep(_POLL_S)
+    return None
+
+
+def _note_end(child: _Child, job_dir: Path) -> None:
+    _kill_group(child.popen)  # what the process itself has started ends with it
+    child.seconds = time.monotonic() - child.started_s
+    for kind in ("returned", "raised"):
+        with contextlib.suppress(FileNotFoundError):
+            child.report = pickle.loads((job_dir / f"{kind}.{child.index}").read_bytes())
+    report = child.report
+    if child.popen.returncode != 0 or report is None or report.error:
+        # The cause of it all is the first one to fail, not the first one to be gone.
+        child.failed_at_s = report.time_s if report and report.error else time.time()
+    (job_dir / f"ended.{child.index}").touch()
+
+
+def _kill_group(popen: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait()
+
+
+def _dump_stacks(children: list[_Child], job_dir: Path) -> None:
+    """Have each child write its Python stacks, which takes a moment, and read them."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.popen.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + _STACK_DUMP_S
+    for child in children:
+        path = job_dir / f"stacks.{child.index}"
+        while time.monotonic() < deadline:
+            before = child.stacks
+            with contextlib.suppress(FileNotFoundError):
+                child.stacks = path.read_text(errors="replace")
+            if before and child.stacks == before:
+                break
+            time.sleep(0.05)
+
+
+def _collect(child: _Child, job_dir: Path) -> ProcessResult:
+    value: Any = None
+    report = child.report
+    error = report.error if report else None
+    if report and report.value is not None:
+        sys.modules.setdefault(_MAIN_ALIAS, sys.modules["__main__"])
+        try:
+            value = pickle.loads(report.value)
+        except Exception as exception:
+            error = (
+                f"{type(exception).__name__}: what the function returned can't be unpickled: "
+                f"{exception}"
+            )
+    elif report is None and child.popen.returncode == 0:
+        error = "The process ended with exit code 0 before the function returned."
+    return ProcessResult(
+        process=child.index,
+        exit_code=child.popen.returncode,
+        value=value,
+        error=error,
+        traceback=report.traceback if report else None,
+        stdout=(job_dir / f"stdout.{child.index}").read_text(errors="replace"),
+        stderr=(job_dir / f"stderr.{child.index}").read_text(errors="replace"),
+        seconds=child.seconds,
+    )
+
+
+def _describe_failure(
+    target: _Target, children: list[_Child], results: list[ProcessResult], reason: str | None
+) -> str:
+    states = [_describe_state(c, r) for c, r in zip(children, results, strict=True)]
+    failed = [
+        child
+        for child, result in zip(children, results, strict=True)
+        if result.error or (child.failed_at_s is not None and not child.killed)
+    ]
+    killed = [str(child.index) for child in children if child.killed]
+    lines: list[str] = []
+    if failed:
+        first = min(failed, key=_rank_as_cause).index
+        lines.append(f"{target}: process {first} {states[first]}")
+    if killed:
+        plural = "es" if len(killed) > 1 else ""
+        lines.append(f"{target}: process{plural} {', '.join(killed)} {reason}.")
+    for child, result, state in zip(children, results, states, strict=True):
+        lines += ["", f"--- process {child.index} of {len(children)} {state}"]
+        lines += _tail("stdout", result.stdout) + _tail("stderr", result.stderr)
+        lines += _indent("stacks", child.stacks.splitlines()[:_STACK_LINES])
+    return "\n".join(lines)
+
+
+def _rank_as_cause(child: _Child) -> tuple[bool, float]:
+    # A signal comes from outside, and the others' errors follow from it. Only SIGABRT may be
+    # JAX's own reaction to another process's failure.
+    code = child.popen.returncode
+    by_signal = code < 0 and code != -signal.SIGABRT
+    return (not by_signal, child.failed_at_s or time.time())
+
+
+def _describe_state(child: _Child, result: ProcessResult) -> str:
+    if result.error:
+        return f"failed: {result.error}"
+    if child.killed:
+        did = "returned, but" if child.report else "was still running and"
+        return f"{did} had to be killed after {child.seconds:.1f} s"
+    when = "after" if child.report else "before"
+    if result.exit_code < 0:
+        name = signal.Signals(-result.exit_code).name
+        return f"was ended by {name} {when} the function returned"
+    if result.exit_code > 0:
+        return f"ended with exit code {result.exit_code} {when} the function returned"
+    return f"returned after {child.seconds:.1f} s"
+
+
+def _tail(title: str, text: str) -> list[str]:
+    lines = text.splitlines()
+    if len(lines) > _TAIL_LINES:
+        title = f"{title} (the last {_TAIL_LINES} lines of {len(lines)})"
+    return _indent(title, lines[-_TAIL_LINES:])
+
+
+def _indent(title: str, lines: list[str]) -> list[str]:
+    return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []
+
+
+# --- the child's side --------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Be one of the processes of a `run_processes`, which alone calls this."""
+    job_dir, index = Path(arguments[0]), int(arguments[1])
+    job: _Job = pickle.loads((job_dir / "job").read_bytes())
+    _die_with_parent(job.parent_pid)
+    faulthandler.enable()
+    stacks = (job_dir / f"stacks.{index}").open("wb")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    report = _call(job, job_dir, index)
+    kind = "raised" if report.error else "returned"
+    partial = job_dir / f"partial.{index}"
+    partial.write_bytes(pickle.dumps(report))
+    partial.rename(job_dir / f"{kind}.{index}")
+    if report.error or (job.port is not None and not _all_returned(job_dir, job.processes)):
+        _leave_at_once(job, job_dir, index, failed=report.error is not None)
+    if job.port is not None:
+        import jax
+
+        jax.distributed.shutdown()
+    return 0
+
+
+def _call(job: _Job, job_dir: Path, index: int) -> _Report:
+    value = error = trace = None
+    try:
+        if job.port is not None:
+            _initialize(job, index)
+        # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
+        # initialized once there are any.
+        _loading.set()
+        function = _load(job.target)
+        _loading.clear()
+        args = pickle.loads((job_dir / "arguments").read_bytes())
+        value = _pickle_value(function(*args))
+    except BaseException as exception:
+        error = f"{type(exception).__name__}: {exception}"
+        trace = traceback.format_exc()
+        sys.stderr.write(trace)
+    return _Report(value, error, trace, time.time())
+
+
+def _initialize(job: _Job, index: int) -> None:
+    import jax
+
+    address = f"127.0.0.1:{job.port}"
+    initialize: Callable[..., None] = jax.distributed.initialize
+    initialize(
+        address,
+        job.processes,
+        index,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",  # else Slurm and others have a say
+        initialization_timeout=job.init_timeout_s,
+        heartbeat_timeout_seconds=job.heartbeat_timeout_s,
+        shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
+    )
+
+
+def _load(target: _Target) -> Callable[..., Any]:
+    if target.module == "__main__":
+        module = _load_file(target, _MAIN_ALIAS)
+        sys.modules["__main__"] = module  # pickled arguments name their classes so
+    elif target.file is None or _import_finds(target.module, target.file):
+        module = importlib.import_module(target.module)
+    else:
+        module = _load_file(target, target.module)
+    return attrgetter(target.name)(module)
+
+
+def _import_finds(name: str, file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return (
+        spec is not None
+        and spec.origin is not None
+        and os.path.realpath(spec.origin) == os.path.realpath(file)
+    )
+
+
+def _load_file(target: _Target, name: str) -> ModuleType:
+    assert target.file is not None
+    spec = importlib.util.spec_from_file_location(name, target.file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{target.file} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    if target.package is not None and target.package != spec.parent:
+        module.__package__ = target.package  # for relative imports in `python -m package.module`
+        module.__spec__ = None
+    _add_missing_parents(name, Path(target.file))
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _add_missing_parents(name: str, file: Path) -> None:
+    # pickle imports the parents of a dotted name, and pytest may have made that name up.
+    while "." in name:
+        name, file = name.rpartition(".")[0], file.parent
+        if name not in sys.modules:
+            parent = ModuleType(name)
+            parent.__path__ = [str(file)]
+            sys.modules[name] = parent
+
+
+def _pickle_value(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as exception:
+        raise TypeError(
+            f"The function returned a {type(value).__name__} that can't be pickled "
+            f"({exception}). Return plain values or numpy arrays."
+        ) from exception
+
+
+def _all_returned(job_dir: Path, processes: int) -> bool:
+    """Wait until every process has returned, raised or died; tell whether all returned."""
+    all_returned = True
+    for index in range(processes):
+        while not (job_dir / f"returned.{index}").exists():
+            if (job_dir / f"raised.{index}").exists() or (job_dir / f"ended.{index}").exists():
+                all_returned = False
+                break
+            time.sleep(_POLL_S)
+    return all_returned
+
+
+def _leave_at_once(job: _Job, job_dir: Path, index: int, *, failed: bool) -> None:
+    """End without JAX's shutdown, a barrier at which a failed process would be waited for."""
+    if job.port is not None and index == 0:
+        deadline = time.monotonic() + (_COORDINATOR_LINGER_S if failed else float("inf"))
+        for other in range(1, job.processes):
+            while not (job_dir / f"ended.{other}").exists() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it has died before the call above
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    from ostraka import testing  # under its own name, by which its classes are pickled
+
+    sys.exit(testing.main(sys.argv[1:]))
