@@ -1,0 +1,1 @@
+from ostraka._write import save

@@ -1,0 +1,133 @@
+"""Boxes: n-d slices of an array, half-open `(start, stop)` per dimension. Pure integers.
+
+Dimensions are cut by one rule everywhere: part `i` of `n` elements in `k` parts is
+`[n*i//k, n*(i+1)//k)`. Where `k` divides `n` the parts are equal, as JAX requires of shards, and
+cutting a part again gives the same boxes as cutting finer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+
+
+def cut(extent: int, parts: int, index: int) -> tuple[int, int]:
+    """Part `index` of `extent` elements cut in `parts`."""
+    return extent * index // parts, extent * (index + 1) // parts
+
+
+def full(shape: Sequence[int]) -> Box:
+    """The box that is all of an array."""
+    return tuple((0, n) for n in shape)
+
+
+def cell(shape: Sequence[int], grid: Sequence[int], index: int) -> Box:
+    """The box of cell `index` (row-major) of an array cut into `grid` cells."""
+    box: list[tuple[int, int]] = []
+    for extent, parts in zip(reversed(shape), reversed(grid), strict=True):
+        index, coordinate = divmod(index, parts)
+        box.append(cut(extent, parts, coordinate))
+    return tuple(reversed(box))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def count(box: Box) -> int:
+    """How many elements a box holds; one for a 0-d box."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes share, or None."""
+    shared = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b, strict=True))
+    return None if any(start >= stop for start, stop in shared) else shared
+
+
+def slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """The index that picks `box` out of an array that holds `within`."""
+    return tuple(slice(s - o, e - o) for (s, e), (o, _) in zip(box, within, strict=True))
+
+
+def overlapping_cells(shape: Sequence[int], grid: Sequence[int], box: Box) -> list[int]:
+    """The cells (row-major numbers, ascending) of a cut array that share elements with `box`."""
+    ranges: list[range] = []
+    for extent, parts, (start, stop) in zip(shape, grid, box, strict=True):
+        if start >= stop:
+            return []
+        ranges.append(range(part_of(extent, parts, start), part_of(extent, parts, stop - 1) + 1))
+    if len(ranges) == 1:
+        return list(ranges[0])
+    cells: list[int] = []
+    for coordinates in product(*ranges):
+        number = 0
+        for coordinate, parts in zip(coordinates, grid, strict=True):
+            number = number * parts + coordinate
+        cells.append(number)
+    return cells
+
+
+def part_of(extent: int, parts: int, position: int) -> int:
+    """The part that holds element `position`: the inverse of `cut`."""
+    return ((position + 1) * parts - 1) // extent
+
+
+def is_contiguous(box: Box, within: Box) -> bool:
+    """Whether `box` is one run of the row-major elements of `within`."""
+    partial_seen = False
+    for (start, stop), (outer_start, outer_stop) in zip(reversed(box), reversed(within), strict=True):
+        if partial_seen and stop - start != 1:
+            return False
+        if stop - start != outer_stop - outer_start:
+            partial_seen = True
+    return True
+
+
+def flat_start(box: Box, within: Box) -> int:
+    """The row-major number, inside `within`, of the first element of `box`."""
+    position = 0
+    for (start, _), (outer_start, outer_stop) in zip(box, within, strict=True):
+        position = position * (outer_stop - outer_start) + start - outer_start
+    return position
+
+
+def flat_span(box: Box, within: Box) -> tuple[int, int]:
+    """From the first to one past the last row-major element of `box` inside `within`."""
+    first = last = 0
+    for (start, stop), (outer_start, outer_stop) in zip(box, within, strict=True):
+        extent = outer_stop - outer_start
+        first = first * extent + start - outer_start
+        last = last * extent + stop - 1 - outer_start
+    return first, last + 1
+
+
+def rows_around(box: Box, within: Box) -> Box:
+    """The smallest box around `box` that is one run of the elements of `within`."""
+    rows: list[tuple[int, int]] = []
+    open_ended = False
+    for (start, stop), outer in zip(box, within, strict=True):
+        rows.append(outer if open_ended else (start, stop))
+        open_ended = open_ended or stop - start > 1
+    return tuple(rows)
+
+
+def bands(box: Box, within: Box, max_elements: int) -> Iterator[Box]:
+    """Cut `box` across its rows until the run around each band has at most `max_elements`.
+
+    A single row of the innermost dimension is never cut.
+    """
+    start, stop = flat_span(rows_around(box, within), within)
+    dimension = next((d for d, (s, e) in enumerate(box) if e - s > 1), len(box))
+    if stop - start <= max_elements or dimension >= len(box) - 1:
+        yield box
+        return
+    low, high = box[dimension]
+    row = prod(e - s for s, e in within[dimension + 1 :])
+    step = max(max_elements // row, 1)
+    for band_start in range(low, high, step):
+        band = (band_start, min(band_start + step, high))
+        yield from bands((*box[:dimension], band, *box[dimension + 1 :]), within, max_elements)

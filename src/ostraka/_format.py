@@ -1,0 +1,532 @@
+"""The on-disk format: `_METADATA`, process indexes, safetensors headers, digests. Bytes and data.
+
+docs/format.md says the same in prose. Nothing here touches a file, a device or the clock: what a
+shard file holds, and where, follows from the leaves and layouts alone, so that a writer, a reader
+and a planner agree without asking each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import xxhash
+
+from ostraka import _box
+from ostraka._box import Box
+from ostraka._spec import DTYPES, Dtype, LeafSpec, Layout, MeshSpec, StoredLeaf
+from ostraka.errors import NotACheckpoint, UnsupportedFormat
+
+METADATA_NAME = "_METADATA"
+FORMAT = "ostraka"
+VERSION = 1
+PAGE_BYTES = 4096
+BLOCK_BYTES = 4 << 20
+GATHER_BYTES = 1 << 20
+"""Boxes below this size share a block with their neighbours."""
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors package accepts."""
+
+ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+_DIGEST_MARK = b',"digest":"'
+_DIGEST_TAIL = b'"}\n'
+_DIGEST_DIGITS = 32
+_OFFSET_DIGITS = 15
+_MAX_RUN_NUMBERS = 1 << 26
+
+Buffer = bytes | bytearray | memoryview
+
+
+def digest(data: Any) -> str:
+    """The digest of a whole small file: xxh3, 128 bits, hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def block_digest(buffers: Iterable[Any]) -> str:
+    """The digest of one block, given as the pieces it is made of: xxh3, 64 bits."""
+    pieces = iter(buffers)
+    first = next(pieces, b"")
+    second = next(pieces, None)
+    if second is None:
+        return xxhash.xxh3_64_hexdigest(first)
+    state = xxhash.xxh3_64(first)
+    state.update(second)
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
+
+
+def shards_directory(save_id: str) -> str:
+    return f"shards-{save_id}"
+
+
+def is_shards_directory(name: str) -> bool:
+    return name.startswith("shards-") and ID_PATTERN.fullmatch(name[len("shards-") :]) is not None
+
+
+def shard_name(device: int, part: int) -> str:
+    suffix = f"-{part:05d}" if part else ""
+    return f"shard_{device:05d}{suffix}.safetensors"
+
+
+def index_name(process: int) -> str:
+    return f"process_{process:05d}.json"
+
+
+# What a shard file holds
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One box of one leaf in a shard file; `offset` counts from the start of the data."""
+
+    leaf: int
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A shard file: who wrote it and how big it is."""
+
+    device: int
+    part: int
+    header_bytes: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.device, self.part)
+
+
+def entries_by_file(
+    leaves: Sequence[StoredLeaf], layouts: Sequence[Layout], devices: Iterable[int] | None = None
+) -> dict[tuple[int, int], list[Entry]]:
+    """The entries of each file `(device, part)`, in file order, for some or all devices.
+
+    Boxes whose size is a multiple of a larger power of two (up to a page) come first, ties in leaf
+    order: without any padding, each box then starts at a multiple of its own alignment.
+    """
+    wanted = None if devices is None else set(devices)
+    owners = [
+        [(d, c) for d, c in layout.cells_by_owner().items() if wanted is None or d in wanted]
+        for layout in layouts
+    ]
+    boxes: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Box, int]]] = {}
+    unordered: dict[tuple[int, int], list[tuple[int, int, Box, int]]] = {}
+    for number, leaf in enumerate(leaves):
+        key = (leaf.layout, leaf.spec.shape)
+        placed = boxes.get(key)
+        if placed is None:
+            placed = boxes[key] = _placed_boxes(leaf, layouts[leaf.layout].grid, owners[leaf.layout])
+        bits = DTYPES[leaf.spec.dtype].bits
+        for device, turn, box, elements in placed:
+            nbytes = (elements * bits + 7) // 8
+            entry = (-min(nbytes & -nbytes, PAGE_BYTES), number, box, nbytes)
+            unordered.setdefault((device, leaf.part + turn), []).append(entry)
+    return {key: _with_offsets(unordered[key]) for key in sorted(unordered)}
+
+
+def _placed_boxes(
+    leaf: StoredLeaf, grid: tuple[int, ...], owners: list[tuple[int, list[int]]]
+) -> list[tuple[int, int, Box, int]]:
+    shape = leaf.spec.shape
+    return [
+        (device, turn, box, _box.count(box))
+        for device, cells in owners
+        for turn, number in enumerate(cells)
+        for box in [_box.cell(shape, grid, number)]
+    ]
+
+
+def _with_offsets(unordered: list[tuple[int, int, Box, int]]) -> list[Entry]:
+    entries: list[Entry] = []
+    offset = 0
+    for _, leaf, box, nbytes in sorted(unordered, key=_file_order):
+        entries.append(Entry(leaf, box, offset, nbytes))
+        offset += nbytes
+    return entries
+
+
+def _file_order(item: tuple[int, int, Box, int]) -> tuple[int, int]:
+    return item[0], item[1]
+
+
+def block_lengths(header_bytes: int, entries: Sequence[Entry]) -> list[int]:
+    """How a file is cut into digested blocks: the header; rows of a large box; several small boxes."""
+    lengths = [header_bytes]
+    gathered = 0
+    for entry in entries:
+        if entry.nbytes < GATHER_BYTES:
+            if gathered + entry.nbytes > BLOCK_BYTES:
+                lengths.append(gathered)
+                gathered = 0
+            gathered += entry.nbytes
+            continue
+        if gathered:
+            lengths.append(gathered)
+            gathered = 0
+        block = _block_of_rows(entry)
+        whole, rest = divmod(entry.nbytes, block)
+        lengths += [block] * whole + ([rest] if rest else [])
+    return [*lengths, gathered] if gathered else lengths
+
+
+def _block_of_rows(entry: Entry) -> int:
+    """The block size for a large box: whole rows, so that a band of rows is a run of blocks."""
+    row = entry.nbytes
+    for extent in _box.shape_of(entry.box):
+        if row <= BLOCK_BYTES:
+            return BLOCK_BYTES // row * row
+        row = max(row // extent, 1)
+    return BLOCK_BYTES
+
+
+# Safetensors headers
+
+
+def tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> list[int]:
+    """The shape that the file shows: bytes for dtypes that safetensors lacks."""
+    if dtype.packed:
+        return [nbytes]
+    shape = list(_box.shape_of(box))
+    return [*shape, dtype.bits // 8] if dtype.opaque and dtype.bits > 8 else shape
+
+
+def tensor_offsets(dtype: Dtype, box: Box) -> list[int]:
+    """Where the shown tensor lies in the whole one."""
+    if dtype.packed:
+        return [0]
+    starts = [start for start, _ in box]
+    return [*starts, 0] if dtype.opaque and dtype.bits > 8 else starts
+
+
+def header_capacity(leaf: LeafSpec) -> int:
+    """An upper bound for what one box of this leaf adds to a header, the same for every box.
+
+    Headers are padded anyway; a bound that does not depend on the digits of each offset lets file
+    sizes be planned for thousands of devices at once.
+    """
+    dtype = DTYPES[leaf.dtype]
+    key = json.dumps(leaf.path)
+    digits = sum(len(str(n)) + 1 for n in leaf.shape) + 3
+    if dtype.packed:
+        digits = _OFFSET_DIGITS
+    tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
+    tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
+    sharding = len(json.dumps(key)) + len(json.dumps('{"saved_offsets":[]},:')) + digits
+    named = len(json.dumps(key)) + len(json.dumps('"",:')) + len(leaf.dtype) if dtype.opaque else 0
+    return tensor + sharding + named
+
+
+def header_bytes_for(capacity: int) -> int:
+    """The size of a header (length prefix and padding included) whose leaves need `capacity`."""
+    fixed = len(_header_json({}, {}, {}, "0" * 16))
+    return _round_up(8 + fixed + capacity, PAGE_BYTES)
+
+
+def encode_header(
+    entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
+) -> bytes:
+    """The first `header_bytes` of a shard file."""
+    tensors: dict[str, Any] = {}
+    offsets: dict[str, Any] = {}
+    opaque: dict[str, str] = {}
+    for entry in entries:
+        spec = leaves[entry.leaf].spec
+        dtype = DTYPES[spec.dtype]
+        tensors[spec.path] = {
+            "dtype": dtype.code,
+            "shape": tensor_shape(dtype, entry.box, entry.nbytes),
+            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
+        }
+        offsets[spec.path] = {"saved_offsets": tensor_offsets(dtype, entry.box)}
+        if dtype.opaque:
+            opaque[spec.path] = dtype.name
+    text = _header_json(tensors, offsets, opaque, save_id)
+    if 8 + len(text) > header_bytes:
+        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
+    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
+
+
+def _header_json(
+    tensors: Mapping[str, Any], offsets: Mapping[str, Any], opaque: Mapping[str, str], save_id: str
+) -> bytes:
+    about = {
+        "ostraka": str(VERSION),
+        "ostraka_id": save_id,
+        "ostraka_dtypes": _dumps(opaque),
+        "DCP_SHARDING_INFO": _dumps(offsets),
+    }
+    return _dumps({"__metadata__": about, **tensors}).encode()
+
+
+def decode_header(data: Any) -> tuple[str, dict[str, Any]]:
+    """The save's id and the tensors of a header as it lies in the file."""
+    text = json.loads(bytes(data[8:]))
+    about = text.pop("__metadata__")
+    return about["ostraka_id"], text
+
+
+# Process indexes
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """The digested blocks of one file, in order."""
+
+    size: int
+    lengths: tuple[int, ...]
+    digests: tuple[str, ...]
+
+
+def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -> bytes:
+    return _dumps(
+        {
+            "format": f"{FORMAT}-index",
+            "version": VERSION,
+            "id": save_id,
+            "process": process,
+            "files": {
+                name: {
+                    "size": file.size,
+                    "blocks": encode_runs(file.lengths),
+                    "digests": "".join(file.digests),
+                }
+                for name, file in files.items()
+            },
+        }
+    ).encode()
+
+
+def decode_index(data: bytes) -> dict[str, FileDigests]:
+    files: dict[str, FileDigests] = {}
+    for name, file in json.loads(data)["files"].items():
+        text: str = file["digests"]
+        lengths = decode_runs(file["blocks"])
+        digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
+        if len(digests) != len(lengths) or sum(lengths) != file["size"]:
+            raise ValueError(f"the blocks of {name} do not add up to its size")
+        files[name] = FileDigests(file["size"], lengths, digests)
+    return files
+
+
+# _METADATA
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """What `_METADATA` knows of a process index."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """All of `_METADATA`."""
+
+    id: str
+    writer: Mapping[str, Any]
+    process_of: tuple[int, ...]
+    """The process of each device number."""
+    tree: Any
+    meshes: tuple[MeshSpec, ...]
+    layouts: tuple[Layout, ...]
+    leaves: tuple[StoredLeaf, ...]
+    files: tuple[FileEntry, ...]
+    indexes: Mapping[int, IndexEntry]
+    """By process; a process that wrote nothing has none."""
+    user: Mapping[str, Any]
+    unknown: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields that a newer writer added; kept as they are."""
+
+    @property
+    def process_count(self) -> int:
+        return max(self.process_of, default=0) + 1
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": metadata.id,
+        "writer": metadata.writer,
+        "process_of": encode_runs(metadata.process_of),
+        "tree": metadata.tree,
+        "meshes": [
+            {"axes": m.axis_names, "shape": m.axis_sizes, "devices": encode_runs(m.devices)}
+            for m in metadata.meshes
+        ],
+        "layouts": [
+            {"grid": layout.grid, "owners": encode_runs(layout.owners)}
+            for layout in metadata.layouts
+        ],
+        "leaves": [_encode_leaf(leaf) for leaf in metadata.leaves],
+        "files": {
+            name: encode_runs([getattr(f, name) for f in metadata.files])
+            for name in ("device", "part", "header_bytes", "size")
+        },
+        "indexes": [[p, i.size, i.digest] for p, i in sorted(metadata.indexes.items())],
+        "user": metadata.user,
+        **metadata.unknown,
+    }
+    text = _dumps(body).encode()[:-1]
+    return text + _DIGEST_MARK + digest(text).encode() + _DIGEST_TAIL
+
+
+def metadata_is_intact(data: bytes) -> bool:
+    """Whether the digest at the end of `_METADATA` is that of what stands before it."""
+    tail = len(_DIGEST_MARK) + _DIGEST_DIGITS + len(_DIGEST_TAIL)
+    text = data[:-tail]
+    return data[-tail:] == _DIGEST_MARK + digest(text).encode() + _DIGEST_TAIL
+
+
+def decode_metadata(data: bytes) -> Metadata:
+    """Read `_METADATA`, whose digest the caller has checked.
+
+    Raises NotACheckpoint if it is none of ours, UnsupportedFormat if it is from a newer version,
+    ValueError if it contradicts itself.
+    """
+    body = _loads_ours(data)
+    try:
+        known = {
+            "id": body["id"],
+            "writer": body["writer"],
+            "process_of": decode_runs(body["process_of"]),
+            "tree": body["tree"],
+            "meshes": tuple(_decode_mesh(m) for m in body["meshes"]),
+            "layouts": tuple(
+                Layout(tuple(entry["grid"]), decode_runs(entry["owners"]))
+                for entry in body["layouts"]
+            ),
+            "leaves": tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
+            "files": _decode_files(body["files"]),
+            "indexes": {p: IndexEntry(size, text) for p, size, text in body["indexes"]},
+            "user": body["user"],
+        }
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"a field is missing or malformed ({error})") from error
+    read = {"format", "version", "digest", *known}
+    metadata = Metadata(**known, unknown={k: v for k, v in body.items() if k not in read})
+    _check_consistency(metadata)
+    return metadata
+
+
+def _loads_ours(data: bytes) -> dict[str, Any]:
+    try:
+        loaded = json.loads(data)
+    except ValueError as error:
+        raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
+    body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
+    if body.get("format") != FORMAT:
+        raise NotACheckpoint(f"its {METADATA_NAME} was not written by Ostraka")
+    if body.get("version") != VERSION:
+        raise UnsupportedFormat(
+            f"it is in format version {body.get('version')!r} and this Ostraka reads version "
+            f"{VERSION}; install a newer ostraka"
+        )
+    return body
+
+
+def _check_consistency(metadata: Metadata) -> None:
+    if ID_PATTERN.fullmatch(metadata.id) is None:
+        raise ValueError(f"the id {metadata.id!r} is not 16 hexadecimal digits")
+    for layout in metadata.layouts:
+        if prod(layout.grid) != len(layout.owners) or min(layout.grid, default=1) < 1:
+            raise ValueError(f"a layout of grid {layout.grid} has {len(layout.owners)} cells")
+    for leaf in metadata.leaves:
+        spec = leaf.spec
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"leaf {spec.path!r} has the unknown dtype {spec.dtype!r}")
+        if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
+            raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
+
+
+def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
+    spec = leaf.spec
+    entry: dict[str, Any] = {
+        "path": spec.path,
+        "kind": spec.kind,
+        "dtype": spec.dtype,
+        "shape": spec.shape,
+        "layout": leaf.layout,
+    }
+    if leaf.part:
+        entry["part"] = leaf.part
+    if spec.mesh >= 0:
+        entry["mesh"] = spec.mesh
+        entry["spec"] = spec.partition
+    if spec.prng is not None:
+        entry["prng"] = spec.prng
+    if spec.per_process:
+        entry["per_process"] = True
+    return entry
+
+
+def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
+    spec = LeafSpec(
+        path=entry["path"],
+        kind=entry["kind"],
+        dtype=entry["dtype"],
+        shape=tuple(entry["shape"]),
+        mesh=entry.get("mesh", -1),
+        partition=tuple(tuple(axes) for axes in entry.get("spec", ())),
+        prng=entry.get("prng"),
+        per_process=entry.get("per_process", False),
+    )
+    return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
+
+
+def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
+    return MeshSpec(tuple(entry["axes"]), tuple(entry["shape"]), decode_runs(entry["devices"]))
+
+
+def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
+    decoded = [
+        decode_runs(columns[name]) for name in ("device", "part", "header_bytes", "size")
+    ]
+    return tuple(FileEntry(*row) for row in zip(*decoded, strict=True))
+
+
+# Small things
+
+
+def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Integers as arithmetic runs `[start, step, count]`; device orders and sizes become tiny."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs:
+            start, step, length = runs[-1]
+            if length == 1:
+                runs[-1] = [start, number - start, 2]
+                continue
+            if number == start + step * length:
+                runs[-1][2] += 1
+                continue
+            if length == 2 and step:
+                # Two numbers alone are no run yet: let the second begin one of its own.
+                runs[-1] = [start, 0, 1]
+                runs.append([start + step, number - start - step, 2])
+                continue
+        runs.append([number, 0, 1])
+    return runs
+
+
+def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
+        raise ValueError("a list of numbers is longer than any checkpoint needs")
+    return tuple(start + step * i for start, step, length in runs for i in range(length))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,56 @@
+"""Run work in threads, so that the first error ends it and nothing outlives the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from threading import Event
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """Other work of the same call failed, so this has no purpose any more."""
+
+
+class StopSignal:
+    """Asked between steps of long work."""
+
+    def __init__(self) -> None:
+        self._event = Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def check(self) -> None:
+        if self._event.is_set():
+            raise Stopped
+
+
+def run_all(
+    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, stop: StopSignal
+) -> list[Result]:
+    """The results of `work` for all items, in their order; raises the first error there was."""
+    results = dict(run_as_completed(work, items, threads=threads, stop=stop))
+    return [results[number] for number in range(len(results))]
+
+
+def run_as_completed(
+    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, stop: StopSignal
+) -> Iterator[tuple[int, Result]]:
+    """Each item's number and result, as soon as it is there; raises the first error there was.
+
+    Leaving the iteration early, by an error or an interrupt, waits for the threads to stop.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="ostraka")
+    try:
+        numbers: dict[Future[Result], int] = {
+            pool.submit(work, item): number for number, item in enumerate(items)
+        }
+        for future in as_completed(numbers):
+            yield numbers[future], future.result()
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)

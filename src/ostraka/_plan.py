@@ -1,0 +1,521 @@
+"""Write plans and read plans: plain data, made by pure functions, the same on every process.
+
+A write plan says which device writes which box of which leaf, and so every file's name and size.
+A box that several devices hold is written by one of them, or split among them, so that all
+processes write about the same number of bytes.
+
+A read plan says which blocks of which files are read, and where their bytes go.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ostraka import _box, _format
+from ostraka._box import Box
+from ostraka._format import Entry, FileDigests, FileEntry, Metadata
+from ostraka._spec import (
+    DTYPES,
+    HOST_LOCAL,
+    LeafSpec,
+    Layout,
+    MeshSpec,
+    StoredLeaf,
+    holders,
+    partition_grid,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAX_FILE_BYTES = 4 << 30
+LANES_PER_PROCESS = 4
+"""A process with fewer devices splits its shards into parts, to have this many files to write."""
+MIN_LANE_BYTES = 64 << 20
+
+_BALANCE_SHARE = 128
+"""Boxes below 1/128 of what a process writes are taken whole, in turn: that keeps the load even."""
+_ALWAYS_SPLIT_WAYS = 64
+_MIN_SPLIT_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """Who writes which box where."""
+
+    meshes: tuple[MeshSpec, ...]
+    layouts: tuple[Layout, ...]
+    leaves: tuple[StoredLeaf, ...]
+    files: tuple[FileEntry, ...]
+    process_of: tuple[int, ...]
+
+    def files_of(self, process: int) -> list[FileEntry]:
+        return [file for file in self.files if self.process_of[file.device] == process]
+
+    def bytes_by_process(self) -> list[int]:
+        """The data bytes that each process writes, headers not counted."""
+        totals = [0] * (max(self.process_of) + 1)
+        for file in self.files:
+            totals[self.process_of[file.device]] += file.size - file.header_bytes
+        return totals
+
+
+def plan_write(
+    leaves: Sequence[LeafSpec],
+    meshes: Sequence[MeshSpec],
+    process_of: Sequence[int],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> WritePlan:
+    """Share the boxes of all leaves out over the devices; `process_of` maps device to process."""
+    sharing = _Sharing(leaves, meshes, process_of, max_file_bytes)
+    stored, files = _assign_parts(sharing, max_file_bytes)
+    return WritePlan(
+        meshes=tuple(meshes),
+        layouts=tuple(sharing.layouts),
+        leaves=stored,
+        files=files,
+        process_of=tuple(process_of),
+    )
+
+
+class _Sharing:
+    """Works out the layout of every leaf, keeping the load of devices and processes even."""
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafSpec],
+        meshes: Sequence[MeshSpec],
+        process_of: Sequence[int],
+        max_file_bytes: int,
+    ):
+        self.leaves = leaves
+        self.layouts: list[Layout] = []
+        self._numbers: dict[Layout, int] = {}
+        self._process_of = np.asarray(process_of, dtype=np.int64)
+        self._process_count = int(self._process_of.max()) + 1
+        self._first_device = [process_of.index(p) for p in range(self._process_count)]
+        self._meshes = meshes
+        self._everyone = np.arange(len(process_of)).reshape(1, -1)
+        self._device_load = np.zeros(len(process_of), dtype=np.int64)
+        self._process_load = np.zeros(self._process_count, dtype=np.int64)
+        self._max_file_bytes = max_file_bytes
+        self._even: dict[object, int] = {}
+        total = sum(leaf.nbytes for leaf in leaves)
+        self.bytes_per_process = -(-total // self._process_count)
+        self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
+        self.layout_of = self._share_all()
+
+    def _share_all(self) -> list[int]:
+        """First the boxes that lie evenly by nature; then the rest, largest first, to the idlest."""
+        layout_of = [-1] * len(self.leaves)
+        uneven: list[int] = []
+        for number, leaf in enumerate(self.leaves):
+            layout_of[number] = self._share_evenly(leaf)
+            if layout_of[number] < 0:
+                uneven.append(number)
+        for number in sorted(uneven, key=lambda n: (-self.leaves[n].nbytes, n)):
+            layout_of[number] = self._share_to_idlest(self.leaves[number])
+        return layout_of
+
+    def _share_evenly(self, leaf: LeafSpec) -> int:
+        """The layout where every holder writes the same amount, or -1 if there is none."""
+        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, DTYPES[leaf.dtype].bits)
+        number = self._even.get(key)
+        if number is None:
+            number = self._even[key] = self._even_layout(leaf)
+        if number >= 0:
+            owners = np.asarray(self.layouts[number].owners, dtype=np.int64)
+            self._add_load(owners, np.full(len(owners), leaf.nbytes // len(owners)))
+        return number
+
+    def _even_layout(self, leaf: LeafSpec) -> int:
+        if leaf.per_process:
+            grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
+            return self._number(grid, np.asarray(self._first_device))
+        grid, table = self._held(leaf)
+        cells, copies = table.shape
+        cell_bytes = leaf.nbytes // cells
+        if cell_bytes == 0:
+            return -1
+        if copies > 1:
+            tiny = cell_bytes // copies < _MIN_SPLIT_BYTES and copies > _ALWAYS_SPLIT_WAYS
+            if cell_bytes <= self._whole_limit or tiny:
+                return -1
+            dimension = _dividing_dimension(leaf.shape, grid, copies)
+            if dimension is None:
+                return -1
+            grid, table = _refine(grid, table, dimension, copies)
+        return self._number_capped(leaf, grid, table[:, 0])
+
+    def _share_to_idlest(self, leaf: LeafSpec) -> int:
+        """Split each cell only as far as balance needs, and give the pieces to the idlest holders."""
+        grid, table = self._held(leaf)
+        if leaf.nbytes == 0:
+            grid, table = (1,) * len(leaf.shape), table[:1]
+        cells, copies = table.shape
+        cell_shape = [n // g for n, g in zip(leaf.shape, grid, strict=True)]
+        dimension = max(range(len(grid)), key=lambda d: (cell_shape[d], -d), default=0)
+        wanted = -(-(leaf.nbytes // cells) // self._whole_limit)
+        pieces = max(1, min(copies, wanted, max(cell_shape, default=1)))
+        process_load = self._process_load[self._process_of[table]]
+        idlest = np.lexsort((self._device_load[table], process_load), axis=-1)[:, :pieces]
+        chosen = np.take_along_axis(table, idlest, axis=1)
+        if pieces > 1:
+            grid, chosen = _refine(grid, chosen, dimension, pieces)
+        owners = chosen[:, 0]
+        self._add_load(owners, _cell_bytes(leaf, grid, len(owners)))
+        return self._number_capped(leaf, grid, owners)
+
+    def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+        if leaf.mesh == HOST_LOCAL:
+            return (1,) * len(leaf.shape), self._everyone
+        mesh = self._meshes[leaf.mesh]
+        rank = len(leaf.shape)
+        return partition_grid(mesh, leaf.partition, rank), holders(mesh, leaf.partition, rank)
+
+    def _number_capped(
+        self, leaf: LeafSpec, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
+    ) -> int:
+        """Cut cells that exceed the file size cap; their pieces go to further parts."""
+        largest = int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))
+        while largest > self._max_file_bytes:
+            cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
+            dimension = next((d for d, n in enumerate(cell_shape) if n > 1), None)
+            if dimension is None:
+                break
+            pieces = min(-(-largest // self._max_file_bytes), cell_shape[dimension])
+            grid, table = _refine(
+                grid, np.repeat(owners.reshape(-1, 1), pieces, axis=1), dimension, pieces
+            )
+            owners = table[:, 0]
+            largest = int(_cell_bytes(leaf, grid, len(owners)).max())
+        return self._number(grid, owners)
+
+    def _number(self, grid: tuple[int, ...], owners: npt.NDArray[np.int64]) -> int:
+        layout = Layout(grid, tuple(owners.tolist()))
+        number = self._numbers.setdefault(layout, len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(layout)
+        return number
+
+    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> None:
+        np.add.at(self._device_load, owners, nbytes)
+        np.add.at(self._process_load, self._process_of[owners], nbytes)
+
+
+def _dividing_dimension(
+    shape: Sequence[int], grid: Sequence[int], pieces: int
+) -> int | None:
+    """The first dimension along which every cell can be cut into `pieces` equal parts."""
+    for dimension, (extent, parts) in enumerate(zip(shape, grid, strict=True)):
+        if extent % (parts * pieces) == 0:
+            return dimension
+    return None
+
+
+def _refine(
+    grid: tuple[int, ...], table: npt.NDArray[np.int64], dimension: int, pieces: int
+) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+    """Cut each cell into `pieces` along a dimension; column `i` of the table takes piece `i`."""
+    spread = np.moveaxis(table.reshape(*grid, pieces), -1, dimension + 1)
+    finer = tuple(g * pieces if d == dimension else g for d, g in enumerate(grid))
+    return finer, spread.reshape(-1, 1)
+
+
+def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> npt.NDArray[np.int64]:
+    dtype = DTYPES[leaf.dtype]
+    if all(n % g == 0 for n, g in zip(leaf.shape, grid, strict=True)):
+        return np.full(cells, dtype.nbytes(prod(leaf.shape) // cells), dtype=np.int64)
+    counts = np.ones((), dtype=np.int64)
+    for extent, parts in zip(leaf.shape, grid, strict=True):
+        cuts = np.arange(parts + 1, dtype=np.int64) * extent // parts
+        counts = np.multiply.outer(counts, np.diff(cuts))
+    return (counts.reshape(-1) * dtype.bits + 7) // 8
+
+
+def _assign_parts(
+    sharing: _Sharing, max_file_bytes: int
+) -> tuple[tuple[StoredLeaf, ...], tuple[FileEntry, ...]]:
+    """Number the parts leaf by leaf, the same on all devices, and add up every file."""
+    devices = len(sharing._process_of)  # pyright: ignore[reportPrivateUsage]
+    lane = max(sharing.bytes_per_process // LANES_PER_PROCESS, MIN_LANE_BYTES)
+    target = min(lane, max_file_bytes)
+    stored: list[StoredLeaf] = []
+    files: list[FileEntry] = []
+    data = np.zeros(devices, dtype=np.int64)
+    headers = np.zeros(devices, dtype=np.int64)
+    owners_of = [np.asarray(layout.owners, dtype=np.int64) for layout in sharing.layouts]
+    turns_of = [_turns(layout) for layout in sharing.layouts]
+    part = 0
+
+    def close_part() -> None:
+        nonlocal part
+        for device in np.flatnonzero(headers).tolist():
+            header = _format.header_bytes_for(int(headers[device]))
+            files.append(FileEntry(device, part, header, header + int(data[device])))
+        data[:] = 0
+        headers[:] = 0
+        part += 1
+
+    for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True):
+        owners, turns = owners_of[number], turns_of[number]
+        cell_bytes = _cell_bytes(leaf, sharing.layouts[number].grid, len(owners))
+        split = turns is not None
+        full = int((data[owners] + cell_bytes).max(initial=0)) > target
+        if (split or full) and headers.any():
+            close_part()
+        stored.append(StoredLeaf(leaf, number, part))
+        capacity = _format.header_capacity(leaf)
+        for turn in range(1 if turns is None else int(turns.max()) + 1):
+            mine = slice(None) if turns is None else turns == turn
+            data[owners[mine]] += cell_bytes[mine]
+            headers[owners[mine]] += capacity
+            if split:
+                close_part()
+    if headers.any():
+        close_part()
+    return tuple(stored), tuple(sorted(files, key=lambda f: (f.device, f.part)))
+
+
+def _turns(layout: Layout) -> npt.NDArray[np.int64] | None:
+    """For each cell, how many cells of the same device come before it; None if none do."""
+    cells = layout.cells_by_owner()
+    if len(cells) == len(layout.owners):
+        return None
+    turns = np.zeros(len(layout.owners), dtype=np.int64)
+    for mine in cells.values():
+        turns[mine] = np.arange(len(mine))
+    return turns
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one entry of a file gives to one buffer: the box that both have."""
+
+    entry: Entry
+    buffer: int
+    shared: Box
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """The pieces that one file gives, in file order."""
+
+    file: FileEntry
+    entries: tuple[Entry, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A box of a leaf that is wanted in memory."""
+
+    leaf: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Which files give what to which target."""
+
+    targets: tuple[Target, ...]
+    files: tuple[FileRead, ...]
+
+
+def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
+    """Map the wanted boxes to entries of files. Empty boxes need no file.
+
+    Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
+    """
+    wanted: dict[tuple[int, int], list[tuple[int, Box, Box]]] = {}
+    overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box, Box]]] = {}
+    layouts = [_CellFinder(layout) for layout in metadata.layouts]
+    for number, target in enumerate(targets):
+        leaf = metadata.leaves[target.leaf]
+        key = (leaf.layout, leaf.spec.shape, target.box)
+        found = overlaps.get(key)
+        if found is None:
+            found = overlaps[key] = layouts[leaf.layout].find(leaf.spec.shape, target.box)
+        for device, turn, box, shared in found:
+            wanted.setdefault((device, leaf.part + turn), []).append((number, box, shared))
+    contents = _format.entries_by_file(
+        metadata.leaves, metadata.layouts, {device for device, _ in wanted}
+    )
+    table = {(file.device, file.part): file for file in metadata.files}
+    reads = [
+        _file_read(table, contents, key, rows, targets) for key, rows in sorted(wanted.items())
+    ]
+    return ReadPlan(tuple(targets), tuple(reads))
+
+
+class _CellFinder:
+    """Finds the cells of a layout under a box, with the file each lies in."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._turns = _turns(layout)
+
+    def find(self, shape: tuple[int, ...], box: Box) -> list[tuple[int, int, Box, Box]]:
+        found: list[tuple[int, int, Box, Box]] = []
+        for number in _box.overlapping_cells(shape, self._layout.grid, box):
+            cell = _box.cell(shape, self._layout.grid, number)
+            shared = _box.intersect(cell, box) if shape else cell
+            if shared is not None:
+                turn = 0 if self._turns is None else int(self._turns[number])
+                found.append((self._layout.owners[number], turn, cell, shared))
+        return found
+
+
+def _file_read(
+    table: Mapping[tuple[int, int], FileEntry],
+    contents: Mapping[tuple[int, int], list[Entry]],
+    key: tuple[int, int],
+    rows: Iterable[tuple[int, Box, Box]],
+    targets: Sequence[Target],
+) -> FileRead:
+    file = table.get(key)
+    entries = contents[key]
+    expected = entries[-1].offset + entries[-1].nbytes
+    if file is None or file.size - file.header_bytes != expected:
+        name = _format.shard_name(*key)
+        raise ValueError(f"the file table and the layouts disagree about {name}")
+    by_box = {(entry.leaf, entry.box): entry for entry in entries}
+    pieces = [
+        Piece(by_box[targets[number].leaf, box], number, shared) for number, box, shared in rows
+    ]
+    pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
+    return FileRead(file, tuple(entries), tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Bytes of a file that lie in a buffer just as they lie in the file."""
+
+    start: int
+    stop: int
+    buffer: int
+    buffer_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Bytes `[start, stop)` of a file out of which `shared` is copied into a buffer, row by row.
+
+    The bytes are those of `box`, in row-major order.
+    """
+
+    start: int
+    stop: int
+    buffer: int
+    box: Box
+    shared: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go."""
+
+    start: int
+    stop: int
+    first_block: int
+    last_block: int
+    direct: tuple[Direct, ...]
+    strided: tuple[Strided, ...]
+
+
+def plan_chunks(
+    read: FileRead,
+    digests: FileDigests,
+    metadata: Metadata,
+    targets: Sequence[Target],
+    *,
+    chunk_bytes: int,
+) -> list[Chunk]:
+    """Cut what a file gives into chunks of whole blocks; blocks that nobody wants are skipped.
+
+    A block is read once, except where two strided pieces that are too large to be read together
+    meet in it.
+    """
+    starts = [0, *accumulate(digests.lengths)]
+    chunks: list[Chunk] = []
+    pending: list[Direct | Strided] = []
+    first = last = 0
+    moves = _moves(read, metadata, targets, starts, chunk_bytes)
+    for move in sorted(moves, key=lambda move: move.start):
+        low = bisect_right(starts, move.start) - 1
+        high = bisect_right(starts, move.stop - 1)
+        if pending:
+            joined = starts[max(high, last)] - starts[first]
+            if low > last or (joined > chunk_bytes and (low >= last or joined > 2 * chunk_bytes)):
+                chunks.append(_chunk(starts, first, last, pending))
+                pending = []
+        if not pending:
+            first, last = low, high
+        pending.append(move)
+        last = max(last, high)
+    if pending:
+        chunks.append(_chunk(starts, first, last, pending))
+    return chunks
+
+
+def _chunk(starts: list[int], first: int, last: int, moves: list[Direct | Strided]) -> Chunk:
+    direct = tuple(move for move in moves if isinstance(move, Direct))
+    strided = tuple(move for move in moves if isinstance(move, Strided))
+    return Chunk(starts[first], starts[last], first, last, direct, strided)
+
+
+def _moves(
+    read: FileRead,
+    metadata: Metadata,
+    targets: Sequence[Target],
+    block_starts: list[int],
+    chunk_bytes: int,
+) -> Iterator[Direct | Strided]:
+    """The pieces of a file as byte moves no larger than a chunk, where that can be."""
+    for piece in read.pieces:
+        entry = piece.entry
+        if entry.nbytes == 0:
+            continue
+        base = read.file.header_bytes + entry.offset
+        dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
+        target = targets[piece.buffer].box
+        if dtype.packed:
+            yield Strided(base, base + entry.nbytes, piece.buffer, entry.box, piece.shared)
+            continue
+        size = dtype.bits // 8
+        if _box.is_contiguous(piece.shared, entry.box) and _box.is_contiguous(piece.shared, target):
+            start, stop = _box.flat_span(piece.shared, entry.box)
+            placed = _box.flat_start(piece.shared, target) * size
+            yield from _split_direct(
+                Direct(base + start * size, base + stop * size, piece.buffer, placed),
+                block_starts,
+                chunk_bytes,
+            )
+            continue
+        for band in _box.bands(piece.shared, entry.box, max(chunk_bytes // size, 1)):
+            outer = _box.rows_around(band, entry.box)
+            start, stop = _box.flat_span(outer, entry.box)
+            yield Strided(base + start * size, base + stop * size, piece.buffer, outer, band)
+
+
+def _split_direct(move: Direct, starts: list[int], chunk_bytes: int) -> Iterator[Direct]:
+    """Split a long move at block boundaries, so that several threads can share it."""
+    start = move.start
+    while move.stop - start > chunk_bytes:
+        stop = starts[bisect_right(starts, start + chunk_bytes) - 1]
+        if stop <= start:
+            stop = start + chunk_bytes
+        yield Direct(start, stop, move.buffer, move.buffer_start + start - move.start)
+        start = stop
+    yield Direct(start, move.stop, move.buffer, move.buffer_start + start - move.start)

@@ -1,0 +1,247 @@
+"""Leaves, dtypes, meshes and specs as plain data, and which box each device holds. No JAX.
+
+A sharding is a grid: each dimension is cut into as many parts as its mesh axes have devices, and
+each device holds one cell of that grid. The cells do not depend on the leaf's shape, so a few
+grids serve all leaves of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from ostraka import _box
+from ostraka.errors import InvalidSharding
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Partition = tuple[tuple[str, ...], ...]
+"""For each dimension, the mesh axes it is cut along; no axes means whole."""
+
+LeafKind = Literal["jax", "key", "numpy", "scalar"]
+"""What came in: a jax.Array, a typed PRNG key, a numpy array, a numpy scalar."""
+
+HOST_LOCAL = -1
+"""Instead of a mesh: the value lives in the memory of every process alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """How one dtype lies in a shard file."""
+
+    name: str
+    bits: int
+    code: str
+    """The safetensors dtype; U8 where safetensors has no name for this one."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return self.bits < 8
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the file shows bytes, because safetensors can't say what they mean."""
+        return self.code == "U8" and self.name != "uint8"
+
+    def nbytes(self, elements: int) -> int:
+        return (elements * self.bits + 7) // 8
+
+
+def _dtype_table() -> dict[str, Dtype]:
+    named = {
+        "bool": (8, "BOOL"),
+        **{f"int{b}": (b, f"I{b}") for b in (8, 16, 32, 64)},
+        **{f"uint{b}": (b, f"U{b}") for b in (8, 16, 32, 64)},
+        **{f"float{b}": (b, f"F{b}") for b in (16, 32, 64)},
+        "bfloat16": (16, "BF16"),
+        "complex64": (64, "C64"),
+        "float8_e4m3fn": (8, "F8_E4M3"),
+        "float8_e5m2": (8, "F8_E5M2"),
+        "float8_e8m0fnu": (8, "F8_E8M0"),
+        "float8_e4m3fnuz": (8, "F8_E4M3FNUZ"),
+        "float8_e5m2fnuz": (8, "F8_E5M2FNUZ"),
+    }
+    opaque = {
+        "complex128": 128,
+        **{f"float8_{f}": 8 for f in ("e3m4", "e4m3", "e4m3b11fnuz")},
+        **{f"float6_{f}": 8 for f in ("e2m3fn", "e3m2fn")},
+        "float4_e2m1fn": 4,
+        **{f"{sign}{bits}": bits for sign in ("int", "uint") for bits in (2, 4)},
+    }
+    table = {name: Dtype(name, bits, code) for name, (bits, code) in named.items()}
+    return table | {name: Dtype(name, bits, "U8") for name, bits in opaque.items()}
+
+
+DTYPES = _dtype_table()
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """The numpy dtype of that name; ml_dtypes supplies those that numpy lacks."""
+    import numpy as np
+
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """A mesh as data: axis names, sizes, and the device numbers in row-major order.
+
+    A device number is the device's place in the run's device list, not JAX's id for it. One device
+    without axes is how a single-device sharding is written.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        return prod(sizes[axis] for axis in axes)
+
+    def __str__(self) -> str:
+        axes = zip(self.axis_names, self.axis_sizes, strict=True)
+        return ", ".join(f"{name}={size}" for name, size in axes) or "one device"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One array of the tree: what it is and how it lay over the devices."""
+
+    path: str
+    kind: LeafKind
+    dtype: str
+    shape: tuple[int, ...]
+    """The global shape of what is stored: key data for keys, with the process dimension first
+    where `per_process`."""
+    mesh: int = HOST_LOCAL
+    """Index into the checkpoint's meshes."""
+    partition: Partition = ()
+    prng: str | None = None
+    per_process: bool = False
+    """Whether every process had a value of its own: dimension 0 is then the process."""
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].nbytes(prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which device number writes each cell (row-major) of a grid."""
+
+    grid: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    def cells_by_owner(self) -> dict[int, list[int]]:
+        cells: dict[int, list[int]] = {}
+        for number, owner in enumerate(self.owners):
+            cells.setdefault(owner, []).append(number)
+        return cells
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A leaf with its layout; the j-th cell of one device (row-major) lies in part `part + j`."""
+
+    spec: LeafSpec
+    layout: int
+    part: int
+
+
+def partition_grid(mesh: MeshSpec, partition: Partition, rank: int) -> tuple[int, ...]:
+    """Into how many parts each dimension is cut."""
+    cuts = [mesh.size_of(axes) for axes in partition]
+    return tuple(cuts + [1] * (rank - len(cuts)))
+
+
+@lru_cache(maxsize=512)
+def holders(mesh: MeshSpec, partition: Partition, rank: int) -> npt.NDArray[np.int64]:
+    """For each cell of the grid (row-major), the device numbers that hold it, in mesh order."""
+    import numpy as np
+
+    grid = partition_grid(mesh, partition, rank)
+    coordinates = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_sizes), len(mesh.devices))
+    axis_of = {name: i for i, name in enumerate(mesh.axis_names)}
+    cells = np.zeros(len(mesh.devices), dtype=np.int64)
+    for dimension, parts in enumerate(grid):
+        index = np.zeros_like(cells)
+        for axis in partition[dimension] if dimension < len(partition) else ():
+            index = index * mesh.axis_sizes[axis_of[axis]] + coordinates[axis_of[axis]]
+        cells = cells * parts + index
+    order = np.argsort(cells, kind="stable")
+    return np.asarray(mesh.devices, dtype=np.int64)[order].reshape(prod(grid), -1)
+
+
+def check_partition(path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec) -> None:
+    """Raise InvalidSharding, naming leaf, dimension, axis and sizes, where a spec does not fit."""
+    for problem in partition_problems(path, shape, partition, mesh):
+        raise InvalidSharding(problem)
+
+
+def partition_problems(
+    path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
+) -> list[str]:
+    """Every way in which a spec does not fit its leaf or its mesh, a sentence each."""
+    problems: list[str] = []
+    if len(partition) > len(shape):
+        problems.append(
+            f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
+            f"{show_partition(partition)} has {len(partition)} entries"
+        )
+    seen: set[str] = set()
+    for dimension, axes in enumerate(partition):
+        unknown = [axis for axis in axes if axis not in mesh.axis_names]
+        problems += [
+            f"leaf {path!r}, dimension {dimension}: the mesh ({mesh}) has no axis {axis!r}"
+            for axis in unknown
+        ]
+        problems += [
+            f"leaf {path!r}, dimension {dimension}: axis {axis!r} is used twice in "
+            f"{show_partition(partition)}"
+            for axis in axes
+            if axis in seen
+        ]
+        seen.update(axes)
+        if unknown or dimension >= len(shape):
+            continue
+        parts = mesh.size_of(axes)
+        if shape[dimension] % parts:
+            problems.append(
+                f"leaf {path!r}, dimension {dimension}: {shape[dimension]} elements do not divide "
+                f"into {parts} parts along {' × '.join(axes)} of the mesh ({mesh})"
+            )
+    return problems
+
+
+def show_partition(partition: Partition) -> str:
+    """A spec the way JAX prints it."""
+    entries = [
+        "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(axes)
+        for axes in partition
+    ]
+    return f"P({', '.join(entries)})"
+
+
+def device_boxes(
+    shape: Sequence[int], mesh: MeshSpec, partition: Partition
+) -> dict[int, _box.Box]:
+    """The box that each device of the mesh holds."""
+    grid = partition_grid(mesh, partition, len(shape))
+    table = holders(mesh, partition, len(shape))
+    return {
+        int(device): box
+        for number, row in enumerate(table)
+        for box in [_box.cell(shape, grid, number)]
+        for device in row
+    }

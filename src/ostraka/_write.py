@@ -1,0 +1,421 @@
+"""A save: capture, agree, plan, write, digest, commit.
+
+Nothing is visible before `_METADATA` appears, which is one atomic event of the store. Until then
+all bytes go into a directory that is named after this save's random id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import numpy as np
+
+from ostraka import _format, _pack
+from ostraka._capture import (
+    Captured,
+    Value,
+    capture,
+    flat_bytes,
+    host_digests,
+    make_common,
+    make_per_process,
+)
+from ostraka._coordinate import Operation, ProcessFailed
+from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
+from ostraka._parallel import StopSignal, run_all
+from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
+from ostraka._spec import DTYPES
+from ostraka._tree import encode
+from ostraka._version import __version__
+from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed, describe
+from ostraka.storage import PathLike, Store, open_store
+
+_WRITERS = max(4, min(os.cpu_count() or 1, 16))
+_COPY_BYTES = 16 << 20
+"""How much of a box that is not contiguous in memory is copied at a time."""
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a tree as a checkpoint: blocking, atomic, durable.
+
+    `tree` is any pytree of JAX arrays (sharded in any way), PRNG keys, numpy arrays, numbers,
+    strings, bytes and None. Every process of a run calls this; each writes its own shards, all at
+    the same time. When it returns the checkpoint is complete and on disk, on every process; when it
+    raises, what was at `path` before is still there, unchanged.
+
+    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`.
+
+    Raises SaveFailed on every process if any of them failed.
+
+    >>> ostraka.save("runs/7", {"params": params, "step": 100})
+    """
+    store = open_store(path)
+    try:
+        with Operation(f"save to {store.location}") as operation:
+            _Save(store, operation, max_file_bytes).run(tree, metadata or {})
+    except ProcessFailed as failure:
+        raise SaveFailed(store.location, failure.process, failure.reason) from failure.__cause__
+
+
+class _Save:
+    """One save, on one of its processes."""
+
+    def __init__(self, store: Store, operation: Operation, max_file_bytes: int):
+        self._store = store
+        self._operation = operation
+        self._max_file_bytes = max_file_bytes
+        self._held = ExitStack()
+
+    def run(self, tree: Any, user: Mapping[str, Any]) -> None:
+        captured = capture(tree)
+        numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
+        encoded = encode(captured.tree, numbers)
+        user = _json_only(user)
+        with self._held:
+            save_id = self._begin(captured, encoded, user)
+            try:
+                plan = plan_write(
+                    captured.leaves,
+                    captured.meshes,
+                    captured.process_of,
+                    max_file_bytes=self._max_file_bytes,
+                )
+                index = self._write(plan, captured.values, save_id)
+                self._finish(plan, encoded, user, save_id, index)
+            except BaseException as error:
+                self._clean_up(save_id)
+                if isinstance(error, OSError) and self._operation.count == 1:
+                    raise SaveFailed(self._store.location, None, describe(error)) from error
+                raise
+
+    def _begin(self, captured: Captured, encoded: Any, user: Mapping[str, Any]) -> str:
+        """Agree on the tree and the id; sort out leaves that live on one process alone."""
+        several = self._operation.count > 1
+        payload = {
+            "path": self._store.location,
+            "tree": _fingerprint(captured, encoded, user) if several else "",
+            "paths": [captured.leaves[n].path for n in captured.sole_process],
+            "sole": list(captured.sole_process.items()),
+            "digests": list(host_digests(captured, self._operation.process).items()),
+        }
+        answer = self._operation.exchange("begin", payload, self._decide_begin)
+        make_common(captured, answer["common"])
+        make_per_process(captured, answer["per_process"], self._operation.count)
+        captured.number_meshes()
+        return answer["id"]
+
+    def _decide_begin(self, payloads: list[Any]) -> dict[str, Any]:
+        for process, payload in enumerate(payloads):
+            for subject in ("path", "tree"):
+                if payload[subject] != payloads[0][subject]:
+                    raise ProcessFailed(process, _disagreement(subject, payload, payloads[0]))
+        common, per_process = _sort_out_sole(payloads)
+        self._store.prepare()
+        self._held.enter_context(self._store.exclusive())
+        _remove_leftovers(self._store)
+        return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
+
+    def _write(
+        self, plan: WritePlan, values: Sequence[Value], save_id: str
+    ) -> IndexEntry | None:
+        """Write this process's shards and its index; None if it has none to write."""
+        process = self._operation.process
+        files = plan.files_of(process)
+        if not files:
+            return None
+        contents = _format.entries_by_file(
+            plan.leaves, plan.layouts, {file.device for file in files}
+        )
+        directory = _format.shards_directory(save_id)
+        stop = StopSignal()
+
+        def write_one(file: FileEntry) -> FileDigests:
+            task = _FileTask(file, contents[file.device, file.part], plan, values, save_id)
+            return _write_file(self._store, directory, task, lambda: self._check(stop))
+
+        digests = run_all(write_one, files, threads=_WRITERS, stop=stop)
+        named = {file.name: found for file, found in zip(files, digests, strict=True)}
+        index = _format.encode_index(save_id, process, named)
+        self._store.put(f"{directory}/{_format.index_name(process)}", index)
+        return IndexEntry(len(index), _format.digest(index))
+
+    def _finish(
+        self,
+        plan: WritePlan,
+        encoded: Any,
+        user: Mapping[str, Any],
+        save_id: str,
+        index: IndexEntry | None,
+    ) -> None:
+        """Report, and commit if every process has reported well."""
+
+        def commit(reports: list[Any]) -> None:
+            indexes = {p: IndexEntry(*entry) for p, entry in enumerate(reports) if entry}
+            self._check_visible(indexes, save_id)
+            metadata = Metadata(
+                id=save_id,
+                writer=_describe_writer(),
+                process_of=plan.process_of,
+                tree=encoded,
+                meshes=plan.meshes,
+                layouts=plan.layouts,
+                leaves=plan.leaves,
+                files=plan.files,
+                indexes=indexes,
+                user=user,
+            )
+            data = _format.encode_metadata(metadata)
+            self._store.put(_format.METADATA_NAME, data)
+            _remove_other_shards(self._store, save_id)
+
+        report = None if index is None else [index.size, index.digest]
+        self._operation.exchange("commit", report, commit)
+
+    def _check_visible(self, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
+        """Process 0 must see what the others wrote, or the checkpoint would be in pieces."""
+
+        def look(process: int) -> None:
+            name = f"{_format.shards_directory(save_id)}/{_format.index_name(process)}"
+            try:
+                seen = _format.digest(self._store.get(name)) == indexes[process].digest
+            except FileNotFoundError:
+                seen = False
+            if not seen:
+                raise ProcessFailed(
+                    process,
+                    f"process 0 can't see what it wrote ({self._store.location}/{name}): all "
+                    "processes must save to one shared file system",
+                )
+
+        others = [process for process in indexes if process != self._operation.process]
+        if others:
+            run_all(look, others, threads=_WRITERS, stop=StopSignal())
+
+    def _check(self, stop: StopSignal) -> None:
+        """Called between blocks: don't go on writing for a save that has failed."""
+        self._operation.check()
+        stop.check()
+
+    def _clean_up(self, save_id: str) -> None:
+        # The error that brought us here matters more than one of the cleaning, and what stays is
+        # recognised and removed by the next save.
+        try:
+            self._store.delete(_format.shards_directory(save_id))
+        except OSError:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _FileTask:
+    """A shard file to write."""
+
+    file: FileEntry
+    entries: list[Entry]
+    plan: WritePlan
+    values: Sequence[Value]
+    save_id: str
+
+
+def _write_file(
+    store: Store, directory: str, task: _FileTask, check: Callable[[], None]
+) -> FileDigests:
+    """Write one shard from its first byte to its last, digesting each block on the way."""
+    file, leaves = task.file, task.plan.leaves
+    lengths = _format.block_lengths(file.header_bytes, task.entries)
+    digests: list[str] = []
+    writer = store.create(f"{directory}/{file.name}", file.size)
+    try:
+        offset = 0
+        for length, pieces in zip(lengths, _blocks(_stream(task, leaves), lengths), strict=True):
+            check()
+            digests.append(_format.block_digest(pieces))
+            writer.write(offset, pieces)
+            offset += length
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return FileDigests(file.size, tuple(lengths), tuple(digests))
+
+
+def _stream(task: _FileTask, leaves: Sequence[Any]) -> Iterator[Any]:
+    """The bytes of a shard file in order, as views of the live values where that can be."""
+    yield np.frombuffer(
+        _format.encode_header(task.entries, leaves, task.save_id, task.file.header_bytes), np.uint8
+    )
+    for entry in task.entries:
+        if entry.nbytes == 0:
+            continue
+        array = task.values[entry.leaf].read(task.file.device, entry.box)
+        if DTYPES[leaves[entry.leaf].spec.dtype].packed:
+            yield _pack.pack(array)
+        else:
+            yield from _contiguous(array)
+
+
+def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
+    """The bytes of an array in row-major order; one that is not contiguous is copied band by band."""
+    if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
+        yield flat_bytes(array)
+        return
+    if array.shape[0] == 1 or array.nbytes // array.shape[0] > _COPY_BYTES:
+        for row in array:
+            yield from _contiguous(row)
+        return
+    step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
+    for start in range(0, array.shape[0], step):
+        yield flat_bytes(array[start : start + step])
+
+
+def _blocks(views: Iterator[Any], lengths: Sequence[int]) -> Iterator[list[Any]]:
+    """Regroup a stream of byte views into blocks of the given lengths, without copying."""
+    rest: Any = next(views)
+    for length in lengths:
+        pieces: list[Any] = []
+        while length > len(rest):
+            pieces.append(rest)
+            length -= len(rest)
+            rest = next(views)
+        pieces.append(rest[:length])
+        rest = rest[length:]
+        yield pieces
+        if not len(rest):
+            rest = next(views, rest)
+
+
+# What is at the path already
+
+
+def _remove_leftovers(store: Store) -> None:
+    """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
+    names = store.list() or []
+    ours = [name for name in names if _is_ours(name)]
+    if _format.METADATA_NAME not in names:
+        foreign = [name for name in names if name not in ours]
+        if foreign:
+            raise PathInTheWay(
+                f"{store.location} is a directory with other things in it "
+                f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
+                "its own"
+            )
+        kept = None
+    else:
+        kept = _committed_id(store)
+    for name in ours:
+        if _format.is_shards_directory(name) and kept in (_UNKNOWN, name):
+            continue
+        if name != _format.METADATA_NAME:
+            store.delete(name)
+
+
+_UNKNOWN = "unknown"
+
+
+def _committed_id(store: Store) -> str:
+    """The shards directory of the checkpoint that is there now."""
+    data = store.get(_format.METADATA_NAME)
+    try:
+        return _format.shards_directory(_format.decode_metadata(data).id)
+    except NotACheckpoint as error:
+        if any(_format.is_shards_directory(name) for name in store.list() or []):
+            return _UNKNOWN  # damaged; what its shards hold stays until there is a better one
+        raise PathInTheWay(
+            f"{store.location} holds something that Ostraka did not write ({error}); save to a path "
+            "of its own"
+        ) from error
+    except ValueError:
+        return _UNKNOWN
+
+
+def _is_ours(name: str) -> bool:
+    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
+    return name == _format.METADATA_NAME or is_temporary or _format.is_shards_directory(name)
+
+
+def _remove_other_shards(store: Store, save_id: str) -> None:
+    """After the commit: what was there before is no longer needed."""
+    for name in store.list() or []:
+        if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
+            try:
+                store.delete(name)
+            except OSError:
+                pass  # The new checkpoint is good; the next save tries again.
+
+
+# Several processes
+
+
+def _fingerprint(captured: Captured, encoded: Any, user: Mapping[str, Any]) -> str:
+    """What must be the same on all processes, as a digest."""
+    leaves: list[Any] = []
+    for number, leaf in enumerate(captured.leaves):
+        leaves.append((leaf.path, leaf.kind, leaf.dtype, leaf.shape, leaf.prng))
+        if number not in captured.sole_process:
+            leaves.append((captured.meshes[leaf.mesh], leaf.partition))
+    return _format.digest(repr((encoded, leaves, user)).encode())
+
+
+def _disagreement(subject: str, payload: Any, first: Any) -> str:
+    if subject == "path":
+        return f"it saves to {payload['path']} while process 0 saves to {first['path']}"
+    return (
+        "its tree differs from that of process 0: structure, shapes, dtypes, shardings, Python "
+        "values and metadata must be the same on all processes"
+    )
+
+
+def _sort_out_sole(payloads: list[Any]) -> tuple[list[int], list[int]]:
+    """Of the leaves that live on one process alone: those all have alike, those each has its own.
+
+    The rest lie on the devices of one process that all others know of.
+    """
+    owners = [dict(payload["sole"]) for payload in payloads]
+    digests = [dict(payload["digests"]) for payload in payloads]
+    paths = dict(zip(owners[0], payloads[0]["paths"], strict=True))
+    common: list[int] = []
+    per_process: list[int] = []
+    for number in owners[0]:
+        named = [owner[number] for owner in owners]
+        if named == list(range(len(payloads))):
+            alike = len({found[number] for found in digests}) == 1
+            (common if alike else per_process).append(number)
+        elif len(set(named)) > 1:
+            odd = next(p for p, owner in enumerate(named) if owner not in (p, named[0]))
+            raise ProcessFailed(
+                odd, f"leaf {paths[number]!r} lies on other devices there than on process 0"
+            )
+    return common, per_process
+
+
+# Small things
+
+
+def _json_only(user: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return json.loads(json.dumps(user, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidTree(f"metadata must be JSON: {error}") from error
+
+
+def _describe_writer() -> dict[str, str]:
+    return {
+        "ostraka": __version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }

@@ -1,0 +1,173 @@
+"""The exceptions that Ostraka raises, and how their messages are built.
+
+OstrakaError
+├── InvalidTree            the tree holds something that can't be saved        (also TypeError)
+├── Mismatch               `like` and the checkpoint differ; lists every way   (also ValueError)
+├── InvalidSharding        a spec does not fit its leaf or its mesh            (also ValueError)
+├── CheckpointNotFound     there is no checkpoint at that path                 (also FileNotFoundError)
+├── NotACheckpoint         something else is at that path                      (also ValueError)
+├── PathInTheWay           saving there would overwrite what is not ours       (also FileExistsError)
+├── UnsupportedFormat      written by a newer version, or a store we lack      (also ValueError)
+├── StoreError             the operating system or the store said no           (also OSError)
+├── Busy                   another save to the same path is under way          (also OSError)
+├── Damaged                bytes are lost or changed; names file and leaf      (also ValueError)
+├── SaveFailed             a process failed, died or timed out during a save   (also RuntimeError)
+└── RestoreFailed          a process failed, died or timed out during a restore (also RuntimeError)
+
+A message is one sentence that says what, where, what was expected and found, and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+__all__ = [
+    "Busy",
+    "CheckpointNotFound",
+    "Damaged",
+    "InvalidSharding",
+    "InvalidTree",
+    "Mismatch",
+    "NotACheckpoint",
+    "OstrakaError",
+    "PathInTheWay",
+    "Problem",
+    "RestoreFailed",
+    "SaveFailed",
+    "StoreError",
+    "UnsupportedFormat",
+]
+
+
+class OstrakaError(Exception):
+    """Whatever Ostraka raises on purpose."""
+
+
+class InvalidTree(OstrakaError, TypeError):
+    """The tree holds a value, a key or a container that can't be saved."""
+
+
+class Mismatch(OstrakaError, ValueError):
+    """What was asked for and what was saved differ; `differences` has one line for each way."""
+
+    def __init__(self, subject: str, differences: Sequence[str]):
+        self.differences = tuple(differences)
+        super().__init__(_headed_list(subject, self.differences))
+
+
+class InvalidSharding(OstrakaError, ValueError):
+    """A partition spec does not fit its leaf or its mesh."""
+
+
+class CheckpointNotFound(OstrakaError, FileNotFoundError):
+    """No checkpoint is there."""
+
+
+class NotACheckpoint(OstrakaError, ValueError):
+    """Something is there, and it is not an Ostraka checkpoint."""
+
+
+class PathInTheWay(OstrakaError, FileExistsError):
+    """A save would have to overwrite something that is not an Ostraka checkpoint."""
+
+
+class UnsupportedFormat(OstrakaError, ValueError):
+    """The checkpoint needs a newer Ostraka, or the path a store that is not there."""
+
+
+class StoreError(OstrakaError, OSError):
+    """The file system or the object store refused."""
+
+
+class Busy(OstrakaError, OSError):
+    """Another save to the same path has not finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint's bytes."""
+
+    file: str
+    found: str
+    leaves: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" (leaf {_name_few(self.leaves)})" if self.leaves else ""
+        return f"{self.file}{where}: {self.found}"
+
+
+class Damaged(OstrakaError, ValueError):
+    """Bytes of a checkpoint are lost or changed; `problems` says which."""
+
+    def __init__(self, path: str, problems: Sequence[Problem]):
+        self.path = path
+        self.problems = tuple(problems)
+        super().__init__(
+            _headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
+        )
+
+
+class _ProcessFailure(OstrakaError, RuntimeError):
+    """One process failed, so all processes raise."""
+
+    verb = ""
+
+    def __init__(self, path: str, process: int | None, cause: str):
+        self.path = path
+        self.process = process
+        self.cause = cause
+        who = "" if process is None else f" on process {process}"
+        super().__init__(f"{self.verb} {path} failed{who}: {cause}")
+
+
+class SaveFailed(_ProcessFailure):
+    """A save did not commit, on any process; `process` and `cause` say where and why."""
+
+    verb = "saving"
+
+
+class RestoreFailed(_ProcessFailure):
+    """A restore failed on some process, so it failed on all; `process` and `cause` say why."""
+
+    verb = "restoring"
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line that makes sense on another process."""
+    if isinstance(error, OstrakaError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{type(error).__name__}: {error.strerror}{where}"
+    return f"{type(error).__name__}: {error}"
+
+
+def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> StoreError:
+    """The store's refusal as a sentence; the error number stays on the exception."""
+    mapped = StoreError(f"can't {action} {os.fspath(path)}: {error.strerror or error}")
+    mapped.errno = error.errno
+    mapped.filename = os.fspath(path)
+    return mapped
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """' (did you mean …?)' for the most similar name, or nothing."""
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _name_few(names: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(repr(n) for n in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
+    if len(lines) == 1:
+        return f"{head}: {lines[0]}"
+    shown = [f"  {line}" for line in lines[:limit]]
+    if len(lines) > limit:
+        shown.append(f"  … and {len(lines) - limit} more")
+    return "\n".join([f"{head}, in {len(lines)} places:", *shown])

@@ -1,0 +1,269 @@
+"""A checkpoint in a directory of a local or mounted file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows has no flock; saves there hold nothing
+    fcntl = None
+
+_MAX_BUFFERS = 1024
+"""What one vectored call takes (IOV_MAX)."""
+
+
+class LocalStore:
+    """Names are files below one directory."""
+
+    def __init__(self, directory: str):
+        self.location = directory
+
+    def prepare(self) -> None:
+        try:
+            _make_directories(self.location)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise PathInTheWay(
+                f"can't make the directory {self.location}: a file of that name, or in the place of "
+                "one of its parents, is in the way"
+            ) from error
+        except OSError as error:
+            raise store_error("make the directory", self.location, error) from error
+        if not os.access(self.location, os.W_OK | os.X_OK):
+            refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise store_error("write to the directory", self.location, refused)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        # The lock is on the directory itself: no lock file is left behind, and the kernel lets go
+        # of it when its process dies.
+        if fcntl is None:  # pragma: no cover
+            yield
+            return
+        held = os.open(self.location, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Busy(
+                    f"another save to {self.location} is under way; wait for it, or save elsewhere"
+                ) from error
+            except OSError:
+                pass  # Some network file systems can't lock: then two writers are on their own.
+            yield
+        finally:
+            os.close(held)
+
+    def get(self, name: str) -> bytes:
+        path = self._path(name)
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        except OSError as error:
+            raise store_error("read", path, error) from error
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            try:
+                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                try:
+                    _write_all(file, 0, [data])
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+                os.replace(temporary, path)
+            except BaseException:
+                _unlink_quietly(temporary)
+                raise
+            _sync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise store_error("write", path, error) from error
+
+    def create(self, name: str, size: int) -> _LocalWriter:
+        path = self._path(name)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return _LocalWriter(path, size)
+        except OSError as error:
+            raise store_error("create", path, error) from error
+
+    def open(self, name: str) -> _LocalReader:
+        path = self._path(name)
+        try:
+            return _LocalReader(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        except OSError as error:
+            raise store_error("open", path, error) from error
+
+    def list(self) -> list[str] | None:
+        try:
+            return sorted(os.listdir(self.location))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise store_error("list", self.location, error) from error
+
+    def settle(self, directory: str) -> None:
+        try:
+            _sync_directory(self._path(directory))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise store_error("sync the directory", self._path(directory), error) from error
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, onerror=_unless_gone)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise store_error("delete", path, error) from error
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.location, *name.split("/")) if name else self.location
+
+
+class _LocalWriter:
+    def __init__(self, path: str, size: int):
+        self._path = path
+        self._size = size
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        try:
+            _write_all(self._file, offset, buffers)
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def finish(self) -> None:
+        file, self._file = self._file, -1
+        try:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def abandon(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _explain(self, error: OSError) -> StoreError:
+        mapped = store_error("write", self._path, error)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return mapped
+        place = os.statvfs(os.path.dirname(self._path))
+        free = place.f_bavail * place.f_frsize
+        full = StoreError(f"{mapped} (the file needs {self._size:,} bytes, {free:,} are free)")
+        full.errno = error.errno
+        full.filename = self._path
+        return full
+
+
+class _LocalReader:
+    def __init__(self, path: str):
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._file).st_size
+
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
+        try:
+            return _read_all(self._file, offset, buffers)
+        except OSError as error:
+            raise store_error("read", self._path, error) from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _write_all(file: int, offset: int, buffers: Sequence[Any]) -> None:
+    """Write every byte, however the kernel cuts the calls short."""
+    for at in range(0, len(buffers), _MAX_BUFFERS):
+        pending = _views(buffers[at : at + _MAX_BUFFERS])
+        while pending:
+            written = os.pwritev(file, pending, offset)
+            offset += written
+            pending = _skip(pending, written)
+
+
+def _read_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
+    """Read until the buffers are full or the file ends; returns the bytes read."""
+    total = 0
+    for at in range(0, len(buffers), _MAX_BUFFERS):
+        pending = _views(buffers[at : at + _MAX_BUFFERS])
+        while pending:
+            count = os.preadv(file, pending, offset + total)
+            if count == 0:
+                return total
+            total += count
+            pending = _skip(pending, count)
+    return total
+
+
+def _views(buffers: Sequence[Any]) -> list[memoryview]:
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
+    for number, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def _make_directories(path: str) -> None:
+    """Like os.makedirs, with every new name as durable as what will be put below it."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_directories(parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):  # else another process was faster
+            raise
+    _sync_directory(parent)
+
+
+def _unless_gone(function: Any, path: str, info: Any) -> None:
+    if not isinstance(info[1], FileNotFoundError):  # else another process was faster
+        raise info[1]
+
+
+def _sync_directory(path: str) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not a thing on some file systems
+            raise
+    finally:
+        os.close(directory)
+
+
+def _unlink_quietly(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass

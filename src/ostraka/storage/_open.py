@@ -1,0 +1,32 @@
+"""From what a user writes as a path to the store that it means."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from ostraka.errors import UnsupportedFormat
+from ostraka.storage._base import Store
+from ostraka.storage._local import LocalStore
+from ostraka.storage._memory import MemoryStore
+
+PathLike = str | os.PathLike[str]
+
+
+def open_store(path: PathLike) -> Store:
+    """The store at a path or URL. Relative paths are made absolute here and now, so that a later
+    change of the working directory does not move a checkpoint."""
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("the checkpoint's path is empty")
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return LocalStore(os.path.abspath(os.path.expanduser(text)))
+    if scheme == "memory":
+        return MemoryStore(text.partition("://")[2])
+    if scheme == "file":
+        return LocalStore(os.path.abspath(unquote(urlsplit(text).path)))
+    raise UnsupportedFormat(
+        f"can't open {text}: this version of Ostraka has no store for {scheme}://; "
+        "use a local path, file:// or memory://"
+    )
