@@ -1,1 +1,52 @@
-from ostraka._write import save
+"""Save and restore sharded JAX state."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ostraka import errors
+from ostraka._version import __version__
+
+if TYPE_CHECKING:
+    from ostraka._lazy import Checkpoint, LazyArray
+    from ostraka._lazy import open_checkpoint as open
+    from ostraka._read import restore
+    from ostraka._write import save
+    from ostraka.integrity import Report, verify
+
+__all__ = [
+    "Checkpoint",
+    "LazyArray",
+    "Report",
+    "__version__",
+    "errors",
+    "open",
+    "restore",
+    "save",
+    "verify",
+]
+
+# Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
+# call.
+_HOMES = {
+    "Checkpoint": ("ostraka._lazy", "Checkpoint"),
+    "LazyArray": ("ostraka._lazy", "LazyArray"),
+    "Report": ("ostraka.integrity", "Report"),
+    "open": ("ostraka._lazy", "open_checkpoint"),
+    "restore": ("ostraka._read", "restore"),
+    "save": ("ostraka._write", "save"),
+    "verify": ("ostraka.integrity", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ostraka' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -79,7 +79,9 @@ def part_of(extent: int, parts: int, position: int) -> int:
 def is_contiguous(box: Box, within: Box) -> bool:
     """Whether `box` is one run of the row-major elements of `within`."""
     partial_seen = False
-    for (start, stop), (outer_start, outer_stop) in zip(reversed(box), reversed(within), strict=True):
+    for (start, stop), (outer_start, outer_stop) in zip(
+        reversed(box), reversed(within), strict=True
+    ):
         if partial_seen and stop - start != 1:
             return False
         if stop - start != outer_stop - outer_start:

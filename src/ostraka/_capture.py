@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ostraka import _box, _format
 from ostraka._box import Box
+from ostraka._document import Branch, Leaf, check_unique, leaves_of
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -21,7 +22,7 @@ from ostraka._spec import (
     Partition,
     device_boxes,
 )
-from ostraka._tree import Branch, Leaf, check_unique, is_array, is_key, leaves_of, parse
+from ostraka._tree import check_savable, is_array, is_key, parse
 from ostraka.errors import InvalidTree
 
 
@@ -137,6 +138,7 @@ class _Capture:
         values: list[Value] = []
         sole: dict[int, int] = {}
         for leaf in leaves:
+            check_savable(leaf)
             if not is_array(leaf.value):
                 continue
             spec, value = self._array(leaf)
@@ -145,9 +147,7 @@ class _Capture:
                 sole[len(specs)] = process
             specs.append(spec)
             values.append(value)
-        return Captured(
-            parsed, specs, values, list(self._meshes), self._devices.process_of, sole
-        )
+        return Captured(parsed, specs, values, list(self._meshes), self._devices.process_of, sole)
 
     def _array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         if isinstance(leaf.value, jax.Array):
@@ -161,15 +161,6 @@ class _Capture:
 
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         array = cast(jax.Array, leaf.value)
-        if isinstance(array, jax.core.Tracer):
-            from ostraka._tree import unsupported
-
-            raise InvalidTree(unsupported(leaf))
-        if array.is_deleted():
-            raise InvalidTree(
-                f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the "
-                "arrays that the step returned"
-            )
         kind: LeafKind = "jax"
         prng = None
         if is_key(array):
@@ -234,10 +225,12 @@ def describe_sharding(path: str, sharding: Any, devices: Devices) -> tuple[MeshS
 
 
 def describe_mesh(mesh: Any, devices: Devices) -> MeshSpec:
+    types = tuple(axis_type.name.lower() for axis_type in mesh.axis_types)
     return MeshSpec(
-        tuple(str(name) for name in mesh.axis_names),
-        tuple(mesh.shape[name] for name in mesh.axis_names),
-        tuple(devices.number(device) for device in mesh.devices.flat),
+        axis_names=tuple(str(name) for name in mesh.axis_names),
+        axis_sizes=tuple(mesh.shape[name] for name in mesh.axis_names),
+        devices=tuple(devices.number(device) for device in mesh.devices.flat),
+        axis_types=() if set(types) <= {"auto"} else types,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -18,7 +18,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import DTYPES, Dtype, LeafSpec, Layout, MeshSpec, StoredLeaf
+from ostraka._spec import DTYPES, Dtype, Layout, LeafSpec, MeshSpec, StoredLeaf
 from ostraka.errors import NotACheckpoint, UnsupportedFormat
 
 METADATA_NAME = "_METADATA"
@@ -58,6 +58,22 @@ def block_digest(buffers: Iterable[Any]) -> str:
     for piece in pieces:
         state.update(piece)
     return state.hexdigest()
+
+
+def regroup(views: Iterator[Any], lengths: Iterable[int]) -> Iterator[list[Any]]:
+    """A stream of byte views, cut into blocks of other lengths without copying."""
+    rest: Any = next(views, b"")
+    for length in lengths:
+        pieces: list[Any] = []
+        while length > len(rest):
+            pieces.append(rest)
+            length -= len(rest)
+            rest = next(views)
+        pieces.append(rest[:length])
+        rest = rest[length:]
+        yield pieces
+        if not len(rest):
+            rest = next(views, rest)
 
 
 def shards_directory(save_id: str) -> str:
@@ -123,7 +139,9 @@ def entries_by_file(
         key = (leaf.layout, leaf.spec.shape)
         placed = boxes.get(key)
         if placed is None:
-            placed = boxes[key] = _placed_boxes(leaf, layouts[leaf.layout].grid, owners[leaf.layout])
+            placed = boxes[key] = _placed_boxes(
+                leaf, layouts[leaf.layout].grid, owners[leaf.layout]
+            )
         bits = DTYPES[leaf.spec.dtype].bits
         for device, turn, box, elements in placed:
             nbytes = (elements * bits + 7) // 8
@@ -185,6 +203,17 @@ def _block_of_rows(entry: Entry) -> int:
             return BLOCK_BYTES // row * row
         row = max(row // extent, 1)
     return BLOCK_BYTES
+
+
+def paths_between(
+    leaves: Sequence[StoredLeaf], entries: Iterable[Entry], start: int, stop: int
+) -> tuple[str, ...]:
+    """The leaves that have bytes in `[start, stop)` of a file's data."""
+    return tuple(
+        leaves[entry.leaf].spec.path
+        for entry in entries
+        if entry.offset < stop and entry.offset + entry.nbytes > start
+    )
 
 
 # Safetensors headers
@@ -360,7 +389,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
         "process_of": encode_runs(metadata.process_of),
         "tree": metadata.tree,
         "meshes": [
-            {"axes": m.axis_names, "shape": m.axis_sizes, "devices": encode_runs(m.devices)}
+            {
+                "axes": m.axis_names,
+                "shape": m.axis_sizes,
+                "devices": encode_runs(m.devices),
+                "types": m.axis_types,
+            }
             for m in metadata.meshes
         ],
         "layouts": [
@@ -484,13 +518,16 @@ def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
 
 
 def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
-    return MeshSpec(tuple(entry["axes"]), tuple(entry["shape"]), decode_runs(entry["devices"]))
+    return MeshSpec(
+        axis_names=tuple(entry["axes"]),
+        axis_sizes=tuple(entry["shape"]),
+        devices=decode_runs(entry["devices"]),
+        axis_types=tuple(entry.get("types", ())),
+    )
 
 
 def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
-    decoded = [
-        decode_runs(columns[name]) for name in ("device", "part", "header_bytes", "size")
-    ]
+    decoded = [decode_runs(columns[name]) for name in ("device", "part", "header_bytes", "size")]
     return tuple(FileEntry(*row) for row in zip(*decoded, strict=True))
 
 

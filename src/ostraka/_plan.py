@@ -24,8 +24,8 @@ from ostraka._format import Entry, FileDigests, FileEntry, Metadata
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
-    LeafSpec,
     Layout,
+    LeafSpec,
     MeshSpec,
     StoredLeaf,
     holders,
@@ -211,9 +211,7 @@ class _Sharing:
         np.add.at(self._process_load, self._process_of[owners], nbytes)
 
 
-def _dividing_dimension(
-    shape: Sequence[int], grid: Sequence[int], pieces: int
-) -> int | None:
+def _dividing_dimension(shape: Sequence[int], grid: Sequence[int], pieces: int) -> int | None:
     """The first dimension along which every cell can be cut into `pieces` equal parts."""
     for dimension, (extent, parts) in enumerate(zip(shape, grid, strict=True)):
         if extent % (parts * pieces) == 0:
@@ -334,7 +332,7 @@ class ReadPlan:
 
 
 def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
-    """Map the wanted boxes to entries of files. Empty boxes need no file.
+    """Map the wanted boxes to entries of files.
 
     Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
     """
@@ -347,6 +345,9 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
         found = overlaps.get(key)
         if found is None:
             found = overlaps[key] = layouts[leaf.layout].find(leaf.spec.shape, target.box)
+        if not found:
+            # Nothing to read, but the file that shows the empty leaf must be there.
+            wanted.setdefault((metadata.layouts[leaf.layout].owners[0], leaf.part), [])
         for device, turn, box, shared in found:
             wanted.setdefault((device, leaf.part + turn), []).append((number, box, shared))
     contents = _format.entries_by_file(

@@ -104,6 +104,8 @@ class MeshSpec:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     devices: tuple[int, ...]
+    axis_types: tuple[str, ...] = ()
+    """How JAX treats each axis ("auto", "explicit", "manual"); none given means all auto."""
 
     def size_of(self, axes: Sequence[str]) -> int:
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
@@ -233,9 +235,7 @@ def show_partition(partition: Partition) -> str:
     return f"P({', '.join(entries)})"
 
 
-def device_boxes(
-    shape: Sequence[int], mesh: MeshSpec, partition: Partition
-) -> dict[int, _box.Box]:
+def device_boxes(shape: Sequence[int], mesh: MeshSpec, partition: Partition) -> dict[int, _box.Box]:
     """The box that each device of the mesh holds."""
     grid = partition_grid(mesh, partition, len(shape))
     table = holders(mesh, partition, len(shape))

@@ -30,11 +30,11 @@ from ostraka._capture import (
     make_per_process,
 )
 from ostraka._coordinate import Operation, ProcessFailed
+from ostraka._document import encode
 from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
 from ostraka._parallel import StopSignal, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._spec import DTYPES
-from ostraka._tree import encode
 from ostraka._version import __version__
 from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed, describe
 from ostraka.storage import PathLike, Store, open_store
@@ -130,9 +130,7 @@ class _Save:
         _remove_leftovers(self._store)
         return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
 
-    def _write(
-        self, plan: WritePlan, values: Sequence[Value], save_id: str
-    ) -> IndexEntry | None:
+    def _write(self, plan: WritePlan, values: Sequence[Value], save_id: str) -> IndexEntry | None:
         """Write this process's shards and its index; None if it has none to write."""
         process = self._operation.process
         files = plan.files_of(process)
@@ -241,7 +239,9 @@ def _write_file(
     writer = store.create(f"{directory}/{file.name}", file.size)
     try:
         offset = 0
-        for length, pieces in zip(lengths, _blocks(_stream(task, leaves), lengths), strict=True):
+        for length, pieces in zip(
+            lengths, _format.regroup(_stream(task, leaves), lengths), strict=True
+        ):
             check()
             digests.append(_format.block_digest(pieces))
             writer.write(offset, pieces)
@@ -280,22 +280,6 @@ def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
     step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
     for start in range(0, array.shape[0], step):
         yield flat_bytes(array[start : start + step])
-
-
-def _blocks(views: Iterator[Any], lengths: Sequence[int]) -> Iterator[list[Any]]:
-    """Regroup a stream of byte views into blocks of the given lengths, without copying."""
-    rest: Any = next(views)
-    for length in lengths:
-        pieces: list[Any] = []
-        while length > len(rest):
-            pieces.append(rest)
-            length -= len(rest)
-            rest = next(views)
-        pieces.append(rest[:length])
-        rest = rest[length:]
-        yield pieces
-        if not len(rest):
-            rest = next(views, rest)
 
 
 # What is at the path already

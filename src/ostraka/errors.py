@@ -170,4 +170,4 @@ def _headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
     shown = [f"  {line}" for line in lines[:limit]]
     if len(lines) > limit:
         shown.append(f"  … and {len(lines) - limit} more")
-    return "\n".join([f"{head}, in {len(lines)} places:", *shown])
+    return "\n".join([f"{head}, for {len(lines)} reasons:", *shown])

@@ -1,0 +1,228 @@
+"""The tree as `_METADATA` has it: branches, leaves and values as JSON. No JAX."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import sys
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostraka.errors import InvalidTree
+
+ROOT = "."
+"""The path of a tree that is a single leaf."""
+
+SCALARS = (bool, int, float, complex, str, bytes)
+"""Values that are kept in `_METADATA` itself, as is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value of the tree: an array, or something that is written into `_METADATA` itself."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A container: what it is, what is in it, and how to make another one like it."""
+
+    kind: Mapping[str, Any]
+    """How `_METADATA` describes it; its items are under the key `items`."""
+    children: tuple[Branch | Leaf, ...]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
+    """The leaves in tree order."""
+    if isinstance(node, Leaf):
+        yield node
+        return
+    for child in node.children:
+        yield from leaves_of(child)
+
+
+def rebuild(node: Branch | Leaf, values: Mapping[str, Any]) -> Any:
+    """The tree again, with other values by path."""
+    if isinstance(node, Leaf):
+        return values[node.path]
+    return node.rebuild([rebuild(child, values) for child in node.children])
+
+
+def check_unique(leaves: Sequence[Leaf]) -> None:
+    seen: set[str] = set()
+    for leaf in leaves:
+        if leaf.path in seen:
+            raise InvalidTree(
+                f"two leaves have the path {leaf.path!r}: keys such as 0 and '0' in one dict look "
+                "the same in a path; rename one"
+            )
+        seen.add(leaf.path)
+
+
+def segment(key: str | int, path: str) -> str:
+    text = str(key)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidTree(
+            f"the dict at {path or ROOT!r} has a key that is not valid Unicode: {text!r}"
+        ) from error
+    return text.replace("~", "~0").replace("/", "~1")
+
+
+def join(path: str, segment: str) -> str:
+    return f"{path}/{segment}" if path else segment or "~"
+
+
+def encode(node: Branch | Leaf, numbers: Mapping[str, int]) -> Any:
+    """The tree as JSON; array leaves are their numbers."""
+    if isinstance(node, Leaf):
+        number = numbers.get(node.path)
+        return encode_value(node) if number is None else number
+    return {**node.kind, "items": [encode(child, numbers) for child in node.children]}
+
+
+def encode_value(leaf: Leaf) -> Any:
+    """A value that lives in `_METADATA`, with its type; exact for every value."""
+    value = leaf.value
+    match value:
+        case None:
+            return None
+        case bool():
+            return {"bool": value}
+        case int():
+            return {"int": value if abs(value) < 1 << 53 else hex(value)}
+        case float():
+            return {"float": value.hex()}
+        case complex():
+            return {"complex": [value.real.hex(), value.imag.hex()]}
+        case str():
+            return {"str": value}
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
+        case _:
+            kind = type(value)
+            raise InvalidTree(
+                f"leaf {leaf.path!r} is a {kind.__module__}.{kind.__qualname__}, which can't be "
+                "saved; give an array, a number, a string, bytes or None, or register its type as "
+                "a pytree"
+            )
+
+
+def decode_value(value: Any) -> Any:
+    if value is None:
+        return None
+    ((kind, content),) = value.items()
+    match kind:
+        case "int":
+            return int(content, 16) if isinstance(content, str) else content
+        case "float":
+            return float.fromhex(content)
+        case "complex":
+            return complex(float.fromhex(content[0]), float.fromhex(content[1]))
+        case "bytes":
+            return base64.b64decode(content)
+        case "bool" | "str":
+            return content
+        case _:
+            raise ValueError(f"unknown kind of value {kind!r}")
+
+
+_VALUE_KINDS = {"int", "float", "complex", "bytes", "bool", "str"}
+
+
+def saved_tree(encoded: Any, paths: Sequence[str]) -> Branch | Leaf:
+    """What `_METADATA` says of the tree, in the form of a parsed one.
+
+    Array leaves hold their number. Classes are used if they are loaded and fit; a namedtuple
+    otherwise becomes one of the same name, any other container a dict. No code is imported.
+    """
+    return _saved(encoded, paths, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayNumber:
+    """Stands for an array leaf of the checkpoint."""
+
+    number: int
+
+
+def _saved(encoded: Any, paths: Sequence[str], path: str) -> Branch | Leaf:
+    if isinstance(encoded, int):
+        return Leaf(paths[encoded], ArrayNumber(encoded))
+    if encoded is None or _VALUE_KINDS & encoded.keys():
+        return Leaf(path or ROOT, decode_value(encoded))
+    described: dict[str, Any] = {k: v for k, v in encoded.items() if k != "items"}
+    items: list[Any] = encoded["items"]
+    keys: list[Any] = next(
+        (described[k] for k in ("dict", "ordered_dict", "keys") if k in described),
+        list(range(len(items))),
+    )
+    children = tuple(
+        _saved(item, paths, join(path, segment(key, path)))
+        for key, item in zip(keys, items, strict=True)
+    )
+    return Branch(described, children, _builder(described, keys))
+
+
+def _builder(described: Mapping[str, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
+    if "list" in described:
+        return list
+    if "tuple" in described:
+        return tuple
+    if "ordered_dict" in described:
+        return lambda items: OrderedDict(zip(keys, items, strict=True))
+    if "namedtuple" in described:
+        return _namedtuple_builder(*described["namedtuple"], fields=keys)
+    if "dataclass" in described:
+        return _dataclass_builder(*described["dataclass"], keys, described.get("static", {}))
+    return lambda items: dict(zip(keys, items, strict=True))
+
+
+def _loaded_class(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) else None
+
+
+def _namedtuple_builder(
+    module: str, qualname: str, *, fields: list[str]
+) -> Callable[[list[Any]], Any]:
+    kind = _loaded_class(module, qualname)
+    if kind is None or not issubclass(kind, tuple) or list(getattr(kind, "_fields", ())) != fields:
+        name = qualname.rsplit(".", 1)[-1]
+        kind = namedtuple(name if name.isidentifier() else "Saved", fields, rename=True)
+    return lambda items: tuple.__new__(kind, items)
+
+
+def _dataclass_builder(
+    module: str, qualname: str, fields: list[str], static: Mapping[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """The dataclass itself if it is loaded, known to JAX as a pytree, and all its fields are here."""
+    import jax
+
+    kind = _loaded_class(module, qualname)
+    known = {*fields, *static}
+
+    fits = (
+        kind is not None
+        and dataclasses.is_dataclass(kind)
+        and {f.name for f in dataclasses.fields(kind) if f.init} == known
+        # A checkpoint may come from a stranger: only types that this program has registered as
+        # pytrees are ever called.
+        and not jax.tree_util.all_leaves([object.__new__(kind)])
+    )
+
+    def build(items: list[Any]) -> Any:
+        plain = dict(zip(fields, items, strict=True))
+        if not fits:
+            return plain
+        return kind(**plain, **{name: decode_value(value) for name, value in static.items()})
+
+    return build

@@ -1,0 +1,289 @@
+"""Execute a read plan: blocks of files into buffers in memory, each block checked. No JAX.
+
+Buffers are fresh and 64-byte aligned, because JAX takes such memory as it is, without a copy; a
+buffer that was handed out is never written again. Small buffers are cut from larger pieces of
+memory in the order in which their bytes lie in the files, so that one read fills many of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostraka import _box, _format, _pack
+from ostraka._checkpoint import Source
+from ostraka._format import FileDigests
+from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._plan import Chunk, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
+from ostraka._spec import DTYPES, numpy_dtype
+from ostraka.storage import FileReader
+
+Array = np.ndarray[Any, Any]
+
+_READERS = max(2, min(os.cpu_count() or 1, 16))
+_CHUNK_BYTES = 8 << 20
+_ALIGNMENT = 64
+_ARENA_BYTES = 32 << 20
+_ARENA_LIMIT_BYTES = 4 << 20
+"""Buffers from this size on have memory of their own."""
+
+
+def fetch(source: Source, targets: Sequence[Target]) -> list[Array]:
+    """The elements of each wanted box, in memory of its own."""
+    job = FetchJob(source, targets, shared_memory=False)
+    for _ in job.run(StopSignal()):
+        pass
+    return job.arrays
+
+
+class FetchJob:
+    """Reads the bytes of all targets, in threads.
+
+    Raises Damaged, naming the file and the leaves, for bytes that are missing or not as written.
+    """
+
+    def __init__(self, source: Source, targets: Sequence[Target], *, shared_memory: bool):
+        self._source = source
+        self._targets = targets
+        try:
+            self.plan = plan_read(source.metadata, targets)
+        except ValueError as error:
+            raise source.damaged(
+                _format.METADATA_NAME, f"it contradicts itself: {error}"
+            ) from error
+        self._files = [_File(source, read) for read in self.plan.files]
+        self._tasks = [
+            (file, chunk)
+            for file in self._files
+            for chunk in plan_chunks(
+                file.read, file.digests, source.metadata, targets, chunk_bytes=_CHUNK_BYTES
+            )
+        ]
+        self._memory = _Memory(source, self.plan, shared=shared_memory)
+        self.arrays = self._memory.arrays
+        self._scratch = threading.local()
+
+    @property
+    def bytes_read(self) -> int:
+        """What is read in all, headers and unwanted parts of blocks included."""
+        chunks = sum(chunk.stop - chunk.start for _, chunk in self._tasks)
+        return chunks + sum(file.read.file.header_bytes for file in self._files)
+
+    def run(self, stop: StopSignal) -> Iterator[int]:
+        """Yields the number of each target as soon as all of it is there."""
+        waiting = [0] * len(self._targets)
+        for _, chunk in self._tasks:
+            for move in (*chunk.direct, *chunk.strided):
+                waiting[move.buffer] += 1
+        yield from (number for number, count in enumerate(waiting) if count == 0)
+
+        def work(task: tuple[_File, Chunk]) -> None:
+            stop.check()
+            self._execute(*task)
+
+        try:
+            # Files that give nothing but empty boxes have no chunks, and still must be intact.
+            for file in self._files:
+                file.open()
+            for number, _ in run_as_completed(work, self._tasks, threads=_READERS, stop=stop):
+                chunk = self._tasks[number][1]
+                for move in (*chunk.direct, *chunk.strided):
+                    waiting[move.buffer] -= 1
+                    if waiting[move.buffer] == 0:
+                        yield move.buffer
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _execute(self, file: _File, chunk: Chunk) -> None:
+        if chunk.strided:
+            self._read_and_copy(file, chunk)
+        else:
+            self._read_in_place(file, chunk)
+
+    def _read_in_place(self, file: _File, chunk: Chunk) -> None:
+        """Everything wanted lies in its buffer as in the file: read it there."""
+        runs = self._memory.runs(chunk)
+        unwanted = chunk.stop - chunk.start - sum(stop - start for start, stop, _ in runs)
+        scratch = self._scratch_of(unwanted)
+        pieces: list[Array] = []
+        position = chunk.start
+        for start, stop, memory in [*runs, (chunk.stop, chunk.stop, None)]:
+            if start > position:
+                pieces.append(scratch[: start - position])
+                scratch = scratch[start - position :]
+            if memory is not None:
+                pieces.append(memory)
+            position = stop
+        file.read_into(chunk.start, chunk.stop, pieces)
+        file.check(chunk, pieces)
+
+    def _read_and_copy(self, file: _File, chunk: Chunk) -> None:
+        """Some of it is wanted row by row: read it all, then copy."""
+        scratch = self._scratch_of(chunk.stop - chunk.start)
+        file.read_into(chunk.start, chunk.stop, [scratch])
+        file.check(chunk, [scratch])
+        for move in chunk.direct:
+            memory = self._memory.flat[move.buffer]
+            memory[move.buffer_start : move.buffer_start + move.stop - move.start] = scratch[
+                move.start - chunk.start : move.stop - chunk.start
+            ]
+        for move in chunk.strided:
+            self._copy_rows(move, scratch[move.start - chunk.start : move.stop - chunk.start])
+
+    def _copy_rows(self, move: Strided, data: Array) -> None:
+        target = self._targets[move.buffer]
+        name = self._source.metadata.leaves[target.leaf].spec.dtype
+        if DTYPES[name].packed:
+            elements = _pack.unpack(data, name, _box.count(move.box))
+        else:
+            elements = data.view(numpy_dtype(name))
+        rows = elements.reshape(_box.shape_of(move.box))
+        self.arrays[move.buffer][_box.slices(move.shared, target.box)] = rows[
+            _box.slices(move.shared, move.box)
+        ]
+
+    def _scratch_of(self, nbytes: int) -> Array:
+        """Memory for this thread only, good until the thread asks again."""
+        held: Array | None = getattr(self._scratch, "held", None)
+        if held is None or held.size < nbytes:
+            held = self._scratch.held = _aligned(nbytes)
+        return held[:nbytes]
+
+
+class _File:
+    """A shard file that is being read: opened once, its size and header checked."""
+
+    def __init__(self, source: Source, read: FileRead):
+        self.read = read
+        self.digests: FileDigests = source.digests_of(read.file)
+        self._source = source
+        self._name = source.name_of(read.file)
+        self._reader: FileReader | None = None
+
+    def open(self) -> None:
+        entry = self.read.file
+        try:
+            self._reader = self._source.store.open(self._name)
+        except FileNotFoundError as error:
+            raise self._damaged("it is missing", 0, entry.size) from error
+        if self._reader.size != entry.size:
+            found = f"it has {self._reader.size:,} bytes where {entry.size:,} were written"
+            raise self._damaged(found, min(self._reader.size, entry.size - 1), entry.size)
+        header = np.empty(entry.header_bytes, np.uint8)
+        self.read_into(0, entry.header_bytes, [header])
+        if _format.block_digest([header]) != self.digests.digests[0]:
+            raise self._damaged("its header is not as it was written", 0, 0)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def read_into(self, start: int, stop: int, pieces: Sequence[Array]) -> None:
+        assert self._reader is not None
+        count = self._reader.read_into(start, pieces)
+        if count != stop - start:
+            raise self._damaged(f"it ends at byte {start + count:,}", start + count, stop)
+
+    def check(self, chunk: Chunk, pieces: Sequence[Array]) -> None:
+        """Compare the digest of every block of a chunk that was read into `pieces`."""
+        start = chunk.start
+        blocks = _format.regroup(
+            iter(pieces), self.digests.lengths[chunk.first_block : chunk.last_block]
+        )
+        for number, block in enumerate(blocks, chunk.first_block):
+            stop = start + self.digests.lengths[number]
+            if _format.block_digest(block) != self.digests.digests[number]:
+                found = f"bytes {start:,} to {stop:,} are not as they were written"
+                raise self._damaged(found, start, stop)
+            start = stop
+
+    def _damaged(self, found: str, start: int, stop: int) -> Exception:
+        """Name the leaves that have bytes in `[start, stop)` of the file."""
+        header = self.read.file.header_bytes
+        leaves = _format.paths_between(
+            self._source.metadata.leaves, self.read.entries, start - header, stop - header
+        )
+        return self._source.damaged(self._name, found, leaves)
+
+
+class _Memory:
+    """The buffers of a read plan."""
+
+    def __init__(self, source: Source, plan: ReadPlan, *, shared: bool):
+        self._source = source
+        self._plan = plan
+        self._arena = np.empty(0, np.uint8)
+        self._arena_used = 0
+        self._places: dict[int, tuple[Array, int]] = {}
+        """Small buffers: the arena that each was cut from, and where."""
+        count = len(plan.targets)
+        self.flat: list[Array] = [_EMPTY] * count
+        self.arrays: list[Array] = [_EMPTY] * count
+        order = [piece.buffer for read in plan.files for piece in read.pieces] if shared else []
+        for number in dict.fromkeys([*order, *range(count)]):
+            self._allocate(number, shared=shared)
+
+    def _allocate(self, number: int, *, shared: bool) -> None:
+        target = self._plan.targets[number]
+        dtype = numpy_dtype(self._source.metadata.leaves[target.leaf].spec.dtype)
+        shape = _box.shape_of(target.box)
+        nbytes = _box.count(target.box) * dtype.itemsize
+        if shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
+            flat = self._cut(number, nbytes)
+        else:
+            flat = _aligned(nbytes)
+        self.flat[number] = flat
+        self.arrays[number] = flat.view(dtype).reshape(shape)
+
+    def _cut(self, number: int, nbytes: int) -> Array:
+        start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
+        if start + nbytes > self._arena.size:
+            self._arena = _aligned(_ARENA_BYTES)
+            start = 0
+        self._places[number] = (self._arena, start)
+        self._arena_used = start + nbytes
+        return self._arena[start : start + nbytes]
+
+    def runs(self, chunk: Chunk) -> list[tuple[int, int, Array]]:
+        """The chunk's moves as `(start, stop, memory)`, neighbours in file and memory joined."""
+        runs: list[tuple[int, int, Array]] = []
+        joined: tuple[Array, int] | None = None
+        for move in chunk.direct:
+            size = move.stop - move.start
+            place = self._places.get(move.buffer)
+            if place is None:
+                flat = self.flat[move.buffer]
+                memory = flat[move.buffer_start : move.buffer_start + size]
+                runs.append((move.start, move.stop, memory))
+                joined = None
+                continue
+            arena, base = place
+            begin = base + move.buffer_start
+            if joined and joined[0] is arena and joined[1] == begin and runs[-1][1] == move.start:
+                start, _, memory = runs[-1]
+                runs[-1] = (start, move.stop, arena[begin - memory.size : begin + size])
+            else:
+                runs.append((move.start, move.stop, arena[begin : begin + size]))
+            joined = (arena, begin + size)
+        return runs
+
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+def detached(array: Array) -> Array:
+    """An array that shares its memory with no other; for those that users may write to."""
+    return array if array.nbytes >= _ARENA_LIMIT_BYTES else array.copy()
+
+
+def _aligned(nbytes: int) -> Array:
+    """Fresh memory at an address that JAX can take as it is."""
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]

@@ -1,0 +1,467 @@
+"""Compare what is wanted with what was saved, and settle where each leaf goes.
+
+All differences are found before anything is read, and raised as one `errors.Mismatch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ostraka._box import Box, full
+from ostraka._capture import Devices, describe_mesh, describe_sharding, describe_spec
+from ostraka._document import (
+    ROOT,
+    ArrayNumber,
+    Branch,
+    Leaf,
+    check_unique,
+    leaves_of,
+    saved_tree,
+)
+from ostraka._format import Metadata
+from ostraka._spec import (
+    HOST_LOCAL,
+    LeafSpec,
+    MeshSpec,
+    Partition,
+    device_boxes,
+    partition_problems,
+)
+from ostraka._tree import is_array, is_key, parse
+from ostraka.errors import InvalidTree, Mismatch, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where an array leaf of the checkpoint goes."""
+
+    number: int
+    path: str
+    kind: str
+    """"jax", "key", "numpy", "scalar", or "python" for a Python number."""
+    sharding: Any
+    """For JAX arrays."""
+    boxes: tuple[Box, ...]
+    """What this process needs of it, each once."""
+    python: type | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A settled restore: what to read, what is known already, how to put it together."""
+
+    tree: Branch | Leaf
+    arrays: tuple[Destination, ...]
+    values: Mapping[str, Any]
+
+
+class Matcher:
+    """Settles one restore."""
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        location: str,
+        *,
+        mesh: Mesh | None,
+        specs: Any,
+        process: int,
+        process_count: int,
+    ):
+        self._metadata = metadata
+        self._location = location
+        self._mesh = mesh
+        self._specs = _SpecTree(specs)
+        self._process = process
+        self._process_count = process_count
+        self._devices = Devices()
+        self._differences: list[str] = []
+        self._saved_tree = saved_tree(metadata.tree, [leaf.spec.path for leaf in metadata.leaves])
+        self._saved = {leaf.path: leaf.value for leaf in leaves_of(self._saved_tree)}
+        self._settled: dict[Any, tuple[Any, MeshSpec, Partition]] = {}
+        self._boxes: dict[Any, tuple[Box, ...]] = {}
+
+    def match(self, like: Any, *, templated: bool) -> Wanted:
+        """Settle every leaf of `like`, or of all that was saved. Raises Mismatch."""
+        tree = parse(like) if templated else self._saved_tree
+        leaves = list(leaves_of(tree))
+        check_unique(leaves)
+        arrays: list[Destination] = []
+        values: dict[str, Any] = {}
+        for leaf in leaves:
+            if leaf.path not in self._saved:
+                self._missing(leaf.path)
+                continue
+            saved = self._saved[leaf.path]
+            if isinstance(saved, ArrayNumber):
+                arrays += self._array(leaf, saved.number)
+            else:
+                values[leaf.path] = self._value(leaf, saved)
+        if templated:
+            self._unexpected({leaf.path for leaf in leaves}, tree)
+        self._differences += self._specs.unused(self._saved)
+        if self._differences:
+            what = "`like` does not fit checkpoint" if templated else "can't place checkpoint"
+            raise Mismatch(f"{what} {self._location}", self._differences)
+        return Wanted(tree, tuple(arrays), values)
+
+    # Which leaves there are
+
+    def _missing(self, path: str) -> None:
+        self._differences.append(
+            f"{path!r} is not in the checkpoint{nearest(path, list(self._saved))}"
+        )
+
+    def _unexpected(self, wanted: set[str], tree: Branch | Leaf) -> None:
+        """Top-level entries may be left out where several things were saved in one dict."""
+        left_out = self._top_level_left_out(tree)
+        for path in self._saved:
+            if path not in wanted and path.split("/")[0] not in left_out:
+                self._differences.append(f"{path!r} is in the checkpoint but not in `like`")
+
+    def _top_level_left_out(self, tree: Branch | Leaf) -> set[str]:
+        saved = self._saved_tree
+        if not isinstance(saved, Branch) or not isinstance(tree, Branch):
+            return set()
+        several_things = "dict" in saved.kind and any(
+            isinstance(child, Branch) for child in saved.children
+        )
+        if not several_things:
+            return set()
+        present = {leaf.path.split("/")[0] for leaf in leaves_of(tree)}
+        return {path.split("/")[0] for path in self._saved} - present
+
+    # Values that live in _METADATA
+
+    def _value(self, leaf: Leaf, saved: Any) -> Any:
+        wanted = leaf.value
+        if type(wanted) is type(saved):
+            return saved
+        if type(saved) in (bool, int, float, complex) and _is_arraylike(wanted):
+            return self._value_as_array(leaf, saved)
+        self._differences.append(
+            f"{leaf.path!r}: the checkpoint has {_show_value(saved)}, `like` has "
+            f"{_show_value(wanted)}"
+        )
+        return None
+
+    def _value_as_array(self, leaf: Leaf, saved: Any) -> Any:
+        """A Python number where `like` has an array: fine if the array can hold it exactly."""
+        wanted = leaf.value
+        if wanted.shape == () and not is_key(wanted):
+            made = np.asarray(saved).astype(wanted.dtype)
+            same_kind = isinstance(saved, bool) == (wanted.dtype == np.bool_)
+            exact = made.item() == saved or (made.item() != made.item() and saved != saved)
+            if same_kind and exact:
+                if not isinstance(wanted, jax.Array | jax.ShapeDtypeStruct):
+                    return made if isinstance(wanted, np.ndarray) else made[()]
+                sharding = getattr(wanted, "sharding", None)
+                return jax.device_put(made, sharding)
+        self._differences.append(
+            f"{leaf.path!r}: the checkpoint has {_show_value(saved)}, which `like`'s "
+            f"{_show_value(wanted)} can't hold exactly"
+        )
+        return None
+
+    # Arrays
+
+    def _array(self, leaf: Leaf, number: int) -> list[Destination]:
+        spec = self._metadata.leaves[number].spec
+        wanted = spec if isinstance(leaf.value, ArrayNumber) else leaf.value
+        kind = _kind_of(wanted)
+        if kind is None:
+            self._differences.append(
+                f"{leaf.path!r}: the checkpoint has an array {_show_spec(spec)}, `like` has "
+                f"{_show_value(wanted)}"
+            )
+            return []
+        problems = [*self._type_problems(spec, wanted, kind)]
+        self._differences += [f"{leaf.path!r}: {problem}" for problem in problems]
+        if problems:
+            return []
+        if kind in ("numpy", "scalar", "python"):
+            python = type(wanted) if kind == "python" else None
+            boxes = (self._own_box(spec),)
+            return [Destination(number, leaf.path, kind, None, boxes, python)]
+        try:
+            sharding = self._sharding(spec, wanted, leaf.path)
+        except _Unfit as error:
+            self._differences += error.problems
+            return []
+        boxes = self._local_boxes(spec, sharding)
+        return [Destination(number, leaf.path, kind, sharding, boxes)]
+
+    def _type_problems(self, spec: LeafSpec, wanted: Any, kind: str) -> Iterator[str]:
+        if spec.per_process and self._process_count != self._metadata.process_count:
+            yield (
+                f"each of the {self._metadata.process_count} processes that saved it had its own "
+                f"value; this run has {self._process_count}: restore with as many, or leave it out"
+            )
+        if wanted is spec:
+            if spec.kind == "jax":
+                yield from _x64_problems(spec.dtype)
+            return
+        saved_shape = spec.shape[1:] if spec.per_process else spec.shape
+        if spec.kind == "key" or kind == "key":
+            yield from _key_problems(spec, saved_shape, wanted, kind)
+            return
+        if kind == "python":
+            if saved_shape != () or _python_type(spec.dtype) is not type(wanted):
+                yield f"saved as {_show_spec(spec)}, `like` has {_show_value(wanted)}"
+            return
+        if tuple(wanted.shape) != saved_shape:
+            yield f"saved with shape {_show_shape(saved_shape)}, `like` has {_show_shape(wanted.shape)}"
+        if wanted.dtype.name != spec.dtype:
+            yield f"saved as {spec.dtype}, `like` has {wanted.dtype.name}"
+        elif kind == "jax":
+            yield from _x64_problems(spec.dtype)
+
+    def _own_box(self, spec: LeafSpec) -> Box:
+        box = full(spec.shape)
+        return ((self._process, self._process + 1), *box[1:]) if spec.per_process else box
+
+    def _local_boxes(self, spec: LeafSpec, sharding: Any) -> tuple[Box, ...]:
+        key = (sharding, spec.shape, spec.per_process)
+        found = self._boxes.get(key)
+        if found is None:
+            shape = spec.shape[1:] if spec.per_process else spec.shape
+            mesh, partition = describe_sharding(spec.path, sharding, self._devices)
+            by_device = device_boxes(shape, mesh, partition)
+            here = sharding.addressable_devices
+            boxes = dict.fromkeys(
+                box for number, box in by_device.items() if self._devices.all[number] in here
+            )
+            if spec.per_process:
+                boxes = {((self._process, self._process + 1), *box): None for box in boxes}
+            found = self._boxes[key] = tuple(boxes)
+        return found
+
+    # Shardings
+
+    def _sharding(self, spec: LeafSpec, wanted: Any, path: str) -> Any:
+        """`specs`, then the sharding of `like`, then what was saved; on `mesh` if it is given."""
+        given = self._specs.find(path)
+        like = getattr(wanted, "sharding", None) if wanted is not spec else None
+        if given is not None and not isinstance(given, PartitionSpec):
+            return self._fitting(spec, path, given)
+        if given is not None:
+            mesh = self._mesh or _mesh_of(like)
+            if mesh is None:
+                raise _Unfit(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
+            return self._fitting(spec, path, NamedSharding(mesh, given))
+        if self._mesh is not None:
+            partition = self._partition_on_mesh(spec, like)
+            return self._fitting(spec, path, _named(self._mesh, partition, path))
+        if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
+            raise _Unfit(
+                f"leaf {path!r} of `like` is sharded over an abstract mesh, which has no devices: "
+                "pass mesh="
+            )
+        if like is not None:
+            return self._fitting(spec, path, like)
+        return self._as_saved(spec, path)
+
+    def _partition_on_mesh(self, spec: LeafSpec, like: Any) -> Any:
+        assert self._mesh is not None
+        if isinstance(like, NamedSharding) and set(like.mesh.axis_names) <= set(
+            self._mesh.axis_names
+        ):
+            return like.spec
+        return PartitionSpec(*(_entry(axes) for axes in spec.partition))
+
+    def _fitting(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
+        """Check that a sharding fits the leaf; the same sharding is looked at once per shape."""
+        shape = spec.shape[1:] if spec.per_process else spec.shape
+        key = (sharding, shape)
+        if key in self._settled:
+            return sharding
+        mesh, partition = describe_sharding(path, sharding, self._devices)
+        logical = shape[:-1] if spec.kind == "key" else shape
+        problems = partition_problems(path, logical, partition, mesh)
+        if problems:
+            raise _Unfit(*problems)
+        self._settled[key] = (sharding, mesh, partition)
+        return sharding
+
+    def _as_saved(self, spec: LeafSpec, path: str) -> Any:
+        """The mesh it was saved on if this run has as many devices; one device otherwise."""
+        if spec.mesh == HOST_LOCAL:
+            return self._default_device
+        devices: Sequence[Any] = jax.devices()
+        mesh = self._metadata.meshes[spec.mesh]
+        if len(devices) == len(self._metadata.process_of):
+            return self._rebuilt(mesh, spec, path, devices)
+        if self._process_count == 1:
+            return self._default_device
+        raise _Unfit(
+            f"leaf {path!r} was saved on {len(self._metadata.process_of)} devices and this run has "
+            f"{len(devices)}: pass mesh= or like="
+        )
+
+    def _rebuilt(self, mesh: MeshSpec, spec: LeafSpec, path: str, devices: Sequence[Any]) -> Any:
+        if not mesh.axis_names:
+            return SingleDeviceSharding(devices[mesh.devices[0]])
+        return _named(self._mesh_again(mesh), PartitionSpec(*map(_entry, spec.partition)), path)
+
+    def _mesh_again(self, mesh: MeshSpec) -> Mesh:
+        devices = np.array(jax.devices(), dtype=object)[list(mesh.devices)]
+        types = tuple(
+            jax.sharding.AxisType[name.capitalize()]
+            for name in mesh.axis_types or ("auto",) * len(mesh.axis_names)
+        )
+        return Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=types)
+
+    @cached_property
+    def _default_device(self) -> Any:
+        return SingleDeviceSharding(_default_device())
+
+
+class _Unfit(Exception):
+    """A leaf can't be placed."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        super().__init__(*problems)
+
+
+class _SpecTree:
+    """`specs`: one spec for all, or a tree whose entries hold for all leaves below them."""
+
+    def __init__(self, specs: Any):
+        self._by_path = (
+            {} if specs is None else {leaf.path: leaf.value for leaf in leaves_of(parse(specs))}
+        )
+        for path, value in self._by_path.items():
+            if value is not None and not isinstance(value, PartitionSpec | jax.sharding.Sharding):
+                raise InvalidTree(
+                    f"specs has a {type(value).__name__} at {path!r}; it takes PartitionSpec, "
+                    "Sharding or None"
+                )
+
+    def find(self, path: str) -> Any:
+        while True:
+            if path in self._by_path:
+                return self._by_path[path]
+            if path == ROOT:
+                return None
+            path = path.rpartition("/")[0] or ROOT
+
+    def unused(self, saved: Mapping[str, Any]) -> list[str]:
+        """Entries that can't mean any leaf of the checkpoint."""
+        known = {ROOT}
+        for path in saved:
+            parts = path.split("/")
+            known.update("/".join(parts[: i + 1]) for i in range(len(parts)))
+        return [
+            f"specs has {path!r}, which is not in the checkpoint{nearest(path, list(known))}"
+            for path in self._by_path
+            if path not in known
+        ]
+
+
+def _default_device() -> Any:
+    device = jax.config.jax_default_device
+    if device is not None and not isinstance(device, str):
+        return device
+    return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
+
+
+def _named(mesh: Any, spec: Any, path: str) -> NamedSharding:
+    try:
+        return NamedSharding(mesh, spec)
+    except ValueError as error:
+        devices = Devices()
+        described = describe_mesh(mesh, devices)
+        partition = describe_spec(path, spec)
+        shape = [math.prod(described.axis_sizes)] * len(partition)
+        raise _Unfit(
+            *(partition_problems(path, shape, partition, described) or [f"leaf {path!r}: {error}"])
+        ) from error
+
+
+def _mesh_of(sharding: Any) -> Mesh | None:
+    mesh = getattr(sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _is_arraylike(value: Any) -> bool:
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _kind_of(wanted: Any) -> str | None:
+    if isinstance(wanted, LeafSpec):
+        return wanted.kind
+    if is_key(wanted):
+        return "key"
+    if isinstance(wanted, jax.Array | jax.ShapeDtypeStruct):
+        return "jax"
+    if isinstance(wanted, np.ndarray):
+        return "numpy"
+    if isinstance(wanted, np.generic):
+        return "scalar"
+    return "python" if type(wanted) in (bool, int, float, complex) else None
+
+
+def _python_type(dtype: str) -> type | None:
+    """The Python number that a 0-d array of this dtype is, exactly."""
+    if dtype == "bool":
+        return bool
+    if dtype.startswith(("int", "uint")):
+        return int
+    if dtype.startswith(("float", "bfloat")):
+        return float
+    return complex if dtype.startswith("complex") else None
+
+
+def _x64_problems(dtype: str) -> Iterator[str]:
+    if dtype in ("int64", "uint64", "float64", "complex128") and not jax.config.jax_enable_x64:
+        yield (
+            f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a numpy "
+            "array in `like`"
+        )
+
+
+def _key_problems(
+    spec: LeafSpec, saved_shape: tuple[int, ...], wanted: Any, kind: str
+) -> Iterator[str]:
+    if spec.kind != "key" or kind != "key":
+        yield f"saved as {_show_spec(spec)}, `like` has {_show_value(wanted)}"
+        return
+    impl = str(cast(Any, wanted.dtype)._impl.name)
+    if impl != spec.prng:
+        yield f"saved as a {spec.prng} key, `like` has a {impl} key"
+    elif tuple(wanted.shape) != saved_shape[:-1]:
+        yield (
+            f"saved as keys of shape {_show_shape(saved_shape[:-1])}, `like` has "
+            f"{_show_shape(wanted.shape)}"
+        )
+
+
+def _show_shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+
+
+def _show_spec(spec: LeafSpec) -> str:
+    if spec.kind == "key":
+        return f"a {spec.prng} key"
+    return f"{spec.dtype}[{','.join(str(n) for n in spec.shape)}]"
+
+
+def _show_value(value: Any) -> str:
+    if _is_arraylike(value):
+        if is_key(value):
+            return "a PRNG key"
+        return f"{value.dtype.name}[{','.join(str(n) for n in value.shape)}]"
+    return "None" if value is None else f"the {type(value).__name__} {str(value)[:40]!r}"
