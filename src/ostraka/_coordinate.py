@@ -11,6 +11,7 @@ so that one which was killed or hangs is named after `DEAD_AFTER_S` rather than 
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -30,8 +31,7 @@ _POLL_S = 0.02
 _KEEP_OPERATIONS = 16
 _VERDICT_WITHIN_S = 5.0
 
-_numbers = threading.Lock()
-_next_number = 0
+_numbers = itertools.count(1)
 
 
 class ProcessFailed(Exception):
@@ -58,7 +58,7 @@ def _service() -> tuple[int, int, _Client | None]:
     count = jax.process_count()
     if count == 1:
         return 0, 1, None
-    from jax._src import distributed  # pyright: ignore[reportPrivateUsage]
+    from jax._src import distributed
 
     client: Any = distributed.global_state.client
     if client is None:
@@ -88,7 +88,7 @@ class Operation:
         self._threads: list[threading.Thread] = []
         self._prefix = ""
         if client is not None:
-            self._prefix = f"ostraka/{_take_number()}"
+            self._prefix = f"ostraka/{next(_numbers)}"
 
     def __enter__(self) -> Self:
         if self._client is not None:
@@ -114,7 +114,7 @@ class Operation:
             raise failure from error
 
     def _report(self, error: BaseException) -> ProcessFailed:
-        """Tell the others; returns the verdict, which may be an earlier error of another process."""
+        """Tell the others; returns the verdict, which may be another process's earlier error."""
         mine = ProcessFailed(self.process, describe(error))
         if self._verdict is None:
             if self.process == 0:
@@ -291,10 +291,3 @@ class Operation:
             if "NOT_FOUND" in str(error):
                 return None
             raise
-
-
-def _take_number() -> int:
-    global _next_number
-    with _numbers:
-        _next_number += 1
-        return _next_number

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,9 +179,11 @@ def _builder(described: Mapping[str, Any], keys: list[Any]) -> Callable[[list[An
     if "ordered_dict" in described:
         return lambda items: OrderedDict(zip(keys, items, strict=True))
     if "namedtuple" in described:
-        return _namedtuple_builder(*described["namedtuple"], fields=keys)
+        module, name = described["namedtuple"]
+        return _namedtuple_builder(module, name, keys)
     if "dataclass" in described:
-        return _dataclass_builder(*described["dataclass"], keys, described.get("static", {}))
+        module, name = described["dataclass"]
+        return _dataclass_builder(module, name, keys, described.get("static", {}))
     return lambda items: dict(zip(keys, items, strict=True))
 
 
@@ -192,32 +195,22 @@ def _loaded_class(module: str, qualname: str) -> Any:
 
 
 def _namedtuple_builder(
-    module: str, qualname: str, *, fields: list[str]
+    module: str, qualname: str, fields: list[str]
 ) -> Callable[[list[Any]], Any]:
     kind = _loaded_class(module, qualname)
     if kind is None or not issubclass(kind, tuple) or list(getattr(kind, "_fields", ())) != fields:
         name = qualname.rsplit(".", 1)[-1]
-        kind = namedtuple(name if name.isidentifier() else "Saved", fields, rename=True)
+        make_class: Any = collections.namedtuple  # noqa: PYI024 - the fields are known only now
+        kind = make_class(name if name.isidentifier() else "Saved", fields, rename=True)
     return lambda items: tuple.__new__(kind, items)
 
 
 def _dataclass_builder(
     module: str, qualname: str, fields: list[str], static: Mapping[str, Any]
 ) -> Callable[[list[Any]], Any]:
-    """The dataclass itself if it is loaded, known to JAX as a pytree, and all its fields are here."""
-    import jax
-
+    """The dataclass itself if it is loaded, a pytree to JAX, and all its fields are here."""
     kind = _loaded_class(module, qualname)
-    known = {*fields, *static}
-
-    fits = (
-        kind is not None
-        and dataclasses.is_dataclass(kind)
-        and {f.name for f in dataclasses.fields(kind) if f.init} == known
-        # A checkpoint may come from a stranger: only types that this program has registered as
-        # pytrees are ever called.
-        and not jax.tree_util.all_leaves([object.__new__(kind)])
-    )
+    fits = _is_pytree_with_fields(kind, {*fields, *static})
 
     def build(items: list[Any]) -> Any:
         plain = dict(zip(fields, items, strict=True))
@@ -226,3 +219,16 @@ def _dataclass_builder(
         return kind(**plain, **{name: decode_value(value) for name, value in static.items()})
 
     return build
+
+
+def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
+    if not dataclasses.is_dataclass(kind):
+        return False
+    if {field.name for field in dataclasses.fields(kind) if field.init} != names:
+        return False
+    import jax
+
+    # A checkpoint may come from a stranger: only types that this program has registered as pytrees
+    # are ever called.
+    blank: Any = object.__new__
+    return not jax.tree_util.all_leaves([blank(kind)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ _DIGEST_TAIL = b'"}\n'
 _DIGEST_DIGITS = 32
 _OFFSET_DIGITS = 15
 _MAX_RUN_NUMBERS = 1 << 26
+_FILE_COLUMNS = ("device", "part", "header_bytes", "size")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -176,7 +177,7 @@ def _file_order(item: tuple[int, int, Box, int]) -> tuple[int, int]:
 
 
 def block_lengths(header_bytes: int, entries: Sequence[Entry]) -> list[int]:
-    """How a file is cut into digested blocks: the header; rows of a large box; several small boxes."""
+    """How a file is cut into digested blocks: the header, rows of a large box, some small boxes."""
     lengths = [header_bytes]
     gathered = 0
     for entry in entries:
@@ -380,6 +381,9 @@ class Metadata:
         return max(self.process_of, default=0) + 1
 
 
+_KNOWN_FIELDS = {f.name for f in fields(Metadata)} | {"format", "version", "digest"}
+
+
 def encode_metadata(metadata: Metadata) -> bytes:
     body = {
         "format": FORMAT,
@@ -403,8 +407,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
         ],
         "leaves": [_encode_leaf(leaf) for leaf in metadata.leaves],
         "files": {
-            name: encode_runs([getattr(f, name) for f in metadata.files])
-            for name in ("device", "part", "header_bytes", "size")
+            name: encode_runs([getattr(f, name) for f in metadata.files]) for name in _FILE_COLUMNS
         },
         "indexes": [[p, i.size, i.digest] for p, i in sorted(metadata.indexes.items())],
         "user": metadata.user,
@@ -429,26 +432,25 @@ def decode_metadata(data: bytes) -> Metadata:
     """
     body = _loads_ours(data)
     try:
-        known = {
-            "id": body["id"],
-            "writer": body["writer"],
-            "process_of": decode_runs(body["process_of"]),
-            "tree": body["tree"],
-            "meshes": tuple(_decode_mesh(m) for m in body["meshes"]),
-            "layouts": tuple(
+        metadata = Metadata(
+            id=body["id"],
+            writer=body["writer"],
+            process_of=decode_runs(body["process_of"]),
+            tree=body["tree"],
+            meshes=tuple(_decode_mesh(mesh) for mesh in body["meshes"]),
+            layouts=tuple(
                 Layout(tuple(entry["grid"]), decode_runs(entry["owners"]))
                 for entry in body["layouts"]
             ),
-            "leaves": tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
-            "files": _decode_files(body["files"]),
-            "indexes": {p: IndexEntry(size, text) for p, size, text in body["indexes"]},
-            "user": body["user"],
-        }
+            leaves=tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
+            files=_decode_files(body["files"]),
+            indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
+            user=body["user"],
+            unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
+        )
+        _check_consistency(metadata)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"a field is missing or malformed ({error})") from error
-    read = {"format", "version", "digest", *known}
-    metadata = Metadata(**known, unknown={k: v for k, v in body.items() if k not in read})
-    _check_consistency(metadata)
     return metadata
 
 
@@ -527,7 +529,7 @@ def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
 
 
 def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
-    decoded = [decode_runs(columns[name]) for name in ("device", "part", "header_bytes", "size")]
+    decoded = [decode_runs(columns[name]) for name in _FILE_COLUMNS]
     return tuple(FileEntry(*row) for row in zip(*decoded, strict=True))
 
 

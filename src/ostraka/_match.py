@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -218,7 +218,8 @@ class Matcher:
                 yield f"saved as {_show_spec(spec)}, `like` has {_show_value(wanted)}"
             return
         if tuple(wanted.shape) != saved_shape:
-            yield f"saved with shape {_show_shape(saved_shape)}, `like` has {_show_shape(wanted.shape)}"
+            found = _show_shape(wanted.shape)
+            yield f"saved with shape {_show_shape(saved_shape)}, `like` has {found}"
         if wanted.dtype.name != spec.dtype:
             yield f"saved as {spec.dtype}, `like` has {wanted.dtype.name}"
         elif kind == "jax":
@@ -368,7 +369,7 @@ class _SpecTree:
 
 
 def _default_device() -> Any:
-    device = jax.config.jax_default_device
+    device = jax.config.read("jax_default_device")
     if device is not None and not isinstance(device, str):
         return device
     return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
@@ -426,10 +427,12 @@ def _python_type(dtype: str) -> type | None:
 
 
 def _x64_problems(dtype: str) -> Iterator[str]:
-    if dtype in ("int64", "uint64", "float64", "complex128") and not jax.config.jax_enable_x64:
+    if dtype in ("int64", "uint64", "float64", "complex128") and not jax.config.read(
+        "jax_enable_x64"
+    ):
         yield (
-            f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a numpy "
-            "array in `like`"
+            f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
+            "numpy array in `like`"
         )
 
 
@@ -439,7 +442,7 @@ def _key_problems(
     if spec.kind != "key" or kind != "key":
         yield f"saved as {_show_spec(spec)}, `like` has {_show_value(wanted)}"
         return
-    impl = str(cast(Any, wanted.dtype)._impl.name)
+    impl = str(wanted.dtype._impl.name)
     if impl != spec.prng:
         yield f"saved as a {spec.prng} key, `like` has a {impl} key"
     elif tuple(wanted.shape) != saved_shape[:-1]:

@@ -114,7 +114,7 @@ class _Sharing:
         self.layout_of = self._share_all()
 
     def _share_all(self) -> list[int]:
-        """First the boxes that lie evenly by nature; then the rest, largest first, to the idlest."""
+        """First what lies evenly by nature; then the rest, largest first, to the idlest."""
         layout_of = [-1] * len(self.leaves)
         uneven: list[int] = []
         for number, leaf in enumerate(self.leaves):
@@ -156,7 +156,7 @@ class _Sharing:
         return self._number_capped(leaf, grid, table[:, 0])
 
     def _share_to_idlest(self, leaf: LeafSpec) -> int:
-        """Split each cell only as far as balance needs, and give the pieces to the idlest holders."""
+        """Split each cell only as far as balance needs; the idlest holders take the pieces."""
         grid, table = self._held(leaf)
         if leaf.nbytes == 0:
             grid, table = (1,) * len(leaf.shape), table[:1]

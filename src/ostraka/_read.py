@@ -18,7 +18,7 @@ from ostraka._match import Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal
 from ostraka._plan import Target
 from ostraka.errors import Damaged, RestoreFailed
-from ostraka.storage import PathLike, open_store
+from ostraka.storage import PathLike, Store, open_store
 
 _ATTEMPTS = 3
 _NO_LIKE: Any = object()
@@ -53,15 +53,7 @@ def restore(
     together = _spans_processes(like if with_like else None, mesh, specs, with_like)
     try:
         with Operation(f"restore of {store.location}", alone=not together) as operation:
-            for attempt in range(_ATTEMPTS):
-                source = load(store)
-                try:
-                    result = _restore(source, operation, like, mesh, specs, templated=with_like)
-                    break
-                except Damaged:
-                    # A save to the same path may have replaced the files under our hands.
-                    if attempt + 1 == _ATTEMPTS or source.is_still_there():
-                        raise
+            result = _restore(store, operation, like, mesh, specs, templated=with_like)
             operation.exchange("restored", None, lambda _: None)
             return result
     except ProcessFailed as failure:
@@ -69,6 +61,21 @@ def restore(
 
 
 def _restore(
+    store: Store, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
+) -> Any:
+    attempts = _ATTEMPTS
+    while True:
+        source = load(store)
+        try:
+            return _restore_once(source, operation, like, mesh, specs, templated=templated)
+        except Damaged:
+            # A save to the same path may have replaced the files under our hands.
+            attempts -= 1
+            if not attempts or source.is_still_there():
+                raise
+
+
+def _restore_once(
     source: Source, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
 ) -> Any:
     matcher = Matcher(

@@ -12,7 +12,9 @@ from collections import OrderedDict
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ostraka._document import ROOT, SCALARS, Branch, Leaf, encode_value, join, segment
 from ostraka.errors import InvalidTree
@@ -30,7 +32,7 @@ def is_array(value: Any) -> bool:
 
 def is_key(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _parse(value: Any, path: str) -> Branch | Leaf:
@@ -68,7 +70,7 @@ def _parse_dict(value: dict[Any, Any], path: str) -> Branch:
 
 
 def _parse_registered(value: Any, path: str) -> Branch | Leaf:
-    """Anything that JAX knows how to flatten: namedtuples, dataclasses, classes of other libraries."""
+    """Anything else that JAX knows how to flatten: namedtuples, dataclasses, custom nodes."""
     kind = type(value)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
     if len(pairs) == 1 and pairs[0][1] is value:
@@ -111,7 +113,7 @@ def check_savable(leaf: Leaf) -> None:
         raise InvalidTree(
             f"leaf {leaf.path!r} is abstract ({leaf.value}): it has no values to save"
         )
-    if isinstance(leaf.value, jax.core.Tracer):
+    if isinstance(leaf.value, Tracer):
         raise InvalidTree(
             f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
         )

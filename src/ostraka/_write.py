@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -212,10 +212,8 @@ class _Save:
     def _clean_up(self, save_id: str) -> None:
         # The error that brought us here matters more than one of the cleaning, and what stays is
         # recognised and removed by the next save.
-        try:
+        with suppress(OSError):
             self._store.delete(_format.shards_directory(save_id))
-        except OSError:
-            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +267,7 @@ def _stream(task: _FileTask, leaves: Sequence[Any]) -> Iterator[Any]:
 
 
 def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """The bytes of an array in row-major order; one that is not contiguous is copied band by band."""
+    """The bytes of an array in row-major order; what is not contiguous is copied in bands."""
     if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
         yield flat_bytes(array)
         return
@@ -319,8 +317,8 @@ def _committed_id(store: Store) -> str:
         if any(_format.is_shards_directory(name) for name in store.list() or []):
             return _UNKNOWN  # damaged; what its shards hold stays until there is a better one
         raise PathInTheWay(
-            f"{store.location} holds something that Ostraka did not write ({error}); save to a path "
-            "of its own"
+            f"{store.location} holds something that Ostraka did not write ({error}); save to a "
+            "path of its own"
         ) from error
     except ValueError:
         return _UNKNOWN
@@ -335,10 +333,9 @@ def _remove_other_shards(store: Store, save_id: str) -> None:
     """After the commit: what was there before is no longer needed."""
     for name in store.list() or []:
         if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
-            try:
+            # The new checkpoint is good; what can't be deleted now, the next save tries again.
+            with suppress(OSError):
                 store.delete(name)
-            except OSError:
-                pass  # The new checkpoint is good; the next save tries again.
 
 
 # Several processes

@@ -1,20 +1,21 @@
 """The exceptions that Ostraka raises, and how their messages are built.
 
 OstrakaError
-├── InvalidTree            the tree holds something that can't be saved        (also TypeError)
-├── Mismatch               `like` and the checkpoint differ; lists every way   (also ValueError)
-├── InvalidSharding        a spec does not fit its leaf or its mesh            (also ValueError)
-├── CheckpointNotFound     there is no checkpoint at that path                 (also FileNotFoundError)
-├── NotACheckpoint         something else is at that path                      (also ValueError)
-├── PathInTheWay           saving there would overwrite what is not ours       (also FileExistsError)
-├── UnsupportedFormat      written by a newer version, or a store we lack      (also ValueError)
-├── StoreError             the operating system or the store said no           (also OSError)
-├── Busy                   another save to the same path is under way          (also OSError)
-├── Damaged                bytes are lost or changed; names file and leaf      (also ValueError)
-├── SaveFailed             a process failed, died or timed out during a save   (also RuntimeError)
-└── RestoreFailed          a process failed, died or timed out during a restore (also RuntimeError)
+├── InvalidTree            the tree holds something that can't be saved        (TypeError)
+├── Mismatch               `like` and the checkpoint differ; lists every way   (ValueError)
+├── InvalidSharding        a spec does not fit its leaf or its mesh            (ValueError)
+├── CheckpointNotFound     there is no checkpoint at that path                 (FileNotFoundError)
+├── NotACheckpoint         something else is at that path                      (ValueError)
+├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
+├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
+├── StoreError             the operating system or the store said no           (OSError)
+├── Busy                   another save to the same path is under way          (OSError)
+├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
+├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
+└── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
 
-A message is one sentence that says what, where, what was expected and found, and what to do.
+In brackets: the builtin error that each is too. A message is one sentence that says what, where,
+what was expected and found, and what to do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 __all__ = [
     "Busy",
@@ -54,8 +56,12 @@ class Mismatch(OstrakaError, ValueError):
     """What was asked for and what was saved differ; `differences` has one line for each way."""
 
     def __init__(self, subject: str, differences: Sequence[str]):
+        self.subject = subject
         self.differences = tuple(differences)
         super().__init__(_headed_list(subject, self.differences))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.subject, self.differences)
 
 
 class InvalidSharding(OstrakaError, ValueError):
@@ -109,6 +115,9 @@ class Damaged(OstrakaError, ValueError):
             _headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.problems)
+
 
 class _ProcessFailure(OstrakaError, RuntimeError):
     """One process failed, so all processes raise."""
@@ -121,6 +130,9 @@ class _ProcessFailure(OstrakaError, RuntimeError):
         self.cause = cause
         who = "" if process is None else f" on process {process}"
         super().__init__(f"{self.verb} {path} failed{who}: {cause}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.process, self.cause)
 
 
 class SaveFailed(_ProcessFailure):

@@ -6,8 +6,8 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
@@ -32,8 +32,8 @@ class LocalStore:
             _make_directories(self.location)
         except (FileExistsError, NotADirectoryError) as error:
             raise PathInTheWay(
-                f"can't make the directory {self.location}: a file of that name, or in the place of "
-                "one of its parents, is in the way"
+                f"can't make the directory {self.location}: a file of that name, or in the place "
+                "of one of its parents, is in the way"
             ) from error
         except OSError as error:
             raise store_error("make the directory", self.location, error) from error
@@ -42,7 +42,7 @@ class LocalStore:
             raise store_error("write to the directory", self.location, refused)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> Generator[None]:
         # The lock is on the directory itself: no lock file is left behind, and the kernel lets go
         # of it when its process dies.
         if fcntl is None:  # pragma: no cover
@@ -263,7 +263,5 @@ def _sync_directory(path: str) -> None:
 
 
 def _unlink_quietly(path: str) -> None:
-    try:
+    with suppress(OSError):
         os.unlink(path)
-    except OSError:
-        pass
