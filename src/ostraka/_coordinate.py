@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ostraka.errors import describe
+from ostraka.errors import OstrakaError, describe
 
 DEAD_AFTER_S = 30.0
 """A process whose pulse has stood still for this long no longer counts on."""
@@ -72,15 +72,17 @@ def _service() -> tuple[int, int, _Client | None]:
 class Operation:
     """One save or restore that all processes do together. Use as a context manager.
 
-    It must be entered by every process, in the same order among operations, before anything that
+    An exception inside becomes ProcessFailed on every process; with `own_errors` a process that
+    raised one of Ostraka's own raises just that. It must be entered by every process, in the same order among operations, before anything that
     may fail on one process alone.
     """
 
-    def __init__(self, name: str, *, alone: bool = False):
+    def __init__(self, name: str, *, alone: bool = False, own_errors: bool = False):
         process, count, client = (0, 1, None) if alone else _service()
         self.process = process
         self.count = count
         self._name = name
+        self._own_errors = own_errors
         self._client = client
         self._verdict: ProcessFailed | None = None
         self._deciding = threading.Lock()
@@ -110,7 +112,8 @@ class Operation:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        if failure is not None and isinstance(error, Exception):
+        keep = self._own_errors and isinstance(error, OstrakaError)
+        if failure is not None and isinstance(error, Exception) and not keep:
             raise failure from error
 
     def _report(self, error: BaseException) -> ProcessFailed:

@@ -73,6 +73,8 @@ def segment(key: str | int, path: str) -> str:
         raise InvalidTree(
             f"the dict at {path or ROOT!r} has a key that is not valid Unicode: {text!r}"
         ) from error
+    if text == "__metadata__":
+        return f"~2{text}"  # safetensors has this name for something else
     return text.replace("~", "~0").replace("/", "~1")
 
 
@@ -200,7 +202,7 @@ def _namedtuple_builder(
     kind = _loaded_class(module, qualname)
     if kind is None or not issubclass(kind, tuple) or list(getattr(kind, "_fields", ())) != fields:
         name = qualname.rsplit(".", 1)[-1]
-        make_class: Any = collections.namedtuple  # noqa: PYI024 - the fields are known only now
+        make_class: Any = collections.namedtuple
         kind = make_class(name if name.isidentifier() else "Saved", fields, rename=True)
     return lambda items: tuple.__new__(kind, items)
 

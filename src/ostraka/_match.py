@@ -38,6 +38,9 @@ from ostraka._spec import (
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidTree, Mismatch, nearest
 
+_config: Any = jax.config
+"""JAX's flags, which its type declarations leave out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -369,7 +372,7 @@ class _SpecTree:
 
 
 def _default_device() -> Any:
-    device = jax.config.read("jax_default_device")
+    device = _config.jax_default_device
     if device is not None and not isinstance(device, str):
         return device
     return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
@@ -427,9 +430,7 @@ def _python_type(dtype: str) -> type | None:
 
 
 def _x64_problems(dtype: str) -> Iterator[str]:
-    if dtype in ("int64", "uint64", "float64", "complex128") and not jax.config.read(
-        "jax_enable_x64"
-    ):
+    if dtype in ("int64", "uint64", "float64", "complex128") and not _config.jax_enable_x64:
         yield (
             f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
             "numpy array in `like`"

@@ -43,8 +43,8 @@ def restore(
     them: a PartitionSpec, or a tree of them whose entries hold for everything below.
 
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
-    bytes that are not as written; with arrays that span several processes, RestoreFailed on all of
-    them if one fails.
+    bytes that are not as written; with arrays that span several processes, the others raise
+    RestoreFailed, which names the process that failed and its error.
 
     >>> state = ostraka.restore("runs/7", like=state)
     """
@@ -52,7 +52,9 @@ def restore(
     with_like = like is not _NO_LIKE
     together = _spans_processes(like if with_like else None, mesh, specs, with_like)
     try:
-        with Operation(f"restore of {store.location}", alone=not together) as operation:
+        with Operation(
+            f"restore of {store.location}", alone=not together, own_errors=True
+        ) as operation:
             result = _restore(store, operation, like, mesh, specs, templated=with_like)
             operation.exchange("restored", None, lambda _: None)
             return result

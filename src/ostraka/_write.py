@@ -178,6 +178,8 @@ class _Save:
                 user=user,
             )
             data = _format.encode_metadata(metadata)
+            # The shards must not be lost to a crash that keeps the commit.
+            self._store.settle("")
             self._store.put(_format.METADATA_NAME, data)
             _remove_other_shards(self._store, save_id)
 
