@@ -73,8 +73,8 @@ class Operation:
     """One save or restore that all processes do together. Use as a context manager.
 
     An exception inside becomes ProcessFailed on every process; with `own_errors` a process that
-    raised one of Ostraka's own raises just that. It must be entered by every process, in the same order among operations, before anything that
-    may fail on one process alone.
+    raised one of Ostraka's own raises just that. It must be entered by every process, in the same
+    order among operations, before anything that may fail on one process alone.
     """
 
     def __init__(self, name: str, *, alone: bool = False, own_errors: bool = False):

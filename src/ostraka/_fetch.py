@@ -220,6 +220,7 @@ class _Memory:
         self._plan = plan
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
+        self._shapes: dict[_box.Box, tuple[tuple[int, ...], int]] = {}
         self._places: dict[int, tuple[Array, int]] = {}
         """Small buffers: the arena that each was cut from, and where."""
         count = len(plan.targets)
@@ -230,10 +231,12 @@ class _Memory:
             self._allocate(number, shared=shared)
 
     def _allocate(self, number: int, *, shared: bool) -> None:
-        target = self._plan.targets[number]
-        dtype = numpy_dtype(self._source.metadata.leaves[target.leaf].spec.dtype)
-        shape = _box.shape_of(target.box)
-        nbytes = _box.count(target.box) * dtype.itemsize
+        leaf, box = self._plan.targets[number]
+        dtype = numpy_dtype(self._source.metadata.leaves[leaf].spec.dtype)
+        shape, elements = self._shapes.get(box) or self._shapes.setdefault(
+            box, (_box.shape_of(box), _box.count(box))
+        )
+        nbytes = elements * dtype.itemsize
         if shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
             flat = self._cut(number, nbytes)
         else:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import xxhash
 
@@ -97,8 +97,7 @@ def index_name(process: int) -> str:
 # What a shard file holds
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One box of one leaf in a shard file; `offset` counts from the start of the data."""
 
     leaf: int
@@ -134,46 +133,53 @@ def entries_by_file(
         [(d, c) for d, c in layout.cells_by_owner().items() if wanted is None or d in wanted]
         for layout in layouts
     ]
-    boxes: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Box, int]]] = {}
-    unordered: dict[tuple[int, int], list[tuple[int, int, Box, int]]] = {}
+    # A model has few kinds of leaves and many of each: what follows from layout, shape and size of
+    # an element is worked out once for each kind.
+    kinds: dict[tuple[int, tuple[int, ...], int], list[_Placed]] = {}
+    unordered: dict[tuple[int, int], list[tuple[int, int, _Placed]]] = {}
     for number, leaf in enumerate(leaves):
-        key = (leaf.layout, leaf.spec.shape)
-        placed = boxes.get(key)
-        if placed is None:
-            placed = boxes[key] = _placed_boxes(
-                leaf, layouts[leaf.layout].grid, owners[leaf.layout]
-            )
         bits = DTYPES[leaf.spec.dtype].bits
-        for device, turn, box, elements in placed:
-            nbytes = (elements * bits + 7) // 8
-            entry = (-min(nbytes & -nbytes, PAGE_BYTES), number, box, nbytes)
-            unordered.setdefault((device, leaf.part + turn), []).append(entry)
+        key = (leaf.layout, leaf.spec.shape, bits)
+        placed = kinds.get(key)
+        if placed is None:
+            grid = layouts[leaf.layout].grid
+            placed = kinds[key] = _placed_boxes(leaf.spec.shape, grid, owners[leaf.layout], bits)
+        part = leaf.part
+        for place in placed:
+            file = (place.device, part + place.turn)
+            unordered.setdefault(file, []).append((place.order, number, place))
     return {key: _with_offsets(unordered[key]) for key in sorted(unordered)}
 
 
+class _Placed(NamedTuple):
+    """A box of one kind of leaf: the device and part it goes to, and what decides its order."""
+
+    device: int
+    turn: int
+    order: int
+    box: Box
+    nbytes: int
+
+
 def _placed_boxes(
-    leaf: StoredLeaf, grid: tuple[int, ...], owners: list[tuple[int, list[int]]]
-) -> list[tuple[int, int, Box, int]]:
-    shape = leaf.spec.shape
-    return [
-        (device, turn, box, _box.count(box))
-        for device, cells in owners
-        for turn, number in enumerate(cells)
-        for box in [_box.cell(shape, grid, number)]
-    ]
+    shape: tuple[int, ...], grid: tuple[int, ...], owners: list[tuple[int, list[int]]], bits: int
+) -> list[_Placed]:
+    placed: list[_Placed] = []
+    for device, cells in owners:
+        for turn, number in enumerate(cells):
+            box = _box.cell(shape, grid, number)
+            nbytes = (_box.count(box) * bits + 7) // 8
+            placed.append(_Placed(device, turn, -min(nbytes & -nbytes, PAGE_BYTES), box, nbytes))
+    return placed
 
 
-def _with_offsets(unordered: list[tuple[int, int, Box, int]]) -> list[Entry]:
+def _with_offsets(unordered: list[tuple[int, int, _Placed]]) -> list[Entry]:
     entries: list[Entry] = []
     offset = 0
-    for _, leaf, box, nbytes in sorted(unordered, key=_file_order):
-        entries.append(Entry(leaf, box, offset, nbytes))
-        offset += nbytes
+    for _, leaf, place in sorted(unordered):
+        entries.append(Entry(leaf, place.box, offset, place.nbytes))
+        offset += place.nbytes
     return entries
-
-
-def _file_order(item: tuple[int, int, Box, int]) -> tuple[int, int]:
-    return item[0], item[1]
 
 
 def block_lengths(header_bytes: int, entries: Sequence[Entry]) -> list[int]:
@@ -256,7 +262,7 @@ def header_capacity(leaf: LeafSpec) -> int:
 
 def header_bytes_for(capacity: int) -> int:
     """The size of a header (length prefix and padding included) whose leaves need `capacity`."""
-    fixed = len(_header_json({}, {}, {}, "0" * 16))
+    fixed = len(_header_json([], [], {}, "0" * 16))
     return _round_up(8 + fixed + capacity, PAGE_BYTES)
 
 
@@ -264,18 +270,23 @@ def encode_header(
     entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
 ) -> bytes:
     """The first `header_bytes` of a shard file."""
-    tensors: dict[str, Any] = {}
-    offsets: dict[str, Any] = {}
+    tensors: list[str] = []
+    offsets: list[str] = []
     opaque: dict[str, str] = {}
-    for entry in entries:
-        spec = leaves[entry.leaf].spec
+    shown: dict[tuple[str, Box], tuple[str, str]] = {}
+    for leaf, box, offset, nbytes in entries:
+        spec = leaves[leaf].spec
         dtype = DTYPES[spec.dtype]
-        tensors[spec.path] = {
-            "dtype": dtype.code,
-            "shape": tensor_shape(dtype, entry.box, entry.nbytes),
-            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
-        }
-        offsets[spec.path] = {"saved_offsets": tensor_offsets(dtype, entry.box)}
+        texts = shown.get((spec.dtype, box))
+        if texts is None:
+            shape = _dumps(tensor_shape(dtype, box, nbytes))
+            texts = shown[spec.dtype, box] = (shape, _dumps(tensor_offsets(dtype, box)))
+        key = _dumps(spec.path)
+        tensors.append(
+            f'{key}:{{"dtype":"{dtype.code}","shape":{texts[0]},'
+            f'"data_offsets":[{offset},{offset + nbytes}]}}'
+        )
+        offsets.append(f'{key}:{{"saved_offsets":{texts[1]}}}')
         if dtype.opaque:
             opaque[spec.path] = dtype.name
     text = _header_json(tensors, offsets, opaque, save_id)
@@ -285,15 +296,18 @@ def encode_header(
 
 
 def _header_json(
-    tensors: Mapping[str, Any], offsets: Mapping[str, Any], opaque: Mapping[str, str], save_id: str
+    tensors: Sequence[str], offsets: Sequence[str], opaque: Mapping[str, str], save_id: str
 ) -> bytes:
-    about = {
-        "ostraka": str(VERSION),
-        "ostraka_id": save_id,
-        "ostraka_dtypes": _dumps(opaque),
-        "DCP_SHARDING_INFO": _dumps(offsets),
-    }
-    return _dumps({"__metadata__": about, **tensors}).encode()
+    """A header's JSON, from entries that are JSON already: building it all at once is slow."""
+    about = _dumps(
+        {
+            "ostraka": str(VERSION),
+            "ostraka_id": save_id,
+            "ostraka_dtypes": _dumps(opaque),
+            "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
+        }
+    )
+    return ("{" + ",".join([f'"__metadata__":{about}', *tensors]) + "}").encode()
 
 
 def decode_header(data: Any) -> tuple[str, dict[str, Any]]:

@@ -206,7 +206,7 @@ class Matcher:
         if spec.per_process and self._process_count != self._metadata.process_count:
             yield (
                 f"each of the {self._metadata.process_count} processes that saved it had its own "
-                f"value; this run has {self._process_count}: restore with as many, or leave it out"
+                f"value; this run has {self._process_count}: restore with as many"
             )
         if wanted is spec:
             if spec.kind == "jax":

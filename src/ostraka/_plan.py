@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -297,8 +297,7 @@ def _turns(layout: Layout) -> npt.NDArray[np.int64] | None:
 # Reading
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one entry of a file gives to one buffer: the box that both have."""
 
     entry: Entry
@@ -315,8 +314,7 @@ class FileRead:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A box of a leaf that is wanted in memory."""
 
     leaf: int
@@ -399,8 +397,7 @@ def _file_read(
     return FileRead(file, tuple(entries), tuple(pieces))
 
 
-@dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(NamedTuple):
     """Bytes of a file that lie in a buffer just as they lie in the file."""
 
     start: int
@@ -409,8 +406,7 @@ class Direct:
     buffer_start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Strided:
+class Strided(NamedTuple):
     """Bytes `[start, stop)` of a file out of which `shared` is copied into a buffer, row by row.
 
     The bytes are those of `box`, in row-major order.
@@ -491,6 +487,9 @@ def _moves(
         base = read.file.header_bytes + entry.offset
         dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
         target = targets[piece.buffer].box
+        if entry.box == target and entry.nbytes <= chunk_bytes and dtype.bits >= 8:
+            yield Direct(base, base + entry.nbytes, piece.buffer, 0)
+            continue
         if dtype.packed:
             yield Strided(base, base + entry.nbytes, piece.buffer, entry.box, piece.shared)
             continue

@@ -17,6 +17,7 @@ from ostraka._fetch import FetchJob, detached
 from ostraka._match import Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal
 from ostraka._plan import Target
+from ostraka._spec import numpy_dtype
 from ostraka.errors import Damaged, RestoreFailed
 from ostraka.storage import PathLike, Store, open_store
 
@@ -160,9 +161,12 @@ def _jax_array(
         )
         return by_box[box]
 
-    return jax.make_array_from_callback(
-        shape, sharding, shard, dtype=arrays[0].dtype if arrays else None
-    )
+    if not boxes:
+        # All of it is on other processes' devices; JAX would ask for a shard all the same.
+        return jax.make_array_from_single_device_arrays(
+            shape, sharding, [], dtype=numpy_dtype(dtype)
+        )
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=numpy_dtype(dtype))
 
 
 def _spans_processes(like: Any, mesh: Any, specs: Any, with_like: bool) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -81,6 +81,7 @@ def _dtype_table() -> dict[str, Dtype]:
 DTYPES = _dtype_table()
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """The numpy dtype of that name; ml_dtypes supplies those that numpy lacks."""
     import numpy as np
@@ -211,8 +212,8 @@ def partition_problems(
         problems += [
             f"leaf {path!r}, dimension {dimension}: axis {axis!r} is used twice in "
             f"{show_partition(partition)}"
-            for axis in axes
-            if axis in seen
+            for place, axis in enumerate(axes)
+            if axis in seen or axis in axes[:place]
         ]
         seen.update(axes)
         if unknown or dimension >= len(shape):
