@@ -49,6 +49,9 @@ class Devices:
 class Value(Protocol):
     """A leaf's bytes, as far as this process holds them."""
 
+    in_host_memory: bool
+    """Whether reading costs no memory, because it gives views."""
+
     def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
         """The elements of a box that `device` holds; a view where that can be."""
         ...
@@ -56,6 +59,8 @@ class Value(Protocol):
 
 class HostValue:
     """A value in host memory: any box can be had, whatever the device."""
+
+    in_host_memory = True
 
     def __init__(self, array: np.ndarray[Any, Any]):
         self.array = array
@@ -66,6 +71,8 @@ class HostValue:
 
 class ProcessValue:
     """This process's own value of a leaf that every process has one of."""
+
+    in_host_memory = True
 
     def __init__(self, array: np.ndarray[Any, Any]):
         self._array = array
@@ -81,14 +88,27 @@ class ShardedValue:
         self._array = array
         self._index_of = index_of
         self._boxes = boxes
+        packed = DTYPES[array.dtype.name].packed
+        self.in_host_memory = array.platform() == "cpu" and not packed
 
     def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        shard = np.asarray(self._array.addressable_data(self._index_of[device]))
+        data = self._array.addressable_data(self._index_of[device])
+        shard = np.asarray(data) if self.in_host_memory else _host_copy(data)
         held = self._boxes[device]
         return shard if box == held else shard[_box.slices(box, held)]
 
     def whole(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._array)
+
+
+def _host_copy(array: Any) -> np.ndarray[Any, Any]:
+    """A copy that is gone when its user is done with it.
+
+    `np.asarray` makes JAX keep the copy for as long as the array lives: a save would leave a copy
+    of the whole state behind in host memory.
+    """
+    copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
+    return np.asarray(array) if copy is None else copy()[0]
 
 
 @dataclass(slots=True)
@@ -236,6 +256,14 @@ def describe_mesh(mesh: Any, devices: Devices) -> MeshSpec:
 
 def describe_spec(path: str, spec: Any) -> Partition:
     """A PartitionSpec as data, without trailing whole dimensions."""
+    entries = list(spec_entries(path, spec))
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def spec_entries(path: str, spec: Any) -> Partition:
+    """A PartitionSpec as data, just as long as it is."""
     entries: list[tuple[str, ...]] = []
     for axes in spec:
         if axes is None:
@@ -248,8 +276,6 @@ def describe_spec(path: str, spec: Any) -> Partition:
             raise InvalidTree(
                 f"leaf {path!r} has the spec {spec}, which leaves a dimension open ({axes})"
             )
-    while entries and not entries[-1]:
-        entries.pop()
     return tuple(entries)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cached_property
 
 from ostraka import _format
+from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._format import FileDigests, FileEntry, Metadata
 from ostraka.errors import CheckpointNotFound, Damaged, NotACheckpoint, Problem, UnsupportedFormat
 from ostraka.storage import LocalStore, Store
@@ -25,6 +27,15 @@ class Source:
     @property
     def location(self) -> str:
         return self.store.location
+
+    @cached_property
+    def tree(self) -> Branch | Leaf:
+        """The tree that was saved; array leaves hold their number."""
+        paths = [leaf.spec.path for leaf in self.metadata.leaves]
+        try:
+            return saved_tree(self.metadata.tree, paths)
+        except ValueError as error:
+            raise self.damaged(_format.METADATA_NAME, f"it contradicts itself: {error}") from error
 
     def name_of(self, file: FileEntry) -> str:
         return f"{self._directory}/{file.name}"

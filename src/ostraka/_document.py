@@ -143,9 +143,17 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Branch | Leaf:
     """What `_METADATA` says of the tree, in the form of a parsed one.
 
     Array leaves hold their number. Classes are used if they are loaded and fit; a namedtuple
-    otherwise becomes one of the same name, any other container a dict. No code is imported.
+    otherwise becomes one of the same name, any other container a dict. No code is imported. Raises
+    ValueError if it is malformed, or does not have every array once.
     """
-    return _saved(encoded, paths, "")
+    try:
+        tree = _saved(encoded, paths, "")
+    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree, RecursionError) as error:
+        raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
+    arrays = [leaf.value.number for leaf in leaves_of(tree) if isinstance(leaf.value, ArrayNumber)]
+    if sorted(arrays) != list(range(len(paths))):
+        raise ValueError("its tree does not have every array once")
+    return tree
 
 
 @dataclass(frozen=True, slots=True)

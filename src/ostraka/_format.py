@@ -12,13 +12,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import DTYPES, Dtype, Layout, LeafSpec, MeshSpec, StoredLeaf
+from ostraka._spec import (
+    DTYPES,
+    HOST_LOCAL,
+    Dtype,
+    Layout,
+    LeafKind,
+    LeafSpec,
+    MeshSpec,
+    StoredLeaf,
+)
 from ostraka.errors import NotACheckpoint, UnsupportedFormat
 
 METADATA_NAME = "_METADATA"
@@ -487,15 +496,37 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
 def _check_consistency(metadata: Metadata) -> None:
     if ID_PATTERN.fullmatch(metadata.id) is None:
         raise ValueError(f"the id {metadata.id!r} is not 16 hexadecimal digits")
+    devices = range(len(metadata.process_of))
+    for mesh in metadata.meshes:
+        if len(mesh.axis_names) != len(mesh.axis_sizes) or prod(mesh.axis_sizes) != len(
+            mesh.devices
+        ):
+            raise ValueError(f"a mesh of {mesh} has {len(mesh.devices)} devices")
     for layout in metadata.layouts:
         if prod(layout.grid) != len(layout.owners) or min(layout.grid, default=1) < 1:
             raise ValueError(f"a layout of grid {layout.grid} has {len(layout.owners)} cells")
+        if not all(owner in devices for owner in layout.owners):
+            raise ValueError("a layout names a device that there is not")
+    if not all(file.device in devices for file in metadata.files):
+        raise ValueError("the file table names a device that there is not")
     for leaf in metadata.leaves:
-        spec = leaf.spec
-        if spec.dtype not in DTYPES:
-            raise ValueError(f"leaf {spec.path!r} has the unknown dtype {spec.dtype!r}")
-        if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
-            raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
+        _check_leaf(leaf, metadata)
+
+
+def _check_leaf(leaf: StoredLeaf, metadata: Metadata) -> None:
+    spec = leaf.spec
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"leaf {spec.path!r} has the unknown dtype {spec.dtype!r}")
+    if spec.kind not in get_args(LeafKind):
+        raise ValueError(f"leaf {spec.path!r} is of the unknown kind {spec.kind!r}")
+    if leaf.layout not in range(len(metadata.layouts)):
+        raise ValueError(f"leaf {spec.path!r} has no layout")
+    if spec.mesh not in range(HOST_LOCAL, len(metadata.meshes)):
+        raise ValueError(f"leaf {spec.path!r} has no mesh")
+    if min(spec.shape, default=0) < 0 or leaf.part < 0:
+        raise ValueError(f"leaf {spec.path!r} has negative numbers")
+    if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
+        raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
 
 
 def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ostraka._box import Box
 from ostraka._checkpoint import Source, load
-from ostraka._document import ArrayNumber, leaves_of, saved_tree
+from ostraka._document import ArrayNumber, leaves_of
 from ostraka._fetch import fetch
 from ostraka._plan import Target
 from ostraka._spec import LeafSpec, MeshSpec, numpy_dtype, show_partition
@@ -64,11 +64,15 @@ class LazyArray:
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """Basic indexing as in numpy: integers, slices, `...`."""
-        box, within = _bounding_box(self._leaf, index)
+        entries = index if isinstance(index, tuple) else (index,)
+        box, within = _bounding_box(self._leaf, list(entries))
         (array,) = fetch(self._source, [Target(self._number, box)])
-        return array[within]
+        # As in numpy: integers alone give a scalar, with `...` among them a 0-d array.
+        return array[(*within, ...)] if any(e is Ellipsis for e in entries) else array[within]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(f"leaf {self.path!r} is in a file: it can't be had without a copy")
         array = self[...]
         return array if dtype is None else array.astype(dtype)
 
@@ -88,9 +92,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, source: Source):
         self._source = source
-        metadata = source.metadata
-        tree = saved_tree(metadata.tree, [leaf.spec.path for leaf in metadata.leaves])
-        self._leaves = {leaf.path: leaf.value for leaf in leaves_of(tree)}
+        self._leaves = {leaf.path: leaf.value for leaf in leaves_of(source.tree)}
 
     @property
     def path(self) -> str:
@@ -136,12 +138,11 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     return Checkpoint(load(open_store(path)))
 
 
-def _bounding_box(leaf: LeafSpec, index: Any) -> tuple[Box, tuple[Any, ...]]:
+def _bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
     """The box to read for an index, and the index of the wanted elements inside that box."""
-    entries = list(index) if isinstance(index, tuple) else [index]
     if sum(entry is Ellipsis for entry in entries) > 1:
         raise IndexError("an index can have only one '...'")
-    if Ellipsis not in [entry for entry in entries if entry is Ellipsis]:
+    if not any(entry is Ellipsis for entry in entries):
         entries.append(Ellipsis)
     at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
     entries[at : at + 1] = [slice(None)] * (len(leaf.shape) - len(entries) + 1)

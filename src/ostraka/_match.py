@@ -5,7 +5,6 @@ All differences are found before anything is read, and raised as one `errors.Mis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ostraka._box import Box, full
-from ostraka._capture import Devices, describe_mesh, describe_sharding, describe_spec
+from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
+from ostraka._checkpoint import Source
 from ostraka._document import (
     ROOT,
     ArrayNumber,
@@ -24,14 +24,11 @@ from ostraka._document import (
     Leaf,
     check_unique,
     leaves_of,
-    saved_tree,
 )
-from ostraka._format import Metadata
 from ostraka._spec import (
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
-    Partition,
     device_boxes,
     partition_problems,
 )
@@ -71,25 +68,24 @@ class Matcher:
 
     def __init__(
         self,
-        metadata: Metadata,
-        location: str,
+        source: Source,
         *,
         mesh: Mesh | None,
         specs: Any,
         process: int,
         process_count: int,
     ):
-        self._metadata = metadata
-        self._location = location
+        self._metadata = source.metadata
+        self._location = source.location
         self._mesh = mesh
         self._specs = _SpecTree(specs)
         self._process = process
         self._process_count = process_count
         self._devices = Devices()
         self._differences: list[str] = []
-        self._saved_tree = saved_tree(metadata.tree, [leaf.spec.path for leaf in metadata.leaves])
+        self._saved_tree = source.tree
         self._saved = {leaf.path: leaf.value for leaf in leaves_of(self._saved_tree)}
-        self._settled: dict[Any, tuple[Any, MeshSpec, Partition]] = {}
+        self._settled: set[Any] = set()
         self._boxes: dict[Any, tuple[Box, ...]] = {}
 
     def match(self, like: Any, *, templated: bool) -> Wanted:
@@ -260,10 +256,9 @@ class Matcher:
             mesh = self._mesh or _mesh_of(like)
             if mesh is None:
                 raise _Unfit(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
-            return self._fitting(spec, path, NamedSharding(mesh, given))
+            return self._named(spec, path, mesh, given)
         if self._mesh is not None:
-            partition = self._partition_on_mesh(spec, like)
-            return self._fitting(spec, path, _named(self._mesh, partition, path))
+            return self._named(spec, path, self._mesh, self._spec_on_mesh(spec, like))
         if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
             raise _Unfit(
                 f"leaf {path!r} of `like` is sharded over an abstract mesh, which has no devices: "
@@ -273,7 +268,7 @@ class Matcher:
             return self._fitting(spec, path, like)
         return self._as_saved(spec, path)
 
-    def _partition_on_mesh(self, spec: LeafSpec, like: Any) -> Any:
+    def _spec_on_mesh(self, spec: LeafSpec, like: Any) -> Any:
         assert self._mesh is not None
         if isinstance(like, NamedSharding) and set(like.mesh.axis_names) <= set(
             self._mesh.axis_names
@@ -287,13 +282,22 @@ class Matcher:
         key = (sharding, shape)
         if key in self._settled:
             return sharding
-        mesh, partition = describe_sharding(path, sharding, self._devices)
+        if isinstance(sharding, NamedSharding):
+            self._check_fit(spec, path, sharding.mesh, sharding.spec)
+        self._settled.add(key)
+        return sharding
+
+    def _named(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> Any:
+        self._check_fit(spec, path, mesh, partition_spec)
+        return NamedSharding(mesh, partition_spec)
+
+    def _check_fit(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> None:
+        shape = spec.shape[1:] if spec.per_process else spec.shape
         logical = shape[:-1] if spec.kind == "key" else shape
-        problems = partition_problems(path, logical, partition, mesh)
+        entries = spec_entries(path, partition_spec)
+        problems = partition_problems(path, logical, entries, describe_mesh(mesh, self._devices))
         if problems:
             raise _Unfit(*problems)
-        self._settled[key] = (sharding, mesh, partition)
-        return sharding
 
     def _as_saved(self, spec: LeafSpec, path: str) -> Any:
         """The mesh it was saved on if this run has as many devices; one device otherwise."""
@@ -313,7 +317,8 @@ class Matcher:
     def _rebuilt(self, mesh: MeshSpec, spec: LeafSpec, path: str, devices: Sequence[Any]) -> Any:
         if not mesh.axis_names:
             return SingleDeviceSharding(devices[mesh.devices[0]])
-        return _named(self._mesh_again(mesh), PartitionSpec(*map(_entry, spec.partition)), path)
+        partition_spec = PartitionSpec(*map(_entry, spec.partition))
+        return self._named(spec, path, self._mesh_again(mesh), partition_spec)
 
     def _mesh_again(self, mesh: MeshSpec) -> Mesh:
         devices = np.array(jax.devices(), dtype=object)[list(mesh.devices)]
@@ -376,19 +381,6 @@ def _default_device() -> Any:
     if device is not None and not isinstance(device, str):
         return device
     return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
-
-
-def _named(mesh: Any, spec: Any, path: str) -> NamedSharding:
-    try:
-        return NamedSharding(mesh, spec)
-    except ValueError as error:
-        devices = Devices()
-        described = describe_mesh(mesh, devices)
-        partition = describe_spec(path, spec)
-        shape = [math.prod(described.axis_sizes)] * len(partition)
-        raise _Unfit(
-            *(partition_problems(path, shape, partition, described) or [f"leaf {path!r}: {error}"])
-        ) from error
 
 
 def _mesh_of(sharding: Any) -> Mesh | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from threading import Event
+from contextlib import contextmanager
+from threading import Condition, Event
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -27,6 +28,30 @@ class StopSignal:
     def check(self) -> None:
         if self._event.is_set():
             raise Stopped
+
+
+class ByteBudget:
+    """Bounds the memory that threads hold at one time; one that needs more than all goes alone."""
+
+    def __init__(self, limit_bytes: int):
+        self._limit = limit_bytes
+        self._held = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int, check: Callable[[], None]) -> Generator[None]:
+        """Wait for room, then have it; `check` is asked while waiting and may raise."""
+        with self._changed:
+            while self._held and self._held + nbytes > self._limit:
+                check()
+                self._changed.wait(0.2)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()
 
 
 def run_all(

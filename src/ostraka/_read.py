@@ -82,8 +82,7 @@ def _restore_once(
     source: Source, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
 ) -> Any:
     matcher = Matcher(
-        source.metadata,
-        source.location,
+        source,
         mesh=mesh,
         specs=specs,
         process=jax.process_index(),

@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -32,7 +32,7 @@ from ostraka._capture import (
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import encode
 from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
-from ostraka._parallel import StopSignal, run_all
+from ostraka._parallel import ByteBudget, StopSignal, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._spec import DTYPES
 from ostraka._version import __version__
@@ -40,6 +40,8 @@ from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed
 from ostraka.storage import PathLike, Store, open_store
 
 _WRITERS = max(4, min(os.cpu_count() or 1, 16))
+_STAGING_BYTES = 1 << 30
+"""How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
 
@@ -141,10 +143,11 @@ class _Save:
         )
         directory = _format.shards_directory(save_id)
         stop = StopSignal()
+        staging = ByteBudget(_STAGING_BYTES)
 
         def write_one(file: FileEntry) -> FileDigests:
             task = _FileTask(file, contents[file.device, file.part], plan, values, save_id)
-            return _write_file(self._store, directory, task, lambda: self._check(stop))
+            return _write_file(self._store, directory, task, staging, lambda: self._check(stop))
 
         digests = run_all(write_one, files, threads=_WRITERS, stop=stop)
         named = {file.name: found for file, found in zip(files, digests, strict=True)}
@@ -230,7 +233,11 @@ class _FileTask:
 
 
 def _write_file(
-    store: Store, directory: str, task: _FileTask, check: Callable[[], None]
+    store: Store,
+    directory: str,
+    task: _FileTask,
+    staging: ByteBudget,
+    check: Callable[[], None],
 ) -> FileDigests:
     """Write one shard from its first byte to its last, digesting each block on the way."""
     file, leaves = task.file, task.plan.leaves
@@ -240,7 +247,7 @@ def _write_file(
     try:
         offset = 0
         for length, pieces in zip(
-            lengths, _format.regroup(_stream(task, leaves), lengths), strict=True
+            lengths, _format.regroup(_stream(task, leaves, staging, check), lengths), strict=True
         ):
             check()
             digests.append(_format.block_digest(pieces))
@@ -253,7 +260,9 @@ def _write_file(
     return FileDigests(file.size, tuple(lengths), tuple(digests))
 
 
-def _stream(task: _FileTask, leaves: Sequence[Any]) -> Iterator[Any]:
+def _stream(
+    task: _FileTask, leaves: Sequence[Any], staging: ByteBudget, check: Callable[[], None]
+) -> Iterator[Any]:
     """The bytes of a shard file in order, as views of the live values where that can be."""
     yield np.frombuffer(
         _format.encode_header(task.entries, leaves, task.save_id, task.file.header_bytes), np.uint8
@@ -261,11 +270,14 @@ def _stream(task: _FileTask, leaves: Sequence[Any]) -> Iterator[Any]:
     for entry in task.entries:
         if entry.nbytes == 0:
             continue
-        array = task.values[entry.leaf].read(task.file.device, entry.box)
-        if DTYPES[leaves[entry.leaf].spec.dtype].packed:
-            yield _pack.pack(array)
-        else:
-            yield from _contiguous(array)
+        value = task.values[entry.leaf]
+        with nullcontext() if value.in_host_memory else staging.hold(entry.nbytes, check):
+            array = value.read(task.file.device, entry.box)
+            if DTYPES[leaves[entry.leaf].spec.dtype].packed:
+                yield _pack.pack(array)
+            else:
+                yield from _contiguous(array)
+            del array
 
 
 def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:

@@ -165,6 +165,11 @@ def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> St
     return mapped
 
 
+def count_of(number: int, noun: str) -> str:
+    """'1 problem', '2 problems'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """' (did you mean …?)' for the most similar name, or nothing."""
     close = get_close_matches(name, names, n=1, cutoff=0.6)

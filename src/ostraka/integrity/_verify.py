@@ -14,7 +14,7 @@ from ostraka._checkpoint import Source, load
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import DTYPES
-from ostraka.errors import Damaged, Problem
+from ostraka.errors import Damaged, Problem, count_of
 from ostraka.storage import FileReader, PathLike, open_store
 
 _THREADS = max(2, min(os.cpu_count() or 1, 16))
@@ -36,8 +36,10 @@ class Report:
         return not self.problems
 
     def __str__(self) -> str:
-        size = f"{self.leaves:,} leaves in {self.files:,} files, {self.bytes_read:,} bytes"
-        state = "intact" if self.ok else f"{len(self.problems)} problems"
+        size = (
+            f"{self.leaves:,} arrays in {count_of(self.files, 'file')}, {self.bytes_read:,} bytes"
+        )
+        state = "intact" if self.ok else count_of(len(self.problems), "problem")
         return f"{self.path}: {state} ({size}, {self.seconds:.2f} s)"
 
 
