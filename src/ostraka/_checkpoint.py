@@ -85,7 +85,7 @@ class Source:
             raise self.damaged(name, "its digest is not the one that was written")
         try:
             return _format.decode_index(data)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise self.damaged(name, f"it can't be read ({error})") from error
 
 

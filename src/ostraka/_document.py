@@ -220,13 +220,14 @@ def _dataclass_builder(
 ) -> Callable[[list[Any]], Any]:
     """The dataclass itself if it is loaded, a pytree to JAX, and all its fields are here."""
     kind = _loaded_class(module, qualname)
-    fits = _is_pytree_with_fields(kind, {*fields, *static})
+    given = {name: decode_value(value) for name, value in static.items()}
+    fits = _is_pytree_with_fields(kind, {*fields, *given})
 
     def build(items: list[Any]) -> Any:
         plain = dict(zip(fields, items, strict=True))
         if not fits:
             return plain
-        return kind(**plain, **{name: decode_value(value) for name, value in static.items()})
+        return kind(**plain, **given)
 
     return build
 

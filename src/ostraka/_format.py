@@ -27,6 +27,7 @@ from ostraka._spec import (
     LeafSpec,
     MeshSpec,
     StoredLeaf,
+    partition_problems,
 )
 from ostraka.errors import NotACheckpoint, UnsupportedFormat
 
@@ -359,8 +360,8 @@ def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -
 
 def decode_index(data: bytes) -> dict[str, FileDigests]:
     files: dict[str, FileDigests] = {}
-    for name, file in json.loads(data)["files"].items():
-        text: str = file["digests"]
+    for name, file in dict(json.loads(data)["files"]).items():
+        text = str(file["digests"])
         lengths = decode_runs(file["blocks"])
         digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
         if len(digests) != len(lengths) or sum(lengths) != file["size"]:
@@ -457,7 +458,7 @@ def decode_metadata(data: bytes) -> Metadata:
     try:
         metadata = Metadata(
             id=body["id"],
-            writer=body["writer"],
+            writer=dict(body["writer"]),
             process_of=decode_runs(body["process_of"]),
             tree=body["tree"],
             meshes=tuple(_decode_mesh(mesh) for mesh in body["meshes"]),
@@ -468,10 +469,10 @@ def decode_metadata(data: bytes) -> Metadata:
             leaves=tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
             files=_decode_files(body["files"]),
             indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
-            user=body["user"],
+            user=dict(body["user"]),
             unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
         )
-        _check_consistency(metadata)
+        check_metadata(metadata)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"a field is missing or malformed ({error})") from error
     return metadata
@@ -480,7 +481,7 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != FORMAT:
@@ -491,42 +492,6 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
             f"{VERSION}; install a newer ostraka"
         )
     return body
-
-
-def _check_consistency(metadata: Metadata) -> None:
-    if ID_PATTERN.fullmatch(metadata.id) is None:
-        raise ValueError(f"the id {metadata.id!r} is not 16 hexadecimal digits")
-    devices = range(len(metadata.process_of))
-    for mesh in metadata.meshes:
-        if len(mesh.axis_names) != len(mesh.axis_sizes) or prod(mesh.axis_sizes) != len(
-            mesh.devices
-        ):
-            raise ValueError(f"a mesh of {mesh} has {len(mesh.devices)} devices")
-    for layout in metadata.layouts:
-        if prod(layout.grid) != len(layout.owners) or min(layout.grid, default=1) < 1:
-            raise ValueError(f"a layout of grid {layout.grid} has {len(layout.owners)} cells")
-        if not all(owner in devices for owner in layout.owners):
-            raise ValueError("a layout names a device that there is not")
-    if not all(file.device in devices for file in metadata.files):
-        raise ValueError("the file table names a device that there is not")
-    for leaf in metadata.leaves:
-        _check_leaf(leaf, metadata)
-
-
-def _check_leaf(leaf: StoredLeaf, metadata: Metadata) -> None:
-    spec = leaf.spec
-    if spec.dtype not in DTYPES:
-        raise ValueError(f"leaf {spec.path!r} has the unknown dtype {spec.dtype!r}")
-    if spec.kind not in get_args(LeafKind):
-        raise ValueError(f"leaf {spec.path!r} is of the unknown kind {spec.kind!r}")
-    if leaf.layout not in range(len(metadata.layouts)):
-        raise ValueError(f"leaf {spec.path!r} has no layout")
-    if spec.mesh not in range(HOST_LOCAL, len(metadata.meshes)):
-        raise ValueError(f"leaf {spec.path!r} has no mesh")
-    if min(spec.shape, default=0) < 0 or leaf.part < 0:
-        raise ValueError(f"leaf {spec.path!r} has negative numbers")
-    if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
-        raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
 
 
 def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
@@ -578,6 +543,88 @@ def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
     return tuple(FileEntry(*row) for row in zip(*decoded, strict=True))
 
 
+# What `_METADATA` must fulfil, whoever wrote it
+
+
+def check_metadata(metadata: Metadata) -> None:
+    """Raise ValueError if `_METADATA` contradicts itself, so that what follows can rely on it.
+
+    A digest is no signature: anybody can write a `_METADATA` that has the right one.
+    """
+    if ID_PATTERN.fullmatch(metadata.id) is None:
+        raise ValueError(f"the id {metadata.id!r} is not 16 hexadecimal digits")
+    devices = range(len(metadata.process_of))
+    if not all(0 <= process < 1 << 24 for process in metadata.process_of):
+        raise ValueError("a device has no process")
+    for mesh in metadata.meshes:
+        _check_mesh(mesh, devices)
+    for layout in metadata.layouts:
+        if not _are_counts(layout.grid, least=1) or prod(layout.grid) != len(layout.owners):
+            raise ValueError(f"a layout of grid {layout.grid} has {len(layout.owners)} cells")
+        if not all(owner in devices for owner in layout.owners):
+            raise ValueError("a layout names a device that is not there")
+    for file in metadata.files:
+        if file.device not in devices or not 8 < file.header_bytes <= file.size or file.part < 0:
+            raise ValueError(f"the file table has an impossible entry for {file.name}")
+    for process, index in metadata.indexes.items():
+        if not _are_counts((process, index.size)) or not isinstance(index.digest, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("the table of process indexes is malformed")
+    checked: set[Any] = set()
+    for leaf in metadata.leaves:
+        _check_leaf(leaf, metadata, checked)
+    if len({leaf.spec.path for leaf in metadata.leaves}) != len(metadata.leaves):
+        raise ValueError("two leaves have the same path")
+
+
+def _check_mesh(mesh: MeshSpec, devices: range) -> None:
+    if not _are_texts((*mesh.axis_names, *mesh.axis_types)) or not _are_counts(mesh.axis_sizes):
+        raise ValueError("a mesh has axes that are not named, or not of a size")
+    ranks = {len(mesh.axis_names), len(mesh.axis_sizes), len(set(mesh.axis_names))}
+    types = set(mesh.axis_types) <= {"auto", "explicit", "manual"}
+    if len(ranks) != 1 or len(mesh.axis_types) not in (0, *ranks) or not types:
+        raise ValueError(f"the axes of the mesh {mesh.axis_names} don't fit each other")
+    distinct = set(mesh.devices)
+    if prod(mesh.axis_sizes) != len(distinct) or len(distinct) != len(mesh.devices):
+        raise ValueError(f"the mesh {mesh} has {len(distinct)} devices")
+    if not all(device in devices for device in mesh.devices):
+        raise ValueError(f"the mesh {mesh} has a device that is not there")
+
+
+def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None:
+    spec = leaf.spec
+    if not _are_texts((spec.path, spec.kind, spec.dtype)):
+        raise ValueError("a leaf has no path, kind or dtype")
+    if not _are_counts((leaf.part, leaf.layout, spec.mesh - HOST_LOCAL, *spec.shape)):
+        raise ValueError(f"leaf {spec.path!r} has numbers that are none")
+    kind = (spec.kind, spec.dtype, spec.shape, leaf.layout, spec.mesh, spec.partition, spec.prng)
+    if kind in checked:
+        return
+    if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
+        raise ValueError(f"leaf {spec.path!r} is an unknown {spec.kind!r} of {spec.dtype!r}")
+    is_key = spec.kind == "key"
+    if is_key and (not isinstance(spec.prng, str) or spec.dtype != "uint32" or not spec.shape):
+        raise ValueError(f"leaf {spec.path!r} is no PRNG key")
+    if leaf.layout >= len(metadata.layouts) or spec.mesh >= len(metadata.meshes):
+        raise ValueError(f"leaf {spec.path!r} has no layout or no mesh")
+    if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
+        raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
+    if spec.per_process and not spec.shape:
+        raise ValueError(f"leaf {spec.path!r} has no dimension for its processes")
+    if spec.mesh != HOST_LOCAL:
+        mesh = metadata.meshes[spec.mesh]
+        for problem in partition_problems(spec.path, spec.shape, spec.partition, mesh):
+            raise ValueError(problem)
+    checked.add(kind)
+
+
+def _are_counts(numbers: Iterable[Any], *, least: int = 0) -> bool:
+    return all(type(number) is int and number >= least for number in numbers)
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
 # Small things
 
 
@@ -603,6 +650,10 @@ def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    if not all(type(n) is int for run in runs for n in run):
+        raise ValueError("a list of numbers has something else in it")
+    if any(length < 1 for _, _, length in runs):
+        raise ValueError("a list of numbers has a run of no numbers")
     if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
         raise ValueError("a list of numbers is longer than any checkpoint needs")
     return tuple(start + step * i for start, step, length in runs for i in range(length))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -207,6 +207,8 @@ class Matcher:
         if wanted is spec:
             if spec.kind == "jax":
                 yield from _x64_problems(spec.dtype)
+            if spec.kind == "key" and _key_words(spec.prng) != spec.shape[-1]:
+                yield f"it is a {spec.prng} key, which this JAX does not know"
             return
         saved_shape = spec.shape[1:] if spec.per_process else spec.shape
         if spec.kind == "key" or kind == "key":
@@ -427,6 +429,15 @@ def _x64_problems(dtype: str) -> Iterator[str]:
             f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
             "numpy array in `like`"
         )
+
+
+@cache
+def _key_words(impl: str) -> int | None:
+    """How many words a key of this implementation has; None if there is no such one."""
+    try:
+        return jax.random.key_data(jax.random.key(0, impl=impl)).shape[-1]
+    except (ValueError, TypeError):
+        return None
 
 
 def _key_problems(

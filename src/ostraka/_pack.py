@@ -33,7 +33,4 @@ def unpack(packed: Array, dtype: str, count: int) -> Array:
     bits = DTYPES[dtype].bits
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     elements = ((packed[:, np.newaxis] >> shifts) & ((1 << bits) - 1)).reshape(-1)[:count]
-    if dtype.startswith("int"):
-        sign = 1 << (bits - 1)
-        elements = ((elements.astype(np.int8) ^ sign) - sign).view(np.uint8)
     return np.ascontiguousarray(elements).view(numpy_dtype(dtype))

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ostraka import _checkpoint
-from ostraka._document import ArrayNumber, leaves_of, saved_tree
+from ostraka._document import ArrayNumber, leaves_of
 from ostraka._format import Metadata
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.storage import open_store
@@ -35,8 +35,7 @@ def show(path: str, as_json: bool) -> None:
     """
     source = _checkpoint.load(open_store(path))
     metadata = source.metadata
-    tree = saved_tree(metadata.tree, [leaf.spec.path for leaf in metadata.leaves])
-    leaves = {leaf.path: leaf.value for leaf in leaves_of(tree)}
+    leaves = {leaf.path: leaf.value for leaf in leaves_of(source.tree)}
     if as_json:
         click.echo(json.dumps(_document(source.location, metadata, leaves), indent=1))
         return
