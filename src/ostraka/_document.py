@@ -174,6 +174,8 @@ def _saved(encoded: Any, paths: Sequence[str], path: str) -> Branch | Leaf:
         (described[k] for k in ("dict", "ordered_dict", "keys") if k in described),
         list(range(len(items))),
     )
+    if not all(type(key) in (str, int) for key in keys):
+        raise ValueError("a container has keys that are neither text nor integers")
     children = tuple(
         _saved(item, paths, join(path, segment(key, path)))
         for key, item in zip(keys, items, strict=True)

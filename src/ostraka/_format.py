@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple, cast, get_args
 
@@ -270,10 +271,17 @@ def header_capacity(leaf: LeafSpec) -> int:
     return tensor + sharding + named
 
 
-def header_bytes_for(capacity: int) -> int:
-    """The size of a header (length prefix and padding included) whose leaves need `capacity`."""
-    fixed = len(_header_json([], [], {}, "0" * 16))
-    return _round_up(8 + fixed + capacity, PAGE_BYTES)
+def header_bytes_for(capacity: Any) -> Any:
+    """The size of a header (length prefix and padding included) whose leaves need `capacity`.
+
+    Takes an integer or an array of them.
+    """
+    return -(-(_header_frame_bytes() + capacity) // PAGE_BYTES) * PAGE_BYTES
+
+
+@cache
+def _header_frame_bytes() -> int:
+    return 8 + len(_header_json([], [], {}, "0" * 16))
 
 
 def encode_header(
@@ -661,7 +669,3 @@ def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -186,12 +186,14 @@ class _Sharing:
     ) -> int:
         """Cut cells that exceed the file size cap; their pieces go to further parts."""
         largest = int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))
-        while largest > self._max_file_bytes:
+        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        limit = max(self._max_file_bytes - header, 1)
+        while largest > limit:
             cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
             dimension = next((d for d, n in enumerate(cell_shape) if n > 1), None)
             if dimension is None:
                 break
-            pieces = min(-(-largest // self._max_file_bytes), cell_shape[dimension])
+            pieces = min(-(-largest // limit), cell_shape[dimension])
             grid, table = _refine(
                 grid, np.repeat(owners.reshape(-1, 1), pieces, axis=1), dimension, pieces
             )
@@ -266,12 +268,13 @@ def _assign_parts(
     for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True):
         owners, turns = owners_of[number], turns_of[number]
         cell_bytes = _cell_bytes(leaf, sharing.layouts[number].grid, len(owners))
+        capacity = _format.header_capacity(leaf)
         split = turns is not None
-        full = int((data[owners] + cell_bytes).max(initial=0)) > target
+        sizes = data[owners] + cell_bytes + _format.header_bytes_for(headers[owners] + capacity)
+        full = int(sizes.max(initial=0)) > target
         if (split or full) and headers.any():
             close_part()
         stored.append(StoredLeaf(leaf, number, part))
-        capacity = _format.header_capacity(leaf)
         for turn in range(1 if turns is None else int(turns.max()) + 1):
             mine = slice(None) if turns is None else turns == turn
             data[owners[mine]] += cell_bytes[mine]

@@ -40,6 +40,7 @@ from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed
 from ostraka.storage import PathLike, Store, open_store
 
 _WRITERS = max(4, min(os.cpu_count() or 1, 16))
+_LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
@@ -60,12 +61,17 @@ def save(
     the same time. When it returns the checkpoint is complete and on disk, on every process; when it
     raises, what was at `path` before is still there, unchanged.
 
-    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`.
+    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`,
+    unless a single element or its name needs more.
 
     Raises SaveFailed on every process if any of them failed.
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
+    if max_file_bytes < _LEAST_FILE_BYTES:
+        raise ValueError(
+            f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
+        )
     store = open_store(path)
     try:
         with Operation(f"save to {store.location}") as operation:
