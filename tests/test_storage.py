@@ -1,0 +1,560 @@
+"""What every store must do, on all of them; and what is special about directories."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
+from ostraka.storage import LocalStore, MemoryStore, open_store
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path):
+    if request.param == "local":
+        return LocalStore(str(tmp_path / "place"))
+    return MemoryStore(f"test-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def local(tmp_path):
+    made = LocalStore(str(tmp_path / "place"))
+    made.prepare()
+    return made
+
+
+def again(store):
+    """Another object for the same place."""
+    return open_store(store.location)
+
+
+def write_file(store, name, data):
+    writer = store.create(name, len(data))
+    writer.write(0, [data])
+    writer.finish()
+
+
+def read_file(store, name):
+    reader = store.open(name)
+    try:
+        data = bytearray(reader.size)
+        assert reader.read_into(0, [data]) == reader.size
+        return bytes(data)
+    finally:
+        reader.close()
+
+
+# Conformance
+
+
+def test_a_place_is_not_there_until_it_is_prepared(store):
+    assert store.list() is None
+    store.prepare()
+    assert store.list() == []
+    store.prepare()
+    assert again(store).list() == []
+
+
+def test_put_then_get(store):
+    store.prepare()
+    for data in (b"", b"\x00\xff", b"x" * 3_000_000):
+        store.put("note", data)
+        assert store.get("note") == data
+        assert again(store).get("note") == data
+    assert store.list() == ["note"]
+
+
+@pytest.mark.parametrize("verb", ["get", "open"])
+@pytest.mark.parametrize("name", ["nothing", "no/such", "file/below"])
+def test_a_missing_name_is_not_found(store, verb, name):
+    store.prepare()
+    store.put("file", b"1")
+    with pytest.raises(FileNotFoundError, match=name):
+        getattr(store, verb)(name)
+
+
+@pytest.mark.parametrize("verb", ["get", "open"])
+def test_nothing_is_found_in_a_place_that_is_not_there(store, verb):
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        getattr(store, verb)("nothing")
+
+
+def test_readers_see_one_whole_put_or_the_other(store):
+    store.prepare()
+    choices = [bytes([n]) * size for n, size in ((1, 70_000), (2, 90_000))]
+    store.put("note", choices[0])
+    stop = threading.Event()
+    odd = []
+
+    def read():
+        while not stop.is_set():
+            found = again(store).get("note")
+            if found not in choices:
+                odd.append(len(found))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in readers:
+        thread.start()
+    for n in range(60):
+        store.put("note", choices[n % 2])
+    stop.set()
+    for thread in readers:
+        thread.join()
+    assert odd == []
+    assert store.list() == ["note"]
+
+
+def test_a_file_is_written_in_any_order(store):
+    store.prepare()
+    data = os.urandom(10_000)
+    writer = store.create("dir/file", len(data))
+    writer.write(5_000, [data[5_000:]])
+    writer.write(0, [data[:100], data[100:200]])
+    writer.write(200, [data[200:5_000]])
+    writer.finish()
+    assert read_file(store, "dir/file") == data
+    assert store.get("dir/file") == data
+
+
+def test_a_directory_comes_with_its_first_file_and_is_listed_once(store):
+    store.prepare()
+    write_file(store, "b/2", b"2")
+    write_file(store, "b/1", b"1")
+    store.put("b/index", b"0")
+    store.put("a", b"a")
+    assert store.list() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        bytes,
+        bytearray,
+        memoryview,
+        lambda data: np.frombuffer(data, np.uint8),
+        lambda data: np.frombuffer(data, np.uint16).reshape(2, -1),
+    ],
+)
+def test_any_contiguous_buffer_is_written(store, kind):
+    store.prepare()
+    data = os.urandom(600)
+    write = store.create("file", 600)
+    write.write(0, [kind(data)])
+    write.finish()
+    assert store.get("file") == data
+
+
+def test_empty_buffers_are_nothing(store):
+    store.prepare()
+    writer = store.create("file", 3)
+    writer.write(0, [b"", np.empty(0, np.uint8), b"abc", np.empty((0, 4), np.uint8)])
+    writer.write(3, [])
+    writer.finish()
+    reader = store.open("file")
+    first, second = bytearray(1), bytearray(2)
+    assert reader.read_into(0, [bytearray(0), first, np.empty((3, 0), np.uint8), second]) == 3
+    assert reader.read_into(0, []) == 0
+    reader.close()
+    assert (bytes(first), bytes(second)) == (b"a", b"bc")
+
+
+def test_an_empty_file_is_a_file(store):
+    store.prepare()
+    store.create("file", 0).finish()
+    reader = store.open("file")
+    assert reader.size == 0
+    reader.close()
+    assert store.get("file") == b""
+    assert store.list() == ["file"]
+
+
+def test_thousands_of_buffers_go_at_once(store):
+    store.prepare()
+    pieces = [os.urandom(n % 7 + 1) for n in range(3_000)]
+    whole = b"".join(pieces)
+    writer = store.create("file", len(whole))
+    writer.write(0, pieces)
+    writer.finish()
+    buffers = [bytearray(len(piece)) for piece in pieces]
+    reader = store.open("file")
+    assert reader.read_into(0, buffers) == len(whole)
+    reader.close()
+    assert buffers == pieces
+
+
+def test_reading_stops_at_the_end_of_the_file(store):
+    store.prepare()
+    write_file(store, "file", b"0123456789")
+    reader = store.open("file")
+    assert reader.size == 10
+    first, second = bytearray(4), bytearray(b"\xee" * 8)
+    assert reader.read_into(2, [first, second]) == 8
+    assert (bytes(first), bytes(second)) == (b"2345", b"6789\xee\xee\xee\xee")
+    assert reader.read_into(10, [bytearray(1)]) == 0
+    assert reader.read_into(99, [bytearray(1)]) == 0
+    reader.close()
+
+
+def test_threads_write_and_read_one_file(store):
+    store.prepare()
+    data = os.urandom(800_000)
+    step = 10_000
+    writer = store.create("file", len(data))
+    in_threads(lambda at: writer.write(at, [data[at : at + step]]), range(0, len(data), step))
+    writer.finish()
+    found = bytearray(len(data))
+    reader = store.open("file")
+    view = memoryview(found)
+    in_threads(lambda at: reader.read_into(at, [view[at : at + step]]), range(0, len(data), step))
+    reader.close()
+    assert found == data
+
+
+def in_threads(work, items):
+    threads = [threading.Thread(target=work, args=(item,)) for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_delete_removes_a_file_or_all_of_a_directory_and_nothing_else(store):
+    store.prepare()
+    for name in ("a/1", "a/b/2", "ab/3", "a.tmp"):
+        write_file(store, name, b"x")
+    store.delete("a")
+    assert store.list() == ["a.tmp", "ab"]
+    assert store.get("ab/3") == b"x"
+    store.delete("a.tmp")
+    store.delete("ab/3")
+    with pytest.raises(FileNotFoundError, match="ab/3"):
+        store.get("ab/3")
+
+
+@pytest.mark.parametrize("name", ["nothing", "no/such", "file/below"])
+def test_deleting_what_is_not_there_is_fine(store, name):
+    store.prepare()
+    store.put("file", b"1")
+    store.delete(name)
+    assert store.list() == ["file"]
+
+
+def test_deleting_where_there_is_no_place_is_fine(store):
+    store.delete("nothing")
+    assert store.list() is None
+
+
+def test_an_abandoned_file_can_be_deleted_and_written_again(store):
+    store.prepare()
+    writer = store.create("dir/file", 10)
+    writer.write(0, [b"123"])
+    writer.abandon()
+    store.delete("dir")
+    write_file(store, "dir/file", b"whole")
+    assert store.get("dir/file") == b"whole"
+
+
+def test_abandoning_a_finished_file_does_no_harm(store):
+    store.prepare()
+    writer = store.create("file", 3)
+    writer.write(0, [b"abc"])
+    writer.finish()
+    writer.abandon()
+    assert store.get("file") == b"abc"
+
+
+def test_one_writer_holds_a_place(store):
+    store.prepare()
+    busy = pytest.raises(Busy, match=f"another save to {store.location} is under way")
+    with store.exclusive(), busy, again(store).exclusive():
+        pass
+    with again(store).exclusive():
+        pass
+
+
+def test_the_hold_ends_with_an_error(store):
+    store.prepare()
+
+    class Interrupted(Exception):
+        pass
+
+    with pytest.raises(Interrupted, match="stop"), store.exclusive():
+        raise Interrupted("stop")
+    with store.exclusive():
+        pass
+
+
+def test_of_many_threads_one_holds_the_place(store):
+    store.prepare()
+    barrier = threading.Barrier(8)
+    outcomes = []
+
+    def hold(_):
+        barrier.wait()
+        try:
+            with again(store).exclusive():
+                outcomes.append("held")
+                # Nobody lets go before all have tried.
+                wait_until(lambda: len(outcomes) == 8)
+        except Busy:
+            outcomes.append("busy")
+
+    in_threads(hold, range(8))
+    assert sorted(outcomes) == ["busy"] * 7 + ["held"]
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_other_places_are_not_held(store):
+    other = open_store(f"{store.location}-other")
+    store.prepare()
+    other.prepare()
+    with store.exclusive(), other.exclusive():
+        pass
+
+
+def test_what_is_held_can_be_read_and_written(store):
+    store.prepare()
+    with store.exclusive():
+        again(store).put("note", b"1")
+        assert again(store).get("note") == b"1"
+
+
+def test_a_save_to_a_place_that_is_held_is_busy(store):
+    ostraka.save(store.location, {"a": 1})
+    with store.exclusive():
+        with pytest.raises(Busy, match="another save to .* is under way; wait for it"):
+            ostraka.save(store.location, {"a": 2})
+        assert ostraka.restore(store.location) == {"a": 1}
+    ostraka.save(store.location, {"a": 2})
+    assert ostraka.restore(store.location) == {"a": 2}
+
+
+# Directories
+
+HOLD = """
+import sys
+from ostraka.storage import LocalStore
+with LocalStore(sys.argv[1]).exclusive():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(location):
+    """Another process that holds a place until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, location],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_another_process_holds_a_place_until_it_is_killed(local):
+    with holder(local.location) as process:
+        with pytest.raises(Busy, match="another save to"), local.exclusive():
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with local.exclusive():
+            pass
+    assert local.list() == []
+
+
+def test_a_put_leaves_nothing_else_behind(local):
+    local.put("note", b"1")
+    local.put("note", b"2")
+    assert os.listdir(local.location) == ["note"]
+
+
+def test_a_failed_put_leaves_what_was_there(local):
+    local.put("note", b"before")
+    with (
+        limited_file_size(10),
+        pytest.raises(StoreError, match="can't write .*note: File too large"),
+    ):
+        local.put("note", b"x" * 100)
+    assert local.get("note") == b"before"
+    assert local.list() == ["note"]
+
+
+@contextmanager
+def limited_file_size(nbytes):
+    """The kernel writes up to the limit, then refuses: as a disk does that runs full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def test_a_write_that_the_kernel_cuts_short_goes_on_and_then_fails(local):
+    writer = local.create("file", 30_000)
+    refused = pytest.raises(StoreError, match="can't write .*file: File too large")
+    with limited_file_size(10_000), refused as caught:
+        writer.write(0, [b"a" * 6_000, b"b" * 6_000, b"c" * 18_000])
+    writer.abandon()
+    assert caught.value.errno == errno.EFBIG
+    assert local.get("file") == b"a" * 6_000 + b"b" * 4_000
+
+
+def test_short_writes_and_reads_are_completed(local, monkeypatch):
+    """No file system here cuts calls short, so the calls themselves do."""
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def cut(buffers, nbytes):
+        first = memoryview(buffers[0])
+        return [first[:nbytes]]
+
+    monkeypatch.setattr(os, "pwritev", lambda f, b, at: pwritev(f, cut(b, 7), at))
+    monkeypatch.setattr(os, "preadv", lambda f, b, at: preadv(f, cut(b, 5), at))
+    pieces = [os.urandom(n) for n in (1, 7, 20, 3, 16)]
+    writer = local.create("file", 47)
+    writer.write(0, pieces)
+    writer.finish()
+    buffers = [bytearray(n) for n in (13, 1, 33)]
+    reader = local.open("file")
+    assert reader.read_into(0, buffers) == 47
+    reader.close()
+    assert b"".join(buffers) == b"".join(pieces)
+
+
+def test_a_full_disk_is_told_with_what_was_needed_and_what_is_free(local, monkeypatch):
+    def refuse(file, buffers, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = local.create("file", 123_456)
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(
+        StoreError, match="No space left.*needs 123,456 bytes, [0-9,]+ are free"
+    ) as e:
+        writer.write(0, [b"x"])
+    writer.abandon()
+    assert e.value.errno == errno.ENOSPC
+
+
+def test_refusals_are_sentences_with_the_path(local, tmp_path):
+    os.mkdir(tmp_path / "place" / "dir")
+    with pytest.raises(StoreError, match="can't read .*/place/dir: Is a directory"):
+        local.get("dir")
+    with pytest.raises(StoreError, match="can't write .*/no/such: No such file or directory"):
+        local.put("no/such", b"1")
+    local.put("file", b"1")
+    with pytest.raises(StoreError, match="can't create .*/file/below: "):
+        local.create("file/below", 1)
+    with pytest.raises(StoreError, match="can't write .*n{300}: File name too long"):
+        local.put("n" * 300, b"1")
+
+
+@pytest.mark.parametrize("below", ["", "/below", "/below/deeper"])
+def test_a_file_in_the_way_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PathInTheWay, match=f"can't make the directory .*/file{below}: a file"):
+        LocalStore(f"{tmp_path}/file{below}").prepare()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_named(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with pytest.raises(
+        StoreError, match="can't write to the directory .*closed: Permission denied"
+    ):
+        LocalStore(str(closed)).prepare()
+
+
+def test_parents_are_made(tmp_path):
+    store = LocalStore(str(tmp_path / "a" / "b" / "c"))
+    store.prepare()
+    assert store.list() == []
+
+
+def test_a_file_is_no_place(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert LocalStore(str(tmp_path / "file")).list() is None
+
+
+def test_a_link_is_deleted_and_what_it_points_to_is_not(local, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "kept").write_text("mine")
+    os.symlink(target, tmp_path / "place" / "link")
+    local.delete("link")
+    assert local.list() == []
+    assert (target / "kept").read_text() == "mine"
+
+
+# From paths to stores
+
+
+def test_a_relative_path_is_fixed_when_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = open_store("runs/7")
+    monkeypatch.chdir("/")
+    assert store.location == str(tmp_path / "runs" / "7")
+    assert open_store(Path("runs")).location == "/runs"
+
+
+def test_the_home_directory_is_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert open_store("~/runs").location == "/somewhere/runs"
+
+
+def test_a_file_url_is_a_path():
+    assert open_store("file:///tmp/a%20b").location == "/tmp/a b"
+    assert isinstance(open_store("file:///tmp/a"), LocalStore)
+
+
+@pytest.mark.parametrize("name", ["run#3", "run?3", "run;3"])
+def test_a_file_url_never_means_another_path(name):
+    assert open_store(f"file:///tmp/{name}").location == f"/tmp/{name}"
+
+
+def test_a_file_url_of_another_host_is_refused():
+    with pytest.raises(ValueError, match="file://elsewhere/run"):
+        open_store("file://elsewhere/run")
+
+
+def test_a_memory_url_is_a_name():
+    store = open_store("memory://some/run")
+    assert isinstance(store, MemoryStore)
+    assert store.location == "memory://some/run"
+
+
+def test_an_unknown_store_is_named_with_those_there_are():
+    with pytest.raises(UnsupportedFormat, match="no store for ftp://; .*local path, .*memory://"):
+        open_store("ftp://host/run")
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="path is empty"):
+        open_store("")
