@@ -1,0 +1,928 @@
+"""Processes that fail, die, are interrupted or get in each other's way: all hear of it, at once,
+and what was saved before is still there."""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka import _coordinate, _write
+from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
+from ostraka.storage import _local
+from ostraka.testing import run_processes
+
+WITHIN_S = 10.0
+"""From the failure of one process until all have raised."""
+DEAD_AFTER_S = 3.0
+
+LocalWriter = _local._LocalWriter
+
+
+def make_tree(number: int, rows: int = 96) -> dict[str, Any]:
+    """Every element of every leaf is `number`, so that a mix of two saves shows."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def place(shape: tuple[int, ...], spec: P) -> jax.Array:
+        value = np.full(shape, number, np.float32)
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(shape, sharding, lambda index: value[index])
+
+    return {
+        "sharded": place((rows, 128), P("x")),
+        "replicated": place((rows, 32), P()),
+        "host": np.full(1000, number),
+        "number": number,
+    }
+
+
+def number_in(tree: dict[str, Any]) -> int | str:
+    """The number that a tree is made of, as far as this process holds it."""
+    found = {int(tree["number"]), *np.unique(tree["host"]).tolist()}
+    for name in ("sharded", "replicated"):
+        for shard in tree[name].addressable_shards:
+            found |= {int(n) for n in np.unique(np.asarray(shard.data))}
+    return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
+
+
+def names_in(path: str | Path) -> list[str]:
+    """What is in a checkpoint's directory: without leftovers `_METADATA` and one directory."""
+    return sorted(name.split("-")[0] for name in os.listdir(path))
+
+
+CLEAN = ["_METADATA", "shards"]
+
+
+# Faults, each on one process
+
+
+@contextmanager
+def broken(owner: Any, name: str, error: BaseException, *, after: int = 0) -> Iterator[list[float]]:
+    """Let a function raise, from its call number `after` on; yields the times at which it did."""
+    real = getattr(owner, name)
+    raised_at: list[float] = []
+    calls = 0
+
+    def fail(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= after:
+            return real(*args, **options)
+        raised_at.append(time.time())
+        raise error
+
+    with patch.object(owner, name, fail):
+        yield raised_at
+
+
+@contextmanager
+def small_files(nbytes: int) -> Iterator[list[float]]:
+    """No file of this process may grow past a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield [time.time()]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_metadata() -> Iterator[list[float]]:
+    """Process 0 can't put `_METADATA`; other small files go through."""
+    real = _local.LocalStore.put
+    raised_at: list[float] = []
+
+    def put(store: Any, name: str, data: bytes) -> None:
+        if name == "_METADATA":
+            raised_at.append(time.time())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(store, name, data)
+
+    with patch.object(_local.LocalStore, "put", put):
+        yield raised_at
+
+
+@contextmanager
+def held(path: str) -> Iterator[list[float]]:
+    """As if another program were saving to the path."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield [time.time()]
+    finally:
+        os.close(directory)
+
+
+class Unsavable:
+    pass
+
+
+def eio(name: str = "write") -> OSError:
+    return OSError(errno.EIO, os.strerror(errno.EIO), f"/the/{name}")
+
+
+FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
+    # name: the process that it is on, what all must say, how to bring it about
+    "file too large": (2, "File too large", lambda _: small_files(5000)),
+    "i/o error": (2, "Input/output error", lambda _: broken(os, "pwritev", eio())),
+    "permission": (
+        3,
+        "Permission denied",
+        lambda _: broken(
+            os, "open", PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/the/shard")
+        ),
+    ),
+    "fsync": (2, "Input/output error", lambda _: broken(os, "fsync", eio("fsync"))),
+    "late": (1, "Input/output error", lambda _: broken(os, "pwritev", eio(), after=1)),
+    "any exception": (
+        2,
+        "RuntimeError: the cat sat on it",
+        lambda _: broken(LocalWriter, "write", RuntimeError("the cat sat on it")),
+    ),
+    "no memory": (
+        1,
+        "MemoryError",
+        lambda _: broken(_write._format, "block_digest", MemoryError()),
+    ),
+    "planning": (
+        2,
+        "ZeroDivisionError",
+        lambda _: broken(_write, "plan_write", ZeroDivisionError()),
+    ),
+    "planning on 0": (
+        0,
+        "KeyError: 'plan'",
+        lambda _: broken(_write, "plan_write", KeyError("plan")),
+    ),
+    "capture": (
+        3,
+        "TypeError: odd tree",
+        lambda _: broken(_write, "capture", TypeError("odd tree")),
+    ),
+    "committing": (0, "No space left on device", lambda _: no_metadata()),
+    "encoding": (
+        0,
+        "ValueError: too much",
+        lambda _: broken(_write._format, "encode_metadata", ValueError("too much")),
+    ),
+    "busy": (0, "another save to", held),
+    "index": (2, "Input/output error", lambda _: broken(os, "replace", eio("index"))),
+}
+
+
+def save_with_fault(path: str, fault: str) -> dict[str, Any]:
+    """Save 1, fail to save 2, look whether 1 is intact, save 3."""
+    me = jax.process_index()
+    process, _, make = FAULTS[fault]
+    ostraka.save(path, make_tree(1))
+    tree = make_tree(2)
+    said = kind = cause = None
+    raised_at: list[float] = []
+    with make(path) if me == process else nullcontext([]) as times:
+        try:
+            ostraka.save(path, tree)
+        except Exception as error:
+            said, kind, cause = str(error), type(error).__name__, getattr(error, "process", None)
+        caught_at = time.time()
+        raised_at = list(times)
+    intact = number_in(ostraka.restore(path, like=tree))
+    ostraka.save(path, make_tree(3))
+    return {
+        "said": said,
+        "kind": kind,
+        "process": cause,
+        "raised at": raised_at[:1],
+        "caught at": caught_at,
+        "before": intact,
+        "after": number_in(ostraka.restore(path, like=tree)),
+        "names": names_in(path),
+    }
+
+
+def save_with_faults(root: str, faults: list[str]) -> dict[str, dict[str, Any]]:
+    return {fault: save_with_fault(f"{root}/{fault.replace('/', '')}", fault) for fault in faults}
+
+
+def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> None:
+    process, cause, _ = FAULTS[fault]
+    (raised_at,) = outcomes[process]["raised at"]
+    for me, outcome in enumerate(outcomes):
+        where = (fault, me, outcome)
+        assert outcome["kind"] == "SaveFailed", where
+        assert outcome["process"] == process, where
+        assert f"on process {process}" in outcome["said"], where
+        assert cause in outcome["said"], where
+        assert str(root) in outcome["said"], where
+        assert "\n" not in outcome["said"], where
+        assert outcome["caught at"] - raised_at < WITHIN_S, where
+        assert outcome["before"] == 1, where
+        assert outcome["after"] == 3, where
+        assert outcome["names"] == CLEAN, where
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_failure_on_one_of_four_processes(tmp_path: Path, half: int):
+    faults = list(FAULTS)[half::2]
+    results = run_processes(save_with_faults, str(tmp_path), faults, processes=4)
+    for fault in faults:
+        check_fault(tmp_path, fault, [result.value[fault] for result in results])
+
+
+def save_unsavable(path: str) -> tuple[str, float]:
+    tree = make_tree(1)
+    if jax.process_index() == 2:
+        tree["odd"] = Unsavable()
+    begin = time.monotonic()
+    try:
+        ostraka.save(path, tree)
+    except SaveFailed as error:
+        return str(error), time.monotonic() - begin
+    return "saved", 0.0
+
+
+def test_a_leaf_that_can_not_be_saved_on_one_process(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    for result in run_processes(save_unsavable, str(path), processes=4):
+        said, seconds = result.value
+        assert "on process 2: leaf 'odd' is a" in said
+        assert seconds < WITHIN_S
+    assert not path.exists()
+
+
+def save_to_nowhere(path: str) -> list[str]:
+    """Process 2 does not know where to save; a later save of all must still work."""
+    _coordinate.ARRIVE_WITHIN_S = 20.0
+    said: list[str] = []
+    try:
+        ostraka.save("" if jax.process_index() == 2 else path, make_tree(1))
+    except (SaveFailed, ValueError) as error:
+        said.append(str(error))
+    try:
+        ostraka.save(path, make_tree(2))
+        said.append("saved")
+    except SaveFailed as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_process_without_a_path(tmp_path: Path):
+    begin = time.monotonic()
+    results = run_processes(save_to_nowhere, str(tmp_path / "checkpoint"), processes=4, check=False)
+    for result in results:
+        assert result.error is None, result.traceback
+        said, later = result.value
+        assert "path is empty" in said, result.process
+        assert later == "saved", result.process
+    assert time.monotonic() - begin < 40
+
+
+def save_twice_with_slow_clean_up(path: str) -> tuple[str, int | str]:
+    """Process 2 fails and takes its time to remove files; the others must not be blamed for it."""
+    me = jax.process_index()
+    real = _local.LocalStore.delete
+    ostraka.save(path, make_tree(1))
+
+    def delete(store: Any, name: str) -> None:
+        real(store, name)
+        time.sleep(1.0)
+
+    def write(writer: Any, offset: int, buffers: Any) -> None:
+        if me == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.4)
+        writer_write(writer, offset, buffers)
+
+    writer_write = LocalWriter.write
+    said = "saved"
+    with (
+        patch.object(LocalWriter, "write", write),
+        patch.object(_local.LocalStore, "delete", delete),
+    ):
+        try:
+            ostraka.save(path, make_tree(2))
+        except SaveFailed as error:
+            said = str(error)
+    return said, number_in(ostraka.restore(path, like=make_tree(0)))
+
+
+def test_the_first_failure_is_the_one_that_is_named(tmp_path: Path):
+    path = str(tmp_path / "checkpoint")
+    for result in run_processes(save_twice_with_slow_clean_up, path, processes=4):
+        said, number = result.value
+        assert "on process 2" in said
+        assert "Input/output error" in said
+        assert number == 1
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=24m", "none", str(place)]
+    if mount is None or subprocess.run([mount, *options], check=False).returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill_disk(path: str) -> tuple[str, int | str, int | str, list[str]]:
+    like = make_tree(0, rows=10_000)
+    ostraka.save(path, make_tree(1, rows=10_000))  # 6 MiB
+    said = "saved"
+    try:
+        ostraka.save(path, make_tree(2, rows=40_000))  # 24 MiB
+    except SaveFailed as error:
+        said = str(error)
+    before = number_in(ostraka.restore(path, like=like))
+    ostraka.save(path, make_tree(3, rows=10_000))
+    return said, before, number_in(ostraka.restore(path, like=like)), names_in(path)
+
+
+def test_a_full_disk(small_disk: Path):
+    results = run_processes(fill_disk, str(small_disk / "checkpoint"), processes=4)
+    assert len({result.value[0] for result in results}) == 1
+    for result in results:
+        said, before, after, names = result.value
+        assert "No space left on device" in said
+        assert "on process" in said
+        assert "bytes, " in said  # how much was needed, how much was free
+        assert (before, after, names) == (1, 3, CLEAN)
+
+
+def test_a_full_disk_with_one_process(small_disk: Path):
+    path = small_disk / "checkpoint"
+    ostraka.save(path, {"a": np.ones(1 << 20)})
+    with pytest.raises(SaveFailed, match="No space left on device") as caught:
+        ostraka.save(path, {"a": np.ones(4 << 20)})
+    assert str(path) in str(caught.value)
+    assert names_in(path) == CLEAN
+    assert ostraka.restore(path)["a"].sum() == 1 << 20
+
+
+# A process that dies
+
+
+def die_while_writing(path: str, dying: int) -> tuple[str, float, str]:
+    """One process kills itself in the middle of its shard."""
+    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
+    me = jax.process_index()
+    ostraka.save(path, make_tree(1))
+    mark = Path(path + ".died")
+    real = LocalWriter.write
+
+    def write(writer: Any, offset: int, buffers: Any) -> None:
+        real(writer, offset, buffers)
+        if me == dying:
+            mark.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch.object(LocalWriter, "write", write):
+        try:
+            ostraka.save(path, make_tree(2))
+        except SaveFailed as error:
+            return str(error), time.time() - float(mark.read_text()), type(error.__cause__).__name__
+    return "saved", 0.0, ""
+
+
+def assert_intact(path: Path) -> None:
+    """Version 1 is there, and a save in this process clears the rest away."""
+    assert ostraka.verify(path).ok
+    like = make_tree(0)
+    assert number_in(ostraka.restore(path, like=like)) == 1
+    ostraka.save(path, make_tree(5))
+    assert number_in(ostraka.restore(path, like=like)) == 5
+    assert names_in(path) == CLEAN
+
+
+def test_a_process_that_is_killed(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    results = run_processes(die_while_writing, str(path), 2, processes=4, check=False)
+    assert [result.exit_code for result in results] == [0, 0, -9, 0]
+    for result in results:
+        if result.process == 2:
+            continue
+        said, seconds, _ = result.value
+        assert "on process 2: it has not been heard of for 3 s" in said
+        assert str(path) in said
+        assert DEAD_AFTER_S - 1.5 < seconds < DEAD_AFTER_S + 7
+    assert_intact(path)
+
+
+def test_process_0_is_killed(tmp_path: Path):
+    """JAX ends the others: nobody is left to raise, and nothing is committed."""
+    path = tmp_path / "checkpoint"
+    results = run_processes(die_while_writing, str(path), 0, processes=4, check=False)
+    assert results[0].exit_code == -9
+    assert all(result.exit_code != 0 for result in results)
+    assert_intact(path)
+
+
+def stay_away(path: str) -> str:
+    """One process never comes to the save."""
+    _coordinate.ARRIVE_WITHIN_S = 2.0
+    if jax.process_index() == 1:
+        time.sleep(6.0)
+        return "stayed away"
+    try:
+        ostraka.save(path, make_tree(1))
+    except SaveFailed as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_process_that_never_comes(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    results = run_processes(stay_away, str(path), processes=3)
+    assert results[1].value == "stayed away"
+    for said in (results[0].value, results[2].value):
+        assert "on process 1: it did not reach the save" in said
+        assert "2 s" in said
+    assert not path.exists()
+
+
+# Restores
+
+
+def restore_damaged(path: str) -> dict[str, Any]:
+    me = jax.process_index()
+    like = make_tree(0)
+    ostraka.save(path, make_tree(1))
+    shards = sorted(Path(path).glob("shards-*/shard_*.safetensors"))
+    flip_last_byte(shards[2], only=me == 0)
+    begin = time.monotonic()
+    said = kind = process = None
+    try:
+        ostraka.restore(path, like=like)
+    except (RestoreFailed, Damaged) as error:
+        said, kind, process = str(error), type(error).__name__, getattr(error, "process", None)
+    seconds = time.monotonic() - begin
+    flip_last_byte(shards[2], only=me == 0)
+    again = number_in(ostraka.restore(path, like=like))
+    return {
+        "said": said,
+        "kind": kind,
+        "process": process,
+        "seconds": seconds,
+        "again": again,
+        "file": shards[2].name,
+    }
+
+
+def flip_last_byte(file: Path, *, only: bool) -> None:
+    """On one process; the others wait for it."""
+    from jax.experimental import multihost_utils
+
+    if only:
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            (byte,) = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([byte ^ 1]))
+    multihost_utils.sync_global_devices("flipped")
+
+
+def test_a_damaged_block_on_one_process(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    results = run_processes(restore_damaged, str(path), processes=4)
+    for result in results:
+        outcome = result.value
+        assert outcome["file"] in outcome["said"], outcome
+        assert str(path) in outcome["said"], outcome
+        assert "not as they were written" in outcome["said"], outcome
+        assert outcome["seconds"] < WITHIN_S
+        assert outcome["again"] == 1
+        if outcome["kind"] == "RestoreFailed":
+            assert outcome["process"] in (0, 1, 2, 3)
+            assert f"on process {outcome['process']}" in outcome["said"], outcome
+            assert results[outcome["process"]].value["kind"] == "Damaged"
+    assert "RestoreFailed" in {result.value["kind"] for result in results}
+
+
+def restore_with_fault(path: str) -> tuple[str, str, float, int | str]:
+    """An error that is no damage, on one process."""
+    me = jax.process_index()
+    like = make_tree(0)
+    ostraka.save(path, make_tree(1))
+    begin = time.monotonic()
+    said = kind = ""
+    with broken(os, "preadv", eio("shard")) if me == 1 else nullcontext():
+        try:
+            ostraka.restore(path, like=like)
+        except Exception as error:
+            said, kind = str(error), type(error).__name__
+    seconds = time.monotonic() - begin
+    return said, kind, seconds, number_in(ostraka.restore(path, like=like))
+
+
+def test_a_read_error_on_one_process(tmp_path: Path):
+    results = run_processes(restore_with_fault, str(tmp_path / "checkpoint"), processes=4)
+    for result in results:
+        said, kind, seconds, again = result.value
+        assert "Input/output error" in said
+        assert kind == ("StoreError" if result.process == 1 else "RestoreFailed")
+        if result.process != 1:
+            assert "on process 1" in said
+        assert seconds < WITHIN_S
+        assert again == 1
+
+
+def restore_while_replaced(path: str) -> int | str:
+    """Another save is committed after process 0 has read `_METADATA`, and before the others do."""
+    from jax.experimental import multihost_utils
+
+    from ostraka import _read
+
+    me = jax.process_index()
+    like = make_tree(0)
+    real = _read.load
+    waited = False
+
+    def load(store: Any) -> Any:
+        nonlocal waited
+        if waited:
+            return real(store)
+        waited = True
+        if me != 0:
+            while not Path(path + ".replaced").exists():
+                time.sleep(0.01)
+            return real(store)
+        found = real(store)
+        os.replace(path + ".new", f"{path}/_METADATA")
+        Path(path + ".replaced").touch()
+        return found
+
+    multihost_utils.sync_global_devices("start")
+    with patch.object(_read, "load", load):
+        return number_in(ostraka.restore(path, like=like))
+
+
+def save_two(path: str, other: str) -> None:
+    ostraka.save(path, make_tree(1))
+    ostraka.save(other, make_tree(2))
+
+
+def test_processes_restore_the_same_save(tmp_path: Path):
+    """Never a mix of two checkpoints, although each process reads for itself."""
+    path, other = tmp_path / "checkpoint", tmp_path / "other"
+    run_processes(save_two, str(path), str(other), processes=2)
+    (shards,) = other.glob("shards-*")
+    shards.rename(path / shards.name)
+    (other / "_METADATA").rename(f"{path}.new")
+    results = run_processes(restore_while_replaced, str(path), processes=2)
+    assert results[0].value == results[1].value
+    assert results[0].value in (1, 2)
+
+
+# Interrupts
+
+
+def ostraka_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ostraka")]
+
+
+def interrupt_saves(path: str, trials: int, seed: int) -> dict[str, Any]:
+    """Ctrl-C at random moments of saves that overwrite each other."""
+    rng = np.random.default_rng(seed)
+    values = [np.full((1 << 19,), 0.0, np.float32) for _ in range(16)]  # 32 MiB
+
+    def tree(number: int) -> dict[str, Any]:
+        for value in values:
+            value[:] = number
+        return {"number": number, "values": values}
+
+    ostraka.save(path, tree(0))
+    begin = time.monotonic()
+    ostraka.save(path, tree(0))
+    usual_s = time.monotonic() - begin
+    committed, interrupted = 0, 0
+    wrong: list[Any] = []
+    for number in range(1, trials + 1):
+        timer = threading.Timer(
+            rng.uniform(0, 1.1) * usual_s, os.kill, [os.getpid(), signal.SIGINT]
+        )
+        returned = False
+        try:
+            wanted = tree(number)
+            timer.start()
+            ostraka.save(path, wanted)
+            returned = True
+            timer.join()
+            time.sleep(0.01)  # an interrupt that comes late
+        except KeyboardInterrupt:
+            interrupted += not returned
+        timer.join()
+        found = read_number(path)
+        if found not in ((number,) if returned else (committed, number)):
+            wrong.append((number, committed, returned, found))
+        if ostraka_threads():
+            wrong.append((number, ostraka_threads()))
+        committed = found if isinstance(found, int) else committed
+    ostraka.save(path, tree(-1))
+    return {
+        "interrupted": interrupted,
+        "wrong": wrong,
+        "last": read_number(path),
+        "names": names_in(path),
+    }
+
+
+def read_number(path: str) -> int | str:
+    try:
+        tree = ostraka.restore(path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    found = {tree["number"], *(int(n) for value in tree["values"] for n in np.unique(value))}
+    return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
+
+
+@pytest.mark.parametrize("trials", [25, pytest.param(500, marks=pytest.mark.soak)])
+def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
+    path = str(tmp_path / "checkpoint")
+    (result,) = run_processes(
+        interrupt_saves, path, trials, 3, processes=1, timeout_s=60 + 2 * trials
+    )
+    outcome = result.value
+    assert outcome["wrong"] == []
+    assert outcome["last"] == -1
+    assert outcome["names"] == CLEAN
+    assert outcome["interrupted"] > trials // 5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), eio("directory"), RuntimeError("odd")])
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (_write, "_remove_other_shards", 0),
+        (_local, "_sync_directory", 2),
+        (_local.LocalStore, "delete", 0),
+        (_local.LocalStore, "list", 1),
+    ],
+    ids=["clearing", "syncing", "deleting", "listing"],
+)
+def test_an_error_around_the_commit(tmp_path: Path, owner: Any, name: str, after: int, error: Any):
+    """Whatever happens while `_METADATA` is replaced, one of the two checkpoints is there.
+
+    A save that fails once `_METADATA` is new must not take the new shards away.
+    """
+    path = tmp_path / "checkpoint"
+    ostraka.save(path, make_tree(1))
+    with broken(owner, name, error, after=after), suppress(BaseException):
+        ostraka.save(path, make_tree(2))
+    assert ostraka.verify(path).ok
+    assert number_in(ostraka.restore(path)) in (1, 2)
+    ostraka.save(path, make_tree(3))
+    assert number_in(ostraka.restore(path)) == 3
+    assert names_in(path) == CLEAN
+
+
+def test_every_directory_sync_may_fail(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    ostraka.save(path, make_tree(1))
+    for after in range(8):
+        with broken(_local, "_sync_directory", eio(), after=after) as raised_at:
+            if after == 0:
+                with pytest.raises(SaveFailed, match="Input/output error"):
+                    ostraka.save(path, make_tree(2))
+            else:
+                with suppress(SaveFailed):
+                    ostraka.save(path, make_tree(2))
+        assert ostraka.verify(path).ok, after
+        assert number_in(ostraka.restore(path)) in (1, 2), after
+        if not raised_at:
+            break
+    else:
+        pytest.fail("a save syncs more directories than this test expects")
+
+
+def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
+    """Ctrl-C reaches a process that has reported and waits for process 0 to commit."""
+    me = jax.process_index()
+    like = make_tree(0)
+    ostraka.save(path, make_tree(1))
+    real_await = _coordinate.Operation._await_answer
+    real_put = _local.LocalStore.put
+    committing = Path(path + ".committing")
+    interrupted = Path(path + ".interrupted")
+
+    def wait_for(mark: Path) -> None:
+        deadline = time.monotonic() + 10
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def await_answer(operation: Any, stage: str) -> Any:
+        if me == 1 and stage == "commit":
+            wait_for(committing)
+            raise KeyboardInterrupt
+        return real_await(operation, stage)
+
+    def put(store: Any, name: str, data: bytes) -> None:
+        if name == "_METADATA":
+            committing.touch()
+            wait_for(interrupted)
+        real_put(store, name, data)
+
+    said = "saved"
+    with (
+        patch.object(_coordinate.Operation, "_await_answer", await_answer),
+        patch.object(_local.LocalStore, "put", put),
+    ):
+        try:
+            ostraka.save(path, make_tree(2))
+        except (SaveFailed, KeyboardInterrupt) as error:
+            said = f"{type(error).__name__}: {error}"
+        if me == 1:
+            interrupted.touch()
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("done")
+    return said, number_in(ostraka.restore(path, like=like))
+
+
+def test_an_interrupt_while_another_process_commits(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    results = run_processes(interrupted_after_reporting, str(path), processes=3)
+    assert results[1].value[0].startswith("KeyboardInterrupt")
+    assert len({result.value[1] for result in results}) == 1
+    assert results[0].value[1] in (1, 2)
+    assert ostraka.verify(path).ok
+
+
+# Two at once
+
+
+def test_two_saves_to_one_path(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    ostraka.save(path, make_tree(1))
+    writing, go_on = threading.Event(), threading.Event()
+    real = LocalWriter.write
+
+    def write(writer: Any, offset: int, buffers: Any) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        real(writer, offset, buffers)
+
+    with patch.object(LocalWriter, "write", write):
+        first = threading.Thread(target=ostraka.save, args=(path, make_tree(2)))
+        first.start()
+        assert writing.wait(60)
+        try:
+            with pytest.raises(Busy, match="another save to .* is under way") as caught:
+                ostraka.save(path, make_tree(3))
+            assert str(path) in str(caught.value)
+            assert number_in(ostraka.restore(path)) == 1
+        finally:
+            go_on.set()
+            first.join()
+    assert number_in(ostraka.restore(path)) == 2
+    ostraka.save(path, make_tree(4))
+    assert number_in(ostraka.restore(path)) == 4
+    assert names_in(path) == CLEAN
+
+
+def test_two_saves_to_one_place_in_memory():
+    from ostraka.storage import open_store
+
+    path = "memory://failures/busy"
+    ostraka.save(path, {"a": 1})
+    with open_store(path).exclusive(), pytest.raises(Busy, match="another save to memory://"):
+        ostraka.save(path, {"a": 2})
+    ostraka.save(path, {"a": 3})
+    assert ostraka.restore(path) == {"a": 3}
+
+
+def test_two_paths_at_once(tmp_path: Path):
+    """Saves to different paths don't get in each other's way."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                ostraka.save(tmp_path / str(number), make_tree(number))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [number_in(ostraka.restore(tmp_path / str(n))) for n in range(4)] == [0, 1, 2, 3]
+
+
+def overwrite_or_read(root: str, seconds: float, leaves: int, nbytes: int) -> dict[str, Any]:
+    """One process overwrites a path again and again, the others restore from it."""
+    path = f"{root}/checkpoint"
+    values = [np.zeros(nbytes // 4, np.int32) for _ in range(leaves)]
+
+    def tree(number: int) -> dict[str, Any]:
+        return {"number": number, "values": [value + number for value in values]}
+
+    role = take_turn(root)
+    count = 0
+    found: list[Any] = []
+    if role == 0:
+        ostraka.save(path, tree(0))
+        Path(f"{root}/ready").touch()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            count += 1
+            ostraka.save(path, tree(count))
+        Path(f"{root}/over").touch()
+        return {"role": "writer", "count": count}
+    while not Path(f"{root}/ready").exists():
+        time.sleep(0.01)
+    last, versions = 0, set[int]()
+    while not Path(f"{root}/over").exists():
+        number = read_number(path)
+        count += 1
+        if not isinstance(number, int) or number < last:
+            found.append((last, number))
+        else:
+            last = number
+            versions.add(number)
+        if role == 2:
+            with suppress(BaseException):
+                report = ostraka.verify(path, raises=False)
+                found += [str(problem) for problem in report.problems[:1]]
+    return {"role": "reader", "count": count, "versions": len(versions), "wrong": found[:5]}
+
+
+def take_turn(root: str) -> int:
+    """A number that no other process has."""
+    for number in range(100):
+        with suppress(FileExistsError):
+            os.close(os.open(f"{root}/turn {number}", os.O_CREAT | os.O_EXCL))
+            return number
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("leaves", "nbytes", "seconds"),
+    [
+        (3, 64, 4.0),
+        (20, 1 << 18, 4.0),
+        pytest.param(3, 64, 120.0, marks=pytest.mark.soak),
+        pytest.param(200, 1 << 16, 120.0, marks=pytest.mark.soak),
+    ],
+)
+def test_reading_while_another_process_overwrites(
+    tmp_path: Path, leaves: int, nbytes: int, seconds: float
+):
+    results = run_processes(
+        overwrite_or_read,
+        str(tmp_path),
+        seconds,
+        leaves,
+        nbytes,
+        processes=3,
+        distributed=False,
+        timeout_s=seconds + 100,
+    )
+    outcomes = [result.value for result in results]
+    (writer,) = [outcome for outcome in outcomes if outcome["role"] == "writer"]
+    readers = [outcome for outcome in outcomes if outcome["role"] == "reader"]
+    assert len(readers) == 2
+    for reader in readers:
+        assert reader["wrong"] == [], (reader, writer)
+        assert reader["count"] > 3
+    assert writer["count"] > 3
+
+
+def test_the_index_of_a_failed_save_is_gone(tmp_path: Path):
+    """Nothing that a failed save wrote is ever taken for a part of a later one."""
+    path = tmp_path / "checkpoint"
+    with (
+        broken(_write._format, "encode_metadata", RuntimeError("odd")),
+        pytest.raises(RuntimeError, match="odd"),
+    ):
+        ostraka.save(path, make_tree(1))
+    assert names_in(path) == []
+    ostraka.save(path, make_tree(2))
+    (index,) = path.glob("shards-*/process_*.json")
+    named = json.loads(index.read_bytes())["files"]
+    assert sorted(named) == sorted(file.name for file in path.glob("shards-*/*.safetensors"))
