@@ -78,7 +78,8 @@ class ProcessValue:
         self._array = array
 
     def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        return self._array[np.newaxis]
+        within = _box.slices(box[1:], _box.full(self._array.shape))
+        return self._array[within][np.newaxis]
 
 
 class ShardedValue:

@@ -196,7 +196,9 @@ def _builder(described: Mapping[str, Any], keys: list[Any]) -> Callable[[list[An
     if "dataclass" in described:
         module, name = described["dataclass"]
         return _dataclass_builder(module, name, keys, described.get("static", {}))
-    return lambda items: dict(zip(keys, items, strict=True))
+    if "dict" in described or "node" in described:
+        return lambda items: dict(zip(keys, items, strict=True))
+    raise ValueError(f"its tree has a container of an unknown kind ({', '.join(described)})")
 
 
 def _loaded_class(module: str, qualname: str) -> Any:

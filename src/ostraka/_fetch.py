@@ -132,20 +132,22 @@ class FetchJob:
             memory[move.buffer_start : move.buffer_start + move.stop - move.start] = scratch[
                 move.start - chunk.start : move.stop - chunk.start
             ]
+        boxes: dict[tuple[int, int], Array] = {}
         for move in chunk.strided:
-            self._copy_rows(move, scratch[move.start - chunk.start : move.stop - chunk.start])
+            rows = boxes.get((move.start, move.stop))
+            if rows is None:
+                data = scratch[move.start - chunk.start : move.stop - chunk.start]
+                rows = boxes[move.start, move.stop] = self._elements(move, data)
+            within = _box.slices(move.shared, self._targets[move.buffer].box)
+            self.arrays[move.buffer][within] = rows[_box.slices(move.shared, move.box)]
 
-    def _copy_rows(self, move: Strided, data: Array) -> None:
-        target = self._targets[move.buffer]
-        name = self._source.metadata.leaves[target.leaf].spec.dtype
+    def _elements(self, move: Strided, data: Array) -> Array:
+        name = self._source.metadata.leaves[self._targets[move.buffer].leaf].spec.dtype
         if DTYPES[name].packed:
             elements = _pack.unpack(data, name, _box.count(move.box))
         else:
             elements = data.view(numpy_dtype(name))
-        rows = elements.reshape(_box.shape_of(move.box))
-        self.arrays[move.buffer][_box.slices(move.shared, target.box)] = rows[
-            _box.slices(move.shared, move.box)
-        ]
+        return elements.reshape(_box.shape_of(move.box))
 
     def _scratch_of(self, nbytes: int) -> Array:
         """Memory for this thread only, good until the thread asks again."""

@@ -44,7 +44,7 @@ class LazyArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes in the checkpoint."""
+        """The bytes of its elements; those of less than a byte are packed."""
         return self._leaf.nbytes
 
     @property
@@ -157,7 +157,7 @@ def _bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, .
             low, high = (min(picked), max(picked) + 1) if picked else (0, 0)
             box.append((low, high))
             within.append(slice(None, None, step))
-        elif isinstance(entry, int | np.integer):
+        elif isinstance(entry, int | np.integer) and not isinstance(entry, bool):
             position = int(entry) + (extent if entry < 0 else 0)
             if not 0 <= position < extent:
                 raise IndexError(

@@ -9,10 +9,10 @@ A read plan says which blocks of which files are read, and where their bytes go.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -139,7 +139,7 @@ class _Sharing:
     def _even_layout(self, leaf: LeafSpec) -> int:
         if leaf.per_process:
             grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
-            return self._number(grid, np.asarray(self._first_device))
+            return self._number_capped(leaf, grid, np.asarray(self._first_device))
         grid, table = self._held(leaf)
         cells, copies = table.shape
         cell_bytes = leaf.nbytes // cells
@@ -444,7 +444,7 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Cut what a file gives into chunks of whole blocks; blocks that nobody wants are skipped.
 
-    A block is read once, except where two strided pieces that are too large to be read together
+    A block is read once, except where strided pieces of a box whose rows are longer than a chunk
     meet in it.
     """
     starts = [0, *accumulate(digests.lengths)]
@@ -457,7 +457,8 @@ def plan_chunks(
         high = bisect_right(starts, move.stop - 1)
         if pending:
             joined = starts[max(high, last)] - starts[first]
-            if low > last or (joined > chunk_bytes and (low >= last or joined > 2 * chunk_bytes)):
+            grows = high > last and joined > chunk_bytes
+            if low > last or (grows and (low >= last or joined > 2 * chunk_bytes)):
                 chunks.append(_chunk(starts, first, last, pending))
                 pending = []
         if not pending:
@@ -513,12 +514,21 @@ def _moves(
 
 
 def _split_direct(move: Direct, starts: list[int], chunk_bytes: int) -> Iterator[Direct]:
-    """Split a long move at block boundaries, so that several threads can share it."""
-    start = move.start
-    while move.stop - start > chunk_bytes:
-        stop = starts[bisect_right(starts, start + chunk_bytes) - 1]
-        if stop <= start:
-            stop = start + chunk_bytes
-        yield Direct(start, stop, move.buffer, move.buffer_start + start - move.start)
-        start = stop
-    yield Direct(start, move.stop, move.buffer, move.buffer_start + start - move.start)
+    """Split a long move at block boundaries, so that several threads can share it.
+
+    What it has of the first and the last block, if not all, becomes a move of its own: a block that
+    two targets share is then small enough to be read once for both.
+    """
+    cuts = [move.start, move.stop]
+    if move.stop - move.start > _format.BLOCK_BYTES:
+        first = bisect_left(starts, move.start)
+        last = bisect_right(starts, move.stop) - 1
+        if first < last:
+            cuts = [move.start, starts[first]]
+            for before, boundary in pairwise(starts[first : last + 1]):
+                if boundary - cuts[-1] > chunk_bytes and before > cuts[-1]:
+                    cuts.append(before)
+            cuts += [starts[last], move.stop]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield Direct(start, stop, move.buffer, move.buffer_start + start - move.start)

@@ -85,7 +85,19 @@ class UnsupportedFormat(OstrakaError, ValueError):
 
 
 class StoreError(OstrakaError, OSError):
-    """The file system or the object store refused."""
+    """The file system or the object store refused; `errno` is what it said."""
+
+    def __init__(self, message: str, *, errno: int | None = None, filename: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.errno = errno
+        self.filename = filename
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _store_error_again, (self.message, self.errno, self.filename)
 
 
 class Busy(OstrakaError, OSError):
@@ -159,10 +171,13 @@ def describe(error: BaseException) -> str:
 
 def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> StoreError:
     """The store's refusal as a sentence; the error number stays on the exception."""
-    mapped = StoreError(f"can't {action} {os.fspath(path)}: {error.strerror or error}")
-    mapped.errno = error.errno
-    mapped.filename = os.fspath(path)
-    return mapped
+    name = os.fspath(path)
+    message = f"can't {action} {name}: {error.strerror or error}"
+    return StoreError(message, errno=error.errno, filename=name)
+
+
+def _store_error_again(message: str, errno: int | None, filename: str | None) -> StoreError:
+    return StoreError(message, errno=errno, filename=filename)
 
 
 def count_of(number: int, noun: str) -> str:

@@ -80,3 +80,9 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, or a directory with all in it; nothing if there is none."""
         ...
+
+
+def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
+    """Buffers of any shape as flat bytes; empty ones are left out."""
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]

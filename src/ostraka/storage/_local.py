@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
+from ostraka.storage._base import byte_views
 
 try:
     import fcntl
@@ -131,7 +132,7 @@ class LocalStore:
                 shutil.rmtree(path, onerror=_unless_gone)
             else:
                 os.unlink(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise store_error("delete", path, error) from error
@@ -173,10 +174,11 @@ class _LocalWriter:
             return mapped
         place = os.statvfs(os.path.dirname(self._path))
         free = place.f_bavail * place.f_frsize
-        full = StoreError(f"{mapped} (the file needs {self._size:,} bytes, {free:,} are free)")
-        full.errno = error.errno
-        full.filename = self._path
-        return full
+        return StoreError(
+            f"{mapped} (the file needs {self._size:,} bytes, {free:,} are free)",
+            errno=error.errno,
+            filename=self._path,
+        )
 
 
 class _LocalReader:
@@ -198,7 +200,7 @@ class _LocalReader:
 def _write_all(file: int, offset: int, buffers: Sequence[Any]) -> None:
     """Write every byte, however the kernel cuts the calls short."""
     for at in range(0, len(buffers), _MAX_BUFFERS):
-        pending = _views(buffers[at : at + _MAX_BUFFERS])
+        pending = byte_views(buffers[at : at + _MAX_BUFFERS])
         while pending:
             written = os.pwritev(file, pending, offset)
             offset += written
@@ -209,7 +211,7 @@ def _read_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
     """Read until the buffers are full or the file ends; returns the bytes read."""
     total = 0
     for at in range(0, len(buffers), _MAX_BUFFERS):
-        pending = _views(buffers[at : at + _MAX_BUFFERS])
+        pending = byte_views(buffers[at : at + _MAX_BUFFERS])
         while pending:
             count = os.preadv(file, pending, offset + total)
             if count == 0:
@@ -217,11 +219,6 @@ def _read_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
             total += count
             pending = _skip(pending, count)
     return total
-
-
-def _views(buffers: Sequence[Any]) -> list[memoryview]:
-    views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in views if view.nbytes]
 
 
 def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:

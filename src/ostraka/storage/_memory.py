@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ostraka.errors import Busy
+from ostraka.storage._base import byte_views
 
 _places: dict[str, dict[str, bytearray]] = {}
 _locks: dict[str, threading.Lock] = {}
@@ -79,8 +80,7 @@ class _MemoryWriter:
         self._data = data
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
+        for view in byte_views(buffers):
             self._data[offset : offset + view.nbytes] = view
             offset += view.nbytes
 
@@ -98,8 +98,7 @@ class _MemoryReader:
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
         total = 0
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
+        for view in byte_views(buffers):
             found = self._data[offset : offset + view.nbytes]
             view[: len(found)] = found
             offset += len(found)

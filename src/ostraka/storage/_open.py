@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ostraka.errors import UnsupportedFormat
 from ostraka.storage._base import Store
@@ -25,8 +25,17 @@ def open_store(path: PathLike) -> Store:
     if scheme == "memory":
         return MemoryStore(text.partition("://")[2])
     if scheme == "file":
-        return LocalStore(os.path.abspath(unquote(urlsplit(text).path)))
+        return LocalStore(os.path.abspath(_path_of_file_url(text)))
     raise UnsupportedFormat(
         f"can't open {text}: this version of Ostraka has no store for {scheme}://; "
         "use a local path, file:// or memory://"
     )
+
+
+def _path_of_file_url(url: str) -> str:
+    host, slash, path = url.partition("://")[2].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise UnsupportedFormat(
+            f"can't open {url}: a file URL has three slashes before its path, as in file:///data/run"
+        )
+    return f"/{unquote(path)}"
