@@ -16,6 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -154,6 +155,18 @@ class Operation:
         """Raise ProcessFailed if this operation has failed on any process."""
         if self._verdict is not None:
             raise self._verdict
+
+    def wait_until_left(self) -> None:
+        """On process 0, after the end: wait a little for the others to be done with it as well."""
+        if self._client is None:
+            return
+        deadline = time.monotonic() + _VERDICT_WITHIN_S
+        with suppress(Exception):  # The service itself may be what failed.
+            while time.monotonic() < deadline:
+                pulses = self._list("pulse")
+                if all(value == "done" for _, value in pulses):
+                    return
+                time.sleep(_POLL_S)
 
     # Process 0
 

@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ostraka.errors import InvalidTree
@@ -93,47 +94,44 @@ def encode(node: Branch | Leaf, numbers: Mapping[str, int]) -> Any:
 def encode_value(leaf: Leaf) -> Any:
     """A value that lives in `_METADATA`, with its type; exact for every value."""
     value = leaf.value
-    match value:
-        case None:
-            return None
-        case bool():
-            return {"bool": value}
-        case int():
-            return {"int": value if abs(value) < 1 << 53 else hex(value)}
-        case float():
-            return {"float": value.hex()}
-        case complex():
-            return {"complex": [value.real.hex(), value.imag.hex()]}
-        case str():
-            return {"str": value}
-        case bytes():
-            return {"bytes": base64.b64encode(value).decode()}
-        case _:
-            kind = type(value)
-            raise InvalidTree(
-                f"leaf {leaf.path!r} is a {kind.__module__}.{kind.__qualname__}, which can't be "
-                "saved; give an array, a number, a string, bytes or None, or register its type as "
-                "a pytree"
-            )
+    kind = type(value)
+    if value is None:
+        return None
+    if kind is bool or kind is str:
+        return {kind.__name__: value}
+    if kind is int:
+        return {"int": value if abs(value) < 1 << 53 else hex(value)}
+    if kind is float:
+        return {"float": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    raise InvalidTree(
+        f"leaf {leaf.path!r} is a {kind.__module__}.{kind.__qualname__}, which can't be saved; "
+        "give an array, a number, a string, bytes or None, or register its type as a pytree"
+    )
 
 
 def decode_value(value: Any) -> Any:
+    """The value again. Raises ValueError or TypeError for what `encode_value` does not write."""
     if value is None:
         return None
     ((kind, content),) = value.items()
+    if kind in ("bool", "str", "int") and type(content).__name__ == kind:
+        return content
     match kind:
         case "int":
-            return int(content, 16) if isinstance(content, str) else content
+            return int(content, 16)
         case "float":
             return float.fromhex(content)
         case "complex":
-            return complex(float.fromhex(content[0]), float.fromhex(content[1]))
+            real, imaginary = content
+            return complex(float.fromhex(real), float.fromhex(imaginary))
         case "bytes":
-            return base64.b64decode(content)
-        case "bool" | "str":
-            return content
+            return base64.b64decode(content, validate=True)
         case _:
-            raise ValueError(f"unknown kind of value {kind!r}")
+            raise ValueError(f"{content!r} is no value of the kind {kind!r}")
 
 
 _VALUE_KINDS = {"int", "float", "complex", "bytes", "bool", "str"}
@@ -202,9 +200,11 @@ def _builder(described: Mapping[str, Any], keys: list[Any]) -> Callable[[list[An
 
 
 def _loaded_class(module: str, qualname: str) -> Any:
+    # Names are looked up, not asked for: a module or a class may run code when asked.
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
-        found = getattr(found, name, None)
+        names = found.__dict__ if isinstance(found, ModuleType | type) else {}
+        found = names.get(name)
     return found if isinstance(found, type) else None
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,15 @@ class FetchJob:
                 _format.METADATA_NAME, f"it contradicts itself: {error}"
             ) from error
         self._files = [_File(source, read) for read in self.plan.files]
-        self._tasks = [
-            (file, chunk)
-            for file in self._files
-            for chunk in plan_chunks(
+        self._tasks: list[tuple[_File, Chunk]] = []
+        for file in self._files:
+            chunks = plan_chunks(
                 file.read, file.digests, source.metadata, targets, chunk_bytes=_CHUNK_BYTES
             )
-        ]
+            # A file that gives nothing but empty boxes still must be there.
+            chunks = chunks or [Chunk(0, 0, 0, 0, (), ())]
+            file.chunks_left = len(chunks)
+            self._tasks += [(file, chunk) for chunk in chunks]
         self._memory = _Memory(source, self.plan, shared=shared_memory)
         self.arrays = self._memory.arrays
         self._scratch = threading.local()
@@ -86,9 +89,6 @@ class FetchJob:
             self._execute(*task)
 
         try:
-            # Files that give nothing but empty boxes have no chunks, and still must be intact.
-            for file in self._files:
-                file.open()
             for number, _ in run_as_completed(work, self._tasks, threads=_READERS, stop=stop):
                 chunk = self._tasks[number][1]
                 for move in (*chunk.direct, *chunk.strided):
@@ -100,10 +100,12 @@ class FetchJob:
                 file.close()
 
     def _execute(self, file: _File, chunk: Chunk) -> None:
-        if chunk.strided:
-            self._read_and_copy(file, chunk)
-        else:
-            self._read_in_place(file, chunk)
+        # Chunks come in file order, so only a few files are open at a time.
+        with file.opened():
+            if chunk.strided:
+                self._read_and_copy(file, chunk)
+            elif chunk.direct:
+                self._read_in_place(file, chunk)
 
     def _read_in_place(self, file: _File, chunk: Chunk) -> None:
         """Everything wanted lies in its buffer as in the file: read it there."""
@@ -166,8 +168,22 @@ class _File:
         self._source = source
         self._name = source.name_of(read.file)
         self._reader: FileReader | None = None
+        self._lock = threading.Lock()
+        self.chunks_left = 0
 
-    def open(self) -> None:
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """The file is opened and checked for its first chunk, and closed after its last."""
+        with self._lock:
+            if self._reader is None:
+                self._open()
+        yield
+        with self._lock:
+            self.chunks_left -= 1
+            if self.chunks_left == 0:
+                self.close()
+
+    def _open(self) -> None:
         entry = self.read.file
         try:
             self._reader = self._source.store.open(self._name)

@@ -5,6 +5,7 @@ All differences are found before anything is read, and raised as one `errors.Mis
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,6 +25,7 @@ from ostraka._document import (
     Leaf,
     check_unique,
     leaves_of,
+    segment,
 )
 from ostraka._spec import (
     HOST_LOCAL,
@@ -135,7 +137,8 @@ class Matcher:
         )
         if not several_things:
             return set()
-        present = {leaf.path.split("/")[0] for leaf in leaves_of(tree)}
+        keys = next((tree.kind[k] for k in ("dict", "ordered_dict", "keys") if k in tree.kind), [])
+        present = {segment(key, "") for key in keys}
         return {path.split("/")[0] for path in self._saved} - present
 
     # Values that live in _METADATA
@@ -155,20 +158,16 @@ class Matcher:
     def _value_as_array(self, leaf: Leaf, saved: Any) -> Any:
         """A Python number where `like` has an array: fine if the array can hold it exactly."""
         wanted = leaf.value
-        if wanted.shape == () and not is_key(wanted):
-            made = np.asarray(saved).astype(wanted.dtype)
-            same_kind = isinstance(saved, bool) == (wanted.dtype == np.bool_)
-            exact = made.item() == saved or (made.item() != made.item() and saved != saved)
-            if same_kind and exact:
-                if not isinstance(wanted, jax.Array | jax.ShapeDtypeStruct):
-                    return made if isinstance(wanted, np.ndarray) else made[()]
-                sharding = getattr(wanted, "sharding", None)
-                return jax.device_put(made, sharding)
-        self._differences.append(
-            f"{leaf.path!r}: the checkpoint has {_show_value(saved)}, which `like`'s "
-            f"{_show_value(wanted)} can't hold exactly"
-        )
-        return None
+        made = None if is_key(wanted) or wanted.shape != () else _exactly(saved, wanted.dtype)
+        if made is None:
+            self._differences.append(
+                f"{leaf.path!r}: the checkpoint has {_show_value(saved)}, which `like`'s "
+                f"{_show_value(wanted)} can't hold exactly"
+            )
+            return None
+        if isinstance(wanted, np.ndarray | np.generic):
+            return made if isinstance(wanted, np.ndarray) else made[()]
+        return jax.device_put(made, getattr(wanted, "sharding", None))
 
     # Arrays
 
@@ -392,6 +391,20 @@ def _mesh_of(sharding: Any) -> Mesh | None:
 
 def _entry(axes: tuple[str, ...]) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:
+    """A Python number as a 0-d array of a dtype, or None if that would change it."""
+    if isinstance(value, bool) != (dtype == np.bool_):
+        return None
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns of imaginary parts that it drops
+            made = np.asarray(value).astype(dtype)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    same = made.item() == value or (made.item() != made.item() and value != value)
+    return made if same else None
 
 
 def _is_arraylike(value: Any) -> bool:

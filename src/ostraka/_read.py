@@ -18,10 +18,10 @@ from ostraka._match import Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal
 from ostraka._plan import Target
 from ostraka._spec import numpy_dtype
-from ostraka.errors import Damaged, RestoreFailed
+from ostraka.errors import Busy, Damaged, RestoreFailed
 from ostraka.storage import PathLike, Store, open_store
 
-_ATTEMPTS = 3
+_ATTEMPTS = 10
 _NO_LIKE: Any = object()
 
 
@@ -49,33 +49,42 @@ def restore(
 
     >>> state = ostraka.restore("runs/7", like=state)
     """
-    store = open_store(path)
     with_like = like is not _NO_LIKE
     together = _spans_processes(like if with_like else None, mesh, specs, with_like)
     try:
-        with Operation(
-            f"restore of {store.location}", alone=not together, own_errors=True
-        ) as operation:
-            result = _restore(store, operation, like, mesh, specs, templated=with_like)
-            operation.exchange("restored", None, lambda _: None)
-            return result
+        with Operation(f"restore of {path}", alone=not together, own_errors=True) as operation:
+            store = open_store(path)
+            return _restore(store, operation, like, mesh, specs, templated=with_like)
     except ProcessFailed as failure:
-        raise RestoreFailed(store.location, failure.process, failure.reason) from failure.__cause__
+        raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
 
 
 def _restore(
     store: Store, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
 ) -> Any:
-    attempts = _ATTEMPTS
-    while True:
+    """Restore one checkpoint on all processes, even while a save replaces it.
+
+    Whoever finds its files replaced says so, and all begin again with the new ones.
+    """
+    for attempt in range(_ATTEMPTS):
         source = load(store)
+        ids = operation.exchange(f"open-{attempt}", source.metadata.id, lambda ids: ids)
+        if len(set(ids)) > 1:
+            continue
+        result: Any = None
+        replaced = False
         try:
-            return _restore_once(source, operation, like, mesh, specs, templated=templated)
+            result = _restore_once(source, operation, like, mesh, specs, templated=templated)
         except Damaged:
-            # A save to the same path may have replaced the files under our hands.
-            attempts -= 1
-            if not attempts or source.is_still_there():
+            replaced = not source.is_still_there()
+            if not replaced:
                 raise
+        if not operation.exchange(f"restored-{attempt}", replaced, any):
+            return result
+    raise Busy(
+        f"{store.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
+        "the saves to end"
+    )
 
 
 def _restore_once(

@@ -27,7 +27,9 @@ def parse(tree: Any) -> Branch | Leaf:
 
 def is_array(value: Any) -> bool:
     """Whether a leaf goes into shard files, rather than into `_METADATA`."""
-    return isinstance(value, jax.Array | np.ndarray | np.generic)
+    return isinstance(value, jax.Array | np.ndarray | np.generic) and not isinstance(
+        value, np.ma.MaskedArray
+    )
 
 
 def is_key(value: Any) -> bool:

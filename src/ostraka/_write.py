@@ -37,7 +37,7 @@ from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._spec import DTYPES
 from ostraka._version import __version__
 from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed, describe
-from ostraka.storage import PathLike, Store, open_store
+from ostraka.storage import MemoryStore, PathLike, Store, open_store
 
 _WRITERS = max(4, min(os.cpu_count() or 1, 16))
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
@@ -68,48 +68,69 @@ def save(
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
-    if max_file_bytes < _LEAST_FILE_BYTES:
-        raise ValueError(
-            f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
-        )
-    store = open_store(path)
-    try:
-        with Operation(f"save to {store.location}") as operation:
-            _Save(store, operation, max_file_bytes).run(tree, metadata or {})
-    except ProcessFailed as failure:
-        raise SaveFailed(store.location, failure.process, failure.reason) from failure.__cause__
+    with ExitStack() as held:
+        operation = Operation(f"save to {path}")
+        saving = _Save(operation, held)
+        try:
+            with operation:
+                saving.run(path, tree, metadata or {}, max_file_bytes)
+        except BaseException as error:
+            # By now every process knows that this save has failed.
+            saving.clean_up()
+            if isinstance(error, ProcessFailed):
+                cause = error.__cause__
+                raise SaveFailed(str(path), error.process, error.reason) from cause
+            if isinstance(error, OSError) and saving.has_begun:
+                raise SaveFailed(str(path), None, describe(error)) from error
+            raise
 
 
 class _Save:
     """One save, on one of its processes."""
 
-    def __init__(self, store: Store, operation: Operation, max_file_bytes: int):
-        self._store = store
+    def __init__(self, operation: Operation, held: ExitStack):
         self._operation = operation
-        self._max_file_bytes = max_file_bytes
-        self._held = ExitStack()
+        self._held = held
+        self._store: Store = _NOWHERE
+        self._save_id = ""
 
-    def run(self, tree: Any, user: Mapping[str, Any]) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether there may be anything of it on disk."""
+        return bool(self._save_id)
+
+    def run(self, path: PathLike, tree: Any, user: Mapping[str, Any], max_file_bytes: int) -> None:
+        if max_file_bytes < _LEAST_FILE_BYTES:
+            raise ValueError(
+                f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
+            )
+        self._store = open_store(path)
         captured = capture(tree)
         numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
         encoded = encode(captured.tree, numbers)
         user = _json_only(user)
-        with self._held:
-            save_id = self._begin(captured, encoded, user)
-            try:
-                plan = plan_write(
-                    captured.leaves,
-                    captured.meshes,
-                    captured.process_of,
-                    max_file_bytes=self._max_file_bytes,
-                )
-                index = self._write(plan, captured.values, save_id)
-                self._finish(plan, encoded, user, save_id, index)
-            except BaseException as error:
-                self._clean_up(save_id)
-                if isinstance(error, OSError) and self._operation.count == 1:
-                    raise SaveFailed(self._store.location, None, describe(error)) from error
-                raise
+        self._save_id = self._begin(captured, encoded, user)
+        plan = plan_write(
+            captured.leaves, captured.meshes, captured.process_of, max_file_bytes=max_file_bytes
+        )
+        index = self._write(plan, captured.values, self._save_id)
+        self._commit(plan, encoded, user, self._save_id, index)
+        if self._operation.process == 0:
+            _remove_other_shards(self._store, self._save_id)
+
+    def clean_up(self) -> None:
+        """Remove what a failed save wrote, unless it is what `_METADATA` names.
+
+        Done by process 0 once the others have stopped. What stays all the same, because it can't
+        be told or deleted now, is recognised and removed by the next save.
+        """
+        if not self.has_begun or self._operation.process != 0:
+            return
+        self._operation.wait_until_left()
+        directory = _format.shards_directory(self._save_id)
+        with suppress(OSError):
+            if _committed_directory(self._store) not in (directory, _UNKNOWN):
+                self._store.delete(directory)
 
     def _begin(self, captured: Captured, encoded: Any, user: Mapping[str, Any]) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
@@ -161,7 +182,7 @@ class _Save:
         self._store.put(f"{directory}/{_format.index_name(process)}", index)
         return IndexEntry(len(index), _format.digest(index))
 
-    def _finish(
+    def _commit(
         self,
         plan: WritePlan,
         encoded: Any,
@@ -190,7 +211,6 @@ class _Save:
             # The shards must not be lost to a crash that keeps the commit.
             self._store.settle("")
             self._store.put(_format.METADATA_NAME, data)
-            _remove_other_shards(self._store, save_id)
 
         report = None if index is None else [index.size, index.digest]
         self._operation.exchange("commit", report, commit)
@@ -219,12 +239,6 @@ class _Save:
         """Called between blocks: don't go on writing for a save that has failed."""
         self._operation.check()
         stop.check()
-
-    def _clean_up(self, save_id: str) -> None:
-        # The error that brought us here matters more than one of the cleaning, and what stays is
-        # recognised and removed by the next save.
-        with suppress(OSError):
-            self._store.delete(_format.shards_directory(save_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +329,7 @@ def _remove_leftovers(store: Store) -> None:
                 f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
                 "its own"
             )
-        kept = None
-    else:
-        kept = _committed_id(store)
+    kept = _committed_directory(store)
     for name in ours:
         if _format.is_shards_directory(name) and kept in (_UNKNOWN, name):
             continue
@@ -326,11 +338,16 @@ def _remove_leftovers(store: Store) -> None:
 
 
 _UNKNOWN = "unknown"
+_NOWHERE: Store = MemoryStore("nowhere")
+"""Stands for the store until the path has been understood."""
 
 
-def _committed_id(store: Store) -> str:
-    """The shards directory of the checkpoint that is there now."""
-    data = store.get(_format.METADATA_NAME)
+def _committed_directory(store: Store) -> str | None:
+    """The shards directory of the checkpoint that is there now, or None."""
+    try:
+        data = store.get(_format.METADATA_NAME)
+    except FileNotFoundError:
+        return None
     try:
         return _format.shards_directory(_format.decode_metadata(data).id)
     except NotACheckpoint as error:
@@ -350,11 +367,13 @@ def _is_ours(name: str) -> bool:
 
 
 def _remove_other_shards(store: Store, save_id: str) -> None:
-    """After the commit: what was there before is no longer needed."""
-    for name in store.list() or []:
-        if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
-            # The new checkpoint is good; what can't be deleted now, the next save tries again.
-            with suppress(OSError):
+    """After the commit: what was there before is no longer needed.
+
+    The new checkpoint is good: what can't be deleted now, the next save tries again.
+    """
+    with suppress(OSError):
+        for name in store.list() or []:
+            if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
                 store.delete(name)
 
 

@@ -639,6 +639,7 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    from ostraka import testing  # under its own name, by which its classes are pickled
+    # Under its own name, by which its classes are pickled.
+    from ostraka import testing  # noqa: PLW0406
 
     sys.exit(testing.main(sys.argv[1:]))

@@ -52,7 +52,26 @@ def verify(path: PathLike, *, raises: bool = True) -> Report:
     >>> print(ostraka.verify("runs/7"))
     """
     begin = time.perf_counter()
-    source = load(open_store(path))
+    store = open_store(path)
+    while True:
+        source = load(store)
+        bytes_read, problems = _check_all(source)
+        # A save to the same path may have replaced the files under our hands.
+        if not problems or source.is_still_there():
+            break
+    if problems and raises:
+        raise Damaged(source.location, problems)
+    return Report(
+        path=source.location,
+        leaves=len(source.metadata.leaves),
+        files=len(source.metadata.files),
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - begin,
+        problems=tuple(problems),
+    )
+
+
+def _check_all(source: Source) -> tuple[int, list[Problem]]:
     metadata = source.metadata
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts)
     problems = list(_table_problems(source, set(contents)))
@@ -64,16 +83,7 @@ def verify(path: PathLike, *, raises: bool = True) -> Report:
 
     results = run_all(check, metadata.files, threads=_THREADS, stop=stop)
     problems += dict.fromkeys(problem for _, found in results for problem in found)
-    if problems and raises:
-        raise Damaged(source.location, problems)
-    return Report(
-        path=source.location,
-        leaves=len(metadata.leaves),
-        files=len(metadata.files),
-        bytes_read=source.metadata_bytes + sum(count for count, _ in results),
-        seconds=time.perf_counter() - begin,
-        problems=tuple(problems),
-    )
+    return source.metadata_bytes + sum(count for count, _ in results), problems
 
 
 def _table_problems(source: Source, expected: set[tuple[int, int]]) -> Iterator[Problem]:
