@@ -1,0 +1,305 @@
+"""kill -9 at a random moment of a save.
+
+What was there before, or what was just committed, is there and whole, and the next save leaves no
+trace of the dead one.
+"""
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka.errors import CheckpointNotFound, SaveFailed
+from ostraka.testing import run_processes
+
+CLEAN = ["_METADATA", "shards"]
+NOTHING = -1
+"""Instead of a number: there is no checkpoint."""
+
+
+def make_tree(number: int, nbytes: int) -> dict[str, Any]:
+    """Every element of every leaf is `number`: large leaves, small ones, some on devices."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    def full(count: int) -> np.ndarray:
+        return np.full(count // 4, number, np.int32)
+
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def place(value: np.ndarray, *axes: str) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return {
+        "number": number,
+        "large": [full(nbytes // 16) for _ in range(12)],
+        "small": {str(n): full(n * 64) for n in range(50)},
+        "sharded": place(full(nbytes // 8), "x"),
+        "replicated": place(full(nbytes // 8)),
+    }
+
+
+def number_in(path: str) -> int:
+    """The number of the checkpoint at a path, which must be whole; NOTHING if there is none."""
+    import jax
+
+    try:
+        tree = ostraka.restore(path)
+    except CheckpointNotFound:
+        assert not os.path.exists(f"{path}/_METADATA")
+        return NOTHING
+    number = tree["number"]
+    for leaf in jax.tree.leaves(tree):
+        assert np.all(np.asarray(leaf) == number), f"a mix of {number} and others"
+    assert ostraka.verify(path).ok
+    return number
+
+
+def names_in(path: str) -> list[str]:
+    return sorted(name.split("-")[0] for name in os.listdir(path))
+
+
+# One process: a parent that never starts JAX's backend forks a child for each step
+
+
+def forked(work: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """Run a function in a forked process: its id, and a pipe with what it says."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    code = 1
+    try:
+        os.close(reading)
+        work(*args, writing)
+        code = 0
+    except BaseException:
+        os.write(writing, pickle.dumps(traceback.format_exc()))
+    finally:
+        os._exit(code)
+
+
+def outcome_of(work: Callable[..., Any], *args: Any) -> Any:
+    pid, pipe = forked(work, *args)
+    with os.fdopen(pipe, "rb") as said:
+        value = pickle.loads(said.read())
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, value
+    return value
+
+
+def save_and_say(path: str, number: int, nbytes: int, pipe: int) -> None:
+    tree = make_tree(number, nbytes)
+    os.write(pipe, b"r")
+    ostraka.save(path, tree)
+    os.write(pipe, b"s")
+
+
+def time_a_save(path: str, nbytes: int, pipe: int) -> None:
+    """A save over another one, in a process that has saved nothing before."""
+    tree = make_tree(0, nbytes)
+    begin = time.monotonic()
+    ostraka.save(path, tree)
+    os.write(pipe, pickle.dumps(time.monotonic() - begin))
+
+
+def look(path: str, pipe: int) -> None:
+    os.write(pipe, pickle.dumps(number_in(path)))
+
+
+def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
+    ostraka.save(path, make_tree(number, nbytes))
+    os.write(pipe, pickle.dumps((number_in(path), names_in(path))))
+
+
+def kill_one_save(path: str, number: int, nbytes: int, wait: Callable[[], None]) -> bool:
+    """Begin a save and kill it after `wait`; tells whether it had returned before."""
+    pid, pipe = forked(save_and_say, path, number, nbytes)
+    with os.fdopen(pipe, "rb") as said:
+        assert said.read(1) == b"r"
+        wait()
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        rest = said.read()
+    assert rest in (b"", b"s"), pickle.loads(rest)
+    assert os.WIFSIGNALED(status) or rest == b"s"
+    return rest == b"s"
+
+
+def near_the_commit(path: str, delay_s: float) -> Callable[[], None]:
+    """Wait until a new process index is there, which is written last before the commit."""
+    before = set(Path(path).glob("shards-*/process_*.json"))
+
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while set(Path(path).glob("shards-*/process_*.json")) <= before:
+            if time.monotonic() > deadline:
+                return
+        time.sleep(delay_s)
+
+    return wait
+
+
+def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]:
+    # Imported before the forks, not in each of them.
+    assert ostraka.save
+    assert ostraka.restore
+    assert ostraka.verify
+    rng = random.Random(seed)
+    path = f"{root}/checkpoint"
+    tally = {"returned": 0, "committed": 0, "kept": 0, "nothing": 0}
+    outcome_of(save_and_look, path, 0, nbytes)
+    usual_s = outcome_of(time_a_save, path, nbytes)
+    before = 0
+    for number in range(1, 2 * trials, 2):
+        if rng.random() < 0.15:
+            shutil.rmtree(path)
+            before = NOTHING
+        if rng.random() < 0.4:
+            wait = near_the_commit(path, rng.uniform(0, 0.03))
+        else:
+            delay_s = rng.uniform(0, 1.2) * usual_s
+            wait = lambda delay_s=delay_s: time.sleep(delay_s)  # noqa: E731
+        returned = kill_one_save(path, number, nbytes, wait)
+        found = outcome_of(look, path)
+        where = f"trial {number}: {before} before, {found} found, returned: {returned}"
+        assert found == number if returned else found in (before, number), where
+        kind = "committed" if found == number else "nothing" if found == NOTHING else "kept"
+        tally["returned" if returned else kind] += 1
+        before, names = outcome_of(save_and_look, path, number + 1, nbytes)
+        assert (before, names) == (number + 1, CLEAN), where
+    return {**tally, "usual_s": usual_s}
+
+
+@pytest.mark.parametrize(
+    ("trials", "nbytes"),
+    [
+        (15, 1 << 20),
+        (15, 64 << 20),
+        pytest.param(250, 4 << 20, marks=pytest.mark.soak),
+        pytest.param(250, 192 << 20, marks=pytest.mark.soak),
+    ],
+)
+def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):
+    (result,) = run_processes(
+        run_trials,
+        str(tmp_path),
+        trials,
+        nbytes,
+        trials + nbytes,
+        processes=1,
+        devices_per_process=4,
+        timeout_s=120 + 12 * trials,
+    )
+    print(result.value)
+    assert result.value["kept"] > 0
+    assert (
+        sum(result.value[name] for name in ("returned", "committed", "kept", "nothing")) == trials
+    )
+
+
+# Four processes
+
+_ENTER_S = 0.05
+"""A process that dies before it has entered the save is JAX's to miss."""
+
+
+def save_among_four(path: str, number: int, nbytes: int, dead_after_s: float) -> str:
+    import jax
+
+    from ostraka import _coordinate
+
+    _coordinate.DEAD_AFTER_S = dead_after_s
+    tree = make_tree(number, nbytes)
+    save = ostraka.save  # imported here
+    Path(f"{path}.go{jax.process_index()}").touch()
+    try:
+        save(path, tree)
+    except SaveFailed as error:
+        return str(error)
+    return "saved"
+
+
+def kill_some(
+    victims: list[int], marks: list[str], delay_s: float
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    """Kill some of the processes at once, some time after all files are there."""
+
+    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
+        deadline = time.monotonic() + 60
+        while not all(map(os.path.exists, marks)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(_ENTER_S + delay_s)
+        for victim in victims:
+            popens[victim].kill()
+
+    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+
+
+def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) -> None:
+    """Checkpoint 1 is to replace checkpoint 0: one of them must be there afterwards."""
+    ostraka.save(path, make_tree(0, nbytes))
+    marks = [f"{path}.go{process}" for process in range(4)]
+    results = run_processes(
+        save_among_four,
+        path,
+        1,
+        nbytes,
+        2.0,
+        processes=4,
+        devices_per_process=2,
+        check=False,
+        on_start=kill_some(victims, marks, delay_s),
+    )
+    for mark in marks:
+        os.unlink(mark)
+    said = {r.process: r.value for r in results if r.process not in victims and r.exit_code == 0}
+    where = f"{victims} killed after {delay_s:.3f} s: {said}"
+    if 0 not in victims:
+        assert len(said) == 4 - len(victims), where
+        assert len(set(said.values())) == 1, where
+    found = number_in(path)
+    assert found in (0, 1), where
+    for text in said.values():
+        if text == "saved":
+            assert found == 1, where
+        else:
+            assert found == 0, where
+            assert any(
+                f"on process {victim}: it has not been heard of" in text for victim in victims
+            ), where
+    ostraka.save(path, make_tree(2, nbytes))
+    assert number_in(path) == 2
+    assert names_in(path) == CLEAN
+
+
+@pytest.mark.parametrize("victims", [[0], [1], [2, 3], [3], [0, 1, 2, 3]], ids=str)
+def test_kill_some_of_four_processes(tmp_path: Path, victims: list[int]):
+    path = str(tmp_path / "checkpoint")
+    nbytes = 48 << 20
+    rng = random.Random(len(victims) + victims[0])
+    kill_among_four(path, victims, nbytes, rng.uniform(0, 0.5))
+
+
+@pytest.mark.soak
+def test_kill_some_of_four_processes_again_and_again(tmp_path: Path):
+    path = str(tmp_path / "checkpoint")
+    nbytes = 48 << 20
+    rng = random.Random(19)
+    for _ in range(100):
+        victims = rng.sample(range(4), rng.randint(1, 4))
+        kill_among_four(path, victims, nbytes, rng.uniform(0, 0.8))
