@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ostraka import _box, _format
+from ostraka import _box, _format, _pattern
 from ostraka._box import Box
-from ostraka._document import Branch, Leaf, check_unique, leaves_of
+from ostraka._document import Branch, Leaf, Stateful, check_unique, encode_state, leaves_of
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -21,6 +21,7 @@ from ostraka._spec import (
     MeshSpec,
     Partition,
     device_boxes,
+    numpy_dtype,
 )
 from ostraka._tree import check_savable, is_array, is_key, parse
 from ostraka.errors import InvalidTree
@@ -82,6 +83,19 @@ class ProcessValue:
         return self._array[within][np.newaxis]
 
 
+class CastValue:
+    """A value that is saved as another dtype."""
+
+    in_host_memory = False
+
+    def __init__(self, value: Value, dtype: str):
+        self._value = value
+        self._dtype = numpy_dtype(dtype)
+
+    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
+        return self._value.read(device, box).astype(self._dtype)
+
+
 class ShardedValue:
     """A jax.Array: each local device gives what lies in its own shard."""
 
@@ -136,6 +150,47 @@ class Captured:
         self.leaves = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in self.leaves]
         self.meshes = [self.meshes[old] for old in numbers if old != HOST_LOCAL]
 
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    """By path, the encoded states of this process's stateful objects."""
+
+    def save_as(self, dtype: DtypeRule) -> None:
+        """Have floating-point arrays written as another dtype; scalars and others stay as they are.
+
+        To be called when it is settled where each leaf lies.
+        """
+        for number, leaf in enumerate(self.leaves):
+            wanted = floating_dtype(dtype, leaf.path)
+            if wanted is None or wanted == leaf.dtype or not leaf.shape:
+                continue
+            if leaf.kind in ("jax", "numpy") and is_floating(leaf.dtype):
+                self.values[number] = CastValue(self.values[number], wanted)
+                self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
+
+
+DtypeRule = Any
+"""A dtype for all floating-point arrays, or a mapping from path patterns to dtypes."""
+
+
+def check_dtype_rule(rule: DtypeRule) -> None:
+    """Raise ValueError for a rule that names something else than floating-point dtypes."""
+    for found in cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]:
+        floating_dtype(found, "")
+
+
+def floating_dtype(rule: DtypeRule, path: str) -> str | None:
+    """The dtype that a rule gives to a path. Raises ValueError for what is not floating-point."""
+    found = _pattern.lookup(cast("dict[str, Any]", rule), path) if isinstance(rule, dict) else rule
+    if found is None:
+        return None
+    name = found if isinstance(found, str) else np.dtype(found).name
+    if name not in DTYPES or not is_floating(name):
+        raise ValueError(f"dtype is {name!r}; it must be a floating-point dtype, as bfloat16 is")
+    return name
+
+
+def is_floating(name: str) -> bool:
+    return name.startswith(("float", "bfloat")) and not DTYPES[name].packed
+
 
 def capture(tree: Any) -> Captured:
     """Take a tree apart. Raises InvalidTree, naming the leaf, for what can't be saved."""
@@ -158,8 +213,11 @@ class _Capture:
         specs: list[LeafSpec] = []
         values: list[Value] = []
         sole: dict[int, int] = {}
+        states: dict[str, Any] = {}
         for leaf in leaves:
             check_savable(leaf)
+            if isinstance(leaf.value, Stateful):
+                states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
             if not is_array(leaf.value):
                 continue
             spec, value = self._array(leaf)
@@ -168,7 +226,9 @@ class _Capture:
                 sole[len(specs)] = process
             specs.append(spec)
             values.append(value)
-        return Captured(parsed, specs, values, list(self._meshes), self._devices.process_of, sole)
+        return Captured(
+            parsed, specs, values, list(self._meshes), self._devices.process_of, sole, states
+        )
 
     def _array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         if isinstance(leaf.value, jax.Array):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ class Leaf:
 
     path: str
     value: Any
+    spec: Any = None
+    """A PartitionSpec that the tree itself names for this leaf, as NNX variables do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Branch:
     """How `_METADATA` describes it; its items are under the key `items`."""
     children: tuple[Branch | Leaf, ...]
     rebuild: Callable[[list[Any]], Any]
+    update: Callable[[list[Any]], None] | None = None
+    """How to put other items into this very container; None if it can't be changed."""
 
 
 def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
@@ -83,9 +88,35 @@ def join(path: str, segment: str) -> str:
     return f"{path}/{segment}" if path else segment or "~"
 
 
+def prune(node: Branch | Leaf, wanted: Callable[[str], bool]) -> Branch | Leaf | None:
+    """The tree with the wanted leaves only; None if there are none.
+
+    A sequence that loses items becomes a dict of those that are left, by their numbers.
+    """
+    if isinstance(node, Leaf):
+        return node if wanted(node.path) else None
+    kept = [prune(child, wanted) for child in node.children]
+    left = [(number, child) for number, child in enumerate(kept) if child is not None]
+    if len(left) == len(kept):
+        return Branch(node.kind, tuple(child for _, child in left), node.rebuild, node.update)
+    if not left:
+        return None
+    names = next(
+        (node.kind[k] for k in ("dict", "ordered_dict", "state", "keys") if k in node.kind), None
+    )
+    keys = [number if names is None else names[number] for number, _ in left]
+    return Branch(
+        {"dict": keys},
+        tuple(child for _, child in left),
+        lambda items: dict(zip(keys, items, strict=True)),
+    )
+
+
 def encode(node: Branch | Leaf, numbers: Mapping[str, int]) -> Any:
     """The tree as JSON; array leaves are their numbers."""
     if isinstance(node, Leaf):
+        if isinstance(node.value, Stateful):
+            return {"states": [], "path": node.path, "items": []}
         number = numbers.get(node.path)
         return encode_value(node) if number is None else number
     return {**node.kind, "items": [encode(child, numbers) for child in node.children]}
@@ -161,6 +192,59 @@ class ArrayNumber:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class SavedStates:
+    """Stands for an object with a state of its own: the state that each process saved."""
+
+    states: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    """An object with `get_state` and `set_state`, such as a data iterator, and its state then."""
+
+    owner: Any
+    state: Any
+
+
+def encode_state(path: str, state: Any) -> Any:
+    """A state as JSON: what `get_state` gives is plain JSON values, or bytes."""
+    if isinstance(state, bytes):
+        return encode_value(Leaf(path, state))
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidTree(
+            f"leaf {path!r}: get_state() gives {type(state).__name__}, which is neither JSON nor "
+            f"bytes ({error})"
+        ) from error
+    if json.loads(text) != state:
+        raise InvalidTree(
+            f"leaf {path!r}: get_state() gives values that JSON would change, such as tuples or "
+            "keys that are not text"
+        )
+    return {"json": json.loads(text)}
+
+
+def fill_in_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> None:
+    """Put the states of all processes, by path, into an encoded tree that has place for them."""
+    if not isinstance(encoded, dict):
+        return
+    node: dict[str, Any] = encoded
+    if "states" in node:
+        node["states"] = list(states[node.pop("path")])
+    for item in node.get("items", ()):
+        fill_in_states(item, states)
+
+
+def decode_state(encoded: Any) -> Any:
+    return encoded["json"] if "json" in encoded else decode_value(encoded)
+
+
+def _only_item(items: list[Any]) -> Any:
+    return items[0]
+
+
 def _saved(encoded: Any, paths: Sequence[str], path: str) -> Branch | Leaf:
     if isinstance(encoded, int):
         return Leaf(paths[encoded], ArrayNumber(encoded))
@@ -169,9 +253,14 @@ def _saved(encoded: Any, paths: Sequence[str], path: str) -> Branch | Leaf:
     described: dict[str, Any] = {k: v for k, v in encoded.items() if k != "items"}
     items: list[Any] = encoded["items"]
     keys: list[Any] = next(
-        (described[k] for k in ("dict", "ordered_dict", "keys") if k in described),
+        (described[k] for k in ("dict", "ordered_dict", "state", "keys") if k in described),
         list(range(len(items))),
     )
+    if "nnx" in described or "variable" in described:
+        (item,) = items
+        return Branch(described, (_saved(item, paths, path),), _only_item)
+    if "states" in described:
+        return Leaf(path or ROOT, SavedStates(tuple(map(decode_state, described["states"]))))
     if not all(type(key) in (str, int) for key in keys):
         raise ValueError("a container has keys that are neither text nor integers")
     children = tuple(
@@ -194,12 +283,12 @@ def _builder(described: Mapping[str, Any], keys: list[Any]) -> Callable[[list[An
     if "dataclass" in described:
         module, name = described["dataclass"]
         return _dataclass_builder(module, name, keys, described.get("static", {}))
-    if "dict" in described or "node" in described:
+    if "dict" in described or "node" in described or "state" in described:
         return lambda items: dict(zip(keys, items, strict=True))
     raise ValueError(f"its tree has a container of an unknown kind ({', '.join(described)})")
 
 
-def _loaded_class(module: str, qualname: str) -> Any:
+def loaded_class(module: str, qualname: str) -> Any:
     # Names are looked up, not asked for: a module or a class may run code when asked.
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
@@ -211,7 +300,7 @@ def _loaded_class(module: str, qualname: str) -> Any:
 def _namedtuple_builder(
     module: str, qualname: str, fields: list[str]
 ) -> Callable[[list[Any]], Any]:
-    kind = _loaded_class(module, qualname)
+    kind = loaded_class(module, qualname)
     if kind is None or not issubclass(kind, tuple) or list(getattr(kind, "_fields", ())) != fields:
         name = qualname.rsplit(".", 1)[-1]
         make_class: Any = collections.namedtuple
@@ -223,7 +312,7 @@ def _dataclass_builder(
     module: str, qualname: str, fields: list[str], static: Mapping[str, Any]
 ) -> Callable[[list[Any]], Any]:
     """The dataclass itself if it is loaded, a pytree to JAX, and all its fields are here."""
-    kind = _loaded_class(module, qualname)
+    kind = loaded_class(module, qualname)
     given = {name: decode_value(value) for name, value in static.items()}
     fits = _is_pytree_with_fields(kind, {*fields, *given})
 

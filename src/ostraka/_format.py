@@ -518,6 +518,8 @@ def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
         entry["spec"] = spec.partition
     if spec.prng is not None:
         entry["prng"] = spec.prng
+    if spec.cast_from is not None:
+        entry["cast_from"] = spec.cast_from
     if spec.per_process:
         entry["per_process"] = True
     return entry
@@ -532,6 +534,7 @@ def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
         mesh=entry.get("mesh", -1),
         partition=tuple(tuple(axes) for axes in entry.get("spec", ())),
         prng=entry.get("prng"),
+        cast_from=entry.get("cast_from"),
         per_process=entry.get("per_process", False),
     )
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))

@@ -16,18 +16,32 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ostraka._box import Box, full
-from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
+from ostraka._capture import (
+    Devices,
+    DtypeRule,
+    describe_mesh,
+    describe_sharding,
+    floating_dtype,
+    is_floating,
+    spec_entries,
+)
 from ostraka._checkpoint import Source
 from ostraka._document import (
     ROOT,
     ArrayNumber,
     Branch,
     Leaf,
+    SavedStates,
+    Stateful,
     check_unique,
     leaves_of,
+    prune,
     segment,
 )
+from ostraka._nnx import as_state
+from ostraka._pattern import Patterns, matches, rename_with
 from ostraka._spec import (
+    DTYPES,
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
@@ -35,7 +49,7 @@ from ostraka._spec import (
     partition_problems,
 )
 from ostraka._tree import is_array, is_key, parse
-from ostraka.errors import InvalidTree, Mismatch, nearest
+from ostraka.errors import InvalidTree, Mismatch, PartialRestore, nearest
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
@@ -54,6 +68,8 @@ class Destination:
     boxes: tuple[Box, ...]
     """What this process needs of it, each once."""
     python: type | None = None
+    cast: str | None = None
+    """The dtype to cast it to, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,21 @@ class Wanted:
     tree: Branch | Leaf
     arrays: tuple[Destination, ...]
     values: Mapping[str, Any]
+    states: tuple[tuple[Any, Any], ...] = ()
+    """Stateful objects of `like`, and the state that each gets at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the caller said about a restore, besides `like`."""
+
+    mesh: Mesh | None = None
+    specs: Any = None
+    strict: bool = True
+    only: Patterns | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: DtypeRule = None
+    as_state: bool = False
 
 
 class Matcher:
@@ -71,62 +102,111 @@ class Matcher:
     def __init__(
         self,
         source: Source,
+        choices: Choices,
         *,
-        mesh: Mesh | None,
-        specs: Any,
         process: int,
         process_count: int,
     ):
         self._metadata = source.metadata
         self._location = source.location
-        self._mesh = mesh
-        self._specs = _SpecTree(specs)
+        self._mesh = choices.mesh
+        self._choices = choices
+        self._specs = _SpecTree(choices.specs)
         self._process = process
         self._process_count = process_count
         self._devices = Devices()
         self._differences: list[str] = []
         self._saved_tree = source.tree
-        self._saved = {leaf.path: leaf.value for leaf in leaves_of(self._saved_tree)}
+        self._rename = rename_with(choices.rename or {})
+        self._saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
+        self._tolerated: list[str] = []
+        self._states: list[tuple[Any, Any]] = []
         self._settled: set[Any] = set()
         self._boxes: dict[Any, tuple[Box, ...]] = {}
 
-    def match(self, like: Any, *, templated: bool) -> Wanted:
-        """Settle every leaf of `like`, or of all that was saved. Raises Mismatch."""
-        tree = parse(like) if templated else self._saved_tree
-        leaves = list(leaves_of(tree))
+    def match(self, tree: Branch | Leaf | None) -> Wanted:
+        """Settle every leaf of a parsed `like`, or of all that was saved. Raises Mismatch."""
+        wanted = tree or self._pruned(self._saved_tree)
+        leaves = list(leaves_of(wanted))
         check_unique(leaves)
         arrays: list[Destination] = []
         values: dict[str, Any] = {}
         for leaf in leaves:
-            if leaf.path not in self._saved:
-                self._missing(leaf.path)
-                continue
-            saved = self._saved[leaf.path]
-            if isinstance(saved, ArrayNumber):
-                arrays += self._array(leaf, saved.number)
+            path = self._rename(leaf.path) if tree is None else leaf.path
+            if tree is not None and not self._is_chosen(path):
+                self._keep(leaf, values)
+            elif path not in self._saved:
+                self._missing(leaf, values)
+            elif isinstance(self._saved[path], ArrayNumber):
+                arrays += self._array(leaf, self._saved[path].number)
             else:
-                values[leaf.path] = self._value(leaf, saved)
-        if templated:
+                values[leaf.path] = self._value(leaf, self._saved[path])
+        if tree is not None:
             self._unexpected({leaf.path for leaf in leaves}, tree)
         self._differences += self._specs.unused(self._saved)
+        self._differences += self._unused_renames()
         if self._differences:
-            what = "`like` does not fit checkpoint" if templated else "can't place checkpoint"
+            what = "can't place checkpoint" if tree is None else "`like` does not fit checkpoint"
             raise Mismatch(f"{what} {self._location}", self._differences)
-        return Wanted(tree, tuple(arrays), values)
+        if self._tolerated:
+            listed = "; ".join(self._tolerated)
+            warnings.warn(
+                PartialRestore(f"restored {self._location} in part: {listed}"), stacklevel=6
+            )
+        return Wanted(wanted, tuple(arrays), values, tuple(self._states))
 
     # Which leaves there are
 
-    def _missing(self, path: str) -> None:
-        self._differences.append(
-            f"{path!r} is not in the checkpoint{nearest(path, list(self._saved))}"
-        )
+    def _is_chosen(self, path: str) -> bool:
+        return self._choices.only is None or matches(self._choices.only, path)
+
+    def _keep(self, leaf: Leaf, values: dict[str, Any]) -> None:
+        """Leave what `like` has, as far as it has a value."""
+        value = leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            self._differences.append(
+                f"{leaf.path!r} is not to be restored, and `like` has no value to keep for it"
+            )
+        values[leaf.path] = value
+
+    def _missing(self, leaf: Leaf, values: dict[str, Any]) -> None:
+        what = f"{leaf.path!r} is not in the checkpoint"
+        if self._choices.strict or isinstance(leaf.value, jax.ShapeDtypeStruct):
+            kept = "" if self._choices.strict else ", and `like` has no value to keep for it"
+            found = nearest(leaf.path, list(self._saved))
+            self._differences.append(f"{what}{kept}{found}")
+            return
+        self._tolerated.append(f"{what} and was kept")
+        self._keep(leaf, values)
 
     def _unexpected(self, wanted: set[str], tree: Branch | Leaf) -> None:
         """Top-level entries may be left out where several things were saved in one dict."""
         left_out = self._top_level_left_out(tree)
         for path in self._saved:
-            if path not in wanted and path.split("/")[0] not in left_out:
-                self._differences.append(f"{path!r} is in the checkpoint but not in `like`")
+            if path in wanted or path.split("/")[0] in left_out or not self._is_chosen(path):
+                continue
+            what = f"{path!r} is in the checkpoint but not in `like`"
+            (self._differences if self._choices.strict else self._tolerated).append(what)
+
+    def _unused_renames(self) -> list[str]:
+        paths = [leaf.path for leaf in leaves_of(self._saved_tree)]
+        return [
+            f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
+            for old in self._choices.rename or {}
+            if not any(path == old or path.startswith(f"{old}/") for path in paths)
+        ]
+
+    def _pruned(self, node: Branch | Leaf) -> Branch | Leaf:
+        """The saved tree, with those leaves only that were asked for."""
+        if self._choices.as_state:
+            node = as_state(node)
+        if self._choices.only is None:
+            return node
+        kept = prune(node, lambda path: self._is_chosen(self._rename(path)))
+        if kept is None:
+            self._differences.append(f"no leaf is matched by only={self._choices.only!r}")
+            return node
+        return kept
 
     def _top_level_left_out(self, tree: Branch | Leaf) -> set[str]:
         saved = self._saved_tree
@@ -137,7 +217,8 @@ class Matcher:
         )
         if not several_things:
             return set()
-        keys = next((tree.kind[k] for k in ("dict", "ordered_dict", "keys") if k in tree.kind), [])
+        kinds = ("dict", "ordered_dict", "state", "keys")
+        keys = next((tree.kind[k] for k in kinds if k in tree.kind), [])
         present = {segment(key, "") for key in keys}
         return {path.split("/")[0] for path in self._saved} - present
 
@@ -145,6 +226,8 @@ class Matcher:
 
     def _value(self, leaf: Leaf, saved: Any) -> Any:
         wanted = leaf.value
+        if isinstance(saved, SavedStates):
+            return self._state(leaf, saved)
         if type(wanted) is type(saved):
             return saved
         if type(saved) in (bool, int, float, complex) and _is_arraylike(wanted):
@@ -152,6 +235,27 @@ class Matcher:
         self._differences.append(
             f"{leaf.path!r}: the checkpoint has {_show_value(saved)}, `like` has "
             f"{_show_value(wanted)}"
+        )
+        return None
+
+    def _state(self, leaf: Leaf, saved: SavedStates) -> Any:
+        """The state of a stateful object goes into the object of `like`, at the very end."""
+        if len(saved.states) != self._process_count:
+            self._differences.append(
+                f"{leaf.path!r}: each of the {len(saved.states)} processes that saved it had a "
+                f"state of its own; this run has {self._process_count}: restore with as many, or "
+                "leave it out of `like` and set its position yourself"
+            )
+            return None
+        state = saved.states[self._process]
+        if isinstance(leaf.value, Stateful):
+            self._states.append((leaf.value.owner, state))
+            return leaf.value.owner
+        if isinstance(leaf.value, SavedStates):
+            return state
+        self._differences.append(
+            f"{leaf.path!r}: the checkpoint has the state of an object, `like` has "
+            f"{_show_value(leaf.value)}, which has no set_state"
         )
         return None
 
@@ -181,23 +285,36 @@ class Matcher:
                 f"{_show_value(wanted)}"
             )
             return []
-        problems = [*self._type_problems(spec, wanted, kind)]
+        cast = self._cast(spec, wanted, leaf.path)
+        problems = [*self._type_problems(spec, wanted, kind, cast or spec.dtype)]
         self._differences += [f"{leaf.path!r}: {problem}" for problem in problems]
         if problems:
             return []
         if kind in ("numpy", "scalar", "python"):
             python = type(wanted) if kind == "python" else None
             boxes = (self._own_box(spec),)
-            return [Destination(number, leaf.path, kind, None, boxes, python)]
+            return [Destination(number, leaf.path, kind, None, boxes, python, cast)]
         try:
-            sharding = self._sharding(spec, wanted, leaf.path)
+            sharding = self._sharding(spec, wanted, leaf)
         except _Unfit as error:
             self._differences += error.problems
             return []
         boxes = self._local_boxes(spec, sharding)
-        return [Destination(number, leaf.path, kind, sharding, boxes)]
+        return [Destination(number, leaf.path, kind, sharding, boxes, None, cast)]
 
-    def _type_problems(self, spec: LeafSpec, wanted: Any, kind: str) -> Iterator[str]:
+    def _cast(self, spec: LeafSpec, wanted: Any, path: str) -> str | None:
+        """The dtype to cast a leaf to: only floating-point arrays, only if asked."""
+        rule = self._choices.dtype
+        if rule is None or spec.kind not in ("jax", "numpy") or not is_floating(spec.dtype):
+            return None
+        if rule == "like":
+            name = getattr(getattr(wanted, "dtype", None), "name", None)
+            found = name if isinstance(name, str) and name in DTYPES and is_floating(name) else None
+        else:
+            found = floating_dtype(rule, path) if spec.shape else None
+        return None if found == spec.dtype else found
+
+    def _type_problems(self, spec: LeafSpec, wanted: Any, kind: str, dtype: str) -> Iterator[str]:
         if spec.per_process and self._process_count != self._metadata.process_count:
             yield (
                 f"each of the {self._metadata.process_count} processes that saved it had its own "
@@ -205,7 +322,7 @@ class Matcher:
             )
         if wanted is spec:
             if spec.kind == "jax":
-                yield from _x64_problems(spec.dtype)
+                yield from _x64_problems(dtype)
             if spec.kind == "key" and _key_words(spec.prng) != spec.shape[-1]:
                 yield f"it is a {spec.prng} key, which this JAX does not know"
             return
@@ -220,10 +337,12 @@ class Matcher:
         if tuple(wanted.shape) != saved_shape:
             found = _show_shape(wanted.shape)
             yield f"saved with shape {_show_shape(saved_shape)}, `like` has {found}"
-        if wanted.dtype.name != spec.dtype:
-            yield f"saved as {spec.dtype}, `like` has {wanted.dtype.name}"
+        if wanted.dtype.name != dtype:
+            was = f" (cast from {spec.cast_from} by the save)" if spec.cast_from else ""
+            hint = ": pass dtype='like' to cast" if is_floating(wanted.dtype.name) else ""
+            yield f"saved as {spec.dtype}{was}, `like` has {wanted.dtype.name}{hint}"
         elif kind == "jax":
-            yield from _x64_problems(spec.dtype)
+            yield from _x64_problems(dtype)
 
     def _own_box(self, spec: LeafSpec) -> Box:
         box = full(spec.shape)
@@ -247,8 +366,9 @@ class Matcher:
 
     # Shardings
 
-    def _sharding(self, spec: LeafSpec, wanted: Any, path: str) -> Any:
+    def _sharding(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> Any:
         """`specs`, then the sharding of `like`, then what was saved; on `mesh` if it is given."""
+        path = leaf.path
         given = self._specs.find(path)
         like = getattr(wanted, "sharding", None) if wanted is not spec else None
         if given is not None and not isinstance(given, PartitionSpec):
@@ -259,7 +379,7 @@ class Matcher:
                 raise _Unfit(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
             return self._named(spec, path, mesh, given)
         if self._mesh is not None:
-            return self._named(spec, path, self._mesh, self._spec_on_mesh(spec, like))
+            return self._named(spec, path, self._mesh, self._spec_on_mesh(spec, like, leaf))
         if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
             raise _Unfit(
                 f"leaf {path!r} of `like` is sharded over an abstract mesh, which has no devices: "
@@ -269,8 +389,10 @@ class Matcher:
             return self._fitting(spec, path, like)
         return self._as_saved(spec, path)
 
-    def _spec_on_mesh(self, spec: LeafSpec, like: Any) -> Any:
+    def _spec_on_mesh(self, spec: LeafSpec, like: Any, leaf: Leaf) -> Any:
         assert self._mesh is not None
+        if like is None and leaf.spec is not None:
+            return leaf.spec
         if isinstance(like, NamedSharding) and set(like.mesh.axis_names) <= set(
             self._mesh.axis_names
         ):

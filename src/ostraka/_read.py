@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,38 +10,56 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ostraka._box import Box
+from ostraka._capture import DtypeRule, check_dtype_rule
 from ostraka._checkpoint import Source, load
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._document import rebuild
+from ostraka._document import Branch, Leaf, rebuild
 from ostraka._fetch import FetchJob, detached
-from ostraka._match import Destination, Matcher, Wanted
+from ostraka._inplace import InPlace
+from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal
+from ostraka._pattern import Patterns
 from ostraka._plan import Target
 from ostraka._spec import numpy_dtype
+from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
 from ostraka.storage import PathLike, Store, open_store
 
 _ATTEMPTS = 10
-_NO_LIKE: Any = object()
+_NOT_GIVEN: Any = object()
 
 
 def restore(
     path: PathLike,
     *,
-    like: Any = _NO_LIKE,
+    like: Any = _NOT_GIVEN,
+    into: Any = _NOT_GIVEN,
     mesh: Mesh | None = None,
     specs: Any = None,
+    strict: bool = True,
+    only: Patterns | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: DtypeRule = None,
+    as_state: bool = False,
 ) -> Any:
     """Bring a checkpoint back, onto any devices.
 
-    `like` says what is wanted: arrays or `jax.ShapeDtypeStruct`s with their shardings, numpy
-    arrays, numbers. The result has its types and lies where it lies. It may be a part of what was
-    saved: of a dict of several things, some. Without `like` the result has the containers, keys,
-    types and dtypes that were saved; arrays go back onto the mesh they were on if there are as many
-    devices, else onto one device.
+    `like` says what is wanted: NNX modules and optimizers, arrays, or abstract ones
+    (`nnx.eval_shape`, `jax.ShapeDtypeStruct`) with their shardings, numpy arrays, numbers. The
+    result has its types and lies where it lies. It may be a part of what was saved: of a dict of
+    several things, some. `into` is the same, and NNX objects in it are changed in place, their old
+    arrays let go as new ones arrive. Without either, the result has the containers, keys, types and
+    dtypes that were saved, modules as dicts (with `as_state` as `nnx.State`); arrays go back onto
+    the mesh they were on if there are as many devices, else onto one device.
 
     `mesh` puts the specs of `like`, or those that were saved, onto another mesh. `specs` overrides
     them: a PartitionSpec, or a tree of them whose entries hold for everything below.
+
+    `only` restores the leaves that match a pattern such as `"model/**"`, and leaves others as they
+    are in `like`. `rename` maps paths in the checkpoint to paths in `like`, for parts that have
+    moved. `strict=False` keeps what `like` has where the checkpoint has nothing, ignores what the
+    checkpoint has beyond `like`, and warns of both (PartialRestore). `dtype` casts floating-point
+    arrays: to one dtype, by path pattern, or with `"like"` to those of `like`.
 
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
     bytes that are not as written; with arrays that span several processes, the others raise
@@ -49,18 +67,32 @@ def restore(
 
     >>> state = ostraka.restore("runs/7", like=state)
     """
-    with_like = like is not _NO_LIKE
-    together = _spans_processes(like if with_like else None, mesh, specs, with_like)
+    if like is not _NOT_GIVEN and into is not _NOT_GIVEN:
+        raise ValueError("give like= or into=, not both")
+    choices = Choices(mesh, specs, strict, only, rename, dtype, as_state)
+    given = like if into is _NOT_GIVEN else into
+    together = _spans_processes(given, mesh, specs)
     try:
         with Operation(f"restore of {path}", alone=not together, own_errors=True) as operation:
             store = open_store(path)
-            return _restore(store, operation, like, mesh, specs, templated=with_like)
+            if dtype != "like":
+                check_dtype_rule(dtype)
+            tree = None if given is _NOT_GIVEN else parse(given)
+            if into is _NOT_GIVEN:
+                return _restore(store, operation, tree, choices, None)
+            assert tree is not None
+            _restore(store, operation, None, choices, InPlace(tree))
+            return into
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
 
 
 def _restore(
-    store: Store, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
+    store: Store,
+    operation: Operation,
+    tree: Branch | Leaf | None,
+    choices: Choices,
+    place: InPlace | None,
 ) -> Any:
     """Restore one checkpoint on all processes, even while a save replaces it.
 
@@ -74,10 +106,12 @@ def _restore(
         result: Any = None
         replaced = False
         try:
-            result = _restore_once(source, operation, like, mesh, specs, templated=templated)
-        except Damaged:
+            result = _restore_once(source, operation, tree, choices, place)
+        except Damaged as error:
             replaced = not source.is_still_there()
             if not replaced:
+                if place is not None:
+                    error.add_note("what was given as into= may have been changed in part")
                 raise
         if not operation.exchange(f"restored-{attempt}", replaced, any):
             return result
@@ -88,18 +122,29 @@ def _restore(
 
 
 def _restore_once(
-    source: Source, operation: Operation, like: Any, mesh: Any, specs: Any, *, templated: bool
+    source: Source,
+    operation: Operation,
+    tree: Branch | Leaf | None,
+    choices: Choices,
+    place: InPlace | None,
 ) -> Any:
     matcher = Matcher(
-        source,
-        mesh=mesh,
-        specs=specs,
-        process=jax.process_index(),
-        process_count=jax.process_count(),
+        source, choices, process=jax.process_index(), process_count=jax.process_count()
     )
-    wanted = matcher.match(like, templated=templated)
-    values = {**wanted.values, **dict(_read_arrays(source, wanted, operation))}
-    return rebuild(wanted.tree, values)
+    wanted = matcher.match(tree if place is None else place.template)
+    arrays = _read_arrays(source, wanted, operation)
+    result = None
+    if place is None:
+        result = rebuild(wanted.tree, {**wanted.values, **dict(arrays)})
+    else:
+        for path, value in wanted.values.items():
+            place.put(path, value)
+        for path, value in arrays:
+            place.put(path, value)
+        place.finish()
+    for owner, state in wanted.states:
+        owner.set_state(state)
+    return result
 
 
 def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterator[tuple[str, Any]]:
@@ -139,6 +184,8 @@ def _place(source: Source, destination: Destination, arrays: list[np.ndarray[Any
         shape = shape[1:]
         boxes = tuple(box[1:] for box in boxes)
         arrays = [array[0] for array in arrays]
+    if destination.cast is not None:
+        arrays = [array.astype(numpy_dtype(destination.cast)) for array in arrays]
     match destination.kind:
         case "numpy":
             return detached(arrays[0])
@@ -147,7 +194,9 @@ def _place(source: Source, destination: Destination, arrays: list[np.ndarray[Any
         case "python":
             return arrays[0].item()
         case _:
-            made = _jax_array(shape, spec.dtype, destination.sharding, boxes, arrays)
+            made = _jax_array(
+                shape, destination.cast or spec.dtype, destination.sharding, boxes, arrays
+            )
             if destination.kind == "key":
                 return jax.random.wrap_key_data(made, impl=spec.prng)
             return made
@@ -177,11 +226,11 @@ def _jax_array(
     return jax.make_array_from_callback(shape, sharding, shard, dtype=numpy_dtype(dtype))
 
 
-def _spans_processes(like: Any, mesh: Any, specs: Any, with_like: bool) -> bool:
+def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:
     """Whether the result has arrays on several processes, so that one failure concerns all."""
     if jax.process_count() == 1:
         return False
-    if not with_like and mesh is None:
+    if like is _NOT_GIVEN and mesh is None:
         return True
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((like, specs))]
     shardings += [

@@ -131,6 +131,8 @@ class LeafSpec:
     """Index into the checkpoint's meshes."""
     partition: Partition = ()
     prng: str | None = None
+    cast_from: str | None = None
+    """The dtype that it had before the save, if it was saved as another."""
     per_process: bool = False
     """Whether every process had a value of its own: dimension 0 is then the process."""
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka._document import ROOT, SCALARS, Branch, Leaf, encode_value, join, segment
+from ostraka._document import ROOT, SCALARS, Branch, Leaf, Stateful, encode_value, join, segment
+from ostraka._nnx import parse_nnx
 from ostraka.errors import InvalidTree
 
 
@@ -46,6 +47,11 @@ def _parse(value: Any, path: str) -> Branch | Leaf:
         return Branch({kind.__name__: None}, items, kind)
     if value is None or kind in SCALARS or is_array(value) or _is_abstract(value):
         return Leaf(path or ROOT, value)
+    found = parse_nnx(value, path, _parse)
+    if found is not None:
+        return found
+    if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
+        return Leaf(path or ROOT, Stateful(value, None))
     return _parse_registered(value, path)
 
 

@@ -22,15 +22,17 @@ import numpy as np
 from ostraka import _format, _pack
 from ostraka._capture import (
     Captured,
+    DtypeRule,
     Value,
     capture,
+    check_dtype_rule,
     flat_bytes,
     host_digests,
     make_common,
     make_per_process,
 )
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._document import encode
+from ostraka._document import encode, fill_in_states
 from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
 from ostraka._parallel import ByteBudget, StopSignal, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
@@ -51,15 +53,21 @@ def save(
     path: PathLike,
     tree: Any,
     *,
+    dtype: DtypeRule = None,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a tree as a checkpoint: blocking, atomic, durable.
 
     `tree` is any pytree of JAX arrays (sharded in any way), PRNG keys, numpy arrays, numbers,
-    strings, bytes and None. Every process of a run calls this; each writes its own shards, all at
-    the same time. When it returns the checkpoint is complete and on disk, on every process; when it
-    raises, what was at `path` before is still there, unchanged.
+    strings, bytes and None, with Flax NNX modules, optimizers and states anywhere in it, and
+    objects that have `get_state` and `set_state`, such as data iterators. Every process of a run
+    calls this; each writes its own shards, all at the same time. When it returns the checkpoint is
+    complete and on disk, on every process; when it raises, what was at `path` before is still
+    there, unchanged.
+
+    `dtype` writes floating-point arrays as another dtype: `"bfloat16"` for all, or by path,
+    `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.
 
     `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`,
     unless a single element or its name needs more.
@@ -73,7 +81,7 @@ def save(
         saving = _Save(operation, held)
         try:
             with operation:
-                saving.run(path, tree, metadata or {}, max_file_bytes)
+                saving.run(path, tree, dtype, metadata or {}, max_file_bytes)
         except BaseException as error:
             # By now every process knows that this save has failed.
             saving.clean_up()
@@ -93,13 +101,22 @@ class _Save:
         self._held = held
         self._store: Store = _NOWHERE
         self._save_id = ""
+        self._states: dict[str, list[Any]] = {}
+        """On process 0, the states of stateful objects on all processes."""
 
     @property
     def has_begun(self) -> bool:
         """Whether there may be anything of it on disk."""
         return bool(self._save_id)
 
-    def run(self, path: PathLike, tree: Any, user: Mapping[str, Any], max_file_bytes: int) -> None:
+    def run(
+        self,
+        path: PathLike,
+        tree: Any,
+        dtype: DtypeRule,
+        user: Mapping[str, Any],
+        max_file_bytes: int,
+    ) -> None:
         if max_file_bytes < _LEAST_FILE_BYTES:
             raise ValueError(
                 f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
@@ -109,7 +126,11 @@ class _Save:
         numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
         encoded = encode(captured.tree, numbers)
         user = _json_only(user)
-        self._save_id = self._begin(captured, encoded, user)
+        check_dtype_rule(dtype)
+        self._save_id = self._begin(captured, encoded, (user, repr(dtype)))
+        captured.save_as(dtype)
+        if self._operation.process == 0:
+            fill_in_states(encoded, self._states)
         plan = plan_write(
             captured.leaves, captured.meshes, captured.process_of, max_file_bytes=max_file_bytes
         )
@@ -132,14 +153,15 @@ class _Save:
             if _committed_directory(self._store) not in (directory, _UNKNOWN):
                 self._store.delete(directory)
 
-    def _begin(self, captured: Captured, encoded: Any, user: Mapping[str, Any]) -> str:
+    def _begin(self, captured: Captured, encoded: Any, rest: Any) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
         several = self._operation.count > 1
         payload = {
             "path": self._store.location,
-            "tree": _fingerprint(captured, encoded, user) if several else "",
+            "tree": _fingerprint(captured, encoded, rest) if several else "",
             "paths": [captured.leaves[n].path for n in captured.sole_process],
             "sole": list(captured.sole_process.items()),
+            "states": captured.states,
             "digests": list(host_digests(captured, self._operation.process).items()),
         }
         answer = self._operation.exchange("begin", payload, self._decide_begin)
@@ -154,6 +176,10 @@ class _Save:
                 if payload[subject] != payloads[0][subject]:
                     raise ProcessFailed(process, _disagreement(subject, payload, payloads[0]))
         common, per_process = _sort_out_sole(payloads)
+        self._states = {
+            path: [payload["states"][path] for payload in payloads]
+            for path in payloads[0]["states"]
+        }
         self._store.prepare()
         self._held.enter_context(self._store.exclusive())
         _remove_leftovers(self._store)
@@ -380,14 +406,14 @@ def _remove_other_shards(store: Store, save_id: str) -> None:
 # Several processes
 
 
-def _fingerprint(captured: Captured, encoded: Any, user: Mapping[str, Any]) -> str:
+def _fingerprint(captured: Captured, encoded: Any, rest: Any) -> str:
     """What must be the same on all processes, as a digest."""
     leaves: list[Any] = []
     for number, leaf in enumerate(captured.leaves):
         leaves.append((leaf.path, leaf.kind, leaf.dtype, leaf.shape, leaf.prng))
         if number not in captured.sole_process:
             leaves.append((captured.meshes[leaf.mesh], leaf.partition))
-    return _format.digest(repr((encoded, leaves, user)).encode())
+    return _format.digest(repr((encoded, leaves, rest)).encode())
 
 
 def _disagreement(subject: str, payload: Any, first: Any) -> str:

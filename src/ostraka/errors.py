@@ -35,6 +35,7 @@ __all__ = [
     "Mismatch",
     "NotACheckpoint",
     "OstrakaError",
+    "PartialRestore",
     "PathInTheWay",
     "Problem",
     "RestoreFailed",
@@ -102,6 +103,10 @@ class StoreError(OstrakaError, OSError):
 
 class Busy(OstrakaError, OSError):
     """Another save to the same path has not finished."""
+
+
+class PartialRestore(UserWarning):
+    """A restore with `strict=False` found leaves missing or unexpected, and says which."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""Flax NNX in a tree: modules, optimizers, states and variables to branches and back.
+
+Flax is imported by whoever made the objects, never by us: without it in the process there is
+nothing here to do.
+
+A module is parsed as its state: nested keys down to variables, each of which stands for its value.
+The path of a leaf is thus that of the attribute, such as `model/layers/0/kernel`. A variable that
+is used in several places of one module has one leaf, and is shared again in what is rebuilt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ostraka._document import (
+    Branch,
+    Leaf,
+    decode_value,
+    encode_value,
+    join,
+    loaded_class,
+    segment,
+)
+
+Parse = Callable[[Any, str], "Branch | Leaf"]
+
+
+def parse_nnx(value: Any, path: str, parse: Parse) -> Branch | None:
+    """The branch of an NNX object; None if the value is none."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    if isinstance(value, nnx.Variable):
+        return _parse_variable(value, path, parse)
+    if isinstance(value, nnx.State):
+        return _parse_state(nnx, value, path, parse)
+    if isinstance(value, nnx.Pytree):
+        return _parse_graph(nnx, value, path, parse)
+    return None
+
+
+def _parse_graph(nnx: Any, value: Any, path: str, parse: Parse) -> Branch:
+    """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
+    graphdef, state = nnx.split(value)
+
+    def rebuild(items: list[Any]) -> Any:
+        return nnx.merge(graphdef, items[0])
+
+    def update(items: list[Any]) -> None:
+        nnx.update(value, items[0])
+
+    children = (_parse_state(nnx, state, path, parse),)
+    return Branch({"nnx": _type_name(value)}, children, rebuild, update)
+
+
+def _parse_state(nnx: Any, state: Any, path: str, parse: Parse) -> Branch:
+    keys = list(state.raw_mapping)
+    children = tuple(
+        _parse_entry(nnx, entry, join(path, segment(key, path)), parse)
+        for key, entry in state.raw_mapping.items()
+    )
+
+    return Branch({"state": keys}, children, _state_builder(nnx, keys))
+
+
+def _parse_entry(nnx: Any, entry: Any, path: str, parse: Parse) -> Branch | Leaf:
+    if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
+        return _parse_state(nnx, nnx.State(entry), path, parse)
+    return parse(entry, path)
+
+
+def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
+    def rebuild(items: list[Any]) -> Any:
+        return variable.replace(items[0])
+
+    def update(items: list[Any]) -> None:
+        variable.set_value(items[0])
+
+    metadata = variable.get_metadata()
+    kind = {"variable": _type_name(variable), "about": _describe(metadata)}
+    child = parse(variable.get_value(), path)
+    if isinstance(child, Leaf):
+        child = replace(child, spec=_named_spec(metadata))
+    return Branch(kind, (child,), rebuild, update)
+
+
+def _named_spec(metadata: Mapping[str, Any]) -> Any:
+    """The PartitionSpec that a variable's metadata names, under any of the names Flax has had."""
+    from jax.sharding import PartitionSpec
+
+    for name in ("out_sharding", "sharding_names", "sharding"):
+        names = metadata.get(name)
+        if isinstance(names, PartitionSpec):
+            return names
+        if isinstance(names, tuple | list):
+            return PartitionSpec(*names)
+    return None
+
+
+def as_state(node: Branch | Leaf) -> Branch | Leaf:
+    """A saved tree whose NNX parts are rebuilt as nnx.State with the variables that were saved."""
+    if isinstance(node, Leaf):
+        return node
+    from flax import nnx
+
+    children = tuple(as_state(child) for child in node.children)
+    if "state" in node.kind:
+        return Branch(node.kind, children, _state_builder(nnx, node.kind["state"]))
+    if "variable" in node.kind:
+        return Branch(node.kind, children, _variable_builder(nnx, node.kind))
+    return Branch(node.kind, children, node.rebuild)
+
+
+def _state_builder(nnx: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
+    return lambda items: nnx.State(dict(zip(keys, items, strict=True)))
+
+
+def _variable_builder(nnx: Any, described: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
+    found = loaded_class(*described["variable"])
+    kind: Any = found if found is not None and issubclass(found, nnx.Variable) else nnx.Variable
+    about = {key: _undescribe(value) for key, value in described.get("about", {}).items()}
+    return lambda items: kind.from_metadata(items[0], {**_FLAX_DEFAULTS, **about})
+
+
+def _undescribe(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else decode_value(value)
+
+
+def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a variable's metadata can be written: plain values, and tuples of them."""
+    described: dict[str, Any] = {}
+    for name, value in metadata.items():
+        if name in _FLAX_INTERNAL:
+            continue
+        if isinstance(value, tuple | list):
+            if all(_is_plain(item) for item in value):
+                described[name] = list(value)
+        elif _is_plain(value):
+            described[name] = encode_value(Leaf(name, value))
+    return described
+
+
+_FLAX_INTERNAL = {"hijax", "ref", "eager_sharding"}
+_FLAX_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _type_name(value: Any) -> list[str]:
+    kind = type(value)
+    return [kind.__module__, kind.__qualname__]
