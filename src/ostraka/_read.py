@@ -15,7 +15,7 @@ from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import rebuild
 from ostraka._fetch import FetchJob, detached
 from ostraka._match import Destination, Matcher, Wanted
-from ostraka._parallel import StopSignal
+from ostraka._parallel import StopSignal, paused_gc
 from ostraka._plan import Target
 from ostraka._spec import numpy_dtype
 from ostraka.errors import Busy, Damaged, RestoreFailed
@@ -52,7 +52,10 @@ def restore(
     with_like = like is not _NO_LIKE
     together = _spans_processes(like if with_like else None, mesh, specs, with_like)
     try:
-        with Operation(f"restore of {path}", alone=not together, own_errors=True) as operation:
+        with (
+            paused_gc(),
+            Operation(f"restore of {path}", alone=not together, own_errors=True) as operation,
+        ):
             store = open_store(path)
             return _restore(store, operation, like, mesh, specs, templated=with_like)
     except ProcessFailed as failure:
