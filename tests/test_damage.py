@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -153,7 +153,7 @@ def assert_whole(subject: Subject) -> None:
 
 
 @contextmanager
-def flipped(file: Path, position: int, mask: int) -> Iterator[None]:
+def flipped(file: Path, position: int, mask: int) -> Generator[None, None, None]:
     """The file with some bits of one byte turned over; as it was afterwards."""
     with file.open("r+b", buffering=0) as opened:
         opened.seek(position)
@@ -293,9 +293,9 @@ def test_other_files_stay_readable(double: Subject):
 # Files that are missing, too short, too long
 
 
-def change_back(change: Callable[[Path], None], file: Path) -> Any:
+def change_back(change: Callable[[Path], Any], file: Path) -> Any:
     @contextmanager
-    def changed() -> Iterator[None]:
+    def changed() -> Generator[None, None, None]:
         before = file.read_bytes()
         change(file)
         try:
@@ -362,7 +362,7 @@ def test_zeroed_files(subject: Subject):
     """What a file system may leave behind after a crash: the right size, and nothing in it."""
     for file in subject.files:
         size = subject.size(file)
-        with change_back(lambda f, size=size: f.write_bytes(bytes(size)), subject.path / file):  # type: ignore[misc]
+        with change_back(lambda f, size=size: f.write_bytes(bytes(size)), subject.path / file):
             for work in (restore_all, ostraka.verify):
                 assert damage_found(work, subject.path).problems[0].file == file
     assert_whole(subject)
@@ -420,7 +420,7 @@ def test_a_shard_of_another_save(single: Subject, tmp_path: Path):
         assert foreign.stat().st_size == single.size(file)
         with change_back(
             lambda f, foreign=foreign: shutil.copyfile(foreign, f), single.path / file
-        ):  # type: ignore[misc]
+        ):
             for work in (restore_all, ostraka.verify):
                 assert damage_found(work, single.path).problems[0].file == file
     assert_whole(single)
@@ -430,7 +430,7 @@ def test_an_index_of_another_save(single: Subject, tmp_path: Path):
     shards = save_again(single, tmp_path / "other")
     file = next(file for file in single.files if file.endswith("process_00000.json"))
     foreign = shards / "process_00000.json"
-    with change_back(lambda f: shutil.copyfile(foreign, f), single.path / file):  # type: ignore[arg-type]
+    with change_back(lambda f: shutil.copyfile(foreign, f), single.path / file):
         for work in (restore_all, ostraka.verify):
             assert damage_found(work, single.path).problems[0].file == file
     assert_whole(single)
@@ -440,7 +440,7 @@ def test_metadata_of_another_save(single: Subject, tmp_path: Path):
     """It names shards that are not here."""
     shards = save_again(single, tmp_path / "other")
     foreign = tmp_path / "other" / "_METADATA"
-    with change_back(lambda f: shutil.copyfile(foreign, f), single.path / "_METADATA"):  # type: ignore[arg-type]
+    with change_back(lambda f: shutil.copyfile(foreign, f), single.path / "_METADATA"):
         for work in (restore_all, ostraka.verify):
             error = damage_found(work, single.path)
             assert all(p.file.startswith(f"{shards.name}/") for p in error.problems)

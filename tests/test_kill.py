@@ -189,7 +189,7 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
     ("trials", "nbytes"),
     [
         (15, 1 << 20),
-        (15, 64 << 20),
+        (15, 32 << 20),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
         pytest.param(250, 192 << 20, marks=pytest.mark.soak),
     ],

@@ -281,7 +281,8 @@ class _Capture:
 
 def flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of an array in row-major order; a view if it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return contiguous.reshape(-1).view(np.uint8)
 
 
 def check_dtype(path: str, dtype: Any) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from json.encoder import encode_basestring_ascii
 from math import prod
 from typing import Any, NamedTuple, cast, get_args
 
@@ -144,21 +145,18 @@ def entries_by_file(
         [(d, c) for d, c in layout.cells_by_owner().items() if wanted is None or d in wanted]
         for layout in layouts
     ]
-    # A model has few kinds of leaves and many of each: what follows from layout, shape and size of
-    # an element is worked out once for each kind.
-    kinds: dict[tuple[int, tuple[int, ...], int], list[_Placed]] = {}
-    unordered: dict[tuple[int, int], list[tuple[int, int, _Placed]]] = {}
+    # A model has few kinds of leaves and many of each: what follows from layout, part, shape and
+    # size of an element is worked out once for each kind.
+    kinds: dict[tuple[int, int, tuple[int, ...], int], list[int]] = {}
     for number, leaf in enumerate(leaves):
-        bits = DTYPES[leaf.spec.dtype].bits
-        key = (leaf.layout, leaf.spec.shape, bits)
-        placed = kinds.get(key)
-        if placed is None:
-            grid = layouts[leaf.layout].grid
-            placed = kinds[key] = _placed_boxes(leaf.spec.shape, grid, owners[leaf.layout], bits)
-        part = leaf.part
-        for place in placed:
-            file = (place.device, part + place.turn)
-            unordered.setdefault(file, []).append((place.order, number, place))
+        key = (leaf.layout, leaf.part, leaf.spec.shape, DTYPES[leaf.spec.dtype].bits)
+        kinds.setdefault(key, []).append(number)
+    unordered: dict[tuple[int, int], list[tuple[int, int, _Placed]]] = {}
+    for (layout, part, shape, bits), numbers in kinds.items():
+        for place in _placed_boxes(shape, layouts[layout].grid, owners[layout], bits):
+            file = unordered.setdefault((place.device, part + place.turn), [])
+            order = place.order
+            file += [(order, number, place) for number in numbers]
     return {key: _with_offsets(unordered[key]) for key in sorted(unordered)}
 
 
@@ -299,7 +297,7 @@ def encode_header(
         if texts is None:
             shape = _dumps(tensor_shape(dtype, box, nbytes))
             texts = shown[spec.dtype, box] = (shape, _dumps(tensor_offsets(dtype, box)))
-        key = _dumps(spec.path)
+        key = encode_basestring_ascii(spec.path)
         tensors.append(
             f'{key}:{{"dtype":"{dtype.code}","shape":{texts[0]},'
             f'"data_offsets":[{offset},{offset + nbytes}]}}'

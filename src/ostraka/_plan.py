@@ -10,6 +10,7 @@ A read plan says which blocks of which files are read, and where their bytes go.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -108,6 +109,7 @@ class _Sharing:
         self._process_load = np.zeros(self._process_count, dtype=np.int64)
         self._max_file_bytes = max_file_bytes
         self._even: dict[object, int] = {}
+        self._even_counts: Counter[tuple[int, int]] = Counter()
         total = sum(leaf.nbytes for leaf in leaves)
         self.bytes_per_process = -(-total // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
@@ -115,12 +117,11 @@ class _Sharing:
 
     def _share_all(self) -> list[int]:
         """First what lies evenly by nature; then the rest, largest first, to the idlest."""
-        layout_of = [-1] * len(self.leaves)
-        uneven: list[int] = []
-        for number, leaf in enumerate(self.leaves):
-            layout_of[number] = self._share_evenly(leaf)
-            if layout_of[number] < 0:
-                uneven.append(number)
+        layout_of = [self._share_evenly(leaf) for leaf in self.leaves]
+        uneven = [number for number, layout in enumerate(layout_of) if layout < 0]
+        for (layout, nbytes), count in self._even_counts.items():
+            owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
+            self._add_load(owners, np.full(len(owners), nbytes // len(owners) * count))
         for number in sorted(uneven, key=lambda n: (-self.leaves[n].nbytes, n)):
             layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
@@ -132,8 +133,7 @@ class _Sharing:
         if number is None:
             number = self._even[key] = self._even_layout(leaf)
         if number >= 0:
-            owners = np.asarray(self.layouts[number].owners, dtype=np.int64)
-            self._add_load(owners, np.full(len(owners), leaf.nbytes // len(owners)))
+            self._even_counts[number, leaf.nbytes] += 1
         return number
 
     def _even_layout(self, leaf: LeafSpec) -> int:
@@ -252,35 +252,50 @@ def _assign_parts(
     files: list[FileEntry] = []
     data = np.zeros(devices, dtype=np.int64)
     headers = np.zeros(devices, dtype=np.int64)
-    owners_of = [np.asarray(layout.owners, dtype=np.int64) for layout in sharing.layouts]
     turns_of = [_turns(layout) for layout in sharing.layouts]
+    kinds: dict[object, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]] = {}
     part = 0
+    bound = 0
+    """No file of this part is larger than this."""
 
     def close_part() -> None:
-        nonlocal part
+        nonlocal part, bound
         for device in np.flatnonzero(headers).tolist():
             header = _format.header_bytes_for(int(headers[device]))
             files.append(FileEntry(device, part, header, header + int(data[device])))
         data[:] = 0
         headers[:] = 0
         part += 1
+        bound = 0
 
     for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True):
-        owners, turns = owners_of[number], turns_of[number]
-        cell_bytes = _cell_bytes(leaf, sharing.layouts[number].grid, len(owners))
+        kind = (number, leaf.shape, DTYPES[leaf.dtype].bits)
+        if kind not in kinds:
+            layout = sharing.layouts[number]
+            cell_bytes = _cell_bytes(leaf, layout.grid, len(layout.owners))
+            owners = np.asarray(layout.owners, dtype=np.int64)
+            kinds[kind] = (owners, cell_bytes, int(cell_bytes.max(initial=0)))
+        owners, cell_bytes, largest = kinds[kind]
+        turns = turns_of[number]
         capacity = _format.header_capacity(leaf)
-        split = turns is not None
-        sizes = data[owners] + cell_bytes + _format.header_bytes_for(headers[owners] + capacity)
-        full = int(sizes.max(initial=0)) > target
-        if (split or full) and headers.any():
+        bound += largest + capacity
+        full = False
+        if bound + _format.header_bytes_for(0) > target:
+            sizes = data[owners] + cell_bytes + _format.header_bytes_for(headers[owners] + capacity)
+            full = int(sizes.max(initial=0)) > target
+        if (turns is not None or full) and headers.any():
             close_part()
+            bound = largest + capacity
         stored.append(StoredLeaf(leaf, number, part))
-        for turn in range(1 if turns is None else int(turns.max()) + 1):
-            mine = slice(None) if turns is None else turns == turn
+        if turns is None:
+            data[owners] += cell_bytes
+            headers[owners] += capacity
+            continue
+        for turn in range(int(turns.max()) + 1):
+            mine = turns == turn
             data[owners[mine]] += cell_bytes[mine]
             headers[owners[mine]] += capacity
-            if split:
-                close_part()
+            close_part()
     if headers.any():
         close_part()
     return tuple(stored), tuple(sorted(files, key=lambda f: (f.device, f.part)))

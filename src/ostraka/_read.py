@@ -17,7 +17,7 @@ from ostraka._document import Branch, Leaf, rebuild
 from ostraka._fetch import FetchJob, detached
 from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
-from ostraka._parallel import StopSignal
+from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
 from ostraka._plan import Target
 from ostraka._spec import numpy_dtype
@@ -73,7 +73,10 @@ def restore(
     given = like if into is _NOT_GIVEN else into
     together = _spans_processes(given, mesh, specs)
     try:
-        with Operation(f"restore of {path}", alone=not together, own_errors=True) as operation:
+        with (
+            paused_gc(),
+            Operation(f"restore of {path}", alone=not together, own_errors=True) as operation,
+        ):
             store = open_store(path)
             if dtype != "like":
                 check_dtype_rule(dtype)

@@ -35,7 +35,9 @@ def is_array(value: Any) -> bool:
 
 def is_key(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or isinstance(dtype, np.dtype):
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _parse(value: Any, path: str) -> Branch | Leaf:

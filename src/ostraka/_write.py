@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -34,7 +34,7 @@ from ostraka._capture import (
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import encode, fill_in_states
 from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
-from ostraka._parallel import ByteBudget, StopSignal, run_all
+from ostraka._parallel import ByteBudget, StopSignal, paused_gc, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._spec import DTYPES
 from ostraka._version import __version__
@@ -77,6 +77,7 @@ def save(
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
     with ExitStack() as held:
+        held.enter_context(paused_gc())
         operation = Operation(f"save to {path}")
         saving = _Save(operation, held)
         try:
@@ -289,6 +290,7 @@ def _write_file(
     file, leaves = task.file, task.plan.leaves
     lengths = _format.block_lengths(file.header_bytes, task.entries)
     digests: list[str] = []
+    scratch: np.ndarray[Any, Any] | None = None
     writer = store.create(f"{directory}/{file.name}", file.size)
     try:
         offset = 0
@@ -296,6 +298,10 @@ def _write_file(
             lengths, _format.regroup(_stream(task, leaves, staging, check), lengths), strict=True
         ):
             check()
+            if len(pieces) > 1:
+                # One digest and one write of small boxes put together cost less than many.
+                scratch = np.empty(_format.BLOCK_BYTES, np.uint8) if scratch is None else scratch
+                pieces = [np.concatenate(pieces, out=scratch[:length])]
             digests.append(_format.block_digest(pieces))
             writer.write(offset, pieces)
             offset += length
@@ -317,7 +323,10 @@ def _stream(
         if entry.nbytes == 0:
             continue
         value = task.values[entry.leaf]
-        with nullcontext() if value.in_host_memory else staging.hold(entry.nbytes, check):
+        if value.in_host_memory:
+            yield from _contiguous(value.read(task.file.device, entry.box))
+            continue
+        with staging.hold(entry.nbytes, check):
             array = value.read(task.file.device, entry.box)
             if DTYPES[leaves[entry.leaf].spec.dtype].packed:
                 yield _pack.pack(array)
