@@ -9,6 +9,8 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
+    from ostraka import exercises as exercises
+    from ostraka import sharding as sharding
     from ostraka._lazy import Checkpoint, LazyArray
     from ostraka._lazy import open_checkpoint as open
     from ostraka._read import restore
@@ -27,6 +29,8 @@ __all__ = [
     "verify",
 ]
 
+_MODULES = ("exercises", "sharding")
+
 # Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
 # call.
 _HOMES = {
@@ -41,6 +45,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"ostraka.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ostraka' has no attribute {name!r}")
     module, attribute = _HOMES[name]

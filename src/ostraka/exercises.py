@@ -1,0 +1,114 @@
+"""Three classic exercises on sharded checkpoints, and their exact answers.
+
+Each takes floats where it needs integers, and returns a float32 array, as it is set. A float32 has
+24 bits: from 16,777,217 parameters on the array is rounded. The twin of each, `…_exact`, answers in
+Python integers, and takes shapes instead of making arrays.
+
+    >>> orbax_save_count(0.0, jnp.ones((4, 16)), 8.0, 4.0)
+    Array([136.,  34.], dtype=float32)
+    >>> orbax_save_count_exact(0.0, jnp.ones((4, 10)), 5.0, 3.0)
+    SaveCount(total=55, per_shard=18, left_over=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ostraka.sharding import spec_tree
+from ostraka.sharding._data import array_leaves, parse_state
+
+__all__ = [
+    "SaveCount",
+    "distributed_save_count",
+    "distributed_save_count_exact",
+    "orbax_save_count",
+    "orbax_save_count_exact",
+    "state_to_sharded_layout",
+    "state_to_sharded_layout_exact",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCount:
+    """How many parameters a save writes: `total == per_shard * num_shards + left_over`."""
+
+    total: int
+    per_shard: int
+    left_over: int
+
+
+def orbax_save_count(seed: float, x: Any, features: float, num_shards: float) -> jax.Array:
+    """`[total, total / num_shards]`: the parameters of an `nnx.Linear`, and of each shard."""
+    return _as_array(_linear(seed, x, features), num_shards)
+
+
+def orbax_save_count_exact(seed: float, x: Any, features: float, num_shards: float) -> SaveCount:
+    """`orbax_save_count` in integers; no array is made."""
+    return _count(jax.eval_shape(lambda: _linear(seed, x, features)), num_shards)
+
+
+def distributed_save_count(seed: float, x: Any, num_shards: float, features: float) -> jax.Array:
+    """`[total, total / num_shards]`: the parameters of a Linen `Dense`, and of each shard."""
+    return _as_array(_dense(seed, x, features), num_shards)
+
+
+def distributed_save_count_exact(
+    seed: float, x: Any, num_shards: float, features: float
+) -> SaveCount:
+    """`distributed_save_count` in integers; no array is made."""
+    return _count(jax.eval_shape(lambda: _dense(seed, x, features)), num_shards)
+
+
+def state_to_sharded_layout(seed: float, x: Any, features: float) -> jax.Array:
+    """`[leaves]`: how many leaves the tree of specs of an `nnx.Linear` has."""
+    return jnp.array([float(_layout_leaves(_linear(seed, x, features)))])
+
+
+def state_to_sharded_layout_exact(seed: float, x: Any, features: float) -> int:
+    """`state_to_sharded_layout` as an integer; no array is made."""
+    return _layout_leaves(jax.eval_shape(lambda: _linear(seed, x, features)))
+
+
+def _linear(seed: float, x: Any, features: float) -> Any:
+    from flax import nnx
+
+    model = nnx.Linear(x.shape[-1], int(features), rngs=nnx.Rngs(int(seed)))
+    return nnx.state(model)
+
+
+def _dense(seed: float, x: Any, features: float) -> Any:
+    from flax import linen
+
+    return linen.Dense(int(features)).init(jax.random.PRNGKey(int(seed)), x)["params"]
+
+
+def _sizes(state: Any) -> Iterator[int]:
+    return (leaf.elements for leaf in array_leaves(parse_state(state)))
+
+
+def _count(state: Any, num_shards: float) -> SaveCount:
+    shards = int(num_shards)
+    if shards < 1:
+        raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+    total = sum(_sizes(state))
+    return SaveCount(total, *divmod(total, shards))
+
+
+def _as_array(state: Any, num_shards: float) -> jax.Array:
+    total = _count(state, num_shards).total
+    return jnp.array([float(total), total / int(num_shards)])
+
+
+def _layout_leaves(state: Any) -> int:
+    return len(jax.tree_util.tree_leaves(spec_tree(state, _pick_spec)))
+
+
+def _pick_spec(leaf: Any) -> PartitionSpec:
+    """The kernel is cut in its output, and the bias along with it."""
+    return PartitionSpec(None, "model") if leaf.ndim == 2 else PartitionSpec("model")

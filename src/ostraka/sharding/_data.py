@@ -1,0 +1,159 @@
+"""Meshes, specs and leaves of this package's callers as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ostraka._capture import Devices, spec_entries
+from ostraka._document import Branch, Leaf, check_unique, leaves_of
+from ostraka._spec import MeshSpec, Partition
+from ostraka._tree import is_array, is_key, parse
+from ostraka.errors import InvalidSharding
+
+AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
+"""A mesh, or no more than the sizes of its axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """A leaf that has a shape."""
+
+    path: str
+    shape: tuple[int, ...]
+    value: Any
+    named: Any
+    """The PartitionSpec that its NNX variable names, or None."""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole leaf; a PRNG key has no size to speak of."""
+        return 0 if is_key(self.value) else self.elements * self.value.dtype.itemsize
+
+
+def mesh_spec(mesh: AnyMesh | None) -> MeshSpec:
+    """A mesh as data; None means the one that `jax.set_mesh` has set."""
+    if mesh is None:
+        current: Any = jax.sharding.get_abstract_mesh()
+        if not current.axis_names:
+            raise InvalidSharding(
+                "these rules need the sizes of the mesh's axes: give mesh=, or call under "
+                "jax.set_mesh(mesh)"
+            )
+        mesh = current
+    sizes: dict[str, int] = {str(name): size for name, size in _shape_of(mesh).items()}
+    if isinstance(mesh, Mesh):
+        devices = Devices()
+        numbers = tuple(devices.number(device) for device in mesh.devices.flat)
+    else:
+        numbers = tuple(range(prod(sizes.values())))
+    return MeshSpec(tuple(sizes), tuple(sizes.values()), numbers)
+
+
+def _shape_of(mesh: Any) -> Mapping[Any, int]:
+    if isinstance(mesh, Mapping):
+        return mesh
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return mesh.shape
+    raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
+
+
+def parse_state(tree: Any) -> Branch | Leaf:
+    """A tree in which modules are their states, as a tree of specs has them."""
+    parsed = _states(parse(tree))
+    check_unique(list(leaves_of(parsed)))
+    return parsed
+
+
+def _states(node: Branch | Leaf, *, in_state: bool = False) -> Branch | Leaf:
+    if isinstance(node, Leaf):
+        return node
+    if "nnx" in node.kind:
+        return _states(node.children[0])
+    keys = node.kind.get("state")
+    children = tuple(_states(child, in_state=keys is not None) for child in node.children)
+    build = node.rebuild
+    if in_state and keys is not None:
+        # Below the top an nnx.State is made of dicts, and JAX tells the two apart.
+        build = partial(_dict_of, keys)
+    return Branch(node.kind, children, build, node.update)
+
+
+def _dict_of(keys: Sequence[Any], items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, items, strict=True))
+
+
+def has_shape(value: Any) -> bool:
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Tracer)
+
+
+def array_leaves(parsed: Branch | Leaf) -> Iterator[ArrayLeaf]:
+    for leaf in leaves_of(parsed):
+        if has_shape(leaf.value):
+            yield ArrayLeaf(leaf.path, tuple(leaf.value.shape), leaf.value, leaf.spec)
+
+
+def to_spec(path: str, given: Any) -> PartitionSpec:
+    """What a rule or a spec tree says of a leaf. Raises InvalidSharding for anything else."""
+    if given is None:
+        return PartitionSpec()
+    if isinstance(given, PartitionSpec):
+        return given
+    if isinstance(given, NamedSharding):
+        return given.spec
+    if isinstance(given, tuple | list):
+        return PartitionSpec(*given)
+    raise InvalidSharding(
+        f"leaf {path!r} is given a {type(given).__name__} as its spec; it must be a PartitionSpec, "
+        "or None for a leaf that is whole on every device"
+    )
+
+
+def partition_of(path: str, spec: Any, rank: int) -> Partition:
+    """A spec as data, with an entry for every dimension."""
+    entries = spec_entries(path, spec)
+    return entries + ((),) * (rank - len(entries))
+
+
+def from_partition(partition: Partition) -> PartitionSpec:
+    if not any(partition):
+        return PartitionSpec()
+    return PartitionSpec(
+        *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in partition)
+    )
+
+
+_KERNELS = ("kernel", "weight", "w")
+
+
+def kernel_of(path: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> Any:
+    """The kernel that a bias is added to, and the kernel's dimensions that the bias has.
+
+    None if the leaf is no bias, or lies beside no kernel whose last dimensions are its own. Where
+    layers are stacked, both have a first dimension for them.
+    """
+    above, _, name = path.rpartition("/")
+    rank = len(shape)
+    if name != "bias" or not rank:
+        return None
+    for kernel in (f"{above}/{name}" if above else name for name in _KERNELS):
+        found = tuple(shapes.get(kernel, ()))
+        for stacked in (0, 1):
+            dimensions = (
+                *range(stacked),
+                *range(len(found) - rank + stacked, len(found)),
+            )
+            if len(found) > rank and tuple(found[d] for d in dimensions) == tuple(shape):
+                return kernel, dimensions
+    return None

@@ -1,0 +1,72 @@
+"""Put a tree onto a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
+from ostraka._tree import is_key, parse
+from ostraka.sharding._check import Finding, check, raise_errors, specs_by_path
+from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
+
+
+def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """The same tree with every array on the mesh, cut as `specs` say.
+
+    Modules and optimizers come back as such; the ones given are left as they are. numpy arrays
+    become JAX arrays, abstract ones get a sharding, other values stay. `specs` is a tree as
+    `spec_tree` makes it, a spec for all leaves below a name, or rules. Nothing is placed if
+    anything does not fit: InvalidSharding lists all of it.
+
+        model = place(model, mesh, fsdp("data"))
+    """
+    parsed = parse(tree)
+    found, _ = specs_by_path(parse_state(tree), specs, mesh)
+    findings = [*check(tree, specs, mesh), *_narrowed(parsed)]
+    raise_errors(f"can't place the tree on the mesh ({mesh_spec(mesh)})", findings)
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in found.items()}
+    values = {
+        leaf.path: leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
+        for leaf in leaves_of(parsed)
+    }
+    arrays = list(array_leaves(parsed))
+    values.update(_put(arrays, shardings))
+    return rebuild(parsed, values)
+
+
+def _put(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
+    abstract = [leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct)]
+    concrete = [leaf for leaf in leaves if not isinstance(leaf.value, jax.ShapeDtypeStruct)]
+    placed = jax.device_put(
+        [leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete]
+    )
+    return {
+        **{leaf.path: value for leaf, value in zip(concrete, placed, strict=True)},
+        **{
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.value.dtype, sharding=shardings[leaf.path]
+            )
+            for leaf in abstract
+        },
+    }
+
+
+def _narrowed(parsed: Branch | Leaf) -> Iterator[Finding]:
+    """numpy arrays whose dtype JAX would change without a word."""
+    for leaf in array_leaves(parsed):
+        if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf.value):
+            continue
+        dtype = np.dtype(leaf.value.dtype)
+        becomes = jax.dtypes.canonicalize_dtype(dtype)
+        if becomes != dtype:
+            yield Finding(
+                "error",
+                leaf.path,
+                f"leaf {leaf.path!r} is {dtype} and would become {becomes}: cast it, or turn on "
+                "jax_enable_x64",
+            )
