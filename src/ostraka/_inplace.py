@@ -23,6 +23,7 @@ class InPlace:
         self._variables: dict[str, Callable[[list[Any]], None]] = {}
         self._rest: list[tuple[Branch, list[str]]] = []
         self._values: dict[str, Any] = {}
+        """Starts with what is there: what is not restored stays."""
         for branch in _updatable(parsed):
             self._collect(branch)
         self._check_reached(parsed)
@@ -48,9 +49,10 @@ class InPlace:
             assert branch.update is not None
             self._variables[child.path] = branch.update
         else:
-            paths = [leaf.path for leaf in leaves_of(child)]
-            if paths:
-                self._rest.append((branch, paths))
+            leaves = list(leaves_of(child))
+            if leaves:
+                self._rest.append((branch, [leaf.path for leaf in leaves]))
+                self._values.update({leaf.path: leaf.value for leaf in leaves})
 
     def _check_reached(self, parsed: Branch | Leaf) -> None:
         reached = {*self._variables, *(path for _, paths in self._rest for path in paths)}

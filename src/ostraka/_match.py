@@ -6,6 +6,7 @@ All differences are found before anything is read, and raised as one `errors.Mis
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -94,6 +95,8 @@ class Choices:
     rename: Mapping[str, str] | None = None
     dtype: DtypeRule = None
     as_state: bool = False
+    in_place: bool = False
+    """What is not restored is not touched, rather than taken over from `like`."""
 
 
 class Matcher:
@@ -162,6 +165,8 @@ class Matcher:
 
     def _keep(self, leaf: Leaf, values: dict[str, Any]) -> None:
         """Leave what `like` has, as far as it has a value."""
+        if self._choices.in_place:
+            return
         value = leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
         if isinstance(value, jax.ShapeDtypeStruct):
             self._differences.append(
@@ -171,7 +176,8 @@ class Matcher:
 
     def _missing(self, leaf: Leaf, values: dict[str, Any]) -> None:
         what = f"{leaf.path!r} is not in the checkpoint"
-        if self._choices.strict or isinstance(leaf.value, jax.ShapeDtypeStruct):
+        valueless = isinstance(leaf.value, jax.ShapeDtypeStruct) and not self._choices.in_place
+        if self._choices.strict or valueless:
             kept = "" if self._choices.strict else ", and `like` has no value to keep for it"
             found = nearest(leaf.path, list(self._saved))
             self._differences.append(f"{what}{kept}{found}")
@@ -190,10 +196,16 @@ class Matcher:
 
     def _unused_renames(self) -> list[str]:
         paths = [leaf.path for leaf in leaves_of(self._saved_tree)]
-        return [
+        unused = [
             f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
             for old in self._choices.rename or {}
             if not any(path == old or path.startswith(f"{old}/") for path in paths)
+        ]
+        counts = Counter(self._rename(path) for path in paths)
+        return unused + [
+            f"rename gives the path {path!r} to {count} leaves of the checkpoint"
+            for path, count in counts.items()
+            if count > 1
         ]
 
     def _pruned(self, node: Branch | Leaf) -> Branch | Leaf:

@@ -73,15 +73,21 @@ def _parse_entry(nnx: Any, entry: Any, path: str, parse: Parse) -> Branch | Leaf
 
 
 def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
+    # What is stored, not what a class of the user's makes of it on the way in and out; where the
+    # stored thing is a reference, what it refers to.
+    indirect = variable.hijax or variable.ref
+    read = variable.get_value if indirect else variable.get_raw_value
+    write = variable.set_value if indirect else variable.set_raw_value
+
     def rebuild(items: list[Any]) -> Any:
         return variable.replace(items[0])
 
     def update(items: list[Any]) -> None:
-        variable.set_value(items[0])
+        write(items[0])
 
     metadata = variable.get_metadata()
     kind = {"variable": _type_name(variable), "about": _describe(metadata)}
-    child = parse(variable.get_value(), path)
+    child = parse(read(), path)
     if isinstance(child, Leaf):
         child = replace(child, spec=_named_spec(metadata))
     return Branch(kind, (child,), rebuild, update)

@@ -69,8 +69,14 @@ def restore(
     """
     if like is not _NOT_GIVEN and into is not _NOT_GIVEN:
         raise ValueError("give like= or into=, not both")
-    choices = Choices(mesh, specs, strict, only, rename, dtype, as_state)
     given = like if into is _NOT_GIVEN else into
+    if rename and given is _NOT_GIVEN:
+        raise ValueError("rename= needs like= or into=, which have the new names")
+    if as_state and given is not _NOT_GIVEN:
+        raise ValueError("as_state= is for a restore without like= and into=")
+    choices = Choices(
+        mesh, specs, strict, only, rename, dtype, as_state, in_place=into is not _NOT_GIVEN
+    )
     together = _spans_processes(given, mesh, specs)
     try:
         with (

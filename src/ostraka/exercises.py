@@ -62,7 +62,7 @@ def distributed_save_count_exact(
     seed: float, x: Any, num_shards: float, features: float
 ) -> SaveCount:
     """`distributed_save_count` in integers; no array is made."""
-    return _count(jax.eval_shape(lambda: _dense(seed, x, features)), num_shards)
+    return _count(jax.eval_shape(lambda x: _dense(seed, x, features), x), num_shards)
 
 
 def state_to_sharded_layout(seed: float, x: Any, features: float) -> jax.Array:

@@ -114,15 +114,21 @@ class _Fsdp(Preset):
 
 
 # Flax's own names, and those of well-known models.
-_ATTENTION_IN = {"query", "key", "value", "q", "k", "v", "qkv", "query_key_value", "c_attn"}
-_ATTENTION_IN |= {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj", "wq", "wk", "wv", "wqkv"}
-_ATTENTION_OUT = {"out", "o_proj", "out_proj", "wo", "attn_out", "c_proj"}
-_MLP_IN = {"up", "gate", "up_proj", "gate_proj", "gate_up_proj", "fc1", "fc_in", "linear1", "c_fc"}
-_MLP_IN |= {"wi", "wi_0", "wi_1", "w1", "w3", "dense1", "dense_h_to_4h", "intermediate", "mlp_in"}
-_MLP_OUT = {"down", "down_proj", "fc2", "fc_out", "linear2", "w2", "dense2", "dense_4h_to_h"}
-_MLP_OUT |= {"mlp_out"}
-_COLUMN = frozenset(_ATTENTION_IN | _MLP_IN | {"lm_head", "unembed"})
-_ROW = frozenset(_ATTENTION_OUT | _MLP_OUT)
+_ATTENTION_IN = (
+    *("query", "key", "value", "q", "k", "v", "q_proj", "k_proj", "v_proj", "wq", "wk", "wv"),
+    *("qkv", "qkv_proj", "wqkv", "query_key_value", "c_attn", "in_proj"),
+)
+_ATTENTION_OUT = ("out", "o_proj", "out_proj", "wo", "attn_out", "c_proj")
+_MLP_IN = (
+    *("up", "gate", "up_proj", "gate_proj", "gate_up_proj", "fc1", "fc_in", "linear1", "dense1"),
+    *("wi", "wi_0", "wi_1", "w1", "w3", "c_fc", "dense_h_to_4h", "intermediate", "mlp_in"),
+)
+_MLP_OUT = (
+    *("down", "down_proj", "fc2", "fc_out", "linear2", "dense2"),
+    *("w2", "dense_4h_to_h", "mlp_out"),
+)
+_COLUMN = frozenset({*_ATTENTION_IN, *_MLP_IN, "lm_head", "unembed"})
+_ROW = frozenset({*_ATTENTION_OUT, *_MLP_OUT})
 _BY_HEADS = frozenset({"query", "key", "value", "out"})
 _EMBEDDINGS = frozenset(
     {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "wte"}
