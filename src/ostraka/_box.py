@@ -130,7 +130,7 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
         return
     low, high = box[dimension]
     row = prod(e - s for s, e in within[dimension + 1 :])
-    rows_per_block = max(block_elements // row, 1)
+    rows_per_block = max(block_elements // row, 1) if block_elements <= max_elements else 1
     step = max(max_elements // row // rows_per_block, 1) * rows_per_block
     first_row = start // row
     while low < high:
