@@ -215,7 +215,8 @@ def test_bands_tile_the_box_and_their_runs_are_short(data):
     whole = _box.full(shape)
     box = data.draw(box_in(shape))
     limit = data.draw(st.integers(1, 200))
-    bands = list(_box.bands(box, whole, limit))
+    block = data.draw(st.integers(1, 300))
+    bands = list(_box.bands(box, whole, limit, block))
     seen = np.zeros(shape, np.int64)
     for band in bands:
         pick(seen, band)[...] += 1
@@ -226,3 +227,10 @@ def test_bands_tile_the_box_and_their_runs_are_short(data):
     assert seen.sum() == _box.count(box)
     starts = [_box.flat_start(band, whole) for band in bands]
     assert starts == sorted(starts)
+
+
+def test_bands_end_where_blocks_of_rows_end():
+    box, whole = ((128, 256), (3, 9)), ((0, 1024), (0, 16))
+    bands = list(_box.bands(box, whole, 45 * 16, 21 * 16))
+    assert [band[0] for band in bands] == [(128, 168), (168, 210), (210, 252), (252, 256)]
+    assert {band[1] for band in bands} == {(3, 9)}

@@ -5,8 +5,8 @@ import dataclasses
 import json
 import math
 import random
-from collections import namedtuple
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -498,7 +498,10 @@ def test_a_leaf_that_can_not_be_is_a_value_error(field, value):
 
 # Whole checkpoints that someone has tampered with, and sealed again
 
-Point = namedtuple("Point", "x y")
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
 
 
 @jax.tree_util.register_dataclass

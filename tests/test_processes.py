@@ -236,6 +236,12 @@ def restore_every_way(path: str) -> dict[str, list[str]]:
         tree = ostraka.restore(path, like=like)
         wrong[way] = wrong_leaves(tree) + misplaced_leaves(tree, like)
     wrong["no template"] = wrong_without_template(path)
+    placed = ostraka.restore(path, mesh=turned, specs={"sole": P()})
+    wrong["saved specs on another mesh"] = wrong_leaves(placed) + [
+        f"{name} lies as {array.sharding}"
+        for name, array in placed["arrays"].items()
+        if not array.sharding.is_equivalent_to(NamedSharding(turned, SPECS[name]), array.ndim)
+    ]
     return wrong
 
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from ostraka.storage import MemoryStore
 # Shardings
 
 
-def mesh_of(shape, names, order=range(8)):
+def mesh_of(shape, names, order: Sequence[int] = range(8)):
     devices = np.array(jax.devices())[list(order)][: math.prod(shape)]
     return Mesh(devices.reshape(shape), names)
 
@@ -86,7 +88,7 @@ SPECIAL_BITS = {
 }
 
 
-def random_bits(name, shape, seed=0):
+def random_bits(name, shape, seed=0) -> Any:
     """An array of any bits that the dtype has: NaN payloads, denormals and all."""
     dtype = numpy_dtype(name)
     rng = np.random.default_rng([seed, *name.encode(), *shape])

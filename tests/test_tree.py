@@ -10,7 +10,7 @@ import subprocess
 import sys
 import types
 import uuid
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,10 @@ from ostraka import _document, _format
 from ostraka.errors import InvalidTree, Mismatch, OstrakaError
 from ostraka.storage import MemoryStore
 
-Point = namedtuple("Point", "x y")
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
 
 
 class Empty(NamedTuple):
@@ -71,7 +74,8 @@ class Pair:
 
     @classmethod
     def tree_unflatten(cls, note, children):
-        return cls(*children, note)
+        first, second = children
+        return cls(first, second, note)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -273,8 +277,11 @@ def test_a_dataclass_that_can_not_be_found_becomes_a_dict():
 
 
 def test_a_namedtuple_that_can_not_be_found_becomes_one_of_the_same_name():
-    local = namedtuple("Local", "alpha beta")
-    value = local(1, [np.float32(2.5)])
+    class Local(NamedTuple):
+        alpha: Any
+        beta: Any
+
+    value = Local(1, [np.float32(2.5)])
     found = round_trip({"v": value})["v"]
     assert type(found).__name__ == "Local"
     assert found._fields == ("alpha", "beta")
@@ -286,7 +293,8 @@ def test_a_namedtuple_whose_fields_have_changed_becomes_one_of_the_same_name(mon
     value = Point(1, 2)
     name = f"tree-{uuid.uuid4().hex}"
     ostraka.save(f"memory://{name}", value)
-    monkeypatch.setattr(sys.modules[__name__], "Point", namedtuple("Point", "x y z"))
+    changed = NamedTuple("Point", [("x", Any), ("y", Any), ("z", Any)])
+    monkeypatch.setattr(sys.modules[__name__], "Point", changed)
     found = ostraka.restore(f"memory://{name}")
     clear(name)
     assert type(found).__name__ == "Point"

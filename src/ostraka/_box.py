@@ -117,10 +117,11 @@ def rows_around(box: Box, within: Box) -> Box:
     return tuple(rows)
 
 
-def bands(box: Box, within: Box, max_elements: int) -> Iterator[Box]:
+def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> Iterator[Box]:
     """Cut `box` across its rows until the run around each band has at most `max_elements`.
 
-    A single row of the innermost dimension is never cut.
+    Where rows fill blocks of `block_elements` (of the elements of `within`) evenly, bands end where
+    blocks end. A single row of the innermost dimension is never cut.
     """
     start, stop = flat_span(rows_around(box, within), within)
     dimension = next((d for d, (s, e) in enumerate(box) if e - s > 1), len(box))
@@ -129,7 +130,16 @@ def bands(box: Box, within: Box, max_elements: int) -> Iterator[Box]:
         return
     low, high = box[dimension]
     row = prod(e - s for s, e in within[dimension + 1 :])
-    step = max(max_elements // row, 1)
-    for band_start in range(low, high, step):
-        band = (band_start, min(band_start + step, high))
-        yield from bands((*box[:dimension], band, *box[dimension + 1 :]), within, max_elements)
+    rows_per_block = max(block_elements // row, 1) if block_elements <= max_elements else 1
+    step = max(max_elements // row // rows_per_block, 1) * rows_per_block
+    first_row = start // row
+    while low < high:
+        end = min(low + step - first_row % rows_per_block, high)
+        yield from bands(
+            (*box[:dimension], (low, end), *box[dimension + 1 :]),
+            within,
+            max_elements,
+            block_elements,
+        )
+        first_row += end - low
+        low = end

@@ -205,13 +205,13 @@ def block_lengths(header_bytes: int, entries: Sequence[Entry]) -> list[int]:
         if gathered:
             lengths.append(gathered)
             gathered = 0
-        block = _block_of_rows(entry)
+        block = block_bytes(entry)
         whole, rest = divmod(entry.nbytes, block)
         lengths += [block] * whole + ([rest] if rest else [])
     return [*lengths, gathered] if gathered else lengths
 
 
-def _block_of_rows(entry: Entry) -> int:
+def block_bytes(entry: Entry) -> int:
     """The block size for a large box: whole rows, so that a band of rows is a run of blocks."""
     row = entry.nbytes
     for extent in _box.shape_of(entry.box):

@@ -128,7 +128,9 @@ class _Sharing:
 
     def _share_evenly(self, leaf: LeafSpec) -> int:
         """The layout where every holder writes the same amount, or -1 if there is none."""
-        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, DTYPES[leaf.dtype].bits)
+        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        bits = DTYPES[leaf.dtype].bits
+        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
         number = self._even.get(key)
         if number is None:
             number = self._even[key] = self._even_layout(leaf)
@@ -522,7 +524,8 @@ def _moves(
                 chunk_bytes,
             )
             continue
-        for band in _box.bands(piece.shared, entry.box, max(chunk_bytes // size, 1)):
+        block = _format.block_bytes(entry) // size
+        for band in _box.bands(piece.shared, entry.box, max(chunk_bytes // size, 1), block):
             outer = _box.rows_around(band, entry.box)
             start, stop = _box.flat_span(outer, entry.box)
             yield Strided(base + start * size, base + stop * size, piece.buffer, outer, band)

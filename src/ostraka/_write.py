@@ -323,15 +323,13 @@ def _stream(
         if entry.nbytes == 0:
             continue
         value = task.values[entry.leaf]
-        if value.in_host_memory:
+        packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
+        if value.in_host_memory and not packed:
             yield from _contiguous(value.read(task.file.device, entry.box))
             continue
         with staging.hold(entry.nbytes, check):
             array = value.read(task.file.device, entry.box)
-            if DTYPES[leaves[entry.leaf].spec.dtype].packed:
-                yield _pack.pack(array)
-            else:
-                yield from _contiguous(array)
+            yield from [_pack.pack(array)] if packed else _contiguous(array)
             del array
 
 
