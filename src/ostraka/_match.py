@@ -154,7 +154,7 @@ class Matcher:
         if self._tolerated:
             listed = "; ".join(self._tolerated)
             warnings.warn(
-                PartialRestore(f"restored {self._location} in part: {listed}"), stacklevel=6
+                PartialRestore(f"restored {self._location} in part: {listed}"), stacklevel=5
             )
         return Wanted(wanted, tuple(arrays), values, tuple(self._states))
 
