@@ -31,6 +31,12 @@ class Point(NamedTuple):
     y: Any
 
 
+class WiderPoint(NamedTuple):
+    x: Any
+    y: Any
+    z: Any
+
+
 class Empty(NamedTuple):
     pass
 
@@ -293,8 +299,7 @@ def test_a_namedtuple_whose_fields_have_changed_becomes_one_of_the_same_name(mon
     value = Point(1, 2)
     name = f"tree-{uuid.uuid4().hex}"
     ostraka.save(f"memory://{name}", value)
-    changed = NamedTuple("Point", [("x", Any), ("y", Any), ("z", Any)])
-    monkeypatch.setattr(sys.modules[__name__], "Point", changed)
+    monkeypatch.setattr(sys.modules[__name__], "Point", WiderPoint)
     found = ostraka.restore(f"memory://{name}")
     clear(name)
     assert type(found).__name__ == "Point"
