@@ -16,7 +16,6 @@ from ostraka.sharding._data import (
     AnyMesh,
     ArrayLeaf,
     array_leaves,
-    from_partition,
     kernel_of,
     mesh_spec,
     parse_state,
@@ -151,10 +150,14 @@ def _disagreements(
             yield Finding(
                 "warning",
                 leaf.path,
-                f"leaf {leaf.path!r} is cut as {show_partition(actual)} and its kernel {path!r} as "
-                f"{show_partition(entries)}: each step moves data to add them; "
-                f"{show_partition(spec_entries(path, from_partition(expected)))} goes with it",
+                f"leaf {leaf.path!r} is cut as {_shown(actual)} and its kernel {path!r} as "
+                f"{_shown(entries)}: each step moves data to add them; "
+                f"{_shown(expected)} goes with it",
             )
+
+
+def _shown(partition: Partition) -> str:
+    return show_partition(partition if any(partition) else ())
 
 
 def _replicated(

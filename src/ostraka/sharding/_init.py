@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,10 @@ def init(
         model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
     """
     prepared = prepare(model_fn, mesh, rules, optimizer, wrt)
-    return prepared.finish(prepared.jitted()(), mesh)
+    return prepared.finish(prepared.compiled()(), mesh)
+
+
+_FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,15 @@ class Prepared:
     structures: list[tuple[Any, Any]]
     shardings: list[NamedSharding]
 
-    def jitted(self) -> Any:
-        return jax.jit(self.make, out_shardings=self.shardings)
+    def compiled(self) -> Any:
+        lowered = jax.jit(self.make, out_shardings=self.shardings).lower()
+        devices = {device for sharding in self.shardings[:1] for device in sharding.device_set}
+        if all(device.platform == "cpu" for device in devices):
+            # XLA for CPUs runs as much as it can at once, with room for all of it. Here that would
+            # take as much memory again as the model. Should it no longer know the option, it may.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                return lowered.compile(compiler_options=_FRUGAL)
+        return lowered.compile()
 
     def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
         """The objects. The arrays are in their places; their shardings get the caller's mesh."""

@@ -1,0 +1,599 @@
+"""Spec trees, presets, checks, placement, sharded initialization, pictures."""
+
+import resource
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ostraka import sharding
+from ostraka.errors import InvalidSharding, InvalidTree
+from ostraka.sharding import Finding, check, combine, fsdp, init, picture, place, show, spec_tree
+from ostraka.sharding import data_parallel as dp
+from ostraka.sharding import tensor_parallel as tp
+from ostraka.sharding._init import prepare
+from ostraka.testing import run_processes
+
+SIZES = {"data": 2, "model": 4}
+
+
+def mesh_of(*, explicit: bool = False) -> Mesh:
+    if explicit:
+        return jax.make_mesh((2, 4), ("data", "model"))
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.up = nnx.Linear(32, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(96, 32, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs)])
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+        self.second.kernel = self.first.kernel
+
+
+def linear(din: int = 16, dout: int = 8) -> nnx.Linear:
+    return nnx.Linear(din, dout, rngs=nnx.Rngs(0))
+
+
+def annotated() -> nnx.Linear:
+    make = nnx.with_partitioning
+    return nnx.Linear(
+        16,
+        8,
+        rngs=nnx.Rngs(0),
+        kernel_init=make(nnx.initializers.lecun_normal(), (None, "model")),
+        bias_init=make(nnx.initializers.zeros_init(), ("model",)),
+    )
+
+
+def pick_spec(leaf: Any) -> P:
+    return P(None, "model") if leaf.ndim == 2 else P("model")
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a state, by the names above them."""
+    found = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+        found["/".join(name for name in names if name != "value")] = leaf
+    return found
+
+
+def values(tree: Any) -> list[np.ndarray]:
+    arrays = jax.tree.leaves(nnx.state(tree, nnx.Param))
+    return [np.asarray(array) for array in arrays]
+
+
+# Spec trees
+
+
+@pytest.mark.parametrize("state", [linear(), nnx.state(linear())], ids=["module", "state"])
+def test_a_spec_tree_mirrors_the_state(state: Any):
+    specs = spec_tree(state, pick_spec)
+    assert isinstance(specs, nnx.State)
+    assert by_path(specs) == {"kernel": P(None, "model"), "bias": P("model")}
+    own = nnx.state(linear())
+    assert jax.tree.structure(specs) == jax.tree.structure(own)
+    mesh = mesh_of()
+    put = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), own, specs)
+    model = nnx.merge(nnx.graphdef(linear()), put)
+    assert model.kernel[...].sharding.spec == P(None, "model")
+
+
+def test_nested_states_go_along_with_their_specs():
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    for node in (model, optimizer):
+        specs = spec_tree(node, dp(), SIZES)
+        assert jax.tree.structure(specs) == jax.tree.structure(nnx.state(node))
+    plain = {"model": nnx.state(model), "rest": [np.ones(3), None, 4, ()], "t": (1.0, "a")}
+    specs = spec_tree(plain, pick_spec)
+    assert jax.tree.structure(specs) == jax.tree.structure(plain)
+    assert specs["rest"] == [P("model"), None, P(), ()]
+
+
+def test_a_linear_with_a_norm_has_four_specs():
+    model = nnx.Sequential(linear(), nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+    assert len(jax.tree.leaves(spec_tree(model, pick_spec))) == 4
+
+
+def test_linen_and_optax_states():
+    params = {"Dense_0": {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)}}
+    state = TrainState.create(apply_fn=print, params=params, tx=optax.adam(1e-3))
+    specs = spec_tree(state, {"**/kernel": P(None, "model"), "**": P()})
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert specs.opt_state[0].mu["Dense_0"]["kernel"] == P(None, "model")
+    assert specs.step == P()
+
+
+def test_a_function_of_path_and_leaf():
+    specs = spec_tree(linear(), lambda path, leaf: P("model") if path == "bias" else None)
+    assert by_path(specs) == {"kernel": P(), "bias": P("model")}
+
+
+def test_patterns():
+    model = nnx.Sequential(linear(), linear(8, 8))
+    rules = {"layers/1/**": P("model"), "**/kernel": P(None, "model"), "**": None}
+    assert by_path(spec_tree(model, rules)) == {
+        "layers/0/kernel": P(None, "model"),
+        "layers/0/bias": P(),
+        "layers/1/kernel": P("model"),
+        "layers/1/bias": P("model"),
+    }
+
+
+def test_abstract_states_will_do():
+    model = nnx.eval_shape(linear)
+    assert by_path(spec_tree(model, fsdp(min_size=1), SIZES))["kernel"] == P("data", None)
+
+
+def test_values_without_dimensions_are_whole():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    assert set(jax.tree.leaves(spec_tree(model, pick_spec))) == {P()}
+    assert check(model, pick_spec, SIZES) == []
+
+
+def test_metadata():
+    with jax.set_mesh(mesh_of()):
+        model = annotated()
+    assert by_path(spec_tree(model, "metadata")) == {"kernel": P(None, "model"), "bias": P("model")}
+    assert set(jax.tree.leaves(spec_tree(linear(), "metadata"))) == {P()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"**/kernel": P()}, "no pattern matches 'bias': add one, or '\\*\\*' with P()"),
+        ({"kernle": P(), "**": P()}, "matches the pattern 'kernle' .did you mean 'kernel'"),
+        (lambda leaf: "model", "leaf 'bias' is given a str as its spec"),
+        ("metdata", "rules is 'metdata'; it must be a function"),
+        (fsdp("dta"), "the axis 'dta', which the mesh .data=2, model=4. does not have .*'data'"),
+        (tp("model"), "tensor_parallel knows none of the layers by name"),
+    ],
+    ids=str,
+)
+def test_rules_that_are_wrong(rules: Any, message: str):
+    with pytest.raises(InvalidSharding, match=message):
+        spec_tree(linear(), rules, SIZES)
+
+
+def test_presets_need_a_mesh():
+    with pytest.raises(InvalidSharding, match="give mesh=, or call under jax.set_mesh"):
+        spec_tree(linear(), fsdp())
+    with jax.set_mesh(mesh_of()):
+        assert by_path(spec_tree(linear(), fsdp(min_size=1)))["kernel"] == P("data", None)
+    abstract = AbstractMesh((2, 4), ("data", "model"))
+    assert by_path(spec_tree(linear(), dp(), abstract)) == {"kernel": P(), "bias": P()}
+
+
+# Presets
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, 6), P(None, "data")),
+        ((4, 7), P("data", None)),
+        ((3, 7), P()),
+        ((8, 8), P("data", None)),
+        ((2, 9, 6), P(None, None, "data")),
+        ((3,), P()),
+        ((0, 4), P(None, "data")),
+    ],
+)
+def test_fsdp_takes_the_largest_dimension_that_divides(shape: tuple[int, ...], spec: P):
+    assert spec_tree({"a": np.ones(shape)}, fsdp(min_size=0), SIZES) == {"a": spec}
+
+
+def test_fsdp_leaves_small_arrays_whole():
+    tree = {"a": np.ones((4, 4)), "b": np.ones((4, 8))}
+    assert spec_tree(tree, fsdp(min_size=32), SIZES) == {"a": P(), "b": P(None, "data")}
+
+
+def test_a_bias_follows_its_kernel():
+    """Small as it is, and also where layers are stacked."""
+    specs = spec_tree(linear(8, 64), fsdp(min_size=256), SIZES)
+    assert by_path(specs) == {"kernel": P(None, "data"), "bias": P("data")}
+    stacked = {"fc1": {"kernel": np.ones((3, 8, 16)), "bias": np.ones((3, 16))}}
+    specs = spec_tree(stacked, tp(), SIZES)
+    assert specs == {"fc1": {"kernel": P(None, None, "model"), "bias": P(None, "model")}}
+
+
+ATTENTION = {
+    "attention/query/kernel": P(None, "model", None),
+    "attention/query/bias": P("model", None),
+    "attention/out/kernel": P("model", None, None),
+    "attention/out/bias": P(),
+    "up/kernel": P(None, "model"),
+    "up/bias": P("model"),
+    "down/kernel": P("model", None),
+    "down/bias": P(),
+    "norm/scale": P(),
+}
+
+
+def test_tensor_parallel():
+    model = Model(nnx.Rngs(0))
+    found = by_path(spec_tree(model, tp("model"), SIZES))
+    assert {name: found[f"blocks/0/{name}"] for name in ATTENTION} == ATTENTION
+    assert found["embed/embedding"] == P("model", None)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    found = by_path(spec_tree(optimizer, tp("model"), SIZES))
+    assert found["opt_state/0/mu/blocks/0/down/kernel"] == P("model", None)
+
+
+def test_tensor_parallel_of_other_names_and_sizes():
+    tree = {
+        "mine": {"kernel": np.ones((4, 8))},
+        "yours": {"kernel": np.ones((8, 4))},
+        "wq": np.ones((4, 6)),
+        "embedding": np.ones((9, 8)),
+    }
+    assert spec_tree(tree, tp(column=["mine"], row=["yours"]), SIZES) == {
+        "mine": {"kernel": P(None, "model")},
+        "yours": {"kernel": P("model", None)},
+        "wq": P(),
+        "embedding": P(None, "model"),
+    }
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_fsdp_with_tensor_parallel(turn: int):
+    first, second = (fsdp("data", min_size=64), tp("model"))[::turn]
+    model = Model(nnx.Rngs(0))
+    found = by_path(spec_tree(model, first | second, SIZES))
+    assert found["blocks/0/up/kernel"] == P("data", "model")
+    assert found["blocks/0/down/kernel"] == P("model", "data")
+    assert found["blocks/0/down/bias"] == P("data")
+    assert found["blocks/0/attention/out/kernel"] == P("model", None, "data")
+    assert found["blocks/0/norm/scale"] == P()
+    assert check(model, first | second, SIZES) == []
+
+
+def test_patterns_come_before_presets():
+    rules = combine({"embed/**": P()}, fsdp("data", min_size=1)) | tp("model")
+    found = by_path(spec_tree(Model(nnx.Rngs(0)), rules, SIZES))
+    assert found["embed/embedding"] == P()
+    assert found["blocks/0/up/kernel"] == P("data", "model")
+
+
+@given(
+    shape=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    name=st.sampled_from(["kernel", "up/kernel", "out/kernel", "embedding", "bias"]),
+)
+@settings(max_examples=100)
+def test_presets_always_fit(shape: list[int], sizes: tuple[int, int], name: str):
+    tree = {"q_proj": jax.ShapeDtypeStruct((12, 12), jnp.float32)}
+    tree[name.replace("/", "_")] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+    mesh = {"data": sizes[0], "model": sizes[1]}
+    assert check(tree, fsdp("data", min_size=1) | tp("model"), mesh) == []
+
+
+# Checks
+
+
+def test_check_lists_everything():
+    tree = {
+        "axis": np.ones(4),
+        "rank": np.ones(4),
+        "size": np.ones((4, 10)),
+        "twice": np.ones((8, 8)),
+        "lost": np.ones(4),
+    }
+    specs = {
+        "axis": P("modle"),
+        "rank": P(None, "model"),
+        "size": P(None, "model"),
+        "twice": P("model", "model"),
+        "other": P(),
+    }
+    findings = {finding.path: finding for finding in check(tree, specs, SIZES)}
+    assert {finding.severity for finding in findings.values()} == {"error"}
+    assert {path: str(finding) for path, finding in findings.items()} == {
+        "axis": "leaf 'axis', dimension 0: the mesh (data=2, model=4) has no axis 'modle'",
+        "rank": "leaf 'rank' has 1 dimensions (4,), but its spec P(None, 'model') has 2 entries",
+        "size": "leaf 'size', dimension 1: 10 elements do not divide into 4 parts along model of "
+        "the mesh (data=2, model=4); the nearest size that does is 12",
+        "twice": "leaf 'twice', dimension 1: axis 'model' is used twice in P('model', 'model')",
+        "lost": "leaf 'lost' has no spec",
+        "other": "specs has 'other', which is no leaf",
+    }
+
+
+@pytest.mark.parametrize(("size", "closest"), [(9, 8), (11, 12), (10, 12), (1, 4), (3, 4), (5, 4)])
+def test_the_nearest_size(size: int, closest: int):
+    (finding,) = check({"a": np.ones(size)}, P("model"), SIZES)
+    assert finding.message.endswith(f"the nearest size that does is {closest}")
+
+
+def test_a_bias_and_its_kernel_that_disagree():
+    (finding,) = check(linear(), {"kernel": P(None, "model"), "bias": P()}, SIZES)
+    assert finding == Finding(
+        "warning",
+        "bias",
+        "leaf 'bias' is cut as P() and its kernel 'kernel' as P(None, 'model'): each step moves "
+        "data to add them; P('model') goes with it",
+    )
+    assert check(linear(), {"kernel": P("model", None), "bias": P()}, SIZES) == []
+    assert check(linear(), {"kernel": P("data"), "bias": P(None)}, SIZES) == []
+
+
+def test_huge_leaves_that_are_whole():
+    tree = {"a": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    (finding,) = check(tree, P(), SIZES, replicated_limit_bytes=1 << 20)
+    assert str(finding) == (
+        "leaf 'a' (1024, 1024) has 4,194,304 bytes and is whole on each of 8 devices"
+    )
+    assert finding.severity == "warning"
+    assert check(tree, P(), SIZES) == []
+    assert check(tree, P("data"), SIZES, replicated_limit_bytes=1) == []
+    assert check(tree, P(), {"data": 1}, replicated_limit_bytes=1) == []
+
+
+# Placement
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_placing_a_module_and_its_optimizer(explicit: bool):
+    mesh = mesh_of(explicit=explicit)
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    rules = fsdp("data", min_size=64) | tp("model")
+    placed = place({"model": model, "optimizer": optimizer, "step": 3}, mesh, rules)
+    assert type(placed["model"]) is Model
+    assert type(placed["optimizer"]) is nnx.Optimizer
+    assert placed["step"] == 3
+    kernel = placed["model"].blocks[0].up.kernel[...]
+    assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
+    assert placed["model"].blocks[0].dropout.rngs.key[...].sharding == NamedSharding(mesh, P())
+    for old, new in zip(values(model), values(placed["model"]), strict=True):
+        assert np.array_equal(old, new)
+    assert len(model.blocks[0].up.kernel[...].sharding.device_set) == 1
+
+
+def test_tied_variables_stay_tied():
+    placed = place(Tied(nnx.Rngs(0)), mesh_of(), P("model"))
+    assert placed.first.kernel is placed.second.kernel
+
+
+def test_placing_plain_and_abstract_trees():
+    mesh = mesh_of()
+    tree = {"a": np.ones((4, 8), np.float32), "b": [jax.ShapeDtypeStruct((8,), jnp.int32), None]}
+    placed = place(tree, mesh, {"a": P("data"), "b": P("model")})
+    assert placed["a"].sharding == NamedSharding(mesh, P("data"))
+    assert placed["b"][0].sharding == NamedSharding(mesh, P("model"))
+    assert placed["b"][1] is None
+
+
+def test_an_annotated_model_is_placed_by_other_specs():
+    with jax.set_mesh(mesh_of()):
+        model = annotated()
+    placed = place(model, mesh_of(), {"kernel": P("data", "model"), "bias": P("model")})
+    assert placed.kernel[...].sharding.spec == P("data", "model")
+
+
+def test_placing_lists_all_that_does_not_fit():
+    tree = {"a": np.ones((5, 4), np.float32), "b": np.ones(8)}
+    with pytest.raises(InvalidSharding, match="for 3 reasons:") as caught:
+        place(tree, mesh_of(), {"a": P("data", "mdl"), "b": P("model")})
+    message = str(caught.value)
+    assert "can't place the tree on the mesh (data=2, model=4)" in message
+    assert "the nearest size that does is 6" in message
+    assert "no axis 'mdl'" in message
+    assert "leaf 'b' is float64 and would become float32: cast it" in message
+
+
+# Sharded initialization
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_init_by_rules(explicit: bool):
+    mesh = mesh_of(explicit=explicit)
+    rules = fsdp("data", min_size=64) | tp("model")
+    model, optimizer = init(lambda: Model(nnx.Rngs(0)), mesh, rules, optax.adam(1e-3))
+    kernel = model.blocks[0].down.kernel[...]
+    assert kernel.sharding == NamedSharding(mesh, P("model", "data"))
+    moment = optimizer.opt_state[0].mu["blocks"][0]["down"]["kernel"][...]
+    assert moment.sharding == NamedSharding(mesh, P("model", "data"))
+    for alone, sharded in zip(values(Model(nnx.Rngs(0))), values(model), strict=True):
+        np.testing.assert_allclose(alone, sharded, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_init_by_annotations(explicit: bool):
+    mesh = mesh_of(explicit=explicit)
+    model, optimizer = init(annotated, mesh, optimizer=optax.adam(1e-3))
+    assert model.kernel[...].sharding == NamedSharding(mesh, P(None, "model"))
+    assert optimizer.opt_state[0].nu["bias"][...].sharding == NamedSharding(mesh, P("model"))
+    with jax.set_mesh(mesh):
+        alone = annotated()
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(alone))
+
+
+def test_init_with_rules_for_another_mesh_than_the_annotations():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    model = init(annotated, mesh, fsdp("data", min_size=1))
+    assert model.kernel[...].sharding == NamedSharding(mesh, P("data", None))
+    with pytest.raises(InvalidSharding, match="for 2 reasons:(.|\n)*no axis 'model'"):
+        init(annotated, mesh)
+
+
+def test_an_initialized_model_trains():
+    mesh = mesh_of()
+    model, optimizer = init(linear, mesh, tp(column=["kernel"]), optax.sgd(0.1))
+    x = jax.device_put(jnp.ones((4, 16)), NamedSharding(mesh, P("data")))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert model.kernel[...].sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
+
+
+def test_init_that_can_not_be():
+    outer = nnx.Rngs(0)
+    with pytest.raises(InvalidTree, match="make it inside model_fn"):
+        init(lambda: nnx.Linear(4, 4, rngs=outer), mesh_of(), dp())
+    with pytest.raises(InvalidSharding, match="no variable of the model says how it is cut"):
+        init(linear, mesh_of())
+    with pytest.raises(InvalidTree, match="model_fn returns a dict; it must return an nnx.Module"):
+        init(dict, mesh_of(), dp())
+    with pytest.raises(InvalidSharding, match="can't make the model on the mesh .*'bias'.* axis"):
+        init(linear, mesh_of(), {"kernel": P(), "bias": P("x")})
+
+
+class Deep(nnx.Module):
+    def __init__(self, width: int, depth: int):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_no_device_holds_more_than_its_part(explicit: bool):
+    """By XLA's own account: results and scratch space of each device."""
+    mesh = jax.make_mesh((8,), ("data",)) if explicit else Mesh(np.array(jax.devices()), "data")
+    prepared = prepare(lambda: Deep(256, 16), mesh, fsdp("data"), optax.adam(1e-3), None)
+    used = prepared.compiled().memory_analysis()
+    model_bytes = 16 * 256 * 256 * 4
+    assert used.output_size_in_bytes < 1.1 * 3 * model_bytes / 8
+    assert used.temp_size_in_bytes < model_bytes / 8
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_init(width: int, depth: int, cap_bytes: int) -> int:
+    """Initialize under a cap on further memory; by how much the peak grew."""
+    mesh = Mesh(np.array(jax.devices()), "data")
+    init(lambda: Deep(64, 1), mesh, fsdp("data"))
+    with open("/proc/self/status", encoding="utf-8") as status:
+        used_kib = next(int(line.split()[1]) for line in status if line.startswith("VmData"))
+    cap = used_kib * 1024 + cap_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    before = peak_bytes()
+    model = init(lambda: Deep(width, depth), mesh, fsdp("data"))
+    jax.block_until_ready(nnx.state(model))
+    assert model.layers[0].kernel[...].addressable_shards[0].data.shape[0] == width // 4
+    return peak_bytes() - before
+
+
+def test_init_of_a_model_that_no_process_could_hold():
+    """Two processes, each with half of 256 MiB and a cap below the whole.
+
+    Devices of one process share its memory, so that only several processes show that no host has
+    all of it.
+    """
+    model_bytes = 2048 * 2048 * 4 * 16
+    results = run_processes(
+        measure_init, 2048, 16, int(0.9 * model_bytes), processes=2, devices_per_process=2
+    )
+    for result in results:
+        assert 0.5 * model_bytes <= result.value < 0.85 * model_bytes, result.value / model_bytes
+
+
+# Pictures
+
+
+def test_a_picture_of_two_dimensions():
+    assert picture((8, 4), P("data", "model"), {"data": 2, "model": 2}) == "\n".join(
+        [
+            "(8, 4) P('data', 'model') on data=2, model=2",
+            "      0:2   2:4",
+            "    ┌─────┬─────┐",
+            "0:4 │  0  │  1  │",
+            "    ├─────┼─────┤",
+            "4:8 │  2  │  3  │",
+            "    └─────┴─────┘",
+        ]
+    )
+
+
+def test_pictures_of_other_ranks():
+    mesh = {"data": 2, "model": 2}
+    one = picture((8,), P("model"), mesh).splitlines()
+    assert one[1].split() == ["0:4", "4:8"]
+    assert one[3].strip() == "│ 0 2 │ 1 3 │"
+    assert "│ 0–3 │" in picture((), P(), mesh)
+    three = picture((4, 8, 6), P("data", None, "model"), mesh)
+    assert three.count("┌") == 1
+    cut = picture((4, 8, 6), P("a", "b", "c"), {"a": 2, "b": 2, "c": 2})
+    assert "dimension 2: 0:3" in cut
+    assert cut.count("┌") == 2
+    turned = picture((4, 8, 6), P("a", "b", "c"), {"a": 2, "b": 2, "c": 2}, dimensions=(1, 2))
+    assert "dimension 0: 2:4" in turned
+
+
+def test_a_picture_of_many_devices_is_short():
+    text = picture((16384, 64), P("data"), {"data": 16384})
+    assert "…" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_pictures_that_can_not_be_drawn():
+    with pytest.raises(InvalidSharding, match="5 elements do not divide into 2 parts"):
+        picture((5,), P("data"), SIZES)
+    with pytest.raises(InvalidSharding, match="must be two of the array's 2 dimensions"):
+        picture((4, 4), P(), SIZES, dimensions=(0, 2))
+
+
+@given(
+    spec=st.sampled_from(
+        [P(), P("data"), P(None, "model"), P(("model", "data")), P("model", "data")]
+    )
+)
+@settings(max_examples=5)
+def test_a_picture_shows_what_jax_does(spec: P):
+    array = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(mesh_of(), spec))
+    text = show(array)
+    for shard in array.addressable_shards:
+        rows, _ = (index.indices(8) for index in shard.index)
+        line = next(line for line in text.splitlines() if line.startswith(f"{rows[0]}:{rows[1]} "))
+        runs = [run.split("–") for run in line.replace("│", " ").split()[1:]]
+        assert any(int(run[0]) <= shard.device.id <= int(run[-1]) for run in runs)
+
+
+def test_showing_a_tree():
+    model = place(linear(), mesh_of(), pick_spec)
+    lines = show({"model": model, "host": np.ones((2, 2), np.float32)}).splitlines()
+    assert lines[0].split() == ["leaf", "shape", "spec", "bytes", "a", "device", "mesh"]
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "model/bias (8,) P('model') 8 data=2, model=4",
+        "model/kernel (16, 8) P(None, 'model') 128 data=2, model=4",
+        "host (2, 2) host 16",
+    ]
+    assert "host" in show(np.ones((2, 2)))
+    assert "on data=2, model=4" in show(model.kernel)
+
+
+def test_the_names():
+    for name in sharding.__all__:
+        assert getattr(sharding, name).__doc__, name
