@@ -32,8 +32,7 @@ def init(
     `model_fn` makes the model, its `nnx.Rngs` included. It is compiled with the shardings of what
     it returns, so that each device computes its own part: neither model nor optimizer is ever whole
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
-    does, still makes that one array whole.) The values are those of an unsharded `model_fn()`
-    under `jax.jit`.
+    does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
     `rules` are those of `spec_tree`; None takes what the variables themselves say. The optimizer's
     arrays lie as the parameters that they belong to; `wrt` says which variables it changes
