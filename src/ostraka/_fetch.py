@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,11 @@ class FetchJob:
         self._memory = _Memory(source, self.plan, shared=shared_memory)
         self.arrays = self._memory.arrays
         self._scratch = threading.local()
+
+    def release(self, targets: Iterable[int]) -> None:
+        """Let go of the memory of targets that have been taken."""
+        for number in targets:
+            self._memory.forget(number)
 
     @property
     def bytes_read(self) -> int:
@@ -261,6 +266,10 @@ class _Memory:
             flat = _aligned(nbytes)
         self.flat[number] = flat
         self.arrays[number] = flat.view(dtype).reshape(shape)
+
+    def forget(self, number: int) -> None:
+        self.arrays[number] = self.flat[number] = _EMPTY
+        self._places.pop(number, None)
 
     def _cut(self, number: int, nbytes: int) -> Array:
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT

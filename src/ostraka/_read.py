@@ -86,12 +86,12 @@ def restore(
             store = open_store(path)
             if dtype != "like":
                 check_dtype_rule(dtype)
-            tree = None if given is _NOT_GIVEN else parse(given)
-            if into is _NOT_GIVEN:
-                return _restore(store, operation, tree, choices, None)
-            assert tree is not None
-            _restore(store, operation, None, choices, InPlace(tree))
-            return into
+            if into is not _NOT_GIVEN:
+                # The parsed tree must not be kept here: it holds the arrays that are to be let go.
+                _restore(store, operation, None, choices, InPlace(parse(into)))
+                return into
+            tree = None if like is _NOT_GIVEN else parse(like)
+            return _restore(store, operation, tree, choices, None)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
 
@@ -181,7 +181,11 @@ def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterat
             destination = wanted.arrays[number]
             start = first[number]
             arrays = job.arrays[start : start + len(destination.boxes)]
-            yield destination.path, _place(source, destination, arrays)
+            placed = _place(source, destination, arrays)
+            # On accelerators the bytes are on the device now, and not needed here any more.
+            arrays.clear()
+            job.release(range(start, start + len(destination.boxes)))
+            yield destination.path, placed
 
 
 def _place(source: Source, destination: Destination, arrays: list[np.ndarray[Any, Any]]) -> Any:
