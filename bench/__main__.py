@@ -61,18 +61,21 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run the cases one after the other, then write and print what came of them."""
     arguments = parse()
-    scratch: Path = arguments.scratch.resolve() / "run"
-    remove(scratch)
-    scratch.mkdir(parents=True)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    # A folder of its own, so that two runs at once don't delete each other's checkpoints.
+    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=arguments.scratch.resolve()))
     options = Options(arguments.scale, arguments.rounds, scratch, find_torch(arguments))
+    names = [name for name in NAMES if name in (arguments.only or NAMES)]
     start = time.monotonic()
-    rows = [row for name in arguments.only or NAMES for row in run_case(name, options)]
+    try:
+        rows = [row for name in names for row in run_case(name, options)]
+    finally:
+        remove(scratch)
     took_s = round(time.monotonic() - start)
     run = {
-        "machine": describe(scratch),
+        "machine": describe(arguments.scratch),
         "options": {"scale": options.scale, "rounds": options.rounds, "took_s": took_s},
     }
-    remove(scratch)
     write_results(arguments.results, rows, run)
     print_rows(rows)
     print(f"\n{took_s} s; results in {arguments.results}")

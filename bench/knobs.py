@@ -20,7 +20,7 @@ from bench.machine import remove
 from bench.rounds import Row, interleave, timed
 from bench.state import make_tree, template
 
-SCRATCH = Path(os.environ.get("OSTRAKA_BENCH_SCRATCH", "bench/scratch")) / "knobs"
+SCRATCH = Path(os.environ.get("OSTRAKA_BENCH_SCRATCH", "bench/scratch")) / f"knobs-{os.getpid()}"
 
 
 def main() -> None:
