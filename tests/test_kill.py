@@ -268,7 +268,8 @@ def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) 
     for mark in marks:
         os.unlink(mark)
     said = {r.process: r.value for r in results if r.process not in victims and r.exit_code == 0}
-    where = f"{victims} killed after {delay_s:.3f} s: {said}"
+    ends = [(r.process, r.exit_code, r.error, r.stderr[-1000:]) for r in results]
+    where = f"{victims} killed after {delay_s:.3f} s: {said}, {ends}"
     if 0 not in victims:
         assert len(said) == 4 - len(victims), where
         assert len(set(said.values())) == 1, where

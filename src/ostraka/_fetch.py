@@ -7,6 +7,7 @@ memory in the order in which their bytes lie in the files, so that one read fill
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -28,9 +29,11 @@ Array = np.ndarray[Any, Any]
 _READERS = max(2, min(os.cpu_count() or 1, 16))
 _CHUNK_BYTES = 8 << 20
 _ALIGNMENT = 64
-_ARENA_BYTES = 32 << 20
-_ARENA_LIMIT_BYTES = 4 << 20
+_ARENA_BYTES = 2 << 20
+_ARENA_LIMIT_BYTES = 1 << 20
 """Buffers from this size on have memory of their own."""
+_ADVISED_BYTES = 4 << 20
+"""From this size on numpy asks the kernel for huge pages."""
 
 
 def fetch(source: Source, targets: Sequence[Target]) -> list[Array]:
@@ -314,6 +317,11 @@ def detached(array: Array) -> Array:
 
 def _aligned(nbytes: int) -> Array:
     """Fresh memory at an address that JAX can take as it is."""
+    if nbytes >= _ADVISED_BYTES:
+        # Whether huge pages are good for memory that is written once is for the system to say:
+        # where they must be made first, by compaction or by a hypervisor, asking for them makes a
+        # restore several times slower.
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes]
