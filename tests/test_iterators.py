@@ -2,7 +2,7 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grain.python as grain
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def make_dataset() -> Any:
 
 def make_loader() -> Any:
     loader = grain.DataLoader(
-        data_source=grain.RangeDataSource(0, 100, 1),
+        data_source=cast(Any, grain.RangeDataSource(0, 100, 1)),
         sampler=grain.IndexSampler(100, grain.NoSharding(), shuffle=True, num_epochs=2, seed=3),
         operations=[grain.Batch(2)],
         worker_count=0,

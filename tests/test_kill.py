@@ -227,15 +227,18 @@ def save_among_four(path: str, number: int, nbytes: int, dead_after_s: float) ->
     tree = make_tree(number, nbytes)
     save = ostraka.save  # imported here
     Path(f"{path}.go{jax.process_index()}").touch()
+    said = "saved"
     try:
         save(path, tree)
     except SaveFailed as error:
-        return str(error)
-    return "saved"
+        said = str(error)
+    while not os.path.exists(f"{path}.killed"):  # so that nobody dies later than that
+        time.sleep(0.01)
+    return said
 
 
 def kill_some(
-    victims: list[int], marks: list[str], delay_s: float
+    victims: list[int], marks: list[str], killed: str, delay_s: float
 ) -> Callable[[list[subprocess.Popen[bytes]]], None]:
     """Kill some of the processes at once, some time after all files are there."""
 
@@ -246,6 +249,9 @@ def kill_some(
         time.sleep(_ENTER_S + delay_s)
         for victim in victims:
             popens[victim].kill()
+        for victim in victims:
+            popens[victim].wait()
+        Path(killed).touch()
 
     return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
 
@@ -263,11 +269,12 @@ def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) 
         processes=4,
         devices_per_process=2,
         check=False,
-        on_start=kill_some(victims, marks, delay_s),
+        on_start=kill_some(victims, marks, f"{path}.killed", delay_s),
     )
-    for mark in marks:
+    for mark in [*marks, f"{path}.killed"]:
         os.unlink(mark)
-    said = {r.process: r.value for r in results if r.process not in victims and r.exit_code == 0}
+    assert all(results[victim].value is None for victim in victims)
+    said = {r.process: r.value for r in results if r.value is not None}
     ends = [(r.process, r.exit_code, r.error, r.stderr[-1000:]) for r in results]
     where = f"{victims} killed after {delay_s:.3f} s: {said}, {ends}"
     if 0 not in victims:

@@ -208,7 +208,8 @@ def test_in_place_keeps_places(tmp_path: Path):
     assert target.up[...].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
     assert_same(target, model)
     ostraka.restore(tmp_path / "c", into=target, mesh=mesh_of(4, 2))
-    assert target.up[...].sharding.mesh.shape["fsdp"] == 4
+    sharding: Any = target.up[...].sharding
+    assert sharding.mesh.shape["fsdp"] == 4
     assert_same(target, model)
 
 

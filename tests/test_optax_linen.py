@@ -170,7 +170,8 @@ def test_linen_variables(tmp_path: Path):
     abstract = jax.eval_shape(lambda: make_variables(0))
     assert_same(ostraka.restore(tmp_path / "c", like=abstract), variables)
     x = jnp.ones((2, 3))
-    assert np.array_equal(Net().apply(restored, x), Net().apply(variables, x))
+    net: Any = Net()
+    assert np.array_equal(net.apply(restored, x), net.apply(variables, x))
     plain = ostraka.restore(tmp_path / "c")
     assert plain.keys() == {"params", "batch_stats"}
     assert np.array_equal(

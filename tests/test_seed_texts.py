@@ -395,6 +395,7 @@ def test_pick_spec(tmp_path: Path):
     sharded = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), state, specs)
     by_hand = nnx.merge(graphdef, sharded)
     placed = sharding.place(model, mesh, sharding.spec_tree(model, pick_spec))
+    found: Any
     for found in (by_hand, placed):
         assert found.kernel[...].sharding == NamedSharding(mesh, P(None, "model"))
         assert found.bias[...].sharding == NamedSharding(mesh, P("model"))
