@@ -892,3 +892,9 @@ def test_single_device_targets_have_no_axis_to_miss(tmp_path: Path):
     device = SingleDeviceSharding(jax.devices()[3])
     back = ostraka.restore(path, like={"a": struct(8, 8, sharding=device)})["a"]
     assert back.devices() == {jax.devices()[3]}
+
+
+@pytest.mark.parametrize("metadata", [{1: 2}, {"t": (1, 2)}, {"n": {3: "x"}}])
+def test_metadata_that_json_would_change_is_refused(metadata: dict[Any, Any], tmp_path: Path):
+    with pytest.raises(errors.InvalidTree, match="metadata must be JSON as it is"):
+        ostraka.save(tmp_path / "checkpoint", {"x": 1}, metadata=metadata)

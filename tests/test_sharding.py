@@ -173,7 +173,7 @@ def test_metadata():
         (fsdp("dta"), "the axis 'dta', which the mesh .data=2, model=4. does not have .*'data'"),
         (tp("model"), "tensor_parallel knows none of the layers by name"),
     ],
-    ids=str,
+    ids=["unmatched leaf", "unmatched pattern", "no spec", "word", "axis", "names"],
 )
 def test_rules_that_are_wrong(rules: Any, message: str):
     with pytest.raises(InvalidSharding, match=message):

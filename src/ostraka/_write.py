@@ -325,12 +325,25 @@ def _stream(
         value = task.values[entry.leaf]
         packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
         if value.in_host_memory and not packed:
-            yield from _contiguous(value.read(task.file.device, entry.box))
+            array = value.read(task.file.device, entry.box)
+            _check_size(array, entry, leaves)
+            yield from _contiguous(array)
             continue
         with staging.hold(entry.nbytes, check):
             array = value.read(task.file.device, entry.box)
-            yield from [_pack.pack(array)] if packed else _contiguous(array)
+            array = _pack.pack(array) if packed else array
+            _check_size(array, entry, leaves)
+            yield from _contiguous(array)
             del array
+
+
+def _check_size(array: np.ndarray[Any, Any], entry: Entry, leaves: Sequence[Any]) -> None:
+    """What is written must be what was planned, or all that follows in the file would be wrong."""
+    if array.nbytes != entry.nbytes:
+        raise AssertionError(
+            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
+            f"{entry.box}, and {entry.nbytes:,} were planned"
+        )
 
 
 def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
@@ -460,9 +473,15 @@ def _sort_out_sole(payloads: list[Any]) -> tuple[list[int], list[int]]:
 
 def _json_only(user: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        return json.loads(json.dumps(user, allow_nan=False))
+        kept = json.loads(json.dumps(user, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidTree(f"metadata must be JSON: {error}") from error
+    if kept != user:
+        raise InvalidTree(
+            "metadata must be JSON as it is: tuples, and keys that are not text, would come back "
+            "as something else"
+        )
+    return kept
 
 
 def _describe_writer() -> dict[str, str]:
