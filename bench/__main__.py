@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run the cases one after the other, then write and print what came of them."""
     arguments = parse()
+    # Ended from outside, a run still ends its case and removes its checkpoints.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     # A folder of its own, so that two runs at once don't delete each other's checkpoints.
     scratch = Path(tempfile.mkdtemp(prefix="run-", dir=arguments.scratch.resolve()))
@@ -103,17 +107,27 @@ def run_case(name: str, options: Options) -> list[Row]:
     }
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         command = [sys.executable, "-m", "bench.case", name, json.dumps(fields), result.name]
-        try:
-            done = subprocess.run(command, env=env, cwd=ROOT, check=False, timeout=CASE_S)
-            ending = f"exit code {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            ending = f"no end after {CASE_S} s"
+        ending = run_to_end(command, env)
         if ending:
             failed = Row(name, f"{name}: failed", 0)
             failed.note(f"*** {name} FAILED: {ending} ***")
             return [failed]
         print(f"    {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         return [Row(**fields) for fields in json.loads(Path(result.name).read_text())]
+
+
+def run_to_end(command: list[str], env: dict[str, str]) -> str:
+    """Run a command; says what went wrong, if anything. No process that it started outlives it."""
+    process = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(timeout=CASE_S)
+    except subprocess.TimeoutExpired:
+        return f"no end after {CASE_S} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"exit code {code}" if code else ""
 
 
 def print_rows(rows: list[Row]) -> None:
