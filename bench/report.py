@@ -123,7 +123,9 @@ def _label(row: Row, name: str) -> str:
     ours, value = median(row, "ostraka"), median(row, name)
     if name == "ostraka" or not ours or not value:
         return show(row, name)
-    return f"{show(row, name)}  ({value / ours:.2g}×)"
+    ratio = value / ours
+    words = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"{show(row, name)}  ({words}×)"
 
 
 def _draw_row(axis: Any, row: Row) -> None:
@@ -146,7 +148,7 @@ def _draw_row(axis: Any, row: Row) -> None:
     axis.set_yticks(places, [NAMES[name] for name in names], fontsize=8)
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set_xlim(min(middles) / 3, max(max(row.values[n]) / divisor for n in names) * 6)
+    axis.set_xlim(min(middles) / 3, max(max(row.values[n]) / divisor for n in names) * 10)
     axis.set_title(row.title, fontsize=9)
     axis.tick_params(axis="x", labelsize=7)
     axis.set_xlabel("MiB" if row.unit == "bytes" else "seconds", fontsize=8)
