@@ -205,7 +205,6 @@ def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):
         devices_per_process=4,
         timeout_s=120 + 12 * trials,
     )
-    print(result.value)
     assert result.value["kept"] > 0
     assert (
         sum(result.value[name] for name in ("returned", "committed", "kept", "nothing")) == trials
@@ -285,11 +284,11 @@ def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) 
     for text in said.values():
         if text == "saved":
             assert found == 1, where
-        else:
+            continue
+        assert "\n" not in text, where
+        assert any(f"on process {victim}: it" in text for victim in victims), where
+        if 0 not in victims:  # else it may have committed, and nobody was told
             assert found == 0, where
-            assert any(
-                f"on process {victim}: it has not been heard of" in text for victim in victims
-            ), where
     ostraka.save(path, make_tree(2, nbytes))
     assert number_in(path) == 2
     assert names_in(path) == CLEAN
