@@ -707,6 +707,8 @@ def ostraka_threads() -> list[str]:
 
 def interrupt_saves(path: str, trials: int, seed: int) -> dict[str, Any]:
     """Ctrl-C at random moments of saves that overwrite each other."""
+    # Whoever runs the tests in the background has interrupts ignored, here too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rng = np.random.default_rng(seed)
     values = [np.full((1 << 19,), 0.0, np.float32) for _ in range(16)]  # 32 MiB
 

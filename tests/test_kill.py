@@ -191,7 +191,7 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
         (15, 1 << 20),
         (15, 32 << 20),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
-        pytest.param(250, 192 << 20, marks=pytest.mark.soak),
+        pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
 )
 def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):

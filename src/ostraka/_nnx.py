@@ -132,18 +132,23 @@ def _variable_builder(nnx: Any, described: Mapping[str, Any]) -> Callable[[list[
 
 
 def _undescribe(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else decode_value(value)
+    if isinstance(value, list):
+        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    return decode_value(value)
 
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a variable's metadata can be written: plain values, and tuples of them."""
+    """What of a variable's metadata can be written: plain values, tuples of them, and specs."""
+    from jax.sharding import PartitionSpec
+
     described: dict[str, Any] = {}
     for name, value in metadata.items():
         if name in _FLAX_INTERNAL:
             continue
-        if isinstance(value, tuple | list):
-            if all(_is_plain(item) for item in value):
-                described[name] = list(value)
+        if isinstance(value, tuple | list | PartitionSpec):
+            items = [list(item) if isinstance(item, tuple) else item for item in value]
+            if all(_is_plain(item) or isinstance(item, list) for item in items):
+                described[name] = items
         elif _is_plain(value):
             described[name] = encode_value(Leaf(name, value))
     return described
