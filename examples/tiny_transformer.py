@@ -61,8 +61,8 @@ class Sentences:
         self._taken = 0
 
     def __next__(self) -> np.ndarray:
-        random = np.random.default_rng([self._seed, self._taken])
         self._taken += 1
+        random = np.random.default_rng([self._seed, self._taken])
         return np.stack([self._line(random) for _ in range(BATCH)])
 
     def _line(self, random: np.random.Generator) -> np.ndarray:
@@ -103,8 +103,8 @@ def make_mesh(**sizes: int) -> Mesh:
     """A mesh such as data=2, model=4, of the first devices there are."""
     count = int(np.prod(list(sizes.values())))
     types = (AxisType.Auto,) * len(sizes)
-    devices = jax.devices()[:count]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
+    shape, axes = tuple(sizes.values()), tuple(sizes)
+    return jax.make_mesh(shape, axes, types, devices=jax.devices()[:count])
 
 
 def run(
@@ -120,15 +120,14 @@ def run(
     """Train until `steps` steps are done, from where the checkpoint is if there is one."""
     model, optimizer = sharding.init(lambda: Transformer(nnx.Rngs(0)), mesh, rules, ADAM)
     data = Sentences()
-    state = {"model": model, "optimizer": optimizer, **({"data": data} if keep_data else {})}
+    state = {"model": model, "optimizer": optimizer} | ({"data": data} if keep_data else {})
     if Path(path, "_METADATA").exists():
         ostraka.restore(path, into=state)
         say(f"resumed after step {int(optimizer.step[...])}")
     done = int(optimizer.step[...])
     if not keep_data:
         data.set_state({"taken": done})
-    train_step = make_step(model, optimizer)
-    rows = NamedSharding(mesh, P("data"))
+    train_step, rows = make_step(model, optimizer), NamedSharding(mesh, P("data"))
     losses: list[float] = []
     for step in range(done + 1, steps + 1):
         text = next(data)
@@ -137,16 +136,13 @@ def run(
         say(f"step {step}: loss {losses[-1]:.4f}")
         if step % every == 0 or step == steps:
             ostraka.save(path, state)
-            say(f"saved step {step}")
     return state, losses
 
 
 def parse_arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """The arguments that the examples share, and the sizes of their meshes."""
+    """Where the checkpoint is, until which step, a save every so many, the sizes of the mesh."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("path", help="where the checkpoint is, or will be")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--every", type=int, default=5, help="save after so many steps")
-    for name, size in defaults.items():
+    for name, size in {"steps": 20, "every": 5, **defaults}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     return parser.parse_args()
