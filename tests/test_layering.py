@@ -31,6 +31,7 @@ LAYERS = (
     "_nnx",
     "_tree",
     "_capture",
+    "_shards",
     "_write",
     "_inplace",
     "_match",

@@ -10,36 +10,36 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import jax
 import numpy as np
 
-from ostraka import _format, _pack
+from ostraka import _format
 from ostraka._capture import (
     Captured,
     DtypeRule,
     Value,
     capture,
     check_dtype_rule,
-    flat_bytes,
     host_digests,
     make_common,
     make_per_process,
 )
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import encode, fill_in_states
-from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
-from ostraka._parallel import ByteBudget, StopSignal, paused_gc, run_all
+from ostraka._format import IndexEntry, Metadata
+from ostraka._parallel import StopSignal, paused_gc, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
-from ostraka._spec import DTYPES
+from ostraka._shards import Progress, write_shards
 from ostraka._version import __version__
 from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed, describe
 from ostraka.storage import MemoryStore, PathLike, Store, open_store
+
+Array = np.ndarray[Any, Any]
 
 _WRITERS = max(4, min(os.cpu_count() or 1, 16))
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
@@ -189,24 +189,19 @@ class _Save:
     def _write(self, plan: WritePlan, values: Sequence[Value], save_id: str) -> IndexEntry | None:
         """Write this process's shards and its index; None if it has none to write."""
         process = self._operation.process
-        files = plan.files_of(process)
-        if not files:
+        if not plan.files_of(process):
             return None
-        contents = _format.entries_by_file(
-            plan.leaves, plan.layouts, {file.device for file in files}
+        named = write_shards(
+            self._store,
+            save_id,
+            plan,
+            process,
+            values,
+            check=self._operation.check,
+            progress=Progress(),
         )
-        directory = _format.shards_directory(save_id)
-        stop = StopSignal()
-        staging = ByteBudget(_STAGING_BYTES)
-
-        def write_one(file: FileEntry) -> FileDigests:
-            task = _FileTask(file, contents[file.device, file.part], plan, values, save_id)
-            return _write_file(self._store, directory, task, staging, lambda: self._check(stop))
-
-        digests = run_all(write_one, files, threads=_WRITERS, stop=stop)
-        named = {file.name: found for file, found in zip(files, digests, strict=True)}
         index = _format.encode_index(save_id, process, named)
-        self._store.put(f"{directory}/{_format.index_name(process)}", index)
+        self._store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
         return IndexEntry(len(index), _format.digest(index))
 
     def _commit(
@@ -261,103 +256,6 @@ class _Save:
         others = [process for process in indexes if process != self._operation.process]
         if others:
             run_all(look, others, threads=_WRITERS, stop=StopSignal())
-
-    def _check(self, stop: StopSignal) -> None:
-        """Called between blocks: don't go on writing for a save that has failed."""
-        self._operation.check()
-        stop.check()
-
-
-@dataclass(frozen=True, slots=True)
-class _FileTask:
-    """A shard file to write."""
-
-    file: FileEntry
-    entries: list[Entry]
-    plan: WritePlan
-    values: Sequence[Value]
-    save_id: str
-
-
-def _write_file(
-    store: Store,
-    directory: str,
-    task: _FileTask,
-    staging: ByteBudget,
-    check: Callable[[], None],
-) -> FileDigests:
-    """Write one shard from its first byte to its last, digesting each block on the way."""
-    file, leaves = task.file, task.plan.leaves
-    lengths = _format.block_lengths(file.header_bytes, task.entries)
-    digests: list[str] = []
-    scratch: np.ndarray[Any, Any] | None = None
-    writer = store.create(f"{directory}/{file.name}", file.size)
-    try:
-        offset = 0
-        for length, pieces in zip(
-            lengths, _format.regroup(_stream(task, leaves, staging, check), lengths), strict=True
-        ):
-            check()
-            if len(pieces) > 1:
-                # One digest and one write of small boxes put together cost less than many.
-                scratch = np.empty(_format.BLOCK_BYTES, np.uint8) if scratch is None else scratch
-                pieces = [np.concatenate(pieces, out=scratch[:length])]
-            digests.append(_format.block_digest(pieces))
-            writer.write(offset, pieces)
-            offset += length
-        writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return FileDigests(file.size, tuple(lengths), tuple(digests))
-
-
-def _stream(
-    task: _FileTask, leaves: Sequence[Any], staging: ByteBudget, check: Callable[[], None]
-) -> Iterator[Any]:
-    """The bytes of a shard file in order, as views of the live values where that can be."""
-    yield np.frombuffer(
-        _format.encode_header(task.entries, leaves, task.save_id, task.file.header_bytes), np.uint8
-    )
-    for entry in task.entries:
-        if entry.nbytes == 0:
-            continue
-        value = task.values[entry.leaf]
-        packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
-        if value.in_host_memory and not packed:
-            array = value.read(task.file.device, entry.box)
-            _check_size(array, entry, leaves)
-            yield from _contiguous(array)
-            continue
-        with staging.hold(entry.nbytes, check):
-            array = value.read(task.file.device, entry.box)
-            array = _pack.pack(array) if packed else array
-            _check_size(array, entry, leaves)
-            yield from _contiguous(array)
-            del array
-
-
-def _check_size(array: np.ndarray[Any, Any], entry: Entry, leaves: Sequence[Any]) -> None:
-    """What is written must be what was planned, or all that follows in the file would be wrong."""
-    if array.nbytes != entry.nbytes:
-        raise AssertionError(
-            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
-            f"{entry.box}, and {entry.nbytes:,} were planned"
-        )
-
-
-def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """The bytes of an array in row-major order; what is not contiguous is copied in bands."""
-    if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
-        yield flat_bytes(array)
-        return
-    if array.shape[0] == 1 or array.nbytes // array.shape[0] > _COPY_BYTES:
-        for row in array:
-            yield from _contiguous(row)
-        return
-    step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
-    for start in range(0, array.shape[0], step):
-        yield flat_bytes(array[start : start + step])
 
 
 # What is at the path already
