@@ -35,6 +35,7 @@ LAYERS = (
     "_write",
     "_inplace",
     "_match",
+    "_assemble",
     "_read",
     "_manager",
     "integrity",

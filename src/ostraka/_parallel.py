@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -85,6 +86,18 @@ def paused_gc() -> Generator[None]:
                 _gc_pauses -= 1
                 if _gc_pauses == 0:
                     gc.enable()
+
+
+def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:
+    """An item of each source in turn, until all have ended; so many sources at a time."""
+    for start in range(0, len(sources), at_a_time):
+        waiting = deque(sources[start : start + at_a_time])
+        while waiting:
+            source = waiting.popleft()
+            for item in source:
+                waiting.append(source)
+                yield item
+                break
 
 
 def run_all(

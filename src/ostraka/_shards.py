@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from ostraka import _format, _pack
 from ostraka._capture import Value, flat_bytes
 from ostraka._format import Entry, FileDigests, FileEntry, StoredLeaf
-from ostraka._parallel import ByteBudget, StopSignal, run_all
+from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan import WritePlan
 from ostraka._spec import DTYPES
 from ostraka.storage import FileWriter, Store
@@ -158,19 +157,21 @@ def _tasks(
     is done by one thread from its first byte to its last, so that no more is copied than is needed
     soon. Blocks of the others come in turn, so that a leaf's shards are looked at together.
     """
-    streams = {id(shard): shard.blocks(_stream(shard, values, staging, check)) for shard in shards}
-    in_turn = [shard for shard in shards if _is_all_views(shard, values)]
-    copied = [shard for shard in shards if not _is_all_views(shard, values)]
-    yield from ((shard, streams[id(shard)]) for shard in copied)
-    for start in range(0, len(in_turn), _OPEN_FILES):
-        waiting = deque(in_turn[start : start + _OPEN_FILES])
-        while waiting:
-            check()
-            shard = waiting.popleft()
-            block = next(streams[id(shard)], None)
-            if block is not None:
-                yield shard, [block]
-                waiting.append(shard)
+    of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
+    for shard in shards:
+        blocks = shard.blocks(_stream(shard, values, staging, check))
+        if _is_all_views(shard, values):
+            of_views.append(_one_by_one(shard, blocks))
+        else:
+            yield shard, blocks
+    for task in in_turn(of_views, at_a_time=_OPEN_FILES):
+        check()
+        yield task
+
+
+def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    for block in blocks:
+        yield shard, [block]
 
 
 def _is_all_views(shard: _Shard, values: Sequence[Value]) -> bool:
