@@ -347,6 +347,7 @@ class _Memory:
 
 
 _EMPTY = np.empty(0, np.uint8)
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 def detached(array: Array) -> Array:
@@ -356,11 +357,12 @@ def detached(array: Array) -> Array:
 
 def _aligned(nbytes: int) -> Array:
     """Fresh memory at an address that JAX can take as it is."""
-    if nbytes >= _ADVISED_BYTES:
+    if nbytes >= _ADVISED_BYTES and _PRIVATE:
         # Whether huge pages are good for memory that is written once is for the system to say:
         # where they must be made first, by compaction or by a hypervisor, asking for them makes a
         # restore several times slower.
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        # Private, because the default would be memory that a forked process shares, and slower.
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), np.uint8)
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes]
