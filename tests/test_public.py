@@ -55,12 +55,16 @@ def test_the_public_names():
     assert sorted(ostraka.__all__) == [
         "Checkpoint",
         "LazyArray",
+        "Record",
         "Report",
+        "SaveHandle",
         "__version__",
         "errors",
         "open",
         "restore",
         "save",
+        "save_async",
+        "save_async",
         "verify",
     ]
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from ostraka import _format, _pack
-from ostraka._capture import Value, flat_bytes
 from ostraka._format import Entry, FileDigests, FileEntry, StoredLeaf
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan import WritePlan
 from ostraka._spec import DTYPES
+from ostraka._values import Value, flat_bytes
 from ostraka.storage import FileWriter, Store
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +40,8 @@ class Progress:
     def __init__(self) -> None:
         self.total = 0
         self.written = 0
+        self.is_given_up = False
+        """Set to have the save fail soon."""
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
