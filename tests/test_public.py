@@ -64,7 +64,6 @@ def test_the_public_names():
         "restore",
         "save",
         "save_async",
-        "save_async",
         "verify",
     ]
 
