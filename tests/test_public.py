@@ -58,9 +58,11 @@ def test_the_public_names():
         "Report",
         "__version__",
         "errors",
+        "exercises",
         "open",
         "restore",
         "save",
+        "sharding",
         "verify",
     ]
 

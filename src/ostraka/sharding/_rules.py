@@ -37,8 +37,8 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
 
     - a function of the leaf, or of path and leaf, that returns a PartitionSpec (or None: whole);
     - a mapping of path patterns to specs, of which the first that matches counts, such as
-      `{"**/kernel": P(None, "model"), "**": P()}`; each leaf must be matched, and each pattern
-      must match a leaf;
+      `{"**/kernel": P(None, "model"), "**": P()}` (`*` is any name, `**/` any number of names, none
+      included); each leaf must be matched, and each pattern must match a leaf;
     - `"metadata"`: what the NNX variables themselves say (`out_sharding`); the others stay whole;
     - `data_parallel()`, `fsdp(…)`, `tensor_parallel(…)`, which need the sizes of the mesh's axes
       (from `mesh`, or the mesh that `jax.set_mesh` has set);
@@ -124,10 +124,8 @@ def _decider(rule: Any, leaves: list[ArrayLeaf]) -> Callable[[ArrayLeaf], Any]:
     if isinstance(rule, Mapping):
         table = cast("Mapping[str, Any]", rule)
         _check_patterns(table, leaves)
-        return lambda leaf: next(
-            (PartitionSpec() if v is None else v for p, v in table.items() if _fits(p, leaf.path)),
-            None,
-        )
+        whole = {pattern: PartitionSpec() if v is None else v for pattern, v in table.items()}
+        return lambda leaf: _pattern.lookup(whole, leaf.path)
     if rule == "metadata":
         return lambda leaf: leaf.named
     if callable(rule):
@@ -147,17 +145,10 @@ def _takes_path(function: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-def _fits(pattern: str, path: str) -> bool:
-    # "**/kernel" is any kernel, that of a single layer included.
-    return _pattern.matches(pattern, path) or (
-        pattern.startswith("**/") and _pattern.matches(pattern, f"/{path}")
-    )
-
-
 def _check_patterns(table: Mapping[str, Any], leaves: list[ArrayLeaf]) -> None:
     paths = [leaf.path for leaf in leaves]
     for pattern in table:
-        if pattern != "**" and not any(_fits(pattern, path) for path in paths):
+        if pattern != "**" and not any(_pattern.matches(pattern, path) for path in paths):
             raise InvalidSharding(
                 f"no leaf with dimensions matches the pattern {pattern!r}{nearest(pattern, paths)}"
             )
