@@ -597,6 +597,30 @@ def test_factored_moments_are_cut_in_the_dimensions_that_they_have(both: bool):
     assert by_kind["v", "up", "kernel"] == P()
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["two objects", "one object"])
+def test_factored_moments_of_annotated_parameters(both: bool):
+    """Flax gives them the annotations of the parameter, which do not fit, and would raise."""
+    mesh = mesh_of()
+    transform = optax.adafactor(1e-3)
+
+    def make() -> nnx.Linear:
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        return nnx.Linear(128, 256, rngs=nnx.Rngs(0), kernel_init=kernel)
+
+    if both:
+        found = init(lambda: nnx.ModelAndOptimizer(make(), transform, wrt=nnx.Param), mesh)
+        model, optimizer = found.model, found
+    else:
+        model, optimizer = init(make, mesh, optimizer=transform)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    before = model.kernel[...]
+    optimizer.update(*([] if both else [model]), grads)
+    moments = {tuple(path.split("/")[-2:]): leaf for path, leaf in by_path(optimizer).items()}
+    assert moments["v_row", "kernel"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    assert moments["v_col", "kernel"].sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 1)
+    assert not np.array_equal(before, model.kernel[...])
+
+
 @pytest.mark.parametrize(
     ("path", "shape", "expected"),
     [

@@ -102,7 +102,7 @@ def prepare(
         for spec in jax.tree.leaves(_tree_of(tree, _specs_of(tree, place, model_leaves, specs)))
     ]
     structures: list[tuple[Any, Any]] = []
-    eager = _annotations_fit(model_leaves, mesh)
+    eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
     make = _maker(model_fn, optimizer, wrt, structures, eager=eager, mesh=auto)
     return Prepared(make, structures, flat)
 
@@ -191,7 +191,11 @@ def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> tuple[list
 
 
 def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
-    """Whether variables may place themselves; not if they are annotated for another mesh."""
+    """Whether variables may place themselves.
+
+    Not if they are annotated for another mesh, nor if an optimizer's have the annotations of a
+    parameter with more dimensions, as factored moments do.
+    """
     sizes = mesh_spec(mesh)
     return not any(
         partition_problems(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
