@@ -90,49 +90,57 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str):
     assert np.allclose(others, second, rtol=1e-3)
 
 
+DIES_AFTER_STEP_3 = """
+import builtins, os, runpy, signal, sys
+
+say = builtins.print
+
+def say_and_die(line):
+    say(line, flush=True)
+    if line.startswith("step 3:"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+builtins.print = say_and_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path, compiled: dict[str, str]):
     """The example as one starts it, killed with SIGKILL after a step that was not saved."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1", **compiled}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), **compiled}
 
-    def start(name: str, steps: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(EXAMPLES / "train_fsdp.py"), str(tmp_path / name)]
-        options = ["--steps", str(steps), "--every", "2"]
-        return subprocess.Popen([*command, *options], env=env, stdout=subprocess.PIPE, text=True)
+    def start(name: str, *python: str) -> tuple[int, list[str]]:
+        program = [sys.executable, *python, str(EXAMPLES / "train_fsdp.py")]
+        options = [str(tmp_path / name), "--steps", "5", "--every", "2"]
+        done = subprocess.run(
+            [*program, *options], env=env, stdout=subprocess.PIPE, text=True, check=False
+        )
+        return done.returncode, done.stdout.splitlines()
 
-    def finish(name: str, steps: int) -> list[str]:
-        with start(name, steps) as process:
-            printed, _ = process.communicate()
-        assert process.returncode == 0
-        return printed.splitlines()
-
-    printed: list[str] = []
-    with start("killed", 1_000_000) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            printed.append(line)
-            if line.startswith("step 3:"):
-                process.kill()  # it may take another step or two before it dies
-    assert process.returncode == -signal.SIGKILL
-    done = len(printed)
-    resumed = finish("killed", done + 2)
-    whole = finish("whole", done + 2)
-    saved = int(resumed[0].removeprefix("resumed after step "))
-    assert 2 <= saved <= done
-    assert resumed[1:] == whole[saved:]  # its losses, to the last digit that is printed
+    code, whole = start("whole")
+    assert (code, len(whole)) == (0, 5)
+    code, killed = start("killed", "-c", DIES_AFTER_STEP_3)
+    assert (code, killed) == (-signal.SIGKILL, whole[:3])
+    code, resumed = start("killed")
+    # The losses of the uninterrupted run, to the last digit that is printed.
+    assert (code, resumed) == (0, ["resumed after step 2", *whole[2:]])
     found, expected = (ostraka.restore(tmp_path / name) for name in ("killed", "whole"))
     assert bits(found) == bits(expected)
 
 
 def train_in_processes(path: str) -> tuple[list[float], list[float]]:
-    """Four steps at once, and two and two, in the same processes."""
+    """Four steps, and the last two of them again from a copy of the checkpoint after two."""
     tiny_transformer.LAYERS = 1
-    whole = train_processes.train(f"{path}/whole", 4, 2)
-    parts = train_processes.train(f"{path}/parts", 2, 2)
-    if jax.process_index() == 0:
-        shutil.copytree(f"{path}/parts", f"{path}/half")
-    parts += train_processes.train(f"{path}/parts", 4, 2)
-    return whole, parts
+
+    def keep_a_copy(line: str) -> None:
+        if line.startswith("step 3:"):
+            for name in ("resumed", "elsewhere"):
+                shutil.copytree(f"{path}/whole", f"{path}/{name}")
+
+    whole = train_processes.train(f"{path}/whole", 4, 2, keep_a_copy)
+    return whole, train_processes.train(f"{path}/resumed", 4, 2)
 
 
 def test_several_processes(tmp_path: Path, compiled: dict[str, str]):
@@ -146,14 +154,14 @@ def test_several_processes(tmp_path: Path, compiled: dict[str, str]):
         env={**compiled, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     for result in results:
-        whole, parts = result.value
+        whole, resumed = result.value
         assert len(whole) == 4
-        assert parts == whole
-    found, expected = (ostraka.restore(tmp_path / name) for name in ("parts", "whole"))
+        assert resumed == whole[2:]
+    found, expected = (ostraka.restore(tmp_path / name) for name in ("resumed", "whole"))
     assert bits(found) == bits(expected)
     # What 4 processes have saved, this one restores, on a mesh of its own, and goes on.
-    mesh = make_mesh(data=2, model=4)
-    _, losses = run(tmp_path / "half", mesh, FSDP, steps=4, keep_data=False, say=lambda line: None)
+    mesh, quiet = make_mesh(data=8), {"keep_data": False, "say": lambda line: None}
+    _, losses = run(tmp_path / "elsewhere", mesh, FSDP, steps=4, **quiet)
     assert np.allclose(losses, results[0].value[0][2:], rtol=1e-3)
 
 
