@@ -156,6 +156,28 @@ def test_unsharded_variables_that_name_axes_go_onto_a_mesh(tmp_path: Path):
     assert bits(restored) == bits(state)
 
 
+def test_logical_names_go_onto_a_mesh_by_the_rules_of_flax(tmp_path: Path):
+    rules = (("embed", "fsdp"), ("mlp", "tp"))
+
+    def variable(value: Any, **metadata: Any) -> nnx.Param:
+        names = ("embed", "mlp")
+        return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
+
+    ostraka.save(tmp_path / "c", {"v": variable(jnp.ones((8, 4)))})
+    mesh = mesh_of(4, 2)
+    expected = NamedSharding(mesh, P("fsdp", "tp"))
+    shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    with nnx.logical_axis_rules(rules):
+        found = ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)["v"]
+    assert found[...].sharding == expected
+    like = {"v": variable(shape, sharding_rules=rules)}
+    found = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)["v"]
+    assert found[...].sharding == expected
+    assert tuple(found.get_metadata()["out_sharding"]) == ("embed", "mlp")
+    with pytest.raises(Mismatch, match=r"leaf 'v', dimension 0: the mesh .* has no axis 'embed'"):
+        ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)
+
+
 def test_a_mesh_that_does_not_fit(tmp_path: Path):
     model, _ = make_sharded(mesh_of(4, 2))
     ostraka.save(tmp_path / "c", model)
