@@ -39,6 +39,7 @@ LAYERS = (
     "integrity",
     "sharding",
     "exercises",
+    "planner",
     "interop",
     "compat",
     "report",
