@@ -217,7 +217,8 @@ def _copies(leaf: LeafSpec, meshes: Sequence[MeshSpec], devices: int) -> int:
         return 1
     if leaf.mesh == HOST_LOCAL:
         return devices
-    return holders(meshes[leaf.mesh], leaf.partition, len(leaf.shape)).shape[1]
+    mesh = meshes[leaf.mesh]
+    return len(mesh.devices) // prod(partition_grid(mesh, leaf.partition, len(leaf.shape)))
 
 
 def held_by_process(plan: WritePlan) -> tuple[list[int], list[int]]:

@@ -110,6 +110,7 @@ class _Sharing:
         self._process_load = np.zeros(self._process_count, dtype=np.int64)
         self._max_file_bytes = max_file_bytes
         self._even: dict[object, int] = {}
+        self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
         self._even_counts: Counter[tuple[int, int]] = Counter()
         total = sum(leaf.nbytes for leaf in leaves)
         self.bytes_per_process = -(-total // self._process_count)
@@ -180,9 +181,14 @@ class _Sharing:
     def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
         if leaf.mesh == HOST_LOCAL:
             return (1,) * len(leaf.shape), self._everyone
-        mesh = self._meshes[leaf.mesh]
-        rank = len(leaf.shape)
-        return partition_grid(mesh, leaf.partition, rank), holders(mesh, leaf.partition, rank)
+        # By the number of the mesh: to look thousands of devices up costs more than the rest.
+        key = (leaf.mesh, leaf.partition, len(leaf.shape))
+        found = self._tables.get(key)
+        if found is None:
+            mesh, rank = self._meshes[leaf.mesh], len(leaf.shape)
+            grid = partition_grid(mesh, leaf.partition, rank)
+            found = self._tables[key] = (grid, holders(mesh, leaf.partition, rank))
+        return found
 
     def _number_capped(
         self, leaf: LeafSpec, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
@@ -362,9 +368,9 @@ def _leaf_kind(leaf: LeafSpec, layout: Layout) -> _LeafKind:
 
 def _turns(layout: Layout) -> npt.NDArray[np.int64] | None:
     """For each cell, how many cells of the same device come before it; None if none do."""
-    cells = layout.cells_by_owner()
-    if len(cells) == len(layout.owners):
+    if len(set(layout.owners)) == len(layout.owners):
         return None
+    cells = layout.cells_by_owner()
     turns = np.zeros(len(layout.owners), dtype=np.int64)
     for mine in cells.values():
         turns[mine] = np.arange(len(mine))

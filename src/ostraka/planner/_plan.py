@@ -29,7 +29,7 @@ from ostraka.storage import PathLike, open_store
 
 _EXACT_ENTRIES = 1_000_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
-_SAMPLED_PROCESSES = 3
+_SAMPLED_PROCESSES = 2
 _EXACT_TARGETS = 100_000
 _MAX_PIECES = 2_000_000
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
@@ -262,8 +262,7 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
     boxes = sum(len(write.layouts[leaf.layout].owners) for leaf in write.leaves)
     if boxes <= _EXACT_ENTRIES or count <= _SAMPLED_PROCESSES:
         return {process: _account.index_bytes(write, process) for process in writing}, True
-    looked_at = [writing[0], writing[len(writing) // 2], writing[-1]]
-    largest = max(_account.index_bytes(write, process) for process in looked_at)
+    largest = max(_account.index_bytes(write, process) for process in (writing[0], writing[-1]))
     return dict.fromkeys(writing, largest), False
 
 
@@ -380,7 +379,7 @@ def _looked_at(
         return sampled
     if leaves * devices <= _EXACT_TARGETS or count <= _SAMPLED_PROCESSES:
         return range(count)
-    return sorted({0, count // 2, count - 1})
+    return (0, count - 1)
 
 
 def _read_account(

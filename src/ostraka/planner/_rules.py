@@ -31,13 +31,15 @@ def settle_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Sett
     Rules and checks live there, on JAX's types; here is only the way there and back.
     """
     from ostraka._capture import describe_spec
-    from ostraka.sharding._check import check, specs_by_path
+    from ostraka.sharding._check import check, raise_errors, specs_by_path
     from ostraka.sharding._data import parse_state
 
     tree = _abstract_tree(leaves)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     found, _ = specs_by_path(parse_state(tree), rules, sizes)
-    problems = [Problem(f.severity, f.path, f.message) for f in check(tree, rules, sizes)]
+    findings = check(tree, rules, sizes)
+    raise_errors(f"the rules do not fit the mesh ({mesh})", findings)
+    problems = [Problem(f.severity, f.path, f.message) for f in findings]
     partitions = {path: describe_spec(path, spec) for path, spec in found.items()}
     return Settled(partitions, tuple(problems))
 

@@ -34,7 +34,7 @@ from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidTree
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
-from ostraka.sharding._check import check, specs_by_path
+from ostraka.sharding._check import check, raise_errors, specs_by_path
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._init import _follow  # pyright: ignore[reportPrivateUsage]
 
@@ -137,10 +137,9 @@ def _settle_specs(
         raise ValueError("specs needs mesh=, the mesh that the specs cut along")
     parsed = parse_state(tree)
     found, _ = specs_by_path(parsed, specs, mesh)
-    problems = [
-        Problem(finding.severity, finding.path, finding.message)
-        for finding in check(tree, specs, mesh)
-    ]
+    findings = check(tree, specs, mesh)
+    raise_errors("the specs do not fit", findings)
+    problems = [Problem(finding.severity, finding.path, finding.message) for finding in findings]
     if optimizer is None:
         return found, problems
     leaves = list(array_leaves(parsed))
