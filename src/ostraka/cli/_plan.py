@@ -6,25 +6,28 @@ import json
 import os
 import shlex
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from ostraka.cli._units import parse_duration, parse_mesh, parse_size
 from ostraka.errors import OstrakaError, store_error
-from ostraka.planner._names import MODELS
-from ostraka.planner._optimizers import OPTIMIZERS
-from ostraka.planner._report import Questions, compare_plans, describe_plan
-from ostraka.planner._sources import Options, plan_source
-from ostraka.planner._state import mesh_of_sizes
-from ostraka.planner._time import Bandwidths, probe
+
+if TYPE_CHECKING:
+    from ostraka.planner._report import Questions
+    from ostraka.planner._sources import Options
+    from ostraka.planner._time import Bandwidths
 
 LIMIT_EXCEEDED = 3
+
+# The planner is imported where it is used: the other commands must not wait for it.
 
 
 def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
+        from ostraka.planner._names import MODELS
+
         click.echo("\n".join(MODELS))
         context.exit(0)
 
@@ -34,7 +37,7 @@ def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
 @click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
 @click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
 @click.option("--rules", help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="Adds its state, as optax has it.")
+@click.option("--optimizer", help="adamw, adam, sgd, adafactor, lion or none: adds its state.")
 @click.option("--dtype", help="Of the parameters. Default: as published.")
 @click.option("--optimizer-dtype", help="Of the optimizer's state. Default: as the parameters.")
 @click.option(
@@ -120,6 +123,10 @@ def plan(context: click.Context, **given: Any) -> None:
 
 
 def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
+    from ostraka.planner._report import compare_plans, describe_plan
+    from ostraka.planner._sources import plan_source
+    from ostraka.planner._time import probe
+
     bandwidths = None if given["probed"] is None else probe(given["probed"])
     variants = {_title(given, None): given}
     for text in given["compare"]:
@@ -161,6 +168,9 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
 
 
 def _options(given: dict[str, Any]) -> Options:
+    from ostraka.planner._sources import Options
+    from ostraka.planner._state import mesh_of_sizes
+
     sizes = given["mesh"]
     options = Options(
         mesh=None if sizes is None else mesh_of_sizes(sizes),
@@ -176,6 +186,10 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
+    from ostraka.planner._report import Questions
+    from ostraka.planner._state import mesh_of_sizes
+    from ostraka.planner._time import Bandwidths
+
     known = probed or Bandwidths()
     bandwidths = Bandwidths(
         host_write=given["write_bandwidth"] or known.host_write,

@@ -10,6 +10,7 @@ print(planned.restore(mesh={"data": 32}, processes=4).over_read)
 
 from __future__ import annotations
 
-from ostraka.planner._plan import Plan, RestorePlan, plan
+from ostraka.planner._plan import Plan, plan
+from ostraka.planner._restore import RestorePlan
 
 __all__ = ["Plan", "RestorePlan", "plan"]

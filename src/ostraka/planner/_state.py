@@ -11,6 +11,9 @@ from typing import Any
 from ostraka._spec import LeafSpec, MeshSpec
 from ostraka.errors import InvalidSharding
 
+SAMPLED_PROCESSES = 2
+"""Where working out all processes would take long, so many of them are: the first and the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
