@@ -101,13 +101,15 @@ def _missing(rules: str, mesh: MeshSpec, names: Sequence[str]) -> str:
     )
 
 
-def _read_file(name: str) -> dict[str, Any]:
+def _read_file(name: str) -> Any:
     if not os.path.exists(name):
         raise ValueError(
             f"there are no rules {name!r}{nearest(name, RULES)}: give {', '.join(RULES)}, or a "
             "JSON file of path patterns and specs"
         )
     from jax.sharding import PartitionSpec
+
+    from ostraka.sharding import combine
 
     with open(name, encoding="utf-8") as file:
         try:
@@ -117,7 +119,9 @@ def _read_file(name: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"the rules in {name} must be a JSON object of patterns and specs")
     table = cast("dict[str, Any]", loaded)
-    return {pattern: PartitionSpec(*_entries(name, pattern, v)) for pattern, v in table.items()}
+    specs = {pattern: PartitionSpec(*_entries(name, pattern, v)) for pattern, v in table.items()}
+    # A mapping alone would be taken for a tree of specs.
+    return combine(specs)
 
 
 def _entries(name: str, pattern: str, value: Any) -> list[Any]:
