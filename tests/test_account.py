@@ -26,7 +26,7 @@ PLAN = plan_write(LEAVES, [MESH], PROCESS_OF)
 
 
 def metadata_of(plan=PLAN):
-    indexes = {p: _account.index_bytes(plan, p) for p in range(4)}
+    indexes = _account.index_bytes(plan, range(4))
     return _account.describe_metadata(
         plan, tree=list(range(len(plan.leaves))), user={}, writer={}, indexes=indexes
     )
@@ -91,7 +91,7 @@ def test_nothing_to_lose():
     assert _account.lost_process(empty).held_bytes == 0
     assert _account.lost_disk(empty).written_bytes == 0
     assert _account.staging_bytes(empty, writers=4, on_accelerators=True) == 0
-    assert _account.index_bytes(empty, 0) == 0
+    assert _account.index_bytes(empty, {0}) == {}
 
 
 def test_all_processes_together_need_everything_once_or_more():
@@ -117,7 +117,7 @@ def test_metadata_can_be_read_back():
     metadata = metadata_of()
     data = _format.encode_metadata(metadata)
     assert _format.decode_metadata(data).leaves == PLAN.leaves
-    assert json.loads(data)["indexes"][0][1] == _account.index_bytes(PLAN, 0)
+    assert json.loads(data)["indexes"][0][1] == _account.index_bytes(PLAN, {0})[0]
 
 
 def test_staging_grows_with_what_is_staged():

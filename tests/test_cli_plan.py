@@ -140,7 +140,7 @@ def test_a_checkpoint_needs_no_jax(checkpoint: Path):
 
 
 def test_rules_from_a_file(tmp_path: Path):
-    rules = {"**/kernel": [None, "x"], "**/embedding": [["x"]], "**": None}
+    rules = {"**/kernel": [None, "x"], "**/embedding": [None, ["x"]], "**": None}
     (tmp_path / "rules.json").write_text(json.dumps(rules))
     found = answer("gpt2", "--mesh", "x=8", "--rules", tmp_path / "rules.json")
     assert found["parameters"] == 124_439_808

@@ -6,7 +6,7 @@ restore runs. Nothing is estimated, but where a name says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ostraka import _box, _format
-from ostraka._format import FileDigests, FileEntry, IndexEntry, Metadata
+from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
 from ostraka._plan import Target, WritePlan, plan_chunks, plan_read
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, holders, partition_grid
 
@@ -68,13 +68,20 @@ def file_bytes_by_process(plan: WritePlan) -> list[int]:
     return totals
 
 
-def index_bytes(plan: WritePlan, process: int) -> int:
-    """The size of the index that a process writes; 0 if it writes no shard."""
-    files = plan.files_of(process)
-    if not files:
-        return 0
-    devices = {file.device for file in files}
+def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
+    """The size of the index that each of these processes writes; none if it writes no shard."""
+    files: dict[int, list[FileEntry]] = {}
+    for file in plan.files:
+        if plan.process_of[file.device] in processes:
+            files.setdefault(plan.process_of[file.device], []).append(file)
+    devices = {file.device for listed in files.values() for file in listed}
     contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
+    return {process: _index_bytes(process, files[process], contents) for process in sorted(files)}
+
+
+def _index_bytes(
+    process: int, files: Sequence[FileEntry], contents: Mapping[tuple[int, int], Sequence[Entry]]
+) -> int:
     digests: dict[str, FileDigests] = {}
     for file in files:
         lengths = _format.block_lengths(file.header_bytes, contents[file.device, file.part])

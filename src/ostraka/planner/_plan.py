@@ -13,6 +13,7 @@ from ostraka import _account, _format
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka._checkpoint import load
 from ostraka._format import FileEntry, Metadata
+from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
 from ostraka._version import __version__
@@ -20,7 +21,7 @@ from ostraka.planner._restore import RestorePlan, Saved, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, Problem, State, default_writers
 from ostraka.storage import PathLike, open_store
 
-_EXACT_ENTRIES = 1_000_000
+_EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 
@@ -125,7 +126,8 @@ class Plan:
         >>> plan.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
         """
         saved = Saved(self.metadata, self.metadata_bytes, self.index_bytes)
-        return plan_restore(saved, mesh, specs, processes, only, sampled)
+        with paused_gc():
+            return plan_restore(saved, mesh, specs, processes, only, sampled)
 
 
 def plan(
@@ -186,8 +188,11 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
             f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
         )
     _check_fit(state.leaves, state.meshes)
-    write = plan_write(state.leaves, state.meshes, state.process_of, max_file_bytes=max_file_bytes)
-    sizes, exact = _index_bytes(write)
+    with paused_gc():
+        write = plan_write(
+            state.leaves, state.meshes, state.process_of, max_file_bytes=max_file_bytes
+        )
+        sizes, exact = _index_bytes(write)
     metadata = _account.describe_metadata(
         write, tree=state.tree, user=state.user, writer=_writer(), indexes=sizes
     )
@@ -207,13 +212,12 @@ def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
 
 def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
     """The size of each process's index; from a few of them if there are very many boxes."""
-    count = max(write.process_of) + 1
     writing = sorted({write.process_of[file.device] for file in write.files})
     boxes = sum(len(write.layouts[leaf.layout].owners) for leaf in write.leaves)
-    if boxes <= _EXACT_ENTRIES or count <= SAMPLED_PROCESSES:
-        return {process: _account.index_bytes(write, process) for process in writing}, True
-    largest = max(_account.index_bytes(write, process) for process in (writing[0], writing[-1]))
-    return dict.fromkeys(writing, largest), False
+    if boxes <= _EXACT_ENTRIES or len(writing) <= SAMPLED_PROCESSES:
+        return _account.index_bytes(write, set(writing)), True
+    found = _account.index_bytes(write, {writing[0], writing[-1]})
+    return dict.fromkeys(writing, max(found.values())), False
 
 
 def _writer() -> dict[str, str]:
