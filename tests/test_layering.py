@@ -45,6 +45,7 @@ LAYERS = (
     "integrity",
     "sharding",
     "exercises",
+    "planner",
     "interop",
     "compat",
     "report",
