@@ -255,6 +255,33 @@ def test_in_place_restores_a_state_and_a_variable(saved: Any):
     assert bits(variable) == bits(model.first.kernel)
 
 
+def test_in_place_restores_a_state_with_plain_arrays(saved: Any):
+    """The state gets all of it; the model that it was taken from, its variables."""
+    path, model, _ = saved
+    target = make_block(1)
+    target.table = nnx.data(jnp.zeros(3))
+    state = nnx.state(target)
+    kernel = target.first.kernel
+    assert ostraka.restore(path, into={"model": state})["model"] is state
+    assert_same(state, nnx.state(model))
+    assert state["first"]["kernel"] is kernel is target.first.kernel
+    assert bits(nnx.state(target, nnx.Param)) == bits(nnx.state(model, nnx.Param))
+    assert not np.any(target.table)
+    nnx.update(target, state)
+    assert_same(target, model)
+
+
+def test_in_place_restores_some_of_a_state_with_plain_arrays(saved: Any):
+    path, model, _ = saved
+    target = make_block(1)
+    target.table = nnx.data(jnp.zeros(3))
+    state = nnx.state(target)
+    ostraka.restore(path, into={"model": state}, only="**/norm")
+    assert not np.any(np.asarray(state["table"]))
+    assert bits(target.layers) == bits(make_block(1).layers)
+    assert bits(target.norm) == bits(model.norm)
+
+
 def test_in_place_with_iterators_of_data(tmp_path: Path):
     class Position:
         def __init__(self, at: int):
@@ -348,7 +375,7 @@ print(json.dumps(memory("VmHWM") - before))
 
 def test_in_place_never_holds_two_models(tmp_path: Path):
     """The peak of memory: what a restore adds to the model itself, in a process of its own."""
-    layers, size = 16, 1 << 20  # 64 MiB in all
+    layers, size = 32, 1 << 20  # 128 MiB in all
     state_bytes = layers * size * 4
 
     def run(how: str) -> str:

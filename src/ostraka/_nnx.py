@@ -58,7 +58,25 @@ def _parse_graph(nnx: Any, value: Any, path: str, parse: Parse) -> Branch:
 
 def _parse_state(nnx: Any, state: Any, path: str, parse: Parse) -> Branch:
     keys, children = _parse_entries(nnx, state.raw_mapping, path, parse)
-    return Branch({"state": keys}, children, _state_builder(nnx, keys))
+
+    def update(items: list[Any]) -> None:
+        _put_entries(nnx, state.raw_mapping, dict(zip(keys, items, strict=True)))
+
+    return Branch({"state": keys}, children, _state_builder(nnx, keys), update)
+
+
+def _put_entries(nnx: Any, entries: Any, new: Mapping[Any, Any]) -> None:
+    """Change a state in place: its variables, which a model may have too, and its plain arrays."""
+    for key, item in new.items():
+        entry = entries[key]
+        if isinstance(entry, nnx.State):
+            _put_entries(nnx, entry.raw_mapping, item.raw_mapping)
+        elif isinstance(entry, nnx.Variable):
+            _put_value(entry, _value_of(item))
+        elif isinstance(entry, dict):
+            _put_entries(nnx, entry, item)
+        else:
+            entries[key] = item
 
 
 def _parse_entries(
@@ -84,20 +102,28 @@ def _parse_entry(nnx: Any, entry: Any, path: str, parse: Parse) -> Branch | Leaf
     return parse(entry, path)
 
 
-def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
-    # What is stored, not what a class of the user's makes of it on the way in and out; where the
-    # stored thing is a reference, what it refers to.
-    metadata = variable.get_metadata()
-    indirect = metadata.get("hijax") or metadata.get("ref")
+# What is stored, not what a class of the user's makes of it on the way in and out; where the stored
+# thing is a reference, what it refers to.
 
+
+def _value_of(variable: Any) -> Any:
+    return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
+
+
+def _put_value(variable: Any, value: Any) -> None:
+    write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
+    write(value)
+
+
+def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
     def rebuild(items: list[Any]) -> Any:
         return variable.replace(items[0])
 
     def update(items: list[Any]) -> None:
-        write = variable.set_value if indirect else variable.set_raw_value
-        write(items[0])
+        _put_value(variable, items[0])
 
-    child = parse(variable.get_value() if indirect else variable.get_raw_value(), path)
+    metadata = variable.get_metadata()
+    child = parse(_value_of(variable), path)
     kind = _bare_kind(type(variable))
     if not metadata.keys() <= _FLAX_INTERNAL:
         kind = {**kind, "about": _describe(metadata)}
