@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx, struct
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
 import ostraka
@@ -180,6 +181,13 @@ def test_linen_variables(tmp_path: Path):
     assert np.array_equal(
         plain["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["kernel"]
     )
+
+
+def test_the_axes_that_linen_names():
+    specs = ostraka.sharding.spec_tree(make_variables(0), "metadata")
+    kernel = specs["params"]["Dense_1"]["kernel"]
+    assert jax.tree.leaves(kernel) == [P(None, "model")]
+    assert jax.tree.leaves(specs["params"]["Dense_0"]["kernel"]) == [P()]
 
 
 def test_unboxed_and_frozen_linen_variables(tmp_path: Path):

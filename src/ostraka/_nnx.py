@@ -128,7 +128,7 @@ def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
     if not metadata.keys() <= _FLAX_INTERNAL:
         kind = {**kind, "about": _describe(metadata)}
         if isinstance(child, Leaf):
-            child = Leaf(child.path, child.value, _named_spec(metadata))
+            child = Leaf(child.path, child.value, named_spec(metadata))
     return Branch(kind, (child,), rebuild, update)
 
 
@@ -138,7 +138,7 @@ def _bare_kind(kind: type) -> Mapping[str, Any]:
     return {"variable": _type_name(kind), "about": {}}
 
 
-def _named_spec(metadata: Mapping[str, Any]) -> Any:
+def named_spec(metadata: Mapping[str, Any]) -> Any:
     """The PartitionSpec that a variable's metadata names, under any of the names Flax has had.
 
     Logical names become axes by the rules of the variable and those that are set in Flax.
