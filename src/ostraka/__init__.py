@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from ostraka._read import restore
     from ostraka._write import save
     from ostraka.integrity import Report, verify
+    from ostraka.manager import Best, Manager
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "LazyArray",
+    "Manager",
     "Report",
     "__version__",
     "errors",
@@ -34,8 +37,10 @@ _MODULES = ("exercises", "sharding")
 # Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
 # call.
 _HOMES = {
+    "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
+    "Manager": ("ostraka.manager", "Manager"),
     "Report": ("ostraka.integrity", "Report"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "restore": ("ostraka._read", "restore"),
