@@ -45,9 +45,13 @@ class Preemption:
 
     def stop(self) -> None:
         """Leave SIGTERM to whoever had it before."""
-        if self._catches and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._before)
+        if not self._catches:
+            return
         self._catches = False
+        # Only the main thread may do so; if this is another, the next signal comes to that.
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _ask(self) -> bool:
         return bool(_ask_jax()) if self._by_jax else self._caught.is_set()
@@ -64,6 +68,9 @@ class Preemption:
         self._caught.set()
         if callable(self._before):
             self._before(number, frame)
+        elif not self._catches:
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
 
 
 def _ask_jax() -> bool | None:
