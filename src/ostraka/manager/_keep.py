@@ -16,7 +16,7 @@ class Best:
 
     Of equal ones the later is better. A step without the metric, or with NaN, is never among them.
 
-    >>> ostraka.Manager("runs/a", best=ostraka.Best("accuracy", "max", n=3))
+    >>> ostraka.Manager("runs/a", keep_best=ostraka.Best("accuracy", "max", n=3))
     """
 
     metric: str

@@ -38,7 +38,7 @@ class Manager:
     call of `save` saves.
 
     What to keep: the last `keep` steps, multiples of `keep_every`, one for each `keep_interval_s`
-    seconds, the `best` by a metric, those for which `keep_if` is true, and pinned ones. Any of them
+    seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones. Any of them
     is enough; with none given, everything is kept. The newest step is always kept.
 
     Saves run in the background unless `asynchronous` is False. Errors of a background save are
@@ -73,7 +73,7 @@ class Manager:
         keep: int | None = None,
         keep_every: int | None = None,
         keep_interval_s: float | None = None,
-        best: Best | None = None,
+        keep_best: Best | None = None,
         keep_if: Callable[[Step], bool] | None = None,
         asynchronous: bool = True,
         read_only: bool = False,
@@ -93,7 +93,7 @@ class Manager:
             raise ValueError(f"if_locked must be 'refuse' or 'wait', not {if_locked!r}")
         self._root = Root(root)
         self._schedule = Schedule(When(every, every_s, frozenset(at), when))
-        self._keep = Keep(keep, keep_every, keep_interval_s, best, keep_if)
+        self._keep = Keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
         self._asynchronous = asynchronous
         self._read_only = read_only
         self._on_record = on_record
@@ -196,14 +196,14 @@ class Manager:
             f"look at {self.root}", lambda: max((s.step for s in self._root.steps()), default=None)
         )
 
-    def best(self) -> int | None:
-        """The step with the best value of the metric in `best=`, the same on all processes.
+    def best(self, by: Best | None = None) -> int | None:
+        """The best step `by` a metric, or else by `keep_best`; the same on all processes.
 
         None if no step has that metric.
         """
-        best = self._keep.best
+        best = by or self._keep.best
         if best is None:
-            raise ValueError("to find the best step, give the manager best=Best(metric, mode)")
+            raise ValueError("best by what? Give by=Best(metric, mode), or the manager keep_best=")
         ranked = decide_together(
             f"look at {self.root}",
             lambda: [step.step for step in best.ranked(self._root.steps())[:1]],
@@ -322,7 +322,6 @@ class Manager:
             on_record=self._on_record,
             **options,
         )
-        self._damaged.discard(step)
         self._newest = max(step, step if self._newest is None else self._newest)
         if not background or self.reached_preemption(step):
             handle.wait()
@@ -348,6 +347,7 @@ class Manager:
 
     def _retain(self, just_saved: int) -> None:
         """On process 0, after a commit: delete what is no longer to be kept."""
+        self._damaged.discard(just_saved)
         try:
             steps = [s for s in self._root.steps() if s.step not in self._damaged]
             superfluous = find_superfluous(steps, self._keep, just_saved=just_saved)

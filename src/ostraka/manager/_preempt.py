@@ -51,7 +51,15 @@ class Preemption:
         # Only the main thread may do so; if this is another, the next signal comes to that.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._heir())
+
+    def _heir(self) -> Any:
+        """Who gets the signal besides this; managers may have been closed in any order."""
+        before = self._before
+        owner = getattr(before, "__self__", None)
+        if isinstance(owner, Preemption) and not owner._catches:
+            return owner._heir()
+        return before
 
     def _ask(self) -> bool:
         return bool(_ask_jax()) if self._by_jax else self._caught.is_set()
@@ -66,10 +74,11 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._caught.set()
-        if callable(self._before):
-            self._before(number, frame)
+        heir = self._heir()
+        if callable(heir):
+            heir(number, frame)
         elif not self._catches:
-            signal.signal(number, self._before)
+            signal.signal(number, heir)
             signal.raise_signal(number)
 
 
