@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from nnx_models import ADAM, Block, train
+from nnx_models import ADAM, train
 from ostraka import Best, Manager, sharding
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, OstrakaError, SaveFailed
 from ostraka.testing import run_processes
@@ -222,11 +222,23 @@ def test_sigterm_gives_one_common_step(tmp_path: Path, victims: list[int]):
 # Training, killed and resumed
 
 
+class Small(nnx.Module):
+    """Parameters and random numbers; quick to compile."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(4, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(jax.nn.relu(self.up(x))))
+
+
 def train_on(root: str, steps: int, every: int) -> tuple[int, str]:
     """Train up to `steps`, from where it was left; returns where that was, and what came out."""
     mesh = mesh_of_all()
     rules = sharding.fsdp("data", min_size=16)
-    model, optimizer = sharding.init(lambda: Block(rngs=nnx.Rngs(0)), mesh, rules, ADAM)
+    model, optimizer = sharding.init(lambda: Small(nnx.Rngs(0)), mesh, rules, ADAM)
     state = {"model": model, "optimizer": optimizer}
     with Manager(root, every=every, keep=2) as manager:
         if manager.latest() is not None:
