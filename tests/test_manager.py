@@ -121,8 +121,9 @@ def test_seconds_do_not_depend_on_a_clock_that_can_be_set(
     "name", ["every", "every_s", "keep", "keep_every", "keep_interval_s", "mtbf_s"]
 )
 def test_numbers_that_make_no_sense(tmp_path: Path, name: str):
+    options: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be more than 0, not 0"):
-        Manager(tmp_path, **{name: 0})
+        Manager(tmp_path, **options)
 
 
 def test_other_arguments_that_make_no_sense(tmp_path: Path):
@@ -447,6 +448,7 @@ def test_falling_back_in_place_mixes_nothing(tmp_path: Path):
     from flax import nnx
 
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert model.bias is not None
     with Manager(tmp_path, asynchronous=False) as manager:
         manager.save(1, {"model": {"kernel": np.full((2, 2), 1.0, np.float32)}})
         kernel = np.full((2, 2), 2.0, np.float32)

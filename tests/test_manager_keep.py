@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -163,7 +163,7 @@ class KilledHere(BaseException):
 
 
 @contextmanager
-def killed_after(count: int | None) -> Iterator[None]:
+def killed_after(count: int | None) -> Generator[None]:
     """Let so many changes of the file system happen, and none after them."""
     left = itertools.count() if count is None else iter(range(count))
 

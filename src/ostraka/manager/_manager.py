@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsIndex
 
 import jax
 
@@ -38,8 +38,8 @@ class Manager:
     call of `save` saves.
 
     What to keep: the last `keep` steps, multiples of `keep_every`, one for each `keep_interval_s`
-    seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones. Any of them
-    is enough; with none given, everything is kept. The newest step is always kept.
+    seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
+    Any of them is enough; with none given, everything is kept. The newest step is always kept.
 
     Saves run in the background unless `asynchronous` is False. Errors of a background save are
     raised by the next call, on every process. Only one manager writes to a directory at a time: a
@@ -124,12 +124,12 @@ class Manager:
 
     # Saving
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """Whether `save` would save this step."""
-        step = _check_step(step)
-        return self.reached_preemption(step) or self._schedule.is_due(step)
+        number = _check_step(step)
+        return self.reached_preemption(number) or self._schedule.is_due(number)
 
-    def reached_preemption(self, step: int) -> bool:
+    def reached_preemption(self, step: SupportsIndex) -> bool:
         """Whether the run is about to be ended and this is the step to stop at.
 
         All processes get the same answer; ask, or call `save`, at every step.
@@ -138,7 +138,7 @@ class Manager:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         tree: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -160,14 +160,14 @@ class Manager:
         raises ValueError: a restart would go on from the other. `force` saves it all the same.
         """
         self._check_writable()
-        step = _check_step(step)
-        self._meter.enter(step)
-        due = self.should_save(step) or force
+        number = _check_step(step)
+        self._meter.enter(number)
+        due = self.should_save(number) or force
         if due:
             self._begin(
-                step,
+                number,
                 tree,
-                metadata=with_metrics(metadata, metrics, step),
+                metadata=with_metrics(metadata, metrics, number),
                 dtype=dtype,
                 max_file_bytes=max_file_bytes,
                 force=force,
@@ -175,7 +175,7 @@ class Manager:
             )
         else:
             self._pending.raise_if_failed()
-        self._meter.leave(step, began=due, saving=self._pending.is_running())
+        self._meter.leave(number, began=due, saving=self._pending.is_running())
         if due:
             self._log_advice()
         return due
@@ -210,15 +210,17 @@ class Manager:
         )
         return ranked[0] if ranked else None
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def metrics(self, step: SupportsIndex) -> dict[str, float]:
         """The metrics that were saved with a step."""
         return dict(self._root.find(_check_step(step)).metrics)
 
-    def path(self, step: int) -> str:
+    def path(self, step: SupportsIndex) -> str:
         """The path of a step that is there, for `ostraka.open` and its like."""
         return self._root.path(self._root.find(_check_step(step)).names[0])
 
-    def restore(self, step: int | None = None, *, fallback: bool = False, **options: Any) -> Any:
+    def restore(
+        self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
+    ) -> Any:
         """Restore a step, or else the newest; `options` are those of `ostraka.restore`.
 
         Every byte that is read is verified. If a step is damaged that is logged, and raises
@@ -243,17 +245,17 @@ class Manager:
 
     # Changing what is there
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: SupportsIndex) -> None:
         """Delete a step, even if it is pinned or the newest."""
-        self._change(f"deletion of step {step}", self._root.remove, step)
+        self._change("deletion", self._root.remove, step)
 
-    def pin(self, step: int) -> None:
+    def pin(self, step: SupportsIndex) -> None:
         """Keep a step for good: retention leaves it alone, in later runs too."""
-        self._change(f"pinning of step {step}", self._root.pin, step)
+        self._change("pinning", self._root.pin, step)
 
-    def unpin(self, step: int) -> None:
+    def unpin(self, step: SupportsIndex) -> None:
         """Let a pinned step be subject to retention again."""
-        self._change(f"unpinning of step {step}", self._root.unpin, step)
+        self._change("unpinning", self._root.unpin, step)
 
     def close(self) -> None:
         """Wait for the save under way, and let others write; raises the save's error."""
@@ -361,12 +363,11 @@ class Manager:
                 # The save is good, and the next one tries again.
                 log.exception("step %d of %s can't be deleted now", step, self.root)
 
-    def _change(self, what: str, change: Callable[[int], None], step: int) -> None:
+    def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
         self._check_writable()
-        step = _check_step(step)
+        number = _check_step(step)
         self._pending.settle()
-        decide_together(what, lambda: change(step))
-        self._names = {number: name for number, name in self._names.items() if number != step}
+        decide_together(f"{what} of step {number}", lambda: change(number))
 
     def _log_advice(self) -> None:
         advice = self.advice
@@ -395,13 +396,13 @@ class Manager:
         self._lock.release()
 
 
-def _check_step(step: int) -> int:
+def _check_step(step: SupportsIndex) -> int:
     try:
         number = operator.index(step)
     except TypeError as error:
         raise TypeError(f"a step must be a whole number, not {step!r}") from error
-    if number < 0 or isinstance(step, bool):
-        raise ValueError(f"a step must be 0 or more, not {step!r}")
+    if number < 0:
+        raise ValueError(f"a step must be 0 or more, not {number}")
     return number
 
 
