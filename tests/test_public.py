@@ -57,12 +57,15 @@ def test_the_public_names():
         "Checkpoint",
         "LazyArray",
         "Manager",
+        "Record",
         "Report",
+        "SaveHandle",
         "__version__",
         "errors",
         "open",
         "restore",
         "save",
+        "save_async",
         "verify",
     ]
 

@@ -11,10 +11,12 @@ from ostraka._version import __version__
 if TYPE_CHECKING:
     from ostraka import exercises as exercises
     from ostraka import sharding as sharding
+    from ostraka._handle import SaveHandle
     from ostraka._lazy import Checkpoint, LazyArray
     from ostraka._lazy import open_checkpoint as open
     from ostraka._read import restore
-    from ostraka._write import save
+    from ostraka._record import Record
+    from ostraka._write import save, save_async
     from ostraka.integrity import Report, verify
     from ostraka.manager import Best, Manager
 
@@ -23,12 +25,15 @@ __all__ = [
     "Checkpoint",
     "LazyArray",
     "Manager",
+    "Record",
     "Report",
+    "SaveHandle",
     "__version__",
     "errors",
     "open",
     "restore",
     "save",
+    "save_async",
     "verify",
 ]
 
@@ -41,10 +46,13 @@ _HOMES = {
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
+    "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
+    "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "restore": ("ostraka._read", "restore"),
     "save": ("ostraka._write", "save"),
+    "save_async": ("ostraka._write", "save_async"),
     "verify": ("ostraka.integrity", "verify"),
 }
 

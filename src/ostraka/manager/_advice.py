@@ -70,6 +70,7 @@ class CostMeter:
         self._blocked_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._slowdown_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._quiet_step_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._any_step_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._slower_s = 0.0
         self._entered_s = 0.0
         self._left: tuple[int, float, bool] | None = None
@@ -81,6 +82,7 @@ class CostMeter:
             return
         last, left_s, was_saving = self._left
         steps = step - last
+        self._any_step_s.append((now - left_s) / steps)
         if not was_saving:
             self._quiet_step_s.append((now - left_s) / steps)
         elif self._quiet_step_s:
@@ -103,7 +105,9 @@ class CostMeter:
             return None
         blocked_s = median(self._blocked_s)
         slowdown_s = median(self._slowdown_s or [max(self._slower_s, 0.0)])
-        step_s = median(self._quiet_step_s) if self._quiet_step_s else None
+        # Where a save is always under way, slower steps are all that there are.
+        known_s = self._quiet_step_s or self._any_step_s
+        step_s = median(known_s) if known_s else None
         interval_s = steps = None
         if self._mtbf_s is not None:
             interval_s = best_interval_s(blocked_s + slowdown_s, self._mtbf_s)

@@ -13,6 +13,8 @@ import jax
 from ostraka._capture import DtypeRule
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._read import restore
+from ostraka._record import Record
+from ostraka._write import save_async
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._keep import Best, Keep, find_superfluous
@@ -22,7 +24,6 @@ from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery
-from ostraka.manager._saving import begin_save
 from ostraka.manager._steps import Root, Step, name_of
 from ostraka.manager._together import decide_together
 from ostraka.manager._when import Schedule, When
@@ -79,7 +80,7 @@ class Manager:
         read_only: bool = False,
         if_locked: Literal["refuse", "wait"] = "refuse",
         mtbf_s: float | None = None,
-        on_record: Callable[[Any], None] | None = None,
+        on_record: Callable[[Record], None] | None = None,
     ):
         _check_positive(
             every=every,
@@ -317,18 +318,17 @@ class Manager:
             self._check_order(step)
         self._schedule.note_save()
         path = self._root.path(self._names.get(step, name_of(step)))
-        handle = begin_save(
+        handle = save_async(
             path,
             tree,
             on_commit=lambda: self._retain(step),
-            on_record=self._on_record,
+            on_record=self._tell,
             **options,
         )
         self._newest = max(step, step if self._newest is None else self._newest)
+        self._pending.hold(handle)
         if not background or self.reached_preemption(step):
-            handle.wait()
-        else:
-            self._pending.hold(handle)
+            self._pending.settle()
 
     def _check_order(self, step: int) -> None:
         """Refuse a step lower than the latest that is still there."""
@@ -346,6 +346,14 @@ class Manager:
                 f"step {step} is lower than {self._newest}, the latest step in {self.root}, which "
                 "a restart would go on from; delete the later steps first, or pass force=True"
             )
+
+    def _tell(self, record: Record) -> None:
+        # On one process alone: an error here must not look like one of the save.
+        if self._on_record is not None:
+            try:
+                self._on_record(record)
+            except Exception:
+                log.exception("on_record raised")
 
     def _retain(self, just_saved: int) -> None:
         """On process 0, after a commit: delete what is no longer to be kept."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ostraka._handle import SaveHandle
 from ostraka.manager._log import log
 from ostraka.manager._together import agree
 
@@ -18,10 +17,10 @@ class PendingSave:
     """
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._handle: SaveHandle | None = None
         self._heard = False
 
-    def hold(self, handle: Any) -> None:
+    def hold(self, handle: SaveHandle) -> None:
         self._handle = handle
         self._heard = False
 

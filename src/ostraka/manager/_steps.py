@@ -19,11 +19,13 @@ from typing import Any
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
+from ostraka._leftovers import UNKNOWN, committed_directory
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
     Damaged,
     NotACheckpoint,
+    PathInTheWay,
     Problem,
     UnsupportedFormat,
 )
@@ -208,9 +210,9 @@ class Root:
         store = self._open(name)
         if not any(_is_ours(other) for other in store.list() or []):
             return
-        with suppress(Busy, FileNotFoundError), store.exclusive():
-            kept = _committed_directory(store)
-            if kept is _UNKNOWN:
+        with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
+            kept = committed_directory(store)
+            if kept == UNKNOWN:
                 return  # Its shards may be all that there is to mend it with.
             for other in store.list() or []:
                 if _is_ours(other) and other not in (kept, _format.METADATA_NAME):
@@ -237,19 +239,6 @@ def _is_ours(name: str) -> bool:
     """What a save puts into its directory, but for `_METADATA` itself."""
     is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
     return is_temporary or _format.is_shards_directory(name)
-
-
-_UNKNOWN = "unknown"
-
-
-def _committed_directory(store: LocalStore) -> str | None:
-    """The shards directory that `_METADATA` names; None if there is no `_METADATA`."""
-    try:
-        return _format.shards_directory(load(store).metadata.id)
-    except CheckpointNotFound:
-        return None
-    except (OSError, ValueError):
-        return _UNKNOWN
 
 
 def _read(store: LocalStore) -> _Found | None:
