@@ -312,10 +312,10 @@ def save_and_die(root: str, first: int, removals: int) -> None:
 
     with Manager(root) as manager:
         for step in range(first, first + 4):
-            manager.save(step, {"a": np.arange(100), "step": step})
+            manager.save(step, {"a": np.arange(1), "step": step})
     sys.addaudithook(watch)
     with Manager(root, keep=1) as manager:
-        manager.save(first + 4, {"a": np.arange(100), "step": first + 4})
+        manager.save(first + 4, {"a": np.arange(1), "step": first + 4})
 
 
 def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[str]]:
@@ -326,7 +326,7 @@ def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[s
         assert reader.restore(step)["step"] == step
     with Manager(root, keep=1, asynchronous=False) as manager:
         leftovers = sorted({path.parent.name for path in Path(root).glob("*/shards-*")})
-        manager.save(newest + 1, {"a": np.arange(100), "step": newest + 1})
+        manager.save(newest + 1, {"a": np.arange(1), "step": newest + 1})
         return before, manager.steps(), leftovers
 
 

@@ -318,17 +318,17 @@ class Manager:
             self._check_order(step)
         self._schedule.note_save()
         path = self._root.path(self._names.get(step, name_of(step)))
-        handle = save_async(
-            path,
-            tree,
-            on_commit=lambda: self._retain(step),
-            on_record=self._tell,
-            **options,
-        )
         self._newest = max(step, step if self._newest is None else self._newest)
-        self._pending.hold(handle)
-        if not background or self.reached_preemption(step):
-            self._pending.settle()
+        self._pending.begin(
+            lambda: save_async(
+                path,
+                tree,
+                on_commit=lambda: self._retain(step),
+                on_record=self._tell,
+                **options,
+            ),
+            background=background and not self.reached_preemption(step),
+        )
 
     def _check_order(self, step: int) -> None:
         """Refuse a step lower than the latest that is still there."""

@@ -36,8 +36,17 @@ def decide_together(what: str, decide: Callable[[], Any]) -> Any:
     return agree(what, None, lambda _: decide())
 
 
-def agree(what: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
-    """What `decide` on process 0 makes of the payloads (JSON) of all processes."""
+def agree(
+    what: str,
+    payload: Any,
+    decide: Callable[[list[Any]], Any],
+    *,
+    timeout_s: float | None = None,
+) -> Any:
+    """What `decide` on process 0 makes of the payloads (JSON) of all processes.
+
+    A process that does not come to it within `timeout_s` makes it fail.
+    """
 
     def tell(payloads: list[Any]) -> Any:
         try:
@@ -49,7 +58,7 @@ def agree(what: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
 
     try:
         with Operation(what) as operation:
-            told = operation.exchange("decide", payload, tell)
+            told = operation.exchange("decide", payload, tell, timeout_s=timeout_s)
     except ProcessFailed as failure:
         if isinstance(failure.__cause__, Exception):
             raise failure.__cause__ from None
