@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -17,13 +16,15 @@ from ostraka._record import Record
 from ostraka._write import save_async
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
-from ostraka.manager._keep import Best, Keep, find_superfluous
+from ostraka.manager._check import check_positive, check_step
+from ostraka.manager._keep import Best, Keep
 from ostraka.manager._lock import RootLock
 from ostraka.manager._log import log
 from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery
+from ostraka.manager._retain import retain
 from ostraka.manager._steps import Root, Step, name_of
 from ostraka.manager._together import decide_together
 from ostraka.manager._when import Schedule, When
@@ -82,7 +83,7 @@ class Manager:
         mtbf_s: float | None = None,
         on_record: Callable[[Record], None] | None = None,
     ):
-        _check_positive(
+        check_positive(
             every=every,
             every_s=every_s,
             keep=keep,
@@ -99,7 +100,7 @@ class Manager:
         self._read_only = read_only
         self._on_record = on_record
         self._meter = CostMeter(mtbf_s)
-        self._advised = 0.0
+        self._advised_s: float | None = None
         self._pending = PendingSave()
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
@@ -127,7 +128,7 @@ class Manager:
 
     def should_save(self, step: SupportsIndex) -> bool:
         """Whether `save` would save this step."""
-        number = _check_step(step)
+        number = check_step(step)
         return self.reached_preemption(number) or self._schedule.is_due(number)
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
@@ -135,7 +136,7 @@ class Manager:
 
         All processes get the same answer; ask, or call `save`, at every step.
         """
-        return self._preemption is not None and self._preemption.reached(_check_step(step))
+        return self._preemption is not None and self._preemption.reached(check_step(step))
 
     def save(
         self,
@@ -161,7 +162,7 @@ class Manager:
         raises ValueError: a restart would go on from the other. `force` saves it all the same.
         """
         self._check_writable()
-        number = _check_step(step)
+        number = check_step(step)
         self._meter.enter(number)
         due = self.should_save(number) or force
         if due:
@@ -213,11 +214,11 @@ class Manager:
 
     def metrics(self, step: SupportsIndex) -> dict[str, float]:
         """The metrics that were saved with a step."""
-        return dict(self._root.find(_check_step(step)).metrics)
+        return dict(self._root.find(check_step(step)).metrics)
 
     def path(self, step: SupportsIndex) -> str:
         """The path of a step that is there, for `ostraka.open` and its like."""
-        return self._root.path(self._root.find(_check_step(step)).names[0])
+        return self._root.path(self._root.find(check_step(step)).names[0])
 
     def restore(
         self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
@@ -234,7 +235,7 @@ class Manager:
         began_s = time.perf_counter()
         # What a damaged step has put into `into=` must not stay beside what an older one has.
         mixes = "into" in options and not options.get("strict", True)
-        wanted = None if step is None else _check_step(step)
+        wanted = None if step is None else check_step(step)
         recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
         try:
             self.restored, value = recovery.run(lambda path: restore(path, **options))
@@ -356,33 +357,24 @@ class Manager:
                 log.exception("on_record raised")
 
     def _retain(self, just_saved: int) -> None:
-        """On process 0, after a commit: delete what is no longer to be kept."""
+        """On process 0, in the background, after a commit."""
         self._damaged.discard(just_saved)
-        try:
-            steps = [s for s in self._root.steps() if s.step not in self._damaged]
-            superfluous = find_superfluous(steps, self._keep, just_saved=just_saved)
-        except Exception:
-            log.exception("nothing is deleted from %s: it can't be told what to keep", self.root)
-            return
-        for step in superfluous:
-            try:
-                self._root.remove(step)
-            except Exception:
-                # The save is good, and the next one tries again.
-                log.exception("step %d of %s can't be deleted now", step, self.root)
+        retain(self._root, self._keep, just_saved=just_saved, ignore=self._damaged)
 
     def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
         self._check_writable()
-        number = _check_step(step)
+        number = check_step(step)
         self._pending.settle()
         decide_together(f"{what} of step {number}", lambda: change(number))
 
     def _log_advice(self) -> None:
+        """Log the advice when there is some for the first time, and when it has changed."""
         advice = self.advice
         if advice is None or advice.interval_s is None or jax.process_index() != 0:
             return
-        if not 0.8 < advice.interval_s / (self._advised or advice.interval_s * 2) < 1.25:
-            self._advised = advice.interval_s
+        last_s = self._advised_s
+        if last_s is None or not 0.8 * last_s <= advice.interval_s <= 1.25 * last_s:
+            self._advised_s = advice.interval_s
             log.info("%s", advice)
 
     def _check_open(self) -> None:
@@ -402,19 +394,3 @@ class Manager:
         if self._preemption is not None:
             self._preemption.stop()
         self._lock.release()
-
-
-def _check_step(step: SupportsIndex) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise TypeError(f"a step must be a whole number, not {step!r}") from error
-    if number < 0:
-        raise ValueError(f"a step must be 0 or more, not {number}")
-    return number
-
-
-def _check_positive(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise ValueError(f"{name} must be more than 0, not {number!r}")
