@@ -45,6 +45,7 @@ LAYERS = (
     "manager",
     "sharding",
     "exercises",
+    "planner",
     "interop",
     "compat",
     "report",

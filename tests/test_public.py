@@ -62,10 +62,12 @@ def test_the_public_names():
         "SaveHandle",
         "__version__",
         "errors",
+        "exercises",
         "open",
         "restore",
         "save",
         "save_async",
+        "sharding",
         "verify",
     ]
 

@@ -9,8 +9,7 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
-    from ostraka import exercises as exercises
-    from ostraka import sharding as sharding
+    from ostraka import exercises, sharding
     from ostraka._handle import SaveHandle
     from ostraka._lazy import Checkpoint, LazyArray
     from ostraka._lazy import open_checkpoint as open
@@ -30,10 +29,12 @@ __all__ = [
     "SaveHandle",
     "__version__",
     "errors",
+    "exercises",
     "open",
     "restore",
     "save",
     "save_async",
+    "sharding",
     "verify",
 ]
 

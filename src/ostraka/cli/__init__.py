@@ -10,6 +10,7 @@ import click
 
 from ostraka._version import __version__
 from ostraka.cli._errors import OneLineErrors
+from ostraka.cli._plan import plan
 from ostraka.cli._show import show
 from ostraka.cli._verify import verify
 
@@ -36,5 +37,6 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+main.add_command(plan)
 main.add_command(show)
 main.add_command(verify)
