@@ -311,11 +311,11 @@ def save_and_die(root: str, first: int, removals: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with Manager(root) as manager:
-        for step in range(first, first + 4):
+        for step in range(first, first + 2):
             manager.save(step, {"a": np.arange(1), "step": step})
     sys.addaudithook(watch)
     with Manager(root, keep=1) as manager:
-        manager.save(first + 4, {"a": np.arange(1), "step": first + 4})
+        manager.save(first + 2, {"a": np.arange(1), "step": first + 2})
 
 
 def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[str]]:
@@ -333,8 +333,8 @@ def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[s
 def kill_in_retention(root: str, trials: int) -> list[tuple[int, list[int]]]:
     seen: list[tuple[int, list[int]]] = []
     for removals in range(trials):
-        newest = removals * 10 + 4
-        status, said = forked(save_and_die, root, newest - 4, removals)
+        newest = removals * 10 + 2
+        status, said = forked(save_and_die, root, newest - 2, removals)
         killed = os.WIFSIGNALED(status)
         assert killed or status == 0, said
         status, said = forked(look_and_go_on, root, newest)
@@ -357,5 +357,5 @@ def test_sigkill_during_retention(tmp_path: Path):
     root.mkdir()
     (result,) = run_processes(kill_in_retention, str(root), 60, processes=1, timeout_s=240)
     counts = {len(before) for _, before in result.value}
-    assert len(result.value) >= 15  # the last one of them was not killed
-    assert counts >= {1, 2, 3, 4, 5}
+    assert len(result.value) >= 10  # the last one of them was not killed
+    assert counts >= {1, 2, 3, 4}
