@@ -53,8 +53,10 @@ print(json.dumps(sorted(names)))
 
 def test_the_public_names():
     assert sorted(ostraka.__all__) == [
+        "Best",
         "Checkpoint",
         "LazyArray",
+        "Manager",
         "Record",
         "Report",
         "SaveHandle",

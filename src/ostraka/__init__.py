@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from ostraka._record import Record
     from ostraka._write import save, save_async
     from ostraka.integrity import Report, verify
+    from ostraka.manager import Best, Manager
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "LazyArray",
+    "Manager",
     "Record",
     "Report",
     "SaveHandle",
@@ -40,8 +43,10 @@ _MODULES = ("exercises", "sharding")
 # Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
 # call.
 _HOMES = {
+    "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
+    "Manager": ("ostraka.manager", "Manager"),
     "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),

@@ -1,0 +1,5 @@
+"""Where the manager's messages go."""
+
+import logging
+
+log = logging.getLogger("ostraka")
