@@ -6,8 +6,8 @@ import os
 import time
 import weakref
 
+from ostraka._record import logger as log
 from ostraka.errors import Busy
-from ostraka.manager._log import log
 
 try:
     import fcntl

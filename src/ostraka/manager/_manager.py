@@ -13,13 +13,13 @@ from ostraka._capture import DtypeRule
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import Record
+from ostraka._record import logger as log
 from ostraka._write import save_async
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import check_positive, check_step
 from ostraka.manager._keep import Best, Keep
 from ostraka.manager._lock import RootLock
-from ostraka.manager._log import log
 from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption

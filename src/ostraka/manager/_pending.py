@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ostraka._handle import SaveHandle
+from ostraka._record import logger as log
 from ostraka.errors import OstrakaError
-from ostraka.manager._log import log
 from ostraka.manager._together import agree
 
 _PATIENCE_S = 5.0

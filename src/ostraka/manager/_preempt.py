@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ostraka.manager._log import log
+from ostraka._record import logger as log
 
 _questions = itertools.count(1)
 _told: list[bool] = []

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ostraka._record import logger as log
 from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed
 from ostraka.integrity import verify
-from ostraka.manager._log import log
 from ostraka.manager._steps import Root, no_such_step
 from ostraka.manager._together import agree, decide_together
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ostraka._record import logger as log
 from ostraka.manager._keep import Keep, find_superfluous
-from ostraka.manager._log import log
 from ostraka.manager._steps import Root
 
 

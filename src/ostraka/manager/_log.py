@@ -1,5 +1,0 @@
-"""Where the manager's messages go."""
-
-import logging
-
-log = logging.getLogger("ostraka")
