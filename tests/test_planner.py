@@ -1,5 +1,6 @@
 """A plan is what then happens: names, sizes and loads of a save; bytes and ranges of a restore."""
 
+import re
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -412,3 +413,10 @@ def test_findings_of_the_check_are_part_of_the_plan():
     assert problem.severity == "warning"
     assert "is whole on each of 8 devices" in str(problem)
     assert plan(tree, mesh={"data": 8}, specs=P("data")).problems == ()
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]):
+    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text("utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "docs/planner.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
