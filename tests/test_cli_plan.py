@@ -255,6 +255,14 @@ def test_tables_have_everything():
         assert text in result.stdout
 
 
+def test_text_of_a_checkpoint_does_not_reach_the_terminal_raw(tmp_path: Path):
+    ostraka.save(tmp_path / "odd", {"\x1b[31mred": np.ones(2), "[bold]": np.ones(2)})
+    output = run(tmp_path / "odd").stdout
+    assert "\x1b" not in output
+    assert r"\x1b[31mred" in output
+    assert "[bold]" in output
+
+
 def test_names_are_listed():
     result = run("--names")
     assert result.exit_code == 0
