@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka import _coordinate, _write
+from ostraka import _coordinate, _shards, _write
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import run_processes
@@ -203,7 +203,11 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "busy": (0, "another save to", held),
     "index": (2, "Input/output error", lambda _: broken(os, "replace", eio("index"))),
     "after the commit": (0, "Input/output error", lambda _: sync_after_commit()),
-    "interrupt": (2, "KeyboardInterrupt", lambda _: broken(_write, "run_all", KeyboardInterrupt())),
+    "interrupt": (
+        2,
+        "KeyboardInterrupt",
+        lambda _: broken(_shards, "run_all", KeyboardInterrupt()),
+    ),
     "exit": (1, "SystemExit", lambda _: broken(_write, "plan_write", SystemExit())),
 }
 BY_ITSELF = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
@@ -779,7 +783,7 @@ def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (_write, "_remove_other_shards", 0),
+        (_write, "remove_other_shards", 0),
         (_local, "_sync_directory", 2),
         (_local.LocalStore, "delete", 0),
         (_local.LocalStore, "list", 1),

@@ -55,12 +55,17 @@ def test_the_public_names():
     assert sorted(ostraka.__all__) == [
         "Checkpoint",
         "LazyArray",
+        "Record",
         "Report",
+        "SaveHandle",
         "__version__",
         "errors",
+        "exercises",
         "open",
         "restore",
         "save",
+        "save_async",
+        "sharding",
         "verify",
     ]
 

@@ -9,23 +9,29 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
-    from ostraka import exercises as exercises
-    from ostraka import sharding as sharding
+    from ostraka import exercises, sharding
+    from ostraka._handle import SaveHandle
     from ostraka._lazy import Checkpoint, LazyArray
     from ostraka._lazy import open_checkpoint as open
     from ostraka._read import restore
-    from ostraka._write import save
+    from ostraka._record import Record
+    from ostraka._write import save, save_async
     from ostraka.integrity import Report, verify
 
 __all__ = [
     "Checkpoint",
     "LazyArray",
+    "Record",
     "Report",
+    "SaveHandle",
     "__version__",
     "errors",
+    "exercises",
     "open",
     "restore",
     "save",
+    "save_async",
+    "sharding",
     "verify",
 ]
 
@@ -36,10 +42,13 @@ _MODULES = ("exercises", "sharding")
 _HOMES = {
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
+    "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
+    "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "restore": ("ostraka._read", "restore"),
     "save": ("ostraka._write", "save"),
+    "save_async": ("ostraka._write", "save_async"),
     "verify": ("ostraka.integrity", "verify"),
 }
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ostraka import _box, _format, _pattern
+from ostraka import _format, _pattern
 from ostraka._box import Box
-from ostraka._document import Branch, Leaf, Stateful, check_unique, encode_state, leaves_of
+from ostraka._document import Leaf, Stateful, check_unique, encode, encode_state, leaves_of
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -21,9 +21,9 @@ from ostraka._spec import (
     MeshSpec,
     Partition,
     device_boxes,
-    numpy_dtype,
 )
 from ostraka._tree import check_savable, is_array, is_key, parse
+from ostraka._values import CastValue, HostValue, ProcessValue, ShardedValue, Value, flat_bytes
 from ostraka.errors import InvalidTree
 
 
@@ -47,90 +47,12 @@ class Devices:
         return tuple(device.process_index for device in self.all)
 
 
-class Value(Protocol):
-    """A leaf's bytes, as far as this process holds them."""
-
-    in_host_memory: bool
-    """Whether reading costs no memory, because it gives views."""
-
-    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        """The elements of a box that `device` holds; a view where that can be."""
-        ...
-
-
-class HostValue:
-    """A value in host memory: any box can be had, whatever the device."""
-
-    in_host_memory = True
-
-    def __init__(self, array: np.ndarray[Any, Any]):
-        self.array = array
-
-    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        return self.array[_box.slices(box, _box.full(self.array.shape))]
-
-
-class ProcessValue:
-    """This process's own value of a leaf that every process has one of."""
-
-    in_host_memory = True
-
-    def __init__(self, array: np.ndarray[Any, Any]):
-        self._array = array
-
-    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        within = _box.slices(box[1:], _box.full(self._array.shape))
-        return self._array[within][np.newaxis]
-
-
-class CastValue:
-    """A value that is saved as another dtype."""
-
-    in_host_memory = False
-
-    def __init__(self, value: Value, dtype: str):
-        self._value = value
-        self._dtype = numpy_dtype(dtype)
-
-    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        return self._value.read(device, box).astype(self._dtype)
-
-
-class ShardedValue:
-    """A jax.Array: each local device gives what lies in its own shard."""
-
-    def __init__(self, array: jax.Array, index_of: dict[int, int], boxes: dict[int, Box]):
-        self._array = array
-        self._index_of = index_of
-        self._boxes = boxes
-        packed = DTYPES[array.dtype.name].packed
-        self.in_host_memory = array.platform() == "cpu" and not packed
-
-    def read(self, device: int, box: Box) -> np.ndarray[Any, Any]:
-        data = self._array.addressable_data(self._index_of[device])
-        shard = np.asarray(data) if self.in_host_memory else _host_copy(data)
-        held = self._boxes[device]
-        return shard if box == held else shard[_box.slices(box, held)]
-
-    def whole(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._array)
-
-
-def _host_copy(array: Any) -> np.ndarray[Any, Any]:
-    """A copy that is gone when its user is done with it.
-
-    `np.asarray` makes JAX keep the copy for as long as the array lives: a save would leave a copy
-    of the whole state behind in host memory.
-    """
-    copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
-    return np.asarray(array) if copy is None else copy()[0]
-
-
 @dataclass(slots=True)
 class Captured:
     """A tree's leaves as data, with their values."""
 
-    tree: Branch | Leaf
+    encoded: Any
+    """The tree as `_METADATA` has it."""
     leaves: list[LeafSpec]
     values: list[Value]
     meshes: list[MeshSpec]
@@ -147,11 +69,21 @@ class Captured:
         numbers = {HOST_LOCAL: HOST_LOCAL}
         for leaf in self.leaves:
             numbers.setdefault(leaf.mesh, len(numbers) - 1)
+        if all(old == new for old, new in numbers.items()) and len(numbers) > len(self.meshes):
+            return
         self.leaves = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in self.leaves]
         self.meshes = [self.meshes[old] for old in numbers if old != HOST_LOCAL]
 
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     """By path, the encoded states of this process's stateful objects."""
+
+    def hold(self) -> None:
+        """Make all values safe from what happens to the tree after this."""
+        for value in self.values:
+            if isinstance(value, ShardedValue):
+                value.start_copying()
+        for value in self.values:
+            value.hold()
 
     def save_as(self, dtype: DtypeRule) -> None:
         """Have floating-point arrays written as another dtype; scalars and others stay as they are.
@@ -226,8 +158,10 @@ class _Capture:
                 sole[len(specs)] = process
             specs.append(spec)
             values.append(value)
+        numbers = {spec.path: number for number, spec in enumerate(specs)}
+        encoded = encode(parsed, numbers)
         return Captured(
-            parsed, specs, values, list(self._meshes), self._devices.process_of, sole, states
+            encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
 
     def _array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
@@ -277,12 +211,6 @@ class _Capture:
             return self._me
         processes = {device.process_index for device in value.sharding.device_set}
         return processes.pop() if len(processes) == 1 else None
-
-
-def flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of an array in row-major order; a view if it is contiguous."""
-    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    return contiguous.reshape(-1).view(np.uint8)
 
 
 def check_dtype(path: str, dtype: Any) -> None:
@@ -347,7 +275,7 @@ def spec_entries(path: str, spec: Any) -> Partition:
 def host_digests(captured: Captured, process: int) -> dict[int, str]:
     """The digest of each leaf that this process holds alone."""
     return {
-        number: _format.digest(flat_bytes(_whole(captured.values[number])))
+        number: _format.digest(flat_bytes(captured.values[number].whole()))
         for number, owner in captured.sole_process.items()
         if owner == process
     }
@@ -358,7 +286,7 @@ def make_common(captured: Captured, numbers: Sequence[int]) -> None:
     for number in numbers:
         leaf = captured.leaves[number]
         captured.leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=())
-        captured.values[number] = HostValue(_whole(captured.values[number]))
+        captured.values[number] = HostValue(captured.values[number].whole())
 
 
 def make_per_process(captured: Captured, numbers: Sequence[int], process_count: int) -> None:
@@ -372,10 +300,4 @@ def make_per_process(captured: Captured, numbers: Sequence[int], process_count: 
             shape=(process_count, *leaf.shape),
             per_process=True,
         )
-        captured.values[number] = ProcessValue(_whole(captured.values[number]))
-
-
-def _whole(value: Value) -> np.ndarray[Any, Any]:
-    if isinstance(value, ShardedValue):
-        return value.whole()
-    return cast(HostValue, value).array
+        captured.values[number] = ProcessValue(captured.values[number].whole())

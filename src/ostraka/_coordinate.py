@@ -15,6 +15,7 @@ import itertools
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -30,9 +31,12 @@ ARRIVE_WITHIN_S = 600.0
 _PULSE_EVERY_S = 1.0
 _POLL_S = 0.02
 _KEEP_OPERATIONS = 16
+_KEEP_AT_MOST = 256
 _VERDICT_WITHIN_S = 5.0
 
 _numbers = itertools.count(1)
+_ended: deque[str] = deque()
+"""On process 0, the prefixes of operations that it has left, oldest first."""
 
 
 class ProcessFailed(Exception):
@@ -113,6 +117,8 @@ class Operation:
         self._closed.set()
         for thread in self._threads:
             thread.join()
+        if self.process == 0 and self._client is not None:
+            _ended.append(self._prefix)
         keep = self._own_errors and isinstance(error, OstrakaError)
         if failure is not None and isinstance(error, Exception) and not keep:
             raise failure from error
@@ -245,9 +251,16 @@ class Operation:
         self._set("verdict", json.dumps([failure.process, failure.reason]))
 
     def _forget_old(self, client: _Client) -> None:
-        number = int(self._prefix.rsplit("/", 1)[1])
-        if number >= _KEEP_OPERATIONS:
-            client.key_value_delete(f"ostraka/{number - _KEEP_OPERATIONS}/")
+        """Delete what operations left with the service, but not of one that others are still in.
+
+        One that some process never leaves, because it died, is deleted in the end all the same.
+        """
+        while len(_ended) > _KEEP_OPERATIONS:
+            pulses = client.key_value_dir_get(f"{_ended[0]}/pulse/")
+            is_over = all(value == "done" for _, value in pulses)
+            if not is_over and len(_ended) < _KEEP_AT_MOST:
+                return
+            client.key_value_delete(f"{_ended.popleft()}/")
 
     # Every process
 

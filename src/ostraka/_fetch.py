@@ -19,7 +19,7 @@ import numpy as np
 from ostraka import _box, _format, _pack
 from ostraka._checkpoint import Source
 from ostraka._format import FileDigests
-from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan import Chunk, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
 from ostraka._spec import DTYPES, numpy_dtype
 from ostraka.storage import FileReader
@@ -28,6 +28,7 @@ Array = np.ndarray[Any, Any]
 
 _READERS = max(2, min(os.cpu_count() or 1, 16))
 _CHUNK_BYTES = 8 << 20
+_OPEN_FILES = 64
 _ALIGNMENT = 64
 _ARENA_BYTES = 2 << 20
 _ARENA_LIMIT_BYTES = 1 << 20
@@ -60,17 +61,17 @@ class FetchJob:
                 _format.METADATA_NAME, f"it contradicts itself: {error}"
             ) from error
         self._files = [_File(source, read) for read in self.plan.files]
-        self._tasks: list[tuple[_File, Chunk]] = []
-        for file in self._files:
-            chunks = plan_chunks(
-                file.read, file.digests, source.metadata, targets, chunk_bytes=_CHUNK_BYTES
-            )
-            # A file that gives nothing but empty boxes still must be there.
-            chunks = chunks or [Chunk(0, 0, 0, 0, (), ())]
-            file.chunks_left = len(chunks)
-            self._tasks += [(file, chunk) for chunk in chunks]
         self._memory = _Memory(source, self.plan, shared=shared_memory)
+        self._waiting = [0] * len(targets)
+        """Of each target: the files not yet looked at, and the moves that are yet to be made."""
+        for file in self._files:
+            for piece in file.read.pieces:
+                self._waiting[piece.buffer] += 1
+        self._complete = [n for n, count in enumerate(self._waiting) if count == 0]
+        self._memory.allocate(self._complete)
         self.arrays = self._memory.arrays
+        self.bytes_read = 0
+        """What has been read in all, headers and unwanted parts of blocks included."""
         self._scratch = threading.local()
 
     def release(self, targets: Iterable[int]) -> None:
@@ -78,37 +79,68 @@ class FetchJob:
         for number in targets:
             self._memory.forget(number)
 
-    @property
-    def bytes_read(self) -> int:
-        """What is read in all, headers and unwanted parts of blocks included."""
-        chunks = sum(chunk.stop - chunk.start for _, chunk in self._tasks)
-        return chunks + sum(file.read.file.header_bytes for file in self._files)
-
     def run(self, stop: StopSignal) -> Iterator[int]:
         """Yields the number of each target as soon as all of it is there."""
-        waiting = [0] * len(self._targets)
-        for _, chunk in self._tasks:
-            for move in (*chunk.direct, *chunk.strided):
-                waiting[move.buffer] += 1
-        yield from (number for number, count in enumerate(waiting) if count == 0)
+        started: list[Chunk] = []
 
-        def work(task: tuple[_File, Chunk]) -> None:
-            stop.check()
-            self._execute(*task)
+        def tasks() -> Iterator[_Task]:
+            # Of each file in turn: the parts of a leaf, which lie in all of them, come together,
+            # and arrays are made of them while later ones are still being read.
+            files = [self._chunks_of(file) for file in self._files]
+            for task in in_turn(files, at_a_time=_OPEN_FILES):
+                started.append(task[1])
+                yield task
 
         try:
-            for number, _ in run_as_completed(work, self._tasks, threads=_READERS, stop=stop):
-                chunk = self._tasks[number][1]
-                for move in (*chunk.direct, *chunk.strided):
-                    waiting[move.buffer] -= 1
-                    if waiting[move.buffer] == 0:
-                        yield move.buffer
+            done = run_as_completed(
+                lambda task: self._execute(*task), tasks(), threads=_READERS, stop=stop
+            )
+            for number, _ in done:
+                yield from self._take_complete()
+                self.bytes_read += started[number].stop - started[number].start
+                self._count_moves(started[number], -1)
+                yield from self._take_complete()
+            yield from self._take_complete()
         finally:
             for file in self._files:
                 file.close()
 
+    def _chunks_of(self, file: _File) -> Iterator[_Task]:
+        """What to read of a file. Found out when its turn comes, while others are being read."""
+        self._memory.allocate(piece.buffer for piece in file.read.pieces)
+        chunks = plan_chunks(
+            file.read,
+            file.digests,
+            self._source.metadata,
+            self._targets,
+            chunk_bytes=_CHUNK_BYTES,
+        )
+        # A file that gives nothing but empty boxes still must be there.
+        chunks = chunks or [Chunk(0, 0, 0, 0, (), ())]
+        file.chunks_left = len(chunks)
+        self.bytes_read += file.read.file.header_bytes
+        for chunk in chunks:
+            self._count_moves(chunk, +1)
+        for piece in file.read.pieces:
+            self._count(piece.buffer, -1)
+        yield from ((file, chunk) for chunk in chunks)
+
+    def _count_moves(self, chunk: Chunk, change: int) -> None:
+        for move in chunk.direct:
+            self._count(move.buffer, change)
+        for move in chunk.strided:
+            self._count(move.buffer, change)
+
+    def _count(self, target: int, change: int) -> None:
+        self._waiting[target] += change
+        if self._waiting[target] == 0:
+            self._complete.append(target)
+
+    def _take_complete(self) -> list[int]:
+        complete, self._complete = self._complete, []
+        return complete
+
     def _execute(self, file: _File, chunk: Chunk) -> None:
-        # Chunks come in file order, so only a few files are open at a time.
         with file.opened():
             if chunk.strided:
                 self._read_and_copy(file, chunk)
@@ -138,7 +170,7 @@ class FetchJob:
         file.read_into(chunk.start, chunk.stop, [scratch])
         file.check(chunk, [scratch])
         for move in chunk.direct:
-            memory = self._memory.flat[move.buffer]
+            memory = self._memory.flat(move.buffer)
             memory[move.buffer_start : move.buffer_start + move.stop - move.start] = scratch[
                 move.start - chunk.start : move.stop - chunk.start
             ]
@@ -238,6 +270,9 @@ class _File:
         return self._source.damaged(self._name, found, leaves)
 
 
+_Task = tuple[_File, Chunk]
+
+
 class _Memory:
     """The buffers of a read plan."""
 
@@ -250,38 +285,43 @@ class _Memory:
         self._places: dict[int, tuple[Array, int]] = {}
         """Small buffers: the arena that each was cut from, and where."""
         count = len(plan.targets)
-        self.flat: list[Array] = [_EMPTY] * count
+        self._shared = shared
         self.arrays: list[Array] = [_EMPTY] * count
-        order = [piece.buffer for read in plan.files for piece in read.pieces] if shared else []
-        for number in dict.fromkeys([*order, *range(count)]):
-            self._allocate(number, shared=shared)
 
-    def _allocate(self, number: int, *, shared: bool) -> None:
+    def allocate(self, targets: Iterable[int]) -> None:
+        """Make memory for targets that have none yet, in the order in which they will be filled."""
+        for number in targets:
+            if self.arrays[number] is _EMPTY:
+                self._allocate(number)
+
+    def _allocate(self, number: int) -> None:
         leaf, box = self._plan.targets[number]
         dtype = numpy_dtype(self._source.metadata.leaves[leaf].spec.dtype)
         shape, elements = self._shapes.get(box) or self._shapes.setdefault(
             box, (_box.shape_of(box), _box.count(box))
         )
         nbytes = elements * dtype.itemsize
-        if shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
-            flat = self._cut(number, nbytes)
+        if self._shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
+            memory, start = self._places[number] = self._cut(nbytes)
         else:
-            flat = _aligned(nbytes)
-        self.flat[number] = flat
-        self.arrays[number] = flat.view(dtype).reshape(shape)
+            memory, start = _aligned(nbytes), 0
+        self.arrays[number] = np.ndarray(shape, dtype, memory, start)
 
     def forget(self, number: int) -> None:
-        self.arrays[number] = self.flat[number] = _EMPTY
+        self.arrays[number] = _EMPTY
         self._places.pop(number, None)
 
-    def _cut(self, number: int, nbytes: int) -> Array:
+    def _cut(self, nbytes: int) -> tuple[Array, int]:
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > self._arena.size:
             self._arena = _aligned(_ARENA_BYTES)
             start = 0
-        self._places[number] = (self._arena, start)
         self._arena_used = start + nbytes
-        return self._arena[start : start + nbytes]
+        return self._arena, start
+
+    def flat(self, number: int) -> Array:
+        """The bytes of a buffer."""
+        return self.arrays[number].reshape(-1).view(np.uint8)
 
     def runs(self, chunk: Chunk) -> list[tuple[int, int, Array]]:
         """The chunk's moves as `(start, stop, memory)`, neighbours in file and memory joined."""
@@ -291,7 +331,7 @@ class _Memory:
             size = move.stop - move.start
             place = self._places.get(move.buffer)
             if place is None:
-                flat = self.flat[move.buffer]
+                flat = self.flat(move.buffer)
                 memory = flat[move.buffer_start : move.buffer_start + size]
                 runs.append((move.start, move.stop, memory))
                 joined = None
@@ -308,6 +348,7 @@ class _Memory:
 
 
 _EMPTY = np.empty(0, np.uint8)
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 def detached(array: Array) -> Array:
@@ -317,11 +358,12 @@ def detached(array: Array) -> Array:
 
 def _aligned(nbytes: int) -> Array:
     """Fresh memory at an address that JAX can take as it is."""
-    if nbytes >= _ADVISED_BYTES:
+    if nbytes >= _ADVISED_BYTES and _PRIVATE:
         # Whether huge pages are good for memory that is written once is for the system to say:
         # where they must be made first, by compaction or by a hypervisor, asking for them makes a
         # restore several times slower.
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        # Private, because the default would be memory that a forked process shares, and slower.
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), np.uint8)
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 from threading import Condition, Event, Lock
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_AHEAD = 2
+"""How many items a thread may have, being worked on and waiting."""
 
 
 class Stopped(Exception):
@@ -83,6 +88,18 @@ def paused_gc() -> Generator[None]:
                     gc.enable()
 
 
+def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:
+    """An item of each source in turn, until all have ended; so many sources at a time."""
+    for start in range(0, len(sources), at_a_time):
+        waiting = deque(sources[start : start + at_a_time])
+        while waiting:
+            source = waiting.popleft()
+            for item in source:
+                waiting.append(source)
+                yield item
+                break
+
+
 def run_all(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, stop: StopSignal
 ) -> list[Result]:
@@ -96,15 +113,44 @@ def run_as_completed(
 ) -> Iterator[tuple[int, Result]]:
     """Each item's number and result, as soon as it is there; raises the first error there was.
 
-    Leaving the iteration early, by an error or an interrupt, waits for the threads to stop.
+    Items are taken from their iterator only a little ahead of the work, and not while the caller is
+    busy with results: what an item holds, or its result, is never there for all at once. Leaving
+    the iteration early, by an error or an interrupt, waits for the threads to stop.
     """
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix="ostraka")
+    done: SimpleQueue[tuple[int, Future[Result]]] = SimpleQueue()
+    errors: list[BaseException] = []
+
+    def guarded(item: Item) -> Result:
+        stop.check()
+        try:
+            return work(item)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()  # at once: the others may have much left to do
+            raise
+
+    def next_done() -> tuple[int, Result]:
+        number, future = done.get()
+        return number, future.result()
+
+    running = 0
     try:
-        numbers: dict[Future[Result], int] = {
-            pool.submit(work, item): number for number, item in enumerate(items)
-        }
-        for future in as_completed(numbers):
-            yield numbers[future], future.result()
+        for number, item in enumerate(items):
+            future = pool.submit(guarded, item)
+            future.add_done_callback(lambda f, n=number: done.put((n, f)))
+            running += 1
+            while running == threads * _AHEAD or not done.empty():
+                running -= 1
+                yield next_done()
+        for _ in range(running):
+            yield next_done()
+    except Stopped:
+        if not errors:
+            raise
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
+    if errors:
+        raise errors[0]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ostraka._box import Box
+from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
 from ostraka._checkpoint import Source, load
 from ostraka._coordinate import Operation, ProcessFailed
@@ -167,9 +167,10 @@ def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterat
             targets.append(Target(destination.number, box))
             owner.append(number)
     job = FetchJob(source, targets, shared_memory=True)
+    assembler = Assembler()
     waiting = [len(destination.boxes) for destination in wanted.arrays]
     yield from (
-        (destination.path, _place(source, destination, []))
+        (destination.path, _place(source, destination, [], assembler))
         for destination in wanted.arrays
         if not destination.boxes
     )
@@ -181,14 +182,19 @@ def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterat
             destination = wanted.arrays[number]
             start = first[number]
             arrays = job.arrays[start : start + len(destination.boxes)]
-            placed = _place(source, destination, arrays)
+            placed = _place(source, destination, arrays, assembler)
             # On accelerators the bytes are on the device now, and not needed here any more.
             arrays.clear()
             job.release(range(start, start + len(destination.boxes)))
             yield destination.path, placed
 
 
-def _place(source: Source, destination: Destination, arrays: list[np.ndarray[Any, Any]]) -> Any:
+def _place(
+    source: Source,
+    destination: Destination,
+    arrays: list[np.ndarray[Any, Any]],
+    assembler: Assembler,
+) -> Any:
     """The bytes of a leaf as what was asked for."""
     spec = source.metadata.leaves[destination.number].spec
     shape = spec.shape
@@ -207,36 +213,12 @@ def _place(source: Source, destination: Destination, arrays: list[np.ndarray[Any
         case "python":
             return arrays[0].item()
         case _:
-            made = _jax_array(
+            made = assembler.make(
                 shape, destination.cast or spec.dtype, destination.sharding, boxes, arrays
             )
             if destination.kind == "key":
                 return jax.random.wrap_key_data(made, impl=spec.prng)
             return made
-
-
-def _jax_array(
-    shape: tuple[int, ...],
-    dtype: str,
-    sharding: Any,
-    boxes: tuple[Box, ...],
-    arrays: list[np.ndarray[Any, Any]],
-) -> jax.Array:
-    by_box = dict(zip(boxes, arrays, strict=True))
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
-        box = tuple(
-            (s.start or 0, n if s.stop is None else s.stop)
-            for s, n in zip(index or (), shape, strict=True)
-        )
-        return by_box[box]
-
-    if not boxes:
-        # All of it is on other processes' devices; JAX would ask for a shard all the same.
-        return jax.make_array_from_single_device_arrays(
-            shape, sharding, [], dtype=numpy_dtype(dtype)
-        )
-    return jax.make_array_from_callback(shape, sharding, shard, dtype=numpy_dtype(dtype))
 
 
 def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:

@@ -7,46 +7,44 @@ all bytes go into a directory that is named after this save's random id.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from ostraka import _format, _pack
+from ostraka import _format
 from ostraka._capture import (
     Captured,
     DtypeRule,
-    Value,
     capture,
     check_dtype_rule,
-    flat_bytes,
     host_digests,
     make_common,
     make_per_process,
 )
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._document import encode, fill_in_states
-from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
-from ostraka._parallel import ByteBudget, StopSignal, paused_gc, run_all
+from ostraka._document import fill_in_states
+from ostraka._format import IndexEntry, Metadata
+from ostraka._handle import SaveHandle, settle, settled, start_in_background
+from ostraka._leftovers import UNKNOWN, committed_directory, remove_leftovers, remove_other_shards
+from ostraka._parallel import StopSignal, paused_gc, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
-from ostraka._spec import DTYPES
+from ostraka._record import OnRecord, Record, Stopwatch, report, summarize, timeline
+from ostraka._shards import Progress, write_shards
+from ostraka._values import Value
 from ostraka._version import __version__
-from ostraka.errors import InvalidTree, NotACheckpoint, PathInTheWay, SaveFailed, describe
+from ostraka.errors import InvalidTree, SaveFailed, describe
 from ostraka.storage import MemoryStore, PathLike, Store, open_store
 
-_WRITERS = max(4, min(os.cpu_count() or 1, 16))
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
-_STAGING_BYTES = 1 << 30
-"""How much of what is on accelerators may lie in host memory at one time."""
-_COPY_BYTES = 16 << 20
-"""How much of a box that is not contiguous in memory is copied at a time."""
+_LOOKERS = 16
+_NOWHERE: Store = MemoryStore("nowhere")
+"""Stands for the store until the path has been understood."""
 
 
 def save(
@@ -56,6 +54,7 @@ def save(
     dtype: DtypeRule = None,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    on_record: OnRecord | None = None,
 ) -> None:
     """Write a tree as a checkpoint: blocking, atomic, durable.
 
@@ -70,96 +69,176 @@ def save(
     `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.
 
     `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`,
-    unless a single element or its name needs more.
+    unless a single element or its name needs more. `on_record` is called with what was done and
+    how long it took, which is also logged.
 
+    Waits for a `save_async` that is under way, and raises its error if nobody has seen it yet.
     Raises SaveFailed on every process if any of them failed.
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
-    with ExitStack() as held:
-        held.enter_context(paused_gc())
-        operation = Operation(f"save to {path}")
-        saving = _Save(operation, held)
-        try:
-            with operation:
-                saving.run(path, tree, dtype, metadata or {}, max_file_bytes)
-        except BaseException as error:
-            # By now every process knows that this save has failed.
-            saving.clean_up()
-            if isinstance(error, ProcessFailed):
-                cause = error.__cause__
-                raise SaveFailed(str(path), error.process, error.reason) from cause
-            if isinstance(error, OSError) and saving.has_begun:
-                raise SaveFailed(str(path), None, describe(error)) from error
-            raise
+    settle()
+    with paused_gc():
+        saving = _Save(path, on_record)
+        saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=False)
+        saving.finish()
+
+
+def save_async(
+    path: PathLike,
+    tree: Any,
+    *,
+    dtype: DtypeRule = None,
+    metadata: Mapping[str, Any] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    if_busy: Literal["wait", "refuse"] = "wait",
+    on_commit: Callable[[], None] | None = None,
+    on_record: OnRecord | None = None,
+) -> SaveHandle:
+    """Begin a save and return as soon as its values are safe; the rest goes on in the background.
+
+    Whatever happens to the tree afterwards (training steps, donated arrays, numpy arrays written
+    to, a data iterator that moves on) does not reach the checkpoint: it has the values at the call.
+    Otherwise it is as `save` does it: nothing shows before all of it is there.
+
+    An error is raised by `wait()` of the handle; if nobody asks, by the next save, or when the
+    program ends. The program does not end before the save has; a second Ctrl-C gives it up. One
+    save is under way at a time: the next one waits for it, or with `if_busy="refuse"` raises Busy.
+
+    `on_commit` is called in the background, on process 0, once the checkpoint is there. The rest of
+    the arguments are those of `save`.
+
+    >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
+    >>> handle.wait()
+    """
+    with settled(if_busy):
+        saving = _Save(path, on_record, on_commit)
+        with paused_gc():
+            saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
+        return start_in_background(str(path), saving.progress, saving.finish)
 
 
 class _Save:
-    """One save, on one of its processes."""
+    """One save, on one of its processes: prepared by its caller, finished by whoever has time."""
 
-    def __init__(self, operation: Operation, held: ExitStack):
-        self._operation = operation
-        self._held = held
+    def __init__(
+        self,
+        path: PathLike,
+        on_record: OnRecord | None,
+        on_commit: Callable[[], None] | None = None,
+    ):
+        self.progress = Progress()
+        self._path = path
+        self._on_record = on_record
+        self._on_commit = on_commit
+        self._watch = Stopwatch()
+        self._operation = Operation(f"save to {path}")
+        self._held = ExitStack()
         self._store: Store = _NOWHERE
         self._save_id = ""
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there may be anything of it on disk."""
-        return bool(self._save_id)
-
-    def run(
+    def prepare(
         self,
-        path: PathLike,
         tree: Any,
         dtype: DtypeRule,
         user: Mapping[str, Any],
         max_file_bytes: int,
+        *,
+        hold: bool,
     ) -> None:
-        if max_file_bytes < _LEAST_FILE_BYTES:
-            raise ValueError(
-                f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
-            )
-        self._store = open_store(path)
-        captured = capture(tree)
-        numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
-        encoded = encode(captured.tree, numbers)
-        user = _json_only(user)
-        check_dtype_rule(dtype)
-        self._save_id = self._begin(captured, encoded, (user, repr(dtype)))
-        captured.save_as(dtype)
-        if self._operation.process == 0:
-            fill_in_states(encoded, self._states)
-        plan = plan_write(
-            captured.leaves, captured.meshes, captured.process_of, max_file_bytes=max_file_bytes
-        )
-        index = self._write(plan, captured.values, self._save_id)
-        self._commit(plan, encoded, user, self._save_id, index)
-        if self._operation.process == 0:
-            _remove_other_shards(self._store, self._save_id)
+        """Take the tree apart, and with `hold` make its values safe from what comes after."""
+        with self._failing():
+            self._operation.__enter__()
+            if max_file_bytes < _LEAST_FILE_BYTES:
+                raise ValueError(
+                    f"max_file_bytes is {max_file_bytes:,}; it must be at least "
+                    f"{_LEAST_FILE_BYTES:,}"
+                )
+            self._store = open_store(self._path)
+            captured = capture(tree)
+            self._user = _json_only(user)
+            check_dtype_rule(dtype)
+            self._dtype = dtype
+            self._max_file_bytes = max_file_bytes
+            if hold:
+                captured.hold()
+                self._watch.blocked_s = self._watch.total_s
+            self._captured = captured
+            self._watch.lap("capture")
 
-    def clean_up(self) -> None:
+    def finish(self) -> Record:
+        """Agree, plan, write, commit."""
+        with self._failing():
+            captured = self._captured
+            self._save_id = self._begin(captured, (self._user, repr(self._dtype)))
+            self._watch.lap("agree")
+            captured.save_as(self._dtype)
+            if self._operation.process == 0:
+                fill_in_states(captured.encoded, self._states)
+            with paused_gc():
+                plan = plan_write(
+                    captured.leaves,
+                    captured.meshes,
+                    captured.process_of,
+                    max_file_bytes=self._max_file_bytes,
+                )
+            self._watch.lap("plan")
+            index = self._write(plan, captured.values, self._save_id)
+            written = (self.progress.total, self._watch.lap("write"))
+            captured.values.clear()
+            summary = self._commit(plan, index, written)
+            if self._operation.process == 0:
+                remove_other_shards(self._store, self._save_id)
+            self._watch.lap("commit")
+            self._operation.__exit__(None, None, None)
+        self._held.close()
+        if self._on_commit is not None and self._operation.process == 0:
+            self._on_commit()
+        return report("save", str(self._path), self._watch, summary, self._on_record)
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        """Whatever goes wrong inside ends the save, on every process."""
+        try:
+            try:
+                yield
+            except BaseException:
+                self._operation.__exit__(*sys.exc_info())
+                raise
+        except BaseException as error:
+            # By now every process knows that this save has failed.
+            has_begun = bool(self._save_id)
+            self._clean_up()
+            self._held.close()
+            if isinstance(error, ProcessFailed):
+                cause = error.__cause__
+                raise SaveFailed(str(self._path), error.process, error.reason) from cause
+            if isinstance(error, OSError) and has_begun:
+                raise SaveFailed(str(self._path), None, describe(error)) from error
+            raise
+
+    def _clean_up(self) -> None:
         """Remove what a failed save wrote, unless it is what `_METADATA` names.
 
         Done by process 0 once the others have stopped. What stays all the same, because it can't
         be told or deleted now, is recognised and removed by the next save.
         """
-        if not self.has_begun or self._operation.process != 0:
+        if not self._save_id or self._operation.process != 0:
             return
         self._operation.wait_until_left()
         directory = _format.shards_directory(self._save_id)
         with suppress(OSError):
-            if _committed_directory(self._store) not in (directory, _UNKNOWN):
+            if committed_directory(self._store) not in (directory, UNKNOWN):
                 self._store.delete(directory)
 
-    def _begin(self, captured: Captured, encoded: Any, rest: Any) -> str:
+    def _begin(self, captured: Captured, rest: Any) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
         several = self._operation.count > 1
         payload = {
             "path": self._store.location,
-            "tree": _fingerprint(captured, encoded, rest) if several else "",
+            "tree": _fingerprint(captured, rest) if several else "",
             "paths": [captured.leaves[n].path for n in captured.sole_process],
             "sole": list(captured.sole_process.items()),
             "states": captured.states,
@@ -183,64 +262,66 @@ class _Save:
         }
         self._store.prepare()
         self._held.enter_context(self._store.exclusive())
-        _remove_leftovers(self._store)
+        remove_leftovers(self._store)
         return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
 
     def _write(self, plan: WritePlan, values: Sequence[Value], save_id: str) -> IndexEntry | None:
         """Write this process's shards and its index; None if it has none to write."""
         process = self._operation.process
-        files = plan.files_of(process)
-        if not files:
+        if not plan.files_of(process):
             return None
-        contents = _format.entries_by_file(
-            plan.leaves, plan.layouts, {file.device for file in files}
+        named = write_shards(
+            self._store,
+            save_id,
+            plan,
+            process,
+            values,
+            check=self._check,
+            progress=self.progress,
         )
-        directory = _format.shards_directory(save_id)
-        stop = StopSignal()
-        staging = ByteBudget(_STAGING_BYTES)
-
-        def write_one(file: FileEntry) -> FileDigests:
-            task = _FileTask(file, contents[file.device, file.part], plan, values, save_id)
-            return _write_file(self._store, directory, task, staging, lambda: self._check(stop))
-
-        digests = run_all(write_one, files, threads=_WRITERS, stop=stop)
-        named = {file.name: found for file, found in zip(files, digests, strict=True)}
         index = _format.encode_index(save_id, process, named)
-        self._store.put(f"{directory}/{_format.index_name(process)}", index)
+        self._store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
         return IndexEntry(len(index), _format.digest(index))
 
     def _commit(
-        self,
-        plan: WritePlan,
-        encoded: Any,
-        user: Mapping[str, Any],
-        save_id: str,
-        index: IndexEntry | None,
-    ) -> None:
-        """Report, and commit if every process has reported well."""
+        self, plan: WritePlan, index: IndexEntry | None, written: tuple[int, float]
+    ) -> list[float]:
+        """Report, and commit if every process has reported well; returns what all have done."""
 
-        def commit(reports: list[Any]) -> None:
-            indexes = {p: IndexEntry(*entry) for p, entry in enumerate(reports) if entry}
-            self._check_visible(indexes, save_id)
+        def commit(reports: list[Any]) -> list[float]:
+            summary = summarize([tuple(report["written"]) for report in reports])
+            indexes = {
+                process: IndexEntry(*report["index"])
+                for process, report in enumerate(reports)
+                if report["index"]
+            }
+            self._check_visible(indexes, self._save_id)
             metadata = Metadata(
-                id=save_id,
-                writer=_describe_writer(),
+                id=self._save_id,
+                writer={**_describe_writer(), "timeline": timeline(self._watch, summary)},
                 process_of=plan.process_of,
-                tree=encoded,
+                tree=self._captured.encoded,
                 meshes=plan.meshes,
                 layouts=plan.layouts,
                 leaves=plan.leaves,
                 files=plan.files,
                 indexes=indexes,
-                user=user,
+                user=self._user,
             )
             data = _format.encode_metadata(metadata)
             # The shards must not be lost to a crash that keeps the commit.
             self._store.settle("")
             self._store.put(_format.METADATA_NAME, data)
+            return summary
 
-        report = None if index is None else [index.size, index.digest]
-        self._operation.exchange("commit", report, commit)
+        entry = None if index is None else [index.size, index.digest]
+        return self._operation.exchange("commit", {"index": entry, "written": written}, commit)
+
+    def _check(self) -> None:
+        """Called between blocks: nobody goes on writing for a save that has failed."""
+        self._operation.check()
+        if self.progress.is_given_up:
+            raise KeyboardInterrupt
 
     def _check_visible(self, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
         """Process 0 must see what the others wrote, or the checkpoint would be in pieces."""
@@ -260,180 +341,20 @@ class _Save:
 
         others = [process for process in indexes if process != self._operation.process]
         if others:
-            run_all(look, others, threads=_WRITERS, stop=StopSignal())
-
-    def _check(self, stop: StopSignal) -> None:
-        """Called between blocks: don't go on writing for a save that has failed."""
-        self._operation.check()
-        stop.check()
-
-
-@dataclass(frozen=True, slots=True)
-class _FileTask:
-    """A shard file to write."""
-
-    file: FileEntry
-    entries: list[Entry]
-    plan: WritePlan
-    values: Sequence[Value]
-    save_id: str
-
-
-def _write_file(
-    store: Store,
-    directory: str,
-    task: _FileTask,
-    staging: ByteBudget,
-    check: Callable[[], None],
-) -> FileDigests:
-    """Write one shard from its first byte to its last, digesting each block on the way."""
-    file, leaves = task.file, task.plan.leaves
-    lengths = _format.block_lengths(file.header_bytes, task.entries)
-    digests: list[str] = []
-    scratch: np.ndarray[Any, Any] | None = None
-    writer = store.create(f"{directory}/{file.name}", file.size)
-    try:
-        offset = 0
-        for length, pieces in zip(
-            lengths, _format.regroup(_stream(task, leaves, staging, check), lengths), strict=True
-        ):
-            check()
-            if len(pieces) > 1:
-                # One digest and one write of small boxes put together cost less than many.
-                scratch = np.empty(_format.BLOCK_BYTES, np.uint8) if scratch is None else scratch
-                pieces = [np.concatenate(pieces, out=scratch[:length])]
-            digests.append(_format.block_digest(pieces))
-            writer.write(offset, pieces)
-            offset += length
-        writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return FileDigests(file.size, tuple(lengths), tuple(digests))
-
-
-def _stream(
-    task: _FileTask, leaves: Sequence[Any], staging: ByteBudget, check: Callable[[], None]
-) -> Iterator[Any]:
-    """The bytes of a shard file in order, as views of the live values where that can be."""
-    yield np.frombuffer(
-        _format.encode_header(task.entries, leaves, task.save_id, task.file.header_bytes), np.uint8
-    )
-    for entry in task.entries:
-        if entry.nbytes == 0:
-            continue
-        value = task.values[entry.leaf]
-        packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
-        if value.in_host_memory and not packed:
-            array = value.read(task.file.device, entry.box)
-            _check_size(array, entry, leaves)
-            yield from _contiguous(array)
-            continue
-        with staging.hold(entry.nbytes, check):
-            array = value.read(task.file.device, entry.box)
-            array = _pack.pack(array) if packed else array
-            _check_size(array, entry, leaves)
-            yield from _contiguous(array)
-            del array
-
-
-def _check_size(array: np.ndarray[Any, Any], entry: Entry, leaves: Sequence[Any]) -> None:
-    """What is written must be what was planned, or all that follows in the file would be wrong."""
-    if array.nbytes != entry.nbytes:
-        raise AssertionError(
-            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
-            f"{entry.box}, and {entry.nbytes:,} were planned"
-        )
-
-
-def _contiguous(array: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """The bytes of an array in row-major order; what is not contiguous is copied in bands."""
-    if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
-        yield flat_bytes(array)
-        return
-    if array.shape[0] == 1 or array.nbytes // array.shape[0] > _COPY_BYTES:
-        for row in array:
-            yield from _contiguous(row)
-        return
-    step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
-    for start in range(0, array.shape[0], step):
-        yield flat_bytes(array[start : start + step])
-
-
-# What is at the path already
-
-
-def _remove_leftovers(store: Store) -> None:
-    """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
-    names = store.list() or []
-    ours = [name for name in names if _is_ours(name)]
-    if _format.METADATA_NAME not in names:
-        foreign = [name for name in names if name not in ours]
-        if foreign:
-            raise PathInTheWay(
-                f"{store.location} is a directory with other things in it "
-                f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
-                "its own"
-            )
-    kept = _committed_directory(store)
-    for name in ours:
-        if _format.is_shards_directory(name) and kept in (_UNKNOWN, name):
-            continue
-        if name != _format.METADATA_NAME:
-            store.delete(name)
-
-
-_UNKNOWN = "unknown"
-_NOWHERE: Store = MemoryStore("nowhere")
-"""Stands for the store until the path has been understood."""
-
-
-def _committed_directory(store: Store) -> str | None:
-    """The shards directory of the checkpoint that is there now, or None."""
-    try:
-        data = store.get(_format.METADATA_NAME)
-    except FileNotFoundError:
-        return None
-    try:
-        return _format.shards_directory(_format.decode_metadata(data).id)
-    except NotACheckpoint as error:
-        if any(_format.is_shards_directory(name) for name in store.list() or []):
-            return _UNKNOWN  # damaged; what its shards hold stays until there is a better one
-        raise PathInTheWay(
-            f"{store.location} holds something that Ostraka did not write ({error}); save to a "
-            "path of its own"
-        ) from error
-    except ValueError:
-        return _UNKNOWN
-
-
-def _is_ours(name: str) -> bool:
-    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
-    return name == _format.METADATA_NAME or is_temporary or _format.is_shards_directory(name)
-
-
-def _remove_other_shards(store: Store, save_id: str) -> None:
-    """After the commit: what was there before is no longer needed.
-
-    The new checkpoint is good: what can't be deleted now, the next save tries again.
-    """
-    with suppress(OSError):
-        for name in store.list() or []:
-            if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
-                store.delete(name)
+            run_all(look, others, threads=_LOOKERS, stop=StopSignal())
 
 
 # Several processes
 
 
-def _fingerprint(captured: Captured, encoded: Any, rest: Any) -> str:
+def _fingerprint(captured: Captured, rest: Any) -> str:
     """What must be the same on all processes, as a digest."""
     leaves: list[Any] = []
     for number, leaf in enumerate(captured.leaves):
         leaves.append((leaf.path, leaf.kind, leaf.dtype, leaf.shape, leaf.prng))
         if number not in captured.sole_process:
             leaves.append((captured.meshes[leaf.mesh], leaf.partition))
-    return _format.digest(repr((encoded, leaves, rest)).encode())
+    return _format.digest(repr((captured.encoded, leaves, rest)).encode())
 
 
 def _disagreement(subject: str, payload: Any, first: Any) -> str:

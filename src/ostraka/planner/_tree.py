@@ -36,7 +36,7 @@ from ostraka.errors import InvalidTree
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
 from ostraka.sharding._check import check, raise_errors, specs_by_path
 from ostraka.sharding._data import array_leaves, parse_state
-from ostraka.sharding._init import _follow  # pyright: ignore[reportPrivateUsage]
+from ostraka.sharding._follow import follow
 
 _ONE_DEVICE = MeshSpec((), (), (0,))
 
@@ -144,7 +144,7 @@ def _settle_specs(
         return found, problems
     leaves = list(array_leaves(parsed))
     optimizer_leaves = array_leaves(parse_state(abstract_optimizer(tree, optimizer)))
-    following = _follow(optimizer_leaves, leaves, found)
+    following = follow(optimizer_leaves, leaves, found)
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
     return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]

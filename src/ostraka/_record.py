@@ -1,0 +1,119 @@
+"""What a save or a restore did and how long each phase of it took."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+logger = logging.getLogger("ostraka")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The least and the most of something over all processes."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One save or restore, as one process saw it.
+
+    `phases` are its parts in order, with their seconds; `blocked_s` is how long the caller waited.
+    `process_bytes` and `process_s` compare the processes: bytes written or read, and seconds spent
+    on that.
+    """
+
+    operation: Literal["save", "restore"]
+    path: str
+    bytes: int
+    """Of all processes together."""
+    phases: Mapping[str, float]
+    blocked_s: float
+    total_s: float
+    process_bytes: Spread
+    process_s: Spread
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The throughput of the whole, from the call to the end."""
+        return self.bytes / self.total_s if self.total_s else 0.0
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
+        return (
+            f"{self.operation} {self.path}: {self.bytes:,} bytes in {self.total_s:.3f} s "
+            f"({self.bytes_per_s / 2**20:,.0f} MiB/s), blocked for {self.blocked_s:.3f} s; {phases}"
+        )
+
+
+OnRecord = Callable[[Record], None]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Times the phases of an operation, one after the other."""
+
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    start: float = field(default_factory=time.perf_counter)
+    blocked_s: float = 0.0
+    """How long the caller waited, where it did not wait for the end."""
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> float:
+        """What has passed since the last lap was `phase`; returns its seconds."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+        return seconds
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self.start
+
+
+def summarize(reports: Sequence[tuple[int, float]]) -> list[float]:
+    """The processes' bytes and seconds as a few numbers, whatever the number of processes."""
+    sizes = [size for size, _ in reports]
+    seconds = [spent for _, spent in reports]
+    return [sum(sizes), min(sizes), max(sizes), min(seconds), max(seconds)]
+
+
+def report(
+    operation: Literal["save", "restore"],
+    path: str,
+    watch: Stopwatch,
+    summary: Sequence[float],
+    on_record: OnRecord | None,
+) -> Record:
+    """Log what was done and tell whoever asked for it."""
+    total, least_bytes, most_bytes, least_s, most_s = summary
+    record = Record(
+        operation,
+        path,
+        int(total),
+        dict(watch.phases),
+        watch.blocked_s or watch.total_s,
+        watch.total_s,
+        Spread(least_bytes, most_bytes),
+        Spread(least_s, most_s),
+    )
+    logger.info("%s", record)
+    if on_record is not None:
+        on_record(record)
+    return record
+
+
+def timeline(watch: Stopwatch, summary: Sequence[float]) -> dict[str, Any]:
+    """What a checkpoint's metadata keeps of how it was written."""
+    phases = {f"{name}_s": round(seconds, 4) for name, seconds in watch.phases.items()}
+    return {
+        **phases,
+        "bytes": int(summary[0]),
+        "process_bytes": [int(size) for size in summary[1:3]],
+        "process_write_s": [round(seconds, 4) for seconds in summary[3:5]],
+    }

@@ -1,0 +1,240 @@
+"""Write one process's shard files, each block digested on its way.
+
+Blocks of several files are written in turn, from several threads. The views of live values that a
+block is made of are taken by one thread, ahead of the writing: for many small leaves that is most
+of the work, and threads that all did it would only wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostraka import _format, _pack
+from ostraka._format import Entry, FileDigests, FileEntry, StoredLeaf
+from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
+from ostraka._plan import WritePlan
+from ostraka._spec import DTYPES
+from ostraka._values import Value, flat_bytes
+from ostraka.storage import FileWriter, Store
+
+Array = np.ndarray[Any, Any]
+Block = tuple[int, list[Array]]
+"""A block's number in its file, and the bytes it is made of."""
+
+_WRITERS = max(4, min(os.cpu_count() or 1, 16))
+_OPEN_FILES = 64
+_STAGING_BYTES = 1 << 30
+"""How much of what is on accelerators may lie in host memory at one time."""
+_COPY_BYTES = 16 << 20
+"""How much of a box that is not contiguous in memory is copied at a time."""
+
+
+class Progress:
+    """How far a save has come, in bytes of this process's files."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.written = 0
+        self.is_given_up = False
+        """Set to have the save fail soon."""
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.written += nbytes
+
+
+def write_shards(
+    store: Store,
+    save_id: str,
+    plan: WritePlan,
+    process: int,
+    values: Sequence[Value],
+    *,
+    check: Callable[[], None],
+    progress: Progress,
+) -> dict[str, FileDigests]:
+    """Write the files of a process; returns what its index says of them.
+
+    `check` is called between blocks and may raise, so that nobody goes on writing for a save that
+    has failed.
+    """
+    files = plan.files_of(process)
+    contents = _format.entries_by_file(plan.leaves, plan.layouts, {file.device for file in files})
+    progress.total = sum(file.size for file in files)
+    stop = StopSignal()
+    staging = ByteBudget(_STAGING_BYTES)
+
+    def check_all() -> None:
+        check()
+        stop.check()
+
+    def write(task: tuple[_Shard, Iterable[Block]]) -> None:
+        shard, blocks = task
+        for number, pieces in blocks:
+            check_all()
+            progress.add(shard.write(number, pieces))
+
+    shards = [
+        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
+        for file in files
+    ]
+    try:
+        run_all(write, _tasks(shards, values, staging, check_all), threads=_WRITERS, stop=stop)
+    except BaseException:
+        for shard in shards:
+            shard.abandon()
+        raise
+    return {shard.file.name: shard.digests() for shard in shards}
+
+
+class _Shard:
+    """A shard file that is being written: opened for its first block, closed after its last."""
+
+    def __init__(
+        self,
+        store: Store,
+        save_id: str,
+        file: FileEntry,
+        entries: list[Entry],
+        leaves: Sequence[StoredLeaf],
+    ):
+        self.file = file
+        self.entries = entries
+        self.leaves = leaves
+        self.save_id = save_id
+        self._store = store
+        self._lengths = _format.block_lengths(file.header_bytes, entries)
+        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._digests = [""] * len(self._lengths)
+        self._blocks_left = len(self._lengths)
+        self._writer: FileWriter | None = None
+        self._lock = threading.Lock()
+
+    def write(self, number: int, pieces: list[Array]) -> int:
+        """Digest a block and put it in its place; returns its length."""
+        self._digests[number] = _format.block_digest(pieces)
+        writer = self._opened()
+        writer.write(self._offsets[number], pieces)
+        with self._lock:
+            self._blocks_left -= 1
+            is_last = self._blocks_left == 0
+        if is_last:
+            writer.finish()
+        return self._lengths[number]
+
+    def abandon(self) -> None:
+        if self._writer is not None and self._blocks_left:
+            self._writer.abandon()
+
+    def digests(self) -> FileDigests:
+        return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
+
+    def blocks(self, stream: Iterator[Array]) -> Iterator[Block]:
+        """A file's bytes, cut into its blocks."""
+        return enumerate(_format.regroup(stream, self._lengths))
+
+    def _opened(self) -> FileWriter:
+        with self._lock:
+            if self._writer is None:
+                name = f"{_format.shards_directory(self.save_id)}/{self.file.name}"
+                self._writer = self._store.create(name, self.file.size)
+            return self._writer
+
+
+def _tasks(
+    shards: Sequence[_Shard],
+    values: Sequence[Value],
+    staging: ByteBudget,
+    check: Callable[[], None],
+) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    """What a thread does at a time: a block whose views are there, or all of a file.
+
+    A file with something in it that must first be copied (from an accelerator, to another dtype)
+    is done by one thread from its first byte to its last, so that no more is copied than is needed
+    soon. Blocks of the others come in turn, so that a leaf's shards are looked at together.
+    """
+    of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
+    for shard in shards:
+        blocks = shard.blocks(_stream(shard, values, staging, check))
+        if _is_all_views(shard, values):
+            of_views.append(_one_by_one(shard, blocks))
+        else:
+            yield shard, blocks
+    for task in in_turn(of_views, at_a_time=_OPEN_FILES):
+        check()
+        yield task
+
+
+def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    for block in blocks:
+        yield shard, [block]
+
+
+def _is_all_views(shard: _Shard, values: Sequence[Value]) -> bool:
+    return all(
+        values[entry.leaf].in_host_memory and not _is_packed(shard, entry)
+        for entry in shard.entries
+    )
+
+
+def _is_packed(shard: _Shard, entry: Entry) -> bool:
+    return DTYPES[shard.leaves[entry.leaf].spec.dtype].packed
+
+
+def _stream(
+    shard: _Shard, values: Sequence[Value], staging: ByteBudget, check: Callable[[], None]
+) -> Iterator[Array]:
+    """The bytes of a shard file in order, as views of the live values where that can be."""
+    device = shard.file.device
+    header = _format.encode_header(
+        shard.entries, shard.leaves, shard.save_id, shard.file.header_bytes
+    )
+    yield np.frombuffer(header, np.uint8)
+    for entry in shard.entries:
+        if entry.nbytes == 0:
+            continue
+        value = values[entry.leaf]
+        packed = _is_packed(shard, entry)
+        if value.in_host_memory and not packed:
+            array = value.read(device, entry.box)
+            _check_size(array, entry, shard.leaves)
+            if array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
+                yield flat_bytes(array)
+            else:
+                yield from _bands(array)
+            continue
+        with staging.hold(entry.nbytes, check):
+            array = value.read(device, entry.box)
+            array = _pack.pack(array) if packed else array
+            _check_size(array, entry, shard.leaves)
+            yield from _bands(array)
+            del array
+
+
+def _check_size(array: Array, entry: Entry, leaves: Sequence[StoredLeaf]) -> None:
+    """What is written must be what was planned, or all that follows in the file would be wrong."""
+    if array.nbytes != entry.nbytes:
+        raise AssertionError(
+            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
+            f"{entry.box}, and {entry.nbytes:,} were planned"
+        )
+
+
+def _bands(array: Array) -> Iterator[Array]:
+    """The bytes of an array in row-major order; what is not contiguous is copied in bands."""
+    if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
+        yield flat_bytes(array)
+        return
+    if array.shape[0] == 1 or array.nbytes // array.shape[0] > _COPY_BYTES:
+        for row in array:
+            yield from _bands(row)
+        return
+    step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
+    for start in range(0, array.shape[0], step):
+        yield flat_bytes(array[start : start + step])

@@ -1,0 +1,157 @@
+"""Handles to the bytes of a tree's leaves: of JAX arrays by shard, of host memory by any box."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ostraka import _box
+from ostraka._box import Box
+from ostraka._spec import DTYPES, numpy_dtype
+
+Array = np.ndarray[Any, Any]
+
+
+class Value(Protocol):
+    """A leaf's bytes, as far as this process holds them."""
+
+    in_host_memory: bool
+    """Whether reading costs no memory, because it gives views."""
+
+    def read(self, device: int, box: Box) -> Array:
+        """The elements of a box that `device` holds; a view where that can be."""
+        ...
+
+    def hold(self) -> None:
+        """Make the elements safe from all that happens later: donation, deletion, writing."""
+        ...
+
+    def whole(self) -> Array:
+        """All elements, where all are on this process."""
+        ...
+
+
+class HostValue:
+    """A value in host memory: any box can be had, whatever the device."""
+
+    in_host_memory = True
+
+    def __init__(self, array: Array):
+        self._array = array
+
+    def read(self, device: int, box: Box) -> Array:
+        return self._array[_box.slices(box, _box.full(self._array.shape))]
+
+    def hold(self) -> None:
+        self._array = self._array.copy()
+
+    def whole(self) -> Array:
+        return self._array
+
+
+class ProcessValue:
+    """This process's own value of a leaf that every process has one of."""
+
+    in_host_memory = True
+
+    def __init__(self, array: Array):
+        self._array = array
+
+    def read(self, device: int, box: Box) -> Array:
+        within = _box.slices(box[1:], _box.full(self._array.shape))
+        return self._array[within][np.newaxis]
+
+    def hold(self) -> None:
+        self._array = self._array.copy()
+
+    def whole(self) -> Array:
+        return self._array
+
+
+class CastValue:
+    """A value that is saved as another dtype."""
+
+    in_host_memory = False
+
+    def __init__(self, value: Value, dtype: str):
+        self._value = value
+        self._dtype = numpy_dtype(dtype)
+
+    def read(self, device: int, box: Box) -> Array:
+        return self._value.read(device, box).astype(self._dtype)
+
+    def hold(self) -> None:
+        self._value.hold()
+
+    def whole(self) -> Array:
+        return self._value.whole().astype(self._dtype)
+
+
+class ShardedValue:
+    """A jax.Array: each local device gives what lies in its own shard."""
+
+    def __init__(self, array: jax.Array, index_of: dict[int, int], boxes: dict[int, Box]):
+        self._array: jax.Array | None = array
+        self._shape = array.shape
+        self._index_of = index_of
+        self._boxes = boxes
+        self._gives_views = array.platform() == "cpu" and not DTYPES[array.dtype.name].packed
+        self.in_host_memory = self._gives_views
+        self._held: dict[Box, Array] = {}
+
+    def read(self, device: int, box: Box) -> Array:
+        outer = self._boxes[device]
+        shard = self._held.get(outer) if self._held else None
+        shard = self._shard(device) if shard is None else shard
+        return shard if box == outer else shard[_box.slices(box, outer)]
+
+    def start_copying(self) -> None:
+        """Begin to bring from an accelerator what `hold` will wait for."""
+        if not self._gives_views:
+            for device in self._device_of_box().values():
+                self._data(device).copy_to_host_async()
+
+    def hold(self) -> None:
+        # A view is enough in host memory: XLA does not reuse what somebody looks at.
+        self._held = {box: self._shard(device) for box, device in self._device_of_box().items()}
+        self._array = None
+        self.in_host_memory = True
+
+    def whole(self) -> Array:
+        if not self._held:
+            return np.asarray(self._array)
+        if len(self._held) == 1:
+            return next(iter(self._held.values()))
+        whole = np.empty(self._shape, next(iter(self._held.values())).dtype)
+        for box, shard in self._held.items():
+            whole[_box.slices(box, _box.full(self._shape))] = shard
+        return whole
+
+    def _shard(self, device: int) -> Array:
+        data = self._data(device)
+        return np.asarray(data) if self._gives_views else _host_copy(data)
+
+    def _data(self, device: int) -> jax.Array:
+        assert self._array is not None
+        return self._array.addressable_data(self._index_of[device])
+
+    def _device_of_box(self) -> dict[Box, int]:
+        return {self._boxes[device]: device for device in self._index_of}
+
+
+def flat_bytes(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of an array in row-major order; a view if it is contiguous."""
+    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return contiguous.reshape(-1).view(np.uint8)
+
+
+def _host_copy(array: Any) -> Array:
+    """A copy that is gone when its user is done with it.
+
+    `np.asarray` makes JAX keep the copy for as long as the array lives: a save would leave a copy
+    of the whole state behind in host memory.
+    """
+    copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
+    return np.asarray(array) if copy is None else copy()[0]
