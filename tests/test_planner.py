@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from nnx_models import Block, Sharded
-from ostraka import _read, sharding
+from ostraka import _format, _read, sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.planner import Plan, plan
 from ostraka.planner._plan import plan_checkpoint
@@ -135,10 +136,22 @@ def written(path: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in shards.iterdir()}
 
 
+def assert_metadata_as_planned(planned: Plan, data: bytes) -> None:
+    """To the byte, but for the digits of how long the save took."""
+    metadata = _format.decode_metadata(data)
+    timeline = planned.metadata.writer["timeline"]
+    assert metadata.writer["timeline"].keys() == timeline.keys()
+    for name in ("bytes", "process_bytes"):
+        assert metadata.writer["timeline"][name] == timeline[name]
+    same_times = replace(metadata, writer={**metadata.writer, "timeline": timeline})
+    assert len(_format.encode_metadata(same_times)) == planned.metadata_bytes
+    assert abs(len(data) - planned.metadata_bytes) <= max(0.01 * len(data), 24)
+
+
 def assert_as_planned(planned: Plan, path: Path) -> None:
     found = written(path)
     assert planned.files == found
-    assert planned.metadata_bytes == (path / "_METADATA").stat().st_size
+    assert_metadata_as_planned(planned, (path / "_METADATA").read_bytes())
     assert planned.total_bytes == sum(found.values()) + planned.metadata_bytes
     process_of = plan_checkpoint(path).write.process_of
     totals = [0] * (max(process_of) + 1)
