@@ -78,6 +78,21 @@ def test_a_built_in_name():
     assert found["groups"]["optimizer mu"] == 4 * 124_439_808
 
 
+def test_the_largest_plan():
+    """How long it takes is measured in bench/plan_scaling.py."""
+    arguments = ["--mesh", "data=2048,model=8", "--hosts", "2048", "--optimizer", "adamw"]
+    found = answer("llama-3.1-405b", *arguments)
+    assert found["parameters"] == 405_853_388_800
+    assert (found["devices"], found["hosts"], found["files"]["shards"]) == (16384, 2048, 16384)
+    assert found["metadata_bytes"] <= 4 << 20
+    assert found["host_bytes"]["skew"] <= 0.05
+    assert not found["index_bytes_are_exact"]
+    assert found["restore"]["hosts_worked_out"] == 1
+    result = run("llama-3.1-405b", *arguments, "--onto", "data=1,model=8")
+    assert result.exit_code == 2
+    assert "pieces of files together, too many to plan" in result.stderr
+
+
 def test_dtypes_of_model_and_optimizer():
     found = answer(
         "gpt2", "--dtype", "bfloat16", "--optimizer", "adam", "--optimizer-dtype", "float32"
@@ -238,6 +253,14 @@ def test_tables_have_everything():
         "█",
     ):
         assert text in result.stdout
+
+
+def test_text_of_a_checkpoint_does_not_reach_the_terminal_raw(tmp_path: Path):
+    ostraka.save(tmp_path / "odd", {"\x1b[31mred": np.ones(2), "[bold]": np.ones(2)})
+    output = run(tmp_path / "odd").stdout
+    assert "\x1b" not in output
+    assert r"\x1b[31mred" in output
+    assert "[bold]" in output
 
 
 def test_names_are_listed():

@@ -99,9 +99,9 @@ def describe_metadata(
     writer: Mapping[str, Any],
     indexes: Mapping[int, int],
 ) -> Metadata:
-    """What `_METADATA` will say, but for the id, the digests and the time.
+    """What `_METADATA` will say, but for the id and the digests, which have a length that is known.
 
-    All of these have a length that is known: the size of its encoding is that of the real one.
+    If that of `writer` is, the size of its encoding is that of the real one.
     """
     return Metadata(
         id=_NO_ID,

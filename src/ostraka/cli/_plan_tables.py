@@ -28,7 +28,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 def _print_variant(console: Console, variant: dict[str, Any]) -> None:
-    console.print(f"[bold]{escape(variant['title'])}[/bold]  {escape(_where(variant))}")
+    console.print(f"[bold]{_shown(variant['title'])}[/bold]  {_shown(_where(variant))}")
     console.print()
     for title, rows in _sections(variant):
         listed = list(rows)
@@ -37,7 +37,7 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
             console.print()
     for problem in variant["problems"]:
         colour = "red" if problem["severity"] == "error" else "yellow"
-        console.print(f"[{colour}]{problem['severity']}[/{colour}] {escape(problem['message'])}")
+        console.print(f"[{colour}]{problem['severity']}[/{colour}] {_shown(problem['message'])}")
     if variant["problems"]:
         console.print()
     for limit in variant["limits"]:
@@ -59,7 +59,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     table.add_column(justify="right")
     table.add_column()
     for name, value, note in rows:
-        table.add_row(escape(name), escape(value), escape(note))
+        table.add_row(_shown(name), _shown(value), _shown(note))
     return table
 
 
@@ -164,11 +164,11 @@ def _print_comparison(console: Console, document: dict[str, Any]) -> None:
     table = Table(title="compared", title_justify="left", title_style="bold cyan", box=None)
     table.add_column("", style="dim")
     for name in names:
-        table.add_column(escape(name), justify="right")
+        table.add_column(_shown(name), justify="right")
     table.add_column("best")
     for row in document["comparison"]:
         cells = [_cell(row["key"], row["values"][name]) for name in names]
-        table.add_row(row["title"], *cells, escape(", ".join(row["best"]) or "all alike"))
+        table.add_row(row["title"], *cells, _shown(", ".join(row["best"]) or "all alike"))
     console.print(table)
 
 
@@ -178,6 +178,12 @@ def _cell(key: str, value: Any) -> str:
     if key.endswith("seconds"):
         return _seconds(value)
     return f"{value:,}" if key == "files.shards" else human_bytes(value)
+
+
+def _shown(text: str) -> str:
+    """Text that may come from a stranger's checkpoint: it must steer neither terminal nor rich."""
+    printable = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escape("".join(printable))
 
 
 def _bar(size: int, most: int) -> str:

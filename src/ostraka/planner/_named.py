@@ -75,8 +75,9 @@ def _encode_node(path: str, node: Any) -> Any:
         return {"variable": _variable(path), "about": {}, "items": [node]}
     items: dict[str, Any] = node
     keys = [int(key) if key.isdigit() else key for key in items]
+    kind = "dict" if "/" in path else "state"  # below its top a state is made of dicts
     return {
-        "state": keys,
+        kind: keys,
         "items": [_encode_node(f"{path}/{key}", item) for key, item in items.items()],
     }
 

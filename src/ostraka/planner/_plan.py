@@ -15,6 +15,7 @@ from ostraka._checkpoint import load
 from ostraka._format import FileEntry, Metadata
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
+from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
 from ostraka._version import __version__
 from ostraka.planner._restore import RestorePlan, Saved, plan_restore
@@ -23,6 +24,9 @@ from ostraka.storage import PathLike, open_store
 
 _EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
+_PHASES = ("capture", "agree", "plan", "write")
+"""What `save` has timed when it writes `_METADATA`."""
+_SOME_SECONDS = 0.1234
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 
 
@@ -33,9 +37,9 @@ class Plan:
     write: WritePlan
     """The very plan that `save` executes."""
     metadata: Metadata
-    """What `_METADATA` says, but for the id, the digests and the time."""
+    """What `_METADATA` says, but for the id, the digests and the times."""
     metadata_bytes: int
-    """The size of `_METADATA`."""
+    """The size of `_METADATA`; how long a save took is written there, give or take a few digits."""
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
@@ -194,7 +198,7 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
         )
         sizes, exact = _index_bytes(write)
     metadata = _account.describe_metadata(
-        write, tree=state.tree, user=state.user, writer=_writer(), indexes=sizes
+        write, tree=state.tree, user=state.user, writer=_writer(write), indexes=sizes
     )
     size = len(_format.encode_metadata(metadata))
     return Plan(write, metadata, size, sizes, exact, state.parameters, state.problems)
@@ -220,19 +224,27 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
     return dict.fromkeys(writing, max(found.values())), False
 
 
-def _writer() -> dict[str, str]:
-    """What `_METADATA` says of its writer; every time is written in as many characters."""
+def _writer(write: WritePlan) -> dict[str, Any]:
+    """What `_METADATA` says of its writer.
+
+    Only how long the phases took is not known: each number of seconds may have a digit or two more
+    or less than the one here.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         jax_version = version("jax")
     except PackageNotFoundError:
         jax_version = "0.10.0"
+    sizes = _account.file_bytes_by_process(write)
+    watch = Stopwatch(phases=dict.fromkeys(_PHASES, _SOME_SECONDS))
+    written = [(size, _SOME_SECONDS) for size in sizes]
     return {
         "ostraka": __version__,
         "jax": jax_version,
         "python": platform.python_version(),
         "time": "2000-01-01T00:00:00.000+00:00",
+        "timeline": timeline(watch, summarize(written)),
     }
 
 

@@ -179,11 +179,16 @@ class _Places:
             kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
             return LeafSpec(leaf.path, kind, name, shape)
         mesh, partition = self._place(leaf)
-        if not mesh.axis_names and (self._processes or 1) > 1:
+        if not mesh.axis_names and self._process_count() > 1:
             # Every process has it on a device of its own: what all have alike is a common value.
             return LeafSpec(leaf.path, kind, name, shape, prng=prng)
         number = self.meshes.setdefault(mesh, len(self.meshes))
         return LeafSpec(leaf.path, kind, name, shape, number, partition, prng)
+
+    def _process_count(self) -> int:
+        if self._processes is None and self._devices is not None:
+            return jax.process_count()
+        return self._processes or 1
 
     def _place(self, leaf: Leaf) -> tuple[MeshSpec, Partition]:
         sharding = getattr(leaf.value, "sharding", None)
