@@ -1,4 +1,4 @@
-"""The `ostraka` command. It never imports JAX.
+"""The `ostraka` command. Only `plan` imports JAX, and only for what is not a checkpoint.
 
 Exit codes: 0 all is well, 1 the checkpoint is damaged, 2 the command could not do what was asked
 (wrong usage, nothing there). What was asked for goes to stdout, an error as one line to stderr.
