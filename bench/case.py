@@ -18,6 +18,7 @@ NAMES = (
     "restore_mesh",
     "memory",
     "processes",
+    "async_stall",
 )
 
 
@@ -34,6 +35,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
     from bench import cases, contenders
 
     contenders.hush()
+    if name == "async_stall":
+        from bench import stall
+
+        return stall.async_stall
     return getattr(cases, name)
 
 
