@@ -9,6 +9,7 @@ from bench.rounds import Row
 
 NAMES = {
     "ostraka": "Ostraka",
+    "plain": "Ostraka, plain dicts",
     "orbax": "Orbax",
     "orbax_best": "Orbax, best setting",
     "dcp": "PyTorch DCP",
@@ -62,6 +63,7 @@ BARS = (
     Bar("restore_many", "orbax", 25.0),
     Bar("restore_grid", "orbax", 2.0),
     Bar("restore_transposed", "orbax", 2.0),
+    Bar("nnx_many", "plain", 1.3, faster=False),
     Bar("processes_save", "orbax", 1.0),
     Bar("processes_save", "dcp", 1.0),
     Bar("processes_save", "dcp_best", 1.0),

@@ -16,6 +16,7 @@ NAMES = (
     "restore_cold",
     "restore_many",
     "restore_mesh",
+    "nnx_many",
     "memory",
     "processes",
 )
@@ -34,6 +35,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
     from bench import cases, contenders
 
     contenders.hush()
+    if name == "nnx_many":
+        from bench import nnx
+
+        return nnx.nnx_many
     return getattr(cases, name)
 
 

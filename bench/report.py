@@ -11,6 +11,7 @@ from bench.rounds import Row
 
 COLOURS = {
     "ostraka": "#c8553d",
+    "plain": "#e3a08f",
     "orbax": "#2f4b7c",
     "orbax_best": "#7d9bd1",
     "dcp": "#3f7d4e",

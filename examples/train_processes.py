@@ -9,6 +9,8 @@ started by its own tools and call `jax.distributed.initialize`; here `ostraka.te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from ostraka import sharding
@@ -16,13 +18,12 @@ from ostraka.testing import run_processes
 from tiny_transformer import make_mesh, parse_arguments, run
 
 
-def train(path: str, steps: int, every: int) -> list[float]:
-    """What every process runs."""
+def train(path: str, steps: int, every: int, say: Callable[[str], None] = print) -> list[float]:
+    """What every process runs; the first one says how it goes."""
     mesh = make_mesh(data=jax.process_count(), model=jax.local_device_count())
     rules = sharding.tensor_parallel("model") | sharding.fsdp("data", min_size=256)
     # All processes make the same text, and are at the step of the optimizer in it. That holds for
     # any number of them, which a position that each process keeps for itself would not.
-    quiet = jax.process_index() > 0
     _, losses = run(
         path,
         mesh,
@@ -30,7 +31,7 @@ def train(path: str, steps: int, every: int) -> list[float]:
         steps=steps,
         every=every,
         keep_data=False,
-        say=(lambda line: None) if quiet else print,
+        say=say if jax.process_index() == 0 else lambda line: None,
     )
     return losses
 

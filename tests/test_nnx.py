@@ -134,6 +134,45 @@ def test_a_state_comes_back_as_a_state(tmp_path: Path):
     assert_same(rebuilt, model)
 
 
+def nested_state() -> nnx.State:
+    """States in a state, and dicts, which JAX tells apart."""
+    return nnx.State(
+        {
+            "state": nnx.State(
+                {"v": nnx.Param(jnp.ones(2)), "deep": {"w": nnx.Param(jnp.ones(3))}}
+            ),
+            "dict": {5: nnx.BatchStat(jnp.zeros(2)), 3: nnx.Param(jnp.arange(4))},
+            "array": jnp.arange(3.0),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nnx.state(make_block()), nested_state], ids=["own", "nested"]
+)
+def test_a_state_has_the_same_containers_again(tmp_path: Path, make: Any):
+    """Below the top Flax has dicts in a state: other containers would not go along with it."""
+    state = make()
+    ostraka.save(tmp_path / "c", {"state": state})
+    abstract = jax.eval_shape(lambda: state)
+    for restored in (
+        ostraka.restore(tmp_path / "c", like={"state": state})["state"],
+        ostraka.restore(tmp_path / "c", like={"state": abstract})["state"],
+        ostraka.restore(tmp_path / "c", as_state=True)["state"],
+    ):
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert bits(restored) == bits(state)
+        assert jax.tree.map(jnp.shape, restored) == jax.tree.map(jnp.shape, state)
+
+
+def test_a_state_without_a_template_is_made_of_dicts(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"state": nested_state()})
+    plain = ostraka.restore(tmp_path / "c")["state"]
+    assert type(plain["state"]["deep"]) is dict
+    assert sorted(plain["dict"]) == [3, 5]
+    assert isinstance(plain["dict"][3], jax.Array)
+
+
 def test_a_graph_definition_beside_a_state(tmp_path: Path):
     model, _ = trained()
     restored = round_trip(tmp_path / "c", nnx.split(model), nnx.split(make_block(1)))

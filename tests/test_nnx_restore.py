@@ -156,6 +156,28 @@ def test_unsharded_variables_that_name_axes_go_onto_a_mesh(tmp_path: Path):
     assert bits(restored) == bits(state)
 
 
+def test_logical_names_go_onto_a_mesh_by_the_rules_of_flax(tmp_path: Path):
+    rules = (("embed", "fsdp"), ("mlp", "tp"))
+
+    def variable(value: Any, **metadata: Any) -> nnx.Param:
+        names = ("embed", "mlp")
+        return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
+
+    ostraka.save(tmp_path / "c", {"v": variable(jnp.ones((8, 4)))})
+    mesh = mesh_of(4, 2)
+    expected = NamedSharding(mesh, P("fsdp", "tp"))
+    shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    with nnx.logical_axis_rules(rules):
+        found = ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)["v"]
+    assert found[...].sharding == expected
+    like = {"v": variable(shape, sharding_rules=rules)}
+    found = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)["v"]
+    assert found[...].sharding == expected
+    assert tuple(found.get_metadata()["out_sharding"]) == ("embed", "mlp")
+    with pytest.raises(Mismatch, match=r"leaf 'v', dimension 0: the mesh .* has no axis 'embed'"):
+        ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)
+
+
 def test_a_mesh_that_does_not_fit(tmp_path: Path):
     model, _ = make_sharded(mesh_of(4, 2))
     ostraka.save(tmp_path / "c", model)
@@ -231,6 +253,33 @@ def test_in_place_restores_a_state_and_a_variable(saved: Any):
     ostraka.save(path, {"kernel": model.first.kernel})
     ostraka.restore(path, into={"kernel": variable})
     assert bits(variable) == bits(model.first.kernel)
+
+
+def test_in_place_restores_a_state_with_plain_arrays(saved: Any):
+    """The state gets all of it; the model that it was taken from, its variables."""
+    path, model, _ = saved
+    target = make_block(1)
+    target.table = nnx.data(jnp.zeros(3))
+    state = nnx.state(target)
+    kernel = target.first.kernel
+    assert ostraka.restore(path, into={"model": state})["model"] is state
+    assert_same(state, nnx.state(model))
+    assert state["first"]["kernel"] is kernel is target.first.kernel
+    assert bits(nnx.state(target, nnx.Param)) == bits(nnx.state(model, nnx.Param))
+    assert not np.any(target.table)
+    nnx.update(target, state)
+    assert_same(target, model)
+
+
+def test_in_place_restores_some_of_a_state_with_plain_arrays(saved: Any):
+    path, model, _ = saved
+    target = make_block(1)
+    target.table = nnx.data(jnp.zeros(3))
+    state = nnx.state(target)
+    ostraka.restore(path, into={"model": state}, only="**/norm")
+    assert not np.any(np.asarray(state["table"]))
+    assert bits(target.layers) == bits(make_block(1).layers)
+    assert bits(target.norm) == bits(model.norm)
 
 
 def test_in_place_with_iterators_of_data(tmp_path: Path):
@@ -326,7 +375,7 @@ print(json.dumps(memory("VmHWM") - before))
 
 def test_in_place_never_holds_two_models(tmp_path: Path):
     """The peak of memory: what a restore adds to the model itself, in a process of its own."""
-    layers, size = 16, 1 << 20  # 64 MiB in all
+    layers, size = 32, 1 << 20  # 128 MiB in all
     state_bytes = layers * size * 4
 
     def run(how: str) -> str:

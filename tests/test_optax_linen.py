@@ -1,5 +1,7 @@
 """Optax states, Linen variables, TrainState and dataclasses, with a template and without."""
 
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from flax import linen as nn
 from flax import nnx, struct
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 
 import ostraka
 from nnx_models import assert_same, bits
@@ -179,6 +183,13 @@ def test_linen_variables(tmp_path: Path):
     )
 
 
+def test_the_axes_that_linen_names():
+    specs = ostraka.sharding.spec_tree(make_variables(0), "metadata")
+    kernel = specs["params"]["Dense_1"]["kernel"]
+    assert jax.tree.leaves(kernel) == [P(None, "model")]
+    assert jax.tree.leaves(specs["params"]["Dense_0"]["kernel"]) == [P()]
+
+
 def test_unboxed_and_frozen_linen_variables(tmp_path: Path):
     variables = FrozenDict(nn.meta.unbox(make_variables(0)))
     ostraka.save(tmp_path / "c", variables)
@@ -264,6 +275,63 @@ def test_dataclasses(tmp_path: Path):
     assert type(plain["run"]) is Run
     assert plain["run"].name == "first"
     assert bits(plain["run"]) == bits(trainer.run)
+
+
+class MappableDataclass(Mapping[str, Any]):
+    """What chex adds to a dataclass: it is a mapping as well, and its fields are known by name."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.__dict__[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rollout(MappableDataclass):
+    observations: Any
+    step: int
+    inner: Any = None
+
+
+def _flatten_rollout(rollout: Rollout) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(rollout.__dict__))
+    return [(GetAttrKey(name), rollout[name]) for name in names], names
+
+
+def _unflatten_rollout(names: tuple[str, ...], values: Iterable[Any]) -> Rollout:
+    made = object.__new__(Rollout)
+    made.__dict__.update(zip(names, values, strict=True))
+    return made
+
+
+jax.tree_util.register_pytree_with_keys(Rollout, _flatten_rollout, _unflatten_rollout)
+
+
+def test_mappable_dataclasses(tmp_path: Path):
+    """As `chex.dataclass` makes them: with keyword arguments alone, flattened in sorted order."""
+    rollout = Rollout(
+        step=3,
+        observations={"x": jnp.ones(2)},
+        inner=Rollout(observations=jnp.arange(3), step=4),
+    )
+    ostraka.save(tmp_path / "c", {"rollout": rollout})
+    like = Rollout(
+        step=0,
+        observations={"x": jnp.zeros(2)},
+        inner=Rollout(observations=jnp.zeros(3, jnp.int32), step=0),
+    )
+    for restored in (
+        ostraka.restore(tmp_path / "c", like={"rollout": like})["rollout"],
+        ostraka.restore(tmp_path / "c")["rollout"],
+    ):
+        assert type(restored) is Rollout
+        assert type(restored.inner) is Rollout
+        assert bits(restored) == bits(rollout)
+        assert (restored.step, restored.inner.step) == (3, 4)
 
 
 def test_a_module_in_a_dataclass(tmp_path: Path):

@@ -53,17 +53,21 @@ print(json.dumps(sorted(names)))
 
 def test_the_public_names():
     assert sorted(ostraka.__all__) == [
+        "Best",
         "Checkpoint",
         "LazyArray",
+        "Manager",
         "Record",
         "Report",
         "SaveHandle",
         "__version__",
         "errors",
+        "exercises",
         "open",
         "restore",
         "save",
         "save_async",
+        "sharding",
         "verify",
     ]
 

@@ -17,9 +17,22 @@ from jax.sharding import PartitionSpec as P
 
 from ostraka import sharding
 from ostraka.errors import InvalidSharding, InvalidTree
-from ostraka.sharding import Finding, check, combine, fsdp, init, picture, place, show, spec_tree
+from ostraka.sharding import (
+    Finding,
+    check,
+    combine,
+    fsdp,
+    init,
+    logical,
+    picture,
+    place,
+    show,
+    spec_tree,
+)
 from ostraka.sharding import data_parallel as dp
 from ostraka.sharding import tensor_parallel as tp
+from ostraka.sharding._data import ArrayLeaf
+from ostraka.sharding._follow import follow
 from ostraka.sharding._init import prepare
 from ostraka.testing import run_processes
 
@@ -161,6 +174,68 @@ def test_metadata():
         model = annotated()
     assert by_path(spec_tree(model, "metadata")) == {"kernel": P(None, "model"), "bias": P("model")}
     assert set(jax.tree.leaves(spec_tree(linear(), "metadata"))) == {P()}
+
+
+class Logical(nnx.Module):
+    """Variables that name dimensions after what they are, not after axes of a mesh."""
+
+    def __init__(self, *, grouped: bool = True, **metadata: Any):
+        def param(shape: tuple[int, ...], *names: Any) -> nnx.Param:
+            return nnx.Param(jnp.ones(shape), out_sharding=names, **metadata)
+
+        self.up = param((8, 16), "embed", "mlp")
+        self.down = param((16, 8), "mlp", "embed")
+        if grouped:  # Flax itself does not resolve the names of a group
+            self.both = param((8, 4), ("embed", "mlp"), None)
+
+
+LOGICAL = {"up": P(None, "model"), "down": P("model", None), "both": P("model", None)}
+LOGICAL_RULES = (("embed", None), ("mlp", "model"))
+
+
+def unplaced(**metadata: Any) -> Logical:
+    return Logical(eager_sharding=False, **metadata)
+
+
+def test_logical_names_by_rules_given_here():
+    assert by_path(spec_tree(unplaced(), logical(LOGICAL_RULES))) == LOGICAL
+    rules = logical({"embed": ("data", "model"), "mlp": None})
+    assert by_path(spec_tree(unplaced(), rules)) == {
+        "up": P(("data", "model"), None),
+        "down": P(None, ("data", "model")),
+        "both": P(("data", "model"), None),
+    }
+    found = by_path(spec_tree({"m": unplaced(), "x": np.ones(8)}, rules | fsdp(min_size=1), SIZES))
+    assert found["x"] == P("data")
+    assert check(unplaced(), logical(LOGICAL_RULES), SIZES) == []
+
+
+def test_logical_names_by_the_rules_of_flax():
+    own = unplaced(sharding_rules=LOGICAL_RULES)
+    assert by_path(spec_tree(own, "metadata")) == LOGICAL
+    with nnx.logical_axis_rules(LOGICAL_RULES):
+        assert by_path(spec_tree(unplaced(), "metadata")) == LOGICAL
+    assert by_path(spec_tree(unplaced(), "metadata"))["up"] == P("embed", "mlp")
+
+
+def test_logical_names_without_rules_are_unknown_axes():
+    messages = [str(finding) for finding in check(unplaced(), "metadata", SIZES)]
+    assert "leaf 'up', dimension 0: the mesh (data=2, model=4) has no axis 'embed'" in messages
+
+
+@pytest.mark.parametrize("how", ["given", "of the variables", "in force"])
+def test_init_by_logical_names(how: str):
+    mesh = mesh_of()
+    metadata = {"sharding_rules": LOGICAL_RULES} if how == "of the variables" else {}
+    rules = logical(LOGICAL_RULES) if how == "given" else None
+    with nnx.logical_axis_rules(LOGICAL_RULES if how == "in force" else ()):
+        model, optimizer = init(
+            lambda: Logical(grouped=how == "given", **metadata), mesh, rules, optax.adam(1e-3)
+        )
+    moments = optimizer.opt_state[0].mu
+    for name in by_path(nnx.state(model)):
+        assert getattr(model, name)[...].sharding == NamedSharding(mesh, LOGICAL[name])
+        assert moments[name][...].sharding == NamedSharding(mesh, LOGICAL[name])
 
 
 @pytest.mark.parametrize(
@@ -407,6 +482,49 @@ def test_placing_lists_all_that_does_not_fit():
     assert "leaf 'b' is float64 and would become float32: cast it" in message
 
 
+class Small(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def tree_to_place() -> dict[str, Any]:
+    model = Small(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-3, 0.9), wrt=nnx.Param)
+    return {"model": model, "optimizer": optimizer, "host": np.arange(8.0, dtype=np.float32)}
+
+
+def place_in_processes() -> dict[str, list[tuple[str, bytes]]]:
+    """A model that each process has, on a mesh of all; then cut otherwise."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+    placed = place(tree_to_place(), mesh, fsdp("data", min_size=4))
+    assert not placed["host"].is_fully_addressable
+    kernel = placed["model"].up.kernel[...]
+    assert kernel.sharding == NamedSharding(mesh, P(None, "data"))
+    placed = place(placed, mesh, fsdp("data", min_size=4) | tp("model"))
+    assert kernel.sharding.spec != placed["model"].up.kernel[...].sharding.spec
+    with pytest.raises(InvalidTree, match="is not the same on all of them"):
+        place({"a": np.full(4, jax.process_index(), np.int32)}, mesh, P("data"))
+    return {
+        path: sorted((str(s.index), np.asarray(s.data).tobytes()) for s in _words(x))
+        for path, x in by_path(placed).items()
+    }
+
+
+def _words(array: jax.Array) -> Any:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return (jax.random.key_data(array) if is_key else array).addressable_shards
+
+
+def test_placing_in_several_processes():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    alone = by_path(place(tree_to_place(), mesh, fsdp("data", min_size=4) | tp("model")))
+    results = run_processes(place_in_processes, processes=2, devices_per_process=2)
+    for path, array in alone.items():
+        expected = {(str(s.index), np.asarray(s.data).tobytes()) for s in _words(array)}
+        assert {shard for result in results for shard in result.value[path]} == expected, path
+
+
 # Sharded initialization
 
 
@@ -440,6 +558,112 @@ def test_init_with_rules_for_another_mesh_than_the_annotations():
     assert model.kernel[...].sharding == NamedSharding(mesh, P("data", None))
     with pytest.raises(InvalidSharding, match="for 2 reasons:(.|\n)*no axis 'model'"):
         init(annotated, mesh)
+
+
+class Wide(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(128, 256, rngs=rngs)
+        self.square = nnx.Linear(128, 128, rngs=rngs)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["two objects", "one object"])
+def test_factored_moments_are_cut_in_the_dimensions_that_they_have(both: bool):
+    mesh = mesh_of()
+    rules = {
+        "up/kernel": P("data", "model"),
+        "square/kernel": P("data", "model"),
+        "**/bias": P("model"),
+    }
+    transform = optax.adafactor(1e-3)
+    if both:
+        optimizer = init(
+            lambda: nnx.ModelAndOptimizer(Wide(), transform, wrt=nnx.Param), mesh, rules
+        )
+        assert type(optimizer) is nnx.ModelAndOptimizer
+        assert optimizer.model.up.kernel[...].sharding == NamedSharding(mesh, P("data", "model"))
+    else:
+        _, optimizer = init(Wide, mesh, rules, transform)
+    by_kind = {
+        tuple(path.split("/")[-3:]): leaf.sharding.spec
+        for path, leaf in by_path(nnx.state(optimizer)).items()
+    }
+    # Each has the dimension that is left when the other has been averaged away.
+    assert by_kind["v_row", "up", "kernel"] == P("data")
+    assert by_kind["v_col", "up", "kernel"] == P("model")
+    assert by_kind["v_row", "square", "kernel"] == P("data")
+    assert by_kind["v_col", "square", "kernel"] == P("model")
+    assert by_kind["v", "up", "bias"] == P("model")
+    assert by_kind["v", "up", "kernel"] == P()
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["two objects", "one object"])
+def test_factored_moments_of_annotated_parameters(both: bool):
+    """Flax gives them the annotations of the parameter, which do not fit, and would raise."""
+    mesh = mesh_of()
+    transform = optax.adafactor(1e-3)
+
+    def make() -> nnx.Linear:
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        return nnx.Linear(128, 256, rngs=nnx.Rngs(0), kernel_init=kernel)
+
+    if both:
+        found = init(lambda: nnx.ModelAndOptimizer(make(), transform, wrt=nnx.Param), mesh)
+        model, optimizer = found.model, found
+    else:
+        model, optimizer = init(make, mesh, optimizer=transform)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    before = model.kernel[...]
+    optimizer.update(*([] if both else [model]), grads)
+    moments = {tuple(path.split("/")[-2:]): leaf for path, leaf in by_path(optimizer).items()}
+    assert moments["v_row", "kernel"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    assert moments["v_col", "kernel"].sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 1)
+    assert not np.array_equal(before, model.kernel[...])
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("0/mu/k", (4, 6, 8), P("a", None, "b")),
+        ("0/v_row/k", (4, 6), P("a", None)),
+        ("0/v_col/k", (6, 8), P(None, "b")),
+        ("0/x/k", (4, 1, 8), P("a", None, "b")),
+        ("0/x/k", (1, 6, 1), P()),
+        ("0/mu/k/2", (8,), P("b")),
+        ("0/x/k", (8, 4), None),
+        ("0/x/k", (5,), None),
+        ("0/x/k", (4, 6, 8, 1), None),
+        ("0/count", (), None),
+    ],
+    ids=str,
+)
+def test_what_follows_a_parameter(path: str, shape: tuple[int, ...], expected: P | None):
+    def leaf(path: str, shape: tuple[int, ...]) -> ArrayLeaf:
+        return ArrayLeaf(path, shape, jax.ShapeDtypeStruct(shape, jnp.float32), None)
+
+    found = follow([leaf(path, shape)], [leaf("k", (4, 6, 8))], {"k": P("a", None, "b")})
+    assert found.get(path) == expected
+
+
+def test_init_of_model_and_optimizer_in_one():
+    mesh = mesh_of(explicit=True)
+
+    def make() -> nnx.ModelAndOptimizer:
+        return nnx.ModelAndOptimizer(Model(nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
+
+    both = init(make, mesh, combine({"embed/**": P("data")}, tp("model")))
+    assert type(both) is nnx.ModelAndOptimizer
+    assert both.model.embed.embedding[...].sharding == NamedSharding(mesh, P("data"))
+    for kernel in (
+        both.model.blocks[0].up.kernel,
+        both.opt_state[0].nu["blocks"][0]["up"]["kernel"],
+    ):
+        assert kernel[...].sharding == NamedSharding(mesh, P(None, "model"))
+    assert both.step[...].sharding == NamedSharding(mesh, P())
+    for alone, sharded in zip(values(Model(nnx.Rngs(0))), values(both.model), strict=True):
+        np.testing.assert_allclose(alone, sharded, rtol=1e-6, atol=1e-6)
+    with pytest.raises(InvalidTree, match="which has its optimizer: leave out optimizer="):
+        init(make, mesh, dp(), optax.adam(1e-3))
 
 
 def test_an_initialized_model_trains():

@@ -9,8 +9,7 @@ from ostraka import errors
 from ostraka._version import __version__
 
 if TYPE_CHECKING:
-    from ostraka import exercises as exercises
-    from ostraka import sharding as sharding
+    from ostraka import exercises, sharding
     from ostraka._handle import SaveHandle
     from ostraka._lazy import Checkpoint, LazyArray
     from ostraka._lazy import open_checkpoint as open
@@ -18,19 +17,24 @@ if TYPE_CHECKING:
     from ostraka._record import Record
     from ostraka._write import save, save_async
     from ostraka.integrity import Report, verify
+    from ostraka.manager import Best, Manager
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "LazyArray",
+    "Manager",
     "Record",
     "Report",
     "SaveHandle",
     "__version__",
     "errors",
+    "exercises",
     "open",
     "restore",
     "save",
     "save_async",
+    "sharding",
     "verify",
 ]
 
@@ -39,8 +43,10 @@ _MODULES = ("exercises", "sharding")
 # Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
 # call.
 _HOMES = {
+    "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
+    "Manager": ("ostraka.manager", "Manager"),
     "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),

@@ -170,7 +170,7 @@ class FetchJob:
         file.read_into(chunk.start, chunk.stop, [scratch])
         file.check(chunk, [scratch])
         for move in chunk.direct:
-            memory = self._memory.flat[move.buffer]
+            memory = self._memory.flat(move.buffer)
             memory[move.buffer_start : move.buffer_start + move.stop - move.start] = scratch[
                 move.start - chunk.start : move.stop - chunk.start
             ]
@@ -286,7 +286,6 @@ class _Memory:
         """Small buffers: the arena that each was cut from, and where."""
         count = len(plan.targets)
         self._shared = shared
-        self.flat: list[Array] = [_EMPTY] * count
         self.arrays: list[Array] = [_EMPTY] * count
 
     def allocate(self, targets: Iterable[int]) -> None:
@@ -303,24 +302,26 @@ class _Memory:
         )
         nbytes = elements * dtype.itemsize
         if self._shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
-            flat = self._cut(number, nbytes)
+            memory, start = self._places[number] = self._cut(nbytes)
         else:
-            flat = _aligned(nbytes)
-        self.flat[number] = flat
-        self.arrays[number] = flat.view(dtype).reshape(shape)
+            memory, start = _aligned(nbytes), 0
+        self.arrays[number] = np.ndarray(shape, dtype, memory, start)
 
     def forget(self, number: int) -> None:
-        self.arrays[number] = self.flat[number] = _EMPTY
+        self.arrays[number] = _EMPTY
         self._places.pop(number, None)
 
-    def _cut(self, number: int, nbytes: int) -> Array:
+    def _cut(self, nbytes: int) -> tuple[Array, int]:
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > self._arena.size:
             self._arena = _aligned(_ARENA_BYTES)
             start = 0
-        self._places[number] = (self._arena, start)
         self._arena_used = start + nbytes
-        return self._arena[start : start + nbytes]
+        return self._arena, start
+
+    def flat(self, number: int) -> Array:
+        """The bytes of a buffer."""
+        return self.arrays[number].reshape(-1).view(np.uint8)
 
     def runs(self, chunk: Chunk) -> list[tuple[int, int, Array]]:
         """The chunk's moves as `(start, stop, memory)`, neighbours in file and memory joined."""
@@ -330,7 +331,7 @@ class _Memory:
             size = move.stop - move.start
             place = self._places.get(move.buffer)
             if place is None:
-                flat = self.flat[move.buffer]
+                flat = self.flat(move.buffer)
                 memory = flat[move.buffer_start : move.buffer_start + size]
                 runs.append((move.start, move.stop, memory))
                 joined = None

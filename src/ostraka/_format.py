@@ -141,10 +141,7 @@ def entries_by_file(
     order: without any padding, each box then starts at a multiple of its own alignment.
     """
     wanted = None if devices is None else set(devices)
-    owners = [
-        [(d, c) for d, c in layout.cells_by_owner().items() if wanted is None or d in wanted]
-        for layout in layouts
-    ]
+    owners = [list(layout.cells_by_owner(wanted).items()) for layout in layouts]
     # A model has few kinds of leaves and many of each: what follows from layout, part, shape and
     # size of an element is worked out once for each kind.
     kinds: dict[tuple[int, int, tuple[int, ...], int], list[int]] = {}

@@ -44,15 +44,15 @@ class InPlace:
             branch.update([rebuild(child, self._values) for child in branch.children])
 
     def _collect(self, branch: Branch) -> None:
-        (child,) = branch.children
-        if isinstance(child, Leaf):
-            assert branch.update is not None
-            self._variables[child.path] = branch.update
-        else:
-            leaves = list(leaves_of(child))
-            if leaves:
-                self._rest.append((branch, [leaf.path for leaf in leaves]))
-                self._values.update({leaf.path: leaf.value for leaf in leaves})
+        assert branch.update is not None
+        only = branch.children[0] if len(branch.children) == 1 else None
+        if isinstance(only, Leaf):
+            self._variables[only.path] = branch.update
+            return
+        leaves = list(leaves_of(branch))
+        if leaves:
+            self._rest.append((branch, [leaf.path for leaf in leaves]))
+            self._values.update({leaf.path: leaf.value for leaf in leaves})
 
     def _check_reached(self, parsed: Branch | Leaf) -> None:
         reached = {*self._variables, *(path for _, paths in self._rest for path in paths)}

@@ -11,8 +11,8 @@ is used in several places of one module has one leaf, and is shared again in wha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ostraka._document import (
@@ -53,57 +53,128 @@ def _parse_graph(nnx: Any, value: Any, path: str, parse: Parse) -> Branch:
         nnx.update(value, items[0])
 
     children = (_parse_state(nnx, state, path, parse),)
-    return Branch({"nnx": _type_name(value)}, children, rebuild, update)
+    return Branch({"nnx": _type_name(type(value))}, children, rebuild, update)
 
 
 def _parse_state(nnx: Any, state: Any, path: str, parse: Parse) -> Branch:
-    keys = list(state.raw_mapping)
-    children = tuple(
-        _parse_entry(nnx, entry, join(path, segment(key, path)), parse)
-        for key, entry in state.raw_mapping.items()
-    )
+    keys, children = _parse_entries(nnx, state.raw_mapping, path, parse)
 
-    return Branch({"state": keys}, children, _state_builder(nnx, keys))
+    def update(items: list[Any]) -> None:
+        _put_entries(nnx, state.raw_mapping, dict(zip(keys, items, strict=True)))
+
+    return Branch({"state": keys}, children, _state_builder(nnx, keys), update)
+
+
+def _put_entries(nnx: Any, entries: Any, new: Mapping[Any, Any]) -> None:
+    """Change a state in place: its variables, which a model may have too, and its plain arrays."""
+    for key, item in new.items():
+        entry = entries[key]
+        if isinstance(entry, nnx.State):
+            _put_entries(nnx, entry.raw_mapping, item.raw_mapping)
+        elif isinstance(entry, nnx.Variable):
+            _put_value(entry, _value_of(item))
+        elif isinstance(entry, dict):
+            _put_entries(nnx, entry, item)
+        else:
+            entries[key] = item
+
+
+def _parse_entries(
+    nnx: Any, entries: Mapping[Any, Any], path: str, parse: Parse
+) -> tuple[list[Any], tuple[Branch | Leaf, ...]]:
+    keys = list(entries)
+    children = tuple(
+        [
+            _parse_entry(nnx, entry, join(path, segment(key, path)), parse)
+            for key, entry in entries.items()
+        ]
+    )
+    return keys, children
 
 
 def _parse_entry(nnx: Any, entry: Any, path: str, parse: Parse) -> Branch | Leaf:
+    """What is in a state. Below its top a state is made of dicts, and JAX tells the two apart."""
+    if issubclass(type(entry), nnx.Variable):
+        return _parse_variable(entry, path, parse)
     if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
-        return _parse_state(nnx, nnx.State(entry), path, parse)
+        keys, children = _parse_entries(nnx, entry, path, parse)
+        return Branch({"dict": keys}, children, _dict_builder(keys))
     return parse(entry, path)
 
 
-def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
-    # What is stored, not what a class of the user's makes of it on the way in and out; where the
-    # stored thing is a reference, what it refers to.
-    indirect = variable.hijax or variable.ref
-    read = variable.get_value if indirect else variable.get_raw_value
-    write = variable.set_value if indirect else variable.set_raw_value
+# What is stored, not what a class of the user's makes of it on the way in and out; where the stored
+# thing is a reference, what it refers to.
 
+
+def _value_of(variable: Any) -> Any:
+    return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
+
+
+def _put_value(variable: Any, value: Any) -> None:
+    write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
+    write(value)
+
+
+def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
     def rebuild(items: list[Any]) -> Any:
         return variable.replace(items[0])
 
     def update(items: list[Any]) -> None:
-        write(items[0])
+        _put_value(variable, items[0])
 
     metadata = variable.get_metadata()
-    kind = {"variable": _type_name(variable), "about": _describe(metadata)}
-    child = parse(read(), path)
-    if isinstance(child, Leaf):
-        child = replace(child, spec=_named_spec(metadata))
+    child = parse(_value_of(variable), path)
+    kind = _bare_kind(type(variable))
+    if not metadata.keys() <= _FLAX_INTERNAL:
+        kind = {**kind, "about": _describe(metadata)}
+        if isinstance(child, Leaf):
+            child = Leaf(child.path, child.value, named_spec(metadata))
     return Branch(kind, (child,), rebuild, update)
 
 
-def _named_spec(metadata: Mapping[str, Any]) -> Any:
-    """The PartitionSpec that a variable's metadata names, under any of the names Flax has had."""
-    from jax.sharding import PartitionSpec
+@lru_cache(maxsize=256)
+def _bare_kind(kind: type) -> Mapping[str, Any]:
+    """How a variable is described of which no more is known than its type."""
+    return {"variable": _type_name(kind), "about": {}}
+
+
+def named_spec(metadata: Mapping[str, Any]) -> Any:
+    """The PartitionSpec that a variable's metadata names, under any of the names Flax has had.
+
+    Logical names become axes by the rules of the variable and those that are set in Flax.
+    """
+    from jax.sharding import NamedSharding, PartitionSpec
 
     for name in ("out_sharding", "sharding_names", "sharding"):
         names = metadata.get(name)
-        if isinstance(names, PartitionSpec):
-            return names
-        if isinstance(names, tuple | list):
-            return PartitionSpec(*names)
+        if isinstance(names, NamedSharding):
+            names = names.spec
+        if isinstance(names, tuple | list | PartitionSpec):
+            rules = {**_rules_in_force(), **dict(metadata.get("sharding_rules") or ())}
+            return PartitionSpec(*physical_axes(names, rules)) if rules else PartitionSpec(*names)
     return None
+
+
+def _rules_in_force() -> dict[str, Any]:
+    """What `nnx.logical_axis_rules` has set, if anything."""
+    spmd: Any = sys.modules.get("flax.core.spmd")
+    return dict(spmd.get_logical_axis_rules()) if spmd is not None else {}
+
+
+def physical_axes(names: Iterable[Any], rules: Mapping[str, Any]) -> list[Any]:
+    """The entries of a spec, with those names replaced that the rules have."""
+    return [
+        _joined(physical_axes(name, rules)) if isinstance(name, tuple) else rules.get(name, name)
+        for name in names
+    ]
+
+
+def _joined(entries: Iterable[Any]) -> Any:
+    """Several axes for one dimension."""
+    axes: list[Any] = []
+    for entry in entries:
+        axes += entry if isinstance(entry, tuple | list) else [] if entry is None else [entry]
+    return tuple(axes) or None
 
 
 def as_state(node: Branch | Leaf) -> Branch | Leaf:
@@ -122,6 +193,10 @@ def as_state(node: Branch | Leaf) -> Branch | Leaf:
 
 def _state_builder(nnx: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
     return lambda items: nnx.State(dict(zip(keys, items, strict=True)))
+
+
+def _dict_builder(keys: list[Any]) -> Callable[[list[Any]], Any]:
+    return lambda items: dict(zip(keys, items, strict=True))
 
 
 def _variable_builder(nnx: Any, described: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
@@ -154,14 +229,13 @@ def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return described
 
 
-_FLAX_INTERNAL = {"hijax", "ref", "eager_sharding"}
 _FLAX_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
+_FLAX_INTERNAL = _FLAX_DEFAULTS.keys()
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _type_name(value: Any) -> list[str]:
-    kind = type(value)
+def _type_name(kind: type) -> list[str]:
     return [kind.__module__, kind.__qualname__]

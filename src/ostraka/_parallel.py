@@ -14,8 +14,8 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 4
-"""How many items a thread may have waiting."""
+_AHEAD = 2
+"""How many items a thread may have, being worked on and waiting."""
 
 
 class Stopped(Exception):

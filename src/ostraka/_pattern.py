@@ -1,4 +1,14 @@
-"""Patterns over leaf paths: `*` within one name, `**` across names, `?` one character."""
+"""Patterns over leaf paths, as `only=`, `dtype=` and the rules of `ostraka.sharding` take them.
+
+| pattern | stands for |
+| --- | --- |
+| `?` | one character of a name |
+| `*` | any characters of a name: `layers/*/kernel` is the kernel of each layer |
+| `**/` | any number of names, none included: `**/kernel` is every kernel, a bare `kernel` too |
+| `/**` at the end | everything below |
+
+A pattern that matches a name matches everything below it: `model` does what `model/**` does.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,7 @@ Patterns = str | Sequence[str]
 
 
 def matches(patterns: Patterns, path: str) -> bool:
-    """Whether any of the patterns is the path, or a name above it."""
+    """Whether any of the patterns matches the path, or a name above it."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     return any(_compiled(pattern).fullmatch(path) is not None for pattern in listed)
 
@@ -36,23 +46,12 @@ def rename_with(table: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
+_WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    parts: list[str] = []
-    position = 0
-    while position < len(pattern):
-        if pattern.startswith("**", position):
-            parts.append(".*")
-            position += 2
-        elif pattern[position] == "*":
-            parts.append("[^/]*")
-            position += 1
-        elif pattern[position] == "?":
-            parts.append("[^/]")
-            position += 1
-        else:
-            parts.append(re.escape(pattern[position]))
-            position += 1
-    text = "".join(parts)
-    # "model/**" is all below model; a name alone is all below it, too.
-    return re.compile(f"{text}(/.*)?")
+    # "**/" stands for whole names only: in "a**/b" the stars belong to a name.
+    parts = re.split(r"((?:(?<=/)|(?<=^))\*\*/|\*\*|\*|\?)", pattern)
+    text = "".join(_WILDCARDS.get(part) or re.escape(part) for part in parts)
+    return re.compile(f"{text}(/.*)?", re.DOTALL)

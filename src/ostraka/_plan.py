@@ -98,17 +98,19 @@ class _Sharing:
         max_file_bytes: int,
     ):
         self.leaves = leaves
+        self.device_count = len(process_of)
         self.layouts: list[Layout] = []
         self._numbers: dict[Layout, int] = {}
         self._process_of = np.asarray(process_of, dtype=np.int64)
         self._process_count = int(self._process_of.max()) + 1
-        self._first_device = [process_of.index(p) for p in range(self._process_count)]
+        self._first_device = _first_devices(process_of)
         self._meshes = meshes
         self._everyone = np.arange(len(process_of)).reshape(1, -1)
         self._device_load = np.zeros(len(process_of), dtype=np.int64)
         self._process_load = np.zeros(self._process_count, dtype=np.int64)
         self._max_file_bytes = max_file_bytes
         self._even: dict[object, int] = {}
+        self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
         self._even_counts: Counter[tuple[int, int]] = Counter()
         total = sum(leaf.nbytes for leaf in leaves)
         self.bytes_per_process = -(-total // self._process_count)
@@ -179,9 +181,14 @@ class _Sharing:
     def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
         if leaf.mesh == HOST_LOCAL:
             return (1,) * len(leaf.shape), self._everyone
-        mesh = self._meshes[leaf.mesh]
-        rank = len(leaf.shape)
-        return partition_grid(mesh, leaf.partition, rank), holders(mesh, leaf.partition, rank)
+        # By the number of the mesh: to look thousands of devices up costs more than the rest.
+        key = (leaf.mesh, leaf.partition, len(leaf.shape))
+        found = self._tables.get(key)
+        if found is None:
+            mesh, rank = self._meshes[leaf.mesh], len(leaf.shape)
+            grid = partition_grid(mesh, leaf.partition, rank)
+            found = self._tables[key] = (grid, holders(mesh, leaf.partition, rank))
+        return found
 
     def _number_capped(
         self, leaf: LeafSpec, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
@@ -213,6 +220,14 @@ class _Sharing:
     def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> None:
         np.add.at(self._device_load, owners, nbytes)
         np.add.at(self._process_load, self._process_of[owners], nbytes)
+
+
+def _first_devices(process_of: Sequence[int]) -> list[int]:
+    """The first device of each process, in one pass: there may be thousands of both."""
+    first: dict[int, int] = {}
+    for device, process in enumerate(process_of):
+        first.setdefault(process, device)
+    return [first[process] for process in range(max(first) + 1)]
 
 
 def _dividing_dimension(shape: Sequence[int], grid: Sequence[int], pieces: int) -> int | None:
@@ -247,67 +262,115 @@ def _assign_parts(
     sharing: _Sharing, max_file_bytes: int
 ) -> tuple[tuple[StoredLeaf, ...], tuple[FileEntry, ...]]:
     """Number the parts leaf by leaf, the same on all devices, and add up every file."""
-    devices = len(sharing._process_of)  # pyright: ignore[reportPrivateUsage]
     lane = max(sharing.bytes_per_process // LANES_PER_PROCESS, MIN_LANE_BYTES)
-    target = min(lane, max_file_bytes)
-    stored: list[StoredLeaf] = []
-    files: list[FileEntry] = []
-    data = np.zeros(devices, dtype=np.int64)
-    headers = np.zeros(devices, dtype=np.int64)
-    turns_of = [_turns(layout) for layout in sharing.layouts]
-    kinds: dict[object, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]] = {}
-    part = 0
-    bound = 0
-    """No file of this part is larger than this."""
+    filling = _Filling(sharing.device_count, sharing.layouts, min(lane, max_file_bytes))
+    stored = [
+        StoredLeaf(leaf, number, filling.add(leaf, number))
+        for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True)
+    ]
+    filling.close_part()
+    return tuple(stored), tuple(sorted(filling.files, key=lambda f: (f.device, f.part)))
 
-    def close_part() -> None:
-        nonlocal part, bound
-        for device in np.flatnonzero(headers).tolist():
-            header = _format.header_bytes_for(int(headers[device]))
-            files.append(FileEntry(device, part, header, header + int(data[device])))
-        data[:] = 0
-        headers[:] = 0
-        part += 1
-        bound = 0
 
-    for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True):
-        kind = (number, leaf.shape, DTYPES[leaf.dtype].bits)
-        if kind not in kinds:
-            layout = sharing.layouts[number]
-            cell_bytes = _cell_bytes(leaf, layout.grid, len(layout.owners))
-            owners = np.asarray(layout.owners, dtype=np.int64)
-            kinds[kind] = (owners, cell_bytes, int(cell_bytes.max(initial=0)))
-        owners, cell_bytes, largest = kinds[kind]
-        turns = turns_of[number]
+class _Filling:
+    """Fills the files of all devices, leaf by leaf.
+
+    What leaves of one kind add to the files is noted, and added up for all of them at once when
+    somebody asks: going over all devices for each leaf would cost most of the time of a plan.
+    """
+
+    def __init__(self, devices: int, layouts: Sequence[Layout], target: int):
+        self.files: list[FileEntry] = []
+        self._layouts = layouts
+        self._target = target
+        self._data = np.zeros(devices, dtype=np.int64)
+        self._headers = np.zeros(devices, dtype=np.int64)
+        self._turns_of = [_turns(layout) for layout in layouts]
+        self._kinds: dict[object, _LeafKind] = {}
+        self._noted: dict[object, tuple[int, int]] = {}
+        """By kind of leaf: how many of this part, and what they need of a header."""
+        self._part = 0
+        self._bound = 0
+        """No file of this part is larger than this."""
+
+    def add(self, leaf: LeafSpec, layout: int) -> int:
+        """Put a leaf into the files; returns the part of its first cell on each device."""
+        key = (layout, leaf.shape, DTYPES[leaf.dtype].bits)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _leaf_kind(leaf, self._layouts[layout])
+        turns = self._turns_of[layout]
         capacity = _format.header_capacity(leaf)
-        bound += largest + capacity
-        full = False
-        if bound + _format.header_bytes_for(0) > target:
-            sizes = data[owners] + cell_bytes + _format.header_bytes_for(headers[owners] + capacity)
-            full = int(sizes.max(initial=0)) > target
-        if (turns is not None or full) and headers.any():
-            close_part()
-            bound = largest + capacity
-        stored.append(StoredLeaf(leaf, number, part))
+        self._bound += kind.largest + capacity
+        if turns is not None or self._is_full(kind, capacity):
+            self.close_part()
+            self._bound = kind.largest + capacity
+        part = self._part
         if turns is None:
-            data[owners] += cell_bytes
-            headers[owners] += capacity
-            continue
+            count, capacities = self._noted.get(key, (0, 0))
+            self._noted[key] = (count + 1, capacities + capacity)
+        else:
+            self._add_in_turns(kind, turns, capacity)
+        return part
+
+    def close_part(self) -> None:
+        """Go on with the next part, unless this one is empty."""
+        self._add_noted()
+        devices = np.flatnonzero(self._headers)
+        if not len(devices):
+            return
+        headers = _format.header_bytes_for(self._headers[devices])
+        sizes = headers + self._data[devices]
+        rows = zip(devices.tolist(), headers.tolist(), sizes.tolist(), strict=True)
+        self.files += [FileEntry(device, self._part, header, size) for device, header, size in rows]
+        self._data[:] = 0
+        self._headers[:] = 0
+        self._part += 1
+        self._bound = 0
+
+    def _is_full(self, kind: _LeafKind, capacity: int) -> bool:
+        if self._bound + _format.header_bytes_for(0) <= self._target:
+            return False
+        self._add_noted()
+        headers = _format.header_bytes_for(self._headers[kind.owners] + capacity)
+        sizes = self._data[kind.owners] + kind.cell_bytes + headers
+        return int(sizes.max(initial=0)) > self._target
+
+    def _add_in_turns(self, kind: _LeafKind, turns: npt.NDArray[np.int64], capacity: int) -> None:
+        """Cells that one device has several of go into a part each."""
         for turn in range(int(turns.max()) + 1):
             mine = turns == turn
-            data[owners[mine]] += cell_bytes[mine]
-            headers[owners[mine]] += capacity
-            close_part()
-    if headers.any():
-        close_part()
-    return tuple(stored), tuple(sorted(files, key=lambda f: (f.device, f.part)))
+            self._data[kind.owners[mine]] += kind.cell_bytes[mine]
+            self._headers[kind.owners[mine]] += capacity
+            self.close_part()
+
+    def _add_noted(self) -> None:
+        for key, (count, capacities) in self._noted.items():
+            kind = self._kinds[key]
+            self._data[kind.owners] += kind.cell_bytes * count
+            self._headers[kind.owners] += capacities
+        self._noted.clear()
+
+
+class _LeafKind(NamedTuple):
+    """What all leaves of one layout, shape and element size add to the files."""
+
+    owners: npt.NDArray[np.int64]
+    cell_bytes: npt.NDArray[np.int64]
+    largest: int
+
+
+def _leaf_kind(leaf: LeafSpec, layout: Layout) -> _LeafKind:
+    cell_bytes = _cell_bytes(leaf, layout.grid, len(layout.owners))
+    owners = np.asarray(layout.owners, dtype=np.int64)
+    return _LeafKind(owners, cell_bytes, int(cell_bytes.max(initial=0)))
 
 
 def _turns(layout: Layout) -> npt.NDArray[np.int64] | None:
     """For each cell, how many cells of the same device come before it; None if none do."""
-    cells = layout.cells_by_owner()
-    if len(cells) == len(layout.owners):
+    if len(set(layout.owners)) == len(layout.owners):
         return None
+    cells = layout.cells_by_owner()
     turns = np.zeros(len(layout.owners), dtype=np.int64)
     for mine in cells.values():
         turns[mine] = np.arange(len(mine))

@@ -85,7 +85,8 @@ def write_shards(
         for file in files
     ]
     try:
-        run_all(write, _tasks(shards, values, staging, check_all), threads=_WRITERS, stop=stop)
+        tasks = _tasks(shards, values, _must_be_copied(plan, values), staging, check_all)
+        run_all(write, tasks, threads=_WRITERS, stop=stop)
     except BaseException:
         for shard in shards:
             shard.abandon()
@@ -150,6 +151,7 @@ class _Shard:
 def _tasks(
     shards: Sequence[_Shard],
     values: Sequence[Value],
+    copied: frozenset[int],
     staging: ByteBudget,
     check: Callable[[], None],
 ) -> Iterator[tuple[_Shard, Iterable[Block]]]:
@@ -161,8 +163,8 @@ def _tasks(
     """
     of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
     for shard in shards:
-        blocks = shard.blocks(_stream(shard, values, staging, check))
-        if _is_all_views(shard, values):
+        blocks = shard.blocks(_stream(shard, values, copied, staging, check))
+        if copied.isdisjoint(entry.leaf for entry in shard.entries):
             of_views.append(_one_by_one(shard, blocks))
         else:
             yield shard, blocks
@@ -176,34 +178,33 @@ def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard
         yield shard, [block]
 
 
-def _is_all_views(shard: _Shard, values: Sequence[Value]) -> bool:
-    return all(
-        values[entry.leaf].in_host_memory and not _is_packed(shard, entry)
-        for entry in shard.entries
+def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:
+    """The leaves that are not in host memory as they will be in the files."""
+    return frozenset(
+        number
+        for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True))
+        if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
     )
-
-
-def _is_packed(shard: _Shard, entry: Entry) -> bool:
-    return DTYPES[shard.leaves[entry.leaf].spec.dtype].packed
 
 
 def _stream(
-    shard: _Shard, values: Sequence[Value], staging: ByteBudget, check: Callable[[], None]
+    shard: _Shard,
+    values: Sequence[Value],
+    copied: frozenset[int],
+    staging: ByteBudget,
+    check: Callable[[], None],
 ) -> Iterator[Array]:
     """The bytes of a shard file in order, as views of the live values where that can be."""
-    device = shard.file.device
-    header = _format.encode_header(
-        shard.entries, shard.leaves, shard.save_id, shard.file.header_bytes
-    )
+    device, leaves = shard.file.device, shard.leaves
+    header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
     yield np.frombuffer(header, np.uint8)
     for entry in shard.entries:
         if entry.nbytes == 0:
             continue
         value = values[entry.leaf]
-        packed = _is_packed(shard, entry)
-        if value.in_host_memory and not packed:
+        if entry.leaf not in copied:
             array = value.read(device, entry.box)
-            _check_size(array, entry, shard.leaves)
+            _check_size(array, entry, leaves)
             if array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
                 yield flat_bytes(array)
             else:
@@ -211,8 +212,9 @@ def _stream(
             continue
         with staging.hold(entry.nbytes, check):
             array = value.read(device, entry.box)
-            array = _pack.pack(array) if packed else array
-            _check_size(array, entry, shard.leaves)
+            is_packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
+            array = _pack.pack(array) if is_packed else array
+            _check_size(array, entry, leaves)
             yield from _bands(array)
             del array
 

@@ -7,7 +7,7 @@ grids serve all leaves of a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -148,9 +148,11 @@ class Layout:
     grid: tuple[int, ...]
     owners: tuple[int, ...]
 
-    def cells_by_owner(self) -> dict[int, list[int]]:
+    def cells_by_owner(self, wanted: Collection[int] | None = None) -> dict[int, list[int]]:
+        """The cells of each owner, or of those that are wanted."""
+        pairs = enumerate(self.owners)
         cells: dict[int, list[int]] = {}
-        for number, owner in enumerate(self.owners):
+        for number, owner in pairs if wanted is None else [p for p in pairs if p[1] in wanted]:
             cells.setdefault(owner, []).append(number)
         return cells
 

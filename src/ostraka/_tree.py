@@ -8,6 +8,7 @@ what is wanted, its branches how to put the result together).
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ostraka._document import ROOT, SCALARS, Branch, Leaf, Stateful, encode_value, join, segment
-from ostraka._nnx import parse_nnx
+from ostraka._nnx import named_spec, parse_nnx
 from ostraka.errors import InvalidTree
 
 
@@ -91,6 +92,10 @@ def _parse_registered(value: Any, path: str) -> Branch | Leaf:
         for name, (_, child) in zip(names, pairs, strict=True)
     )
 
+    if _is_linen_box(value) and isinstance(children[0], Leaf):
+        about = {"sharding": value.names, "sharding_rules": getattr(value, "rules", None)}
+        children = (Leaf(children[0].path, children[0].value, named_spec(about)),)
+
     def rebuild(items: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(treedef, items)
 
@@ -107,6 +112,12 @@ def _parse_registered(value: Any, path: str) -> Branch | Leaf:
         }
         described = {"dataclass": where, "keys": names, "static": static}
     return Branch(described, children, rebuild)
+
+
+def _is_linen_box(value: Any) -> bool:
+    """Whether Linen has put a value into a box that names its axes."""
+    meta: Any = sys.modules.get("flax.core.meta")
+    return meta is not None and isinstance(value, meta.Partitioned)
 
 
 def _key_of(key: Any) -> str | int:

@@ -18,6 +18,7 @@ _HOMES = {
     "diff": "ostraka.cli._diff",
     "gc": "ostraka.cli._gc",
     "ls": "ostraka.cli._ls",
+    "plan": "ostraka.cli._plan",
     "rm": "ostraka.cli._rm",
     "show": "ostraka.cli._show",
     "verify": "ostraka.cli._verify",
@@ -34,7 +35,7 @@ _HOMES = {
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Look at Ostraka checkpoints, compare them, and prove them intact.
+    """Plan Ostraka checkpoints, look at them, compare them, and prove them intact.
 
     \b
     Examples:
@@ -42,6 +43,7 @@ def main(context: click.Context) -> None:
       ostraka verify runs/7
       ostraka diff runs/6 runs/7
       ostraka ls runs
+      ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
 
     \b
     Exit codes:

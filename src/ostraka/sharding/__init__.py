@@ -21,7 +21,7 @@ from ostraka.sharding._init import init
 from ostraka.sharding._picture import picture, show
 from ostraka.sharding._place import place
 from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
-from ostraka.sharding._rules import combine, spec_tree
+from ostraka.sharding._rules import combine, logical, spec_tree
 
 __all__ = [
     "Finding",
@@ -31,6 +31,7 @@ __all__ = [
     "data_parallel",
     "fsdp",
     "init",
+    "logical",
     "picture",
     "place",
     "show",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -76,22 +75,13 @@ def parse_state(tree: Any) -> Branch | Leaf:
     return parsed
 
 
-def _states(node: Branch | Leaf, *, in_state: bool = False) -> Branch | Leaf:
+def _states(node: Branch | Leaf) -> Branch | Leaf:
     if isinstance(node, Leaf):
         return node
     if "nnx" in node.kind:
         return _states(node.children[0])
-    keys = node.kind.get("state")
-    children = tuple(_states(child, in_state=keys is not None) for child in node.children)
-    build = node.rebuild
-    if in_state and keys is not None:
-        # Below the top an nnx.State is made of dicts, and JAX tells the two apart.
-        build = partial(_dict_of, keys)
-    return Branch(node.kind, children, build, node.update)
-
-
-def _dict_of(keys: Sequence[Any], items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(keys, items, strict=True))
+    children = tuple(_states(child) for child in node.children)
+    return Branch(node.kind, children, node.rebuild, node.update)
 
 
 def has_shape(value: Any) -> bool:

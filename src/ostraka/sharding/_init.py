@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ostraka._spec import partition_problems
 from ostraka.errors import InvalidSharding, InvalidTree
 from ostraka.sharding._check import check, raise_errors
 from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
+from ostraka.sharding._follow import follow
 from ostraka.sharding._rules import settle
 
 
@@ -34,9 +35,11 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `rules` are those of `spec_tree`; None takes what the variables themselves say. The optimizer's
-    arrays lie as the parameters that they belong to; `wrt` says which variables it changes
-    (`nnx.Param`). Returns the model, or model and `nnx.Optimizer`.
+    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say.
+    The optimizer's arrays lie as the parameters that they belong to, also where they have only some
+    of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
+    Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
+    `nnx.ModelAndOptimizer`, and gets that.
 
         model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
         model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
@@ -86,27 +89,20 @@ def prepare(
     # Of an axis of the explicit type JAX would compute every array whole on each device, and cut
     # it at the end.
     auto = Mesh(mesh.devices, mesh.axis_names)
-    abstract = _shapes(model_fn, optimizer, wrt)
-    parsed = [parse_state(state) for state in abstract]
-    model_leaves = list(array_leaves(parsed[0]))
-    if rules is None and all(leaf.named is None for leaf in model_leaves):
-        raise InvalidSharding(
-            "no variable of the model says how it is cut (out_sharding): give rules, such as "
-            'fsdp("data")'
-        )
-    specs = [settle(parsed[0], "metadata" if rules is None else rules, mesh)]
-    raise_errors(
-        f"can't make the model on the mesh ({mesh_spec(mesh)})",
-        check(abstract[0], _tree_of(parsed[0], specs[0]), mesh),
-    )
-    specs += [_follow(array_leaves(tree), model_leaves, specs[0]) for tree in parsed[1:]]
+    abstract, model_key = _shapes(model_fn, optimizer, wrt)
+    model = abstract[0] if model_key is None else abstract[0][model_key]
+    model_leaves = list(array_leaves(parse_state(model)))
+    specs = _settle_model(model, model_leaves, mesh, rules)
+    trees = [parse_state(state) for state in abstract]
+    # What is no part of the model has no model at this place, and follows.
+    places = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
     flat = [
         NamedSharding(auto, spec)
-        for tree, found in zip(parsed, specs, strict=True)
-        for spec in jax.tree.leaves(_tree_of(tree, found))
+        for tree, place in zip(trees, places, strict=True)
+        for spec in jax.tree.leaves(_tree_of(tree, _specs_of(tree, place, model_leaves, specs)))
     ]
     structures: list[tuple[Any, Any]] = []
-    eager = _annotations_fit(model_leaves, mesh)
+    eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
     make = _maker(model_fn, optimizer, wrt, structures, eager=eager, mesh=auto)
     return Prepared(make, structures, flat)
 
@@ -124,38 +120,69 @@ def _maker(
 
     def make() -> list[Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nnx.use_eager_sharding(eager):
-            states = _make_states(model_fn, optimizer, wrt)
+            states = [nnx.split(made) for made in _make_objects(model_fn, optimizer, wrt)]
         structures[:] = [(graphdef, jax.tree.structure(state)) for graphdef, state in states]
         return jax.tree.leaves([state for _, state in states])
 
     return make
 
 
-def _make_states(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[tuple[Any, Any]]:
+def _settle_model(
+    model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
+) -> dict[str, PartitionSpec]:
+    if rules is None and all(leaf.named is None for leaf in leaves):
+        raise InvalidSharding(
+            "no variable of the model says how it is cut (out_sharding): give rules, such as "
+            'fsdp("data")'
+        )
+    parsed = parse_state(model)
+    specs = settle(parsed, "metadata" if rules is None else rules, mesh)
+    raise_errors(
+        f"can't make the model on the mesh ({mesh_spec(mesh)})",
+        check(model, _tree_of(parsed, specs), mesh),
+    )
+    return specs
+
+
+def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:
     from flax import nnx
 
-    model = model_fn()
-    if not isinstance(model, nnx.Module):
+    made = model_fn()
+    if isinstance(made, nnx.ModelAndOptimizer):
+        if optimizer is not None:
+            raise InvalidTree(
+                "model_fn returns an nnx.ModelAndOptimizer, which has its optimizer: leave out "
+                "optimizer="
+            )
+        return [made]
+    if not isinstance(made, nnx.Module):
         raise InvalidTree(
-            f"model_fn returns a {type(model).__name__}; it must return an nnx.Module"
+            f"model_fn returns a {type(made).__name__}; it must return an nnx.Module, or an "
+            "nnx.ModelAndOptimizer"
         )
     if optimizer is None:
-        return [nnx.split(model)]
-    made = nnx.Optimizer(model, optimizer, wrt=nnx.Param if wrt is None else wrt)
-    return [nnx.split(model), nnx.split(made)]
+        return [made]
+    return [made, nnx.Optimizer(made, optimizer, wrt=nnx.Param if wrt is None else wrt)]
 
 
-def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:
-    """The states of model and optimizer, abstract; no variable places itself."""
+def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> tuple[list[Any], str | None]:
+    """The states of what is made, abstract, and under which key of the first the model is.
+
+    No variable places itself here.
+    """
     from flax import nnx
     from flax.errors import TraceContextError
 
+    model_key: list[str | None] = []
+
     def make() -> list[Any]:
-        return [state for _, state in _make_states(model_fn, optimizer, wrt)]
+        objects = _make_objects(model_fn, optimizer, wrt)
+        model_key[:] = ["model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None]
+        return [nnx.state(made) for made in objects]
 
     try:
         with nnx.use_eager_sharding(False):
-            return jax.eval_shape(make)
+            return jax.eval_shape(make), model_key[0]
     except TraceContextError as error:
         raise InvalidTree(
             "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it inside "
@@ -164,7 +191,11 @@ def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:
 
 
 def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
-    """Whether variables may place themselves; not if they are annotated for another mesh."""
+    """Whether variables may place themselves.
+
+    Not if they are annotated for another mesh, nor if an optimizer's have the annotations of a
+    parameter with more dimensions, as factored moments do.
+    """
     sizes = mesh_spec(mesh)
     return not any(
         partition_problems(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
@@ -173,26 +204,23 @@ def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
     )
 
 
-def _tree_of(parsed: Branch | Leaf, specs: Mapping[str, PartitionSpec]) -> Any:
-    paths = [leaf.path for leaf in leaves_of(parsed)]
-    return rebuild(parsed, {path: specs.get(path, PartitionSpec()) for path in paths})
-
-
-def _follow(
-    leaves: Iterator[ArrayLeaf],
+def _specs_of(
+    tree: Branch | Leaf,
+    model_place: str | None,
     parameters: Sequence[ArrayLeaf],
     specs: Mapping[str, PartitionSpec],
 ) -> dict[str, PartitionSpec]:
-    """The specs of an optimizer's arrays: those of the parameters that end their paths.
-
-    What has another shape than its parameter, as a factored moment has, stays whole.
-    """
-    by_path = {leaf.path: leaf for leaf in parameters}
+    """The specs of an object's arrays: those of the model, and of what goes along with it."""
     found: dict[str, PartitionSpec] = {}
-    for leaf in leaves:
-        names = leaf.path.split("/")
-        ends = ("/".join(names[start:]) for start in range(len(names)))
-        parameter = next((by_path[end] for end in ends if end in by_path), None)
-        if parameter is not None and parameter.shape == leaf.shape:
-            found[leaf.path] = specs[parameter.path]
-    return found
+    beside: list[ArrayLeaf] = []
+    for leaf in array_leaves(tree):
+        if model_place is not None and leaf.path.startswith(model_place):
+            found[leaf.path] = specs[leaf.path.removeprefix(model_place)]
+        else:
+            beside.append(leaf)
+    return found | follow(beside, parameters, specs)
+
+
+def _tree_of(parsed: Branch | Leaf, specs: Mapping[str, PartitionSpec]) -> Any:
+    paths = [leaf.path for leaf in leaves_of(parsed)]
+    return rebuild(parsed, {path: specs.get(path, PartitionSpec()) for path in paths})

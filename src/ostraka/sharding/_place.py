@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
 from ostraka._tree import is_key, parse
+from ostraka.errors import InvalidTree
 from ostraka.sharding._check import Finding, check, raise_errors, specs_by_path
 from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
 
@@ -21,7 +22,8 @@ def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
     Modules and optimizers come back as such; the ones given are left as they are. numpy arrays
     become JAX arrays, abstract ones get a sharding, other values stay. `specs` is a tree as
     `spec_tree` makes it, a spec for all leaves below a name, or rules. Nothing is placed if
-    anything does not fit: InvalidSharding lists all of it.
+    anything does not fit: InvalidSharding lists all of it. Of several processes every one calls
+    this, with the same values in arrays that are its own.
 
         model = place(model, mesh, fsdp("data"))
     """
@@ -42,11 +44,24 @@ def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
 def _put(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
     abstract = [leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct)]
     concrete = [leaf for leaf in leaves if not isinstance(leaf.value, jax.ShapeDtypeStruct)]
-    placed = jax.device_put(
-        [leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete]
+    # JAX puts keys onto the devices of this process only, and their words anywhere.
+    in_words = {
+        leaf.path: jax.random.key_impl(leaf.value)
+        for leaf in concrete
+        if is_key(leaf.value) and not shardings[leaf.path].is_fully_addressable
+    }
+    placed = _device_put(
+        [
+            jax.random.key_data(leaf.value) if leaf.path in in_words else leaf.value
+            for leaf in concrete
+        ],
+        [shardings[leaf.path] for leaf in concrete],
     )
+    arrays = {leaf.path: array for leaf, array in zip(concrete, placed, strict=True)}
+    for path, impl in in_words.items():
+        arrays[path] = jax.random.wrap_key_data(arrays[path], impl=impl)
     return {
-        **{leaf.path: value for leaf, value in zip(concrete, placed, strict=True)},
+        **arrays,
         **{
             leaf.path: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.value.dtype, sharding=shardings[leaf.path]
@@ -54,6 +69,16 @@ def _put(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[s
             for leaf in abstract
         },
     }
+
+
+def _device_put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    try:
+        return jax.device_put(arrays, shardings)
+    except AssertionError as error:
+        raise InvalidTree(
+            "can't place the tree: an array that each process has for itself is not the same on "
+            "all of them; make it the same, or use jax.make_array_from_process_local_data"
+        ) from error
 
 
 def _narrowed(parsed: Branch | Leaf) -> Iterator[Finding]:

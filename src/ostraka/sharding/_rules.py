@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ostraka import _pattern
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
+from ostraka._nnx import physical_axes
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.sharding._data import (
     AnyMesh,
@@ -26,7 +27,7 @@ from ostraka.sharding._data import (
 from ostraka.sharding._presets import Preset, check_axis
 
 Rules = Any
-"""A function, a mapping of patterns, "metadata", a preset, or a combination of them."""
+"""A function, a mapping of patterns, "metadata", logical axes, a preset, or several of them."""
 
 
 def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
@@ -37,9 +38,11 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
 
     - a function of the leaf, or of path and leaf, that returns a PartitionSpec (or None: whole);
     - a mapping of path patterns to specs, of which the first that matches counts, such as
-      `{"**/kernel": P(None, "model"), "**": P()}`; each leaf must be matched, and each pattern
-      must match a leaf;
-    - `"metadata"`: what the NNX variables themselves say (`out_sharding`); the others stay whole;
+      `{"**/kernel": P(None, "model"), "**": P()}` (`*` is any name, `**/` any number of names, none
+      included); each leaf must be matched, and each pattern must match a leaf;
+    - `"metadata"`: what the NNX variables themselves say (`out_sharding`), logical names resolved
+      by their `sharding_rules` and `nnx.logical_axis_rules`; the others stay whole;
+    - `logical({"embed": "data", "mlp": "model"})`: the same, with more rules for logical names;
     - `data_parallel()`, `fsdp(…)`, `tensor_parallel(…)`, which need the sizes of the mesh's axes
       (from `mesh`, or the mesh that `jax.set_mesh` has set);
     - several of these: `fsdp("data") | tensor_parallel("model")`, `combine(…)`.
@@ -91,9 +94,32 @@ class _Combined:
         return combine(other, self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Logical:
+    axes: Mapping[str, Any]
+
+    def __or__(self, other: Any) -> Any:
+        return combine(self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return combine(other, self)
+
+
+def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Rules:
+    """What the NNX variables themselves say, in names of which `axes` gives the mesh's axes.
+
+    An axis of None leaves the dimension whole, a tuple cuts it along several. Names that are not in
+    `axes` are axes of the mesh themselves. Variables that say nothing stay whole, or are left to
+    the rules that this is combined with.
+
+        init(make_model, mesh, logical({"embed": None, "mlp": "model", "batch": ("data", "fsdp")}))
+    """
+    return _Logical(dict(axes))
+
+
 def is_rules(value: Any) -> bool:
     """Whether a value is rules for sure, rather than a tree of specs."""
-    return isinstance(value, _Combined | Preset | str) or inspect.isroutine(value)
+    return isinstance(value, _Combined | _Logical | Preset | str) or inspect.isroutine(value)
 
 
 def settle(parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
@@ -124,9 +150,11 @@ def _decider(rule: Any, leaves: list[ArrayLeaf]) -> Callable[[ArrayLeaf], Any]:
     if isinstance(rule, Mapping):
         table = cast("Mapping[str, Any]", rule)
         _check_patterns(table, leaves)
-        return lambda leaf: next(
-            (PartitionSpec() if v is None else v for p, v in table.items() if _fits(p, leaf.path)),
-            None,
+        whole = {pattern: PartitionSpec() if v is None else v for pattern, v in table.items()}
+        return lambda leaf: _pattern.lookup(whole, leaf.path)
+    if isinstance(rule, _Logical):
+        return lambda leaf: (
+            None if leaf.named is None else PartitionSpec(*physical_axes(leaf.named, rule.axes))
         )
     if rule == "metadata":
         return lambda leaf: leaf.named
@@ -147,17 +175,10 @@ def _takes_path(function: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-def _fits(pattern: str, path: str) -> bool:
-    # "**/kernel" is any kernel, that of a single layer included.
-    return _pattern.matches(pattern, path) or (
-        pattern.startswith("**/") and _pattern.matches(pattern, f"/{path}")
-    )
-
-
 def _check_patterns(table: Mapping[str, Any], leaves: list[ArrayLeaf]) -> None:
     paths = [leaf.path for leaf in leaves]
     for pattern in table:
-        if pattern != "**" and not any(_fits(pattern, path) for path in paths):
+        if pattern != "**" and not any(_pattern.matches(pattern, path) for path in paths):
             raise InvalidSharding(
                 f"no leaf with dimensions matches the pattern {pattern!r}{nearest(pattern, paths)}"
             )

@@ -1,0 +1,384 @@
+"""Files, bytes, memory and recovery, from plans. Pure: the numbers of the plans that are executed.
+
+Whatever is counted here is counted on the write plan that a save runs, or on the read plan that a
+restore runs. Nothing is estimated, but where a name says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ostraka import _box, _format
+from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
+from ostraka._plan import Target, WritePlan, plan_chunks, plan_read
+from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, holders, partition_grid
+
+STAGING_BYTES = 1 << 30
+"""How much of what is on accelerators a save holds in host memory at one time."""
+CHUNK_BYTES = 8 << 20
+"""How much a restore reads at one time."""
+
+_NO_ID = "0" * 16
+_NO_DIGEST = "0" * 32
+_NO_BLOCK_DIGEST = "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a number of bytes differs between devices, or between processes."""
+
+    least: int
+    mean: float
+    most: int
+
+    @property
+    def skew(self) -> float:
+        """By which share the most exceeds the mean; 0 is perfectly even."""
+        return self.most / self.mean - 1 if self.mean else 0.0
+
+
+def spread_of(numbers: Sequence[int]) -> Spread:
+    if not numbers:
+        return Spread(0, 0.0, 0)
+    return Spread(min(numbers), sum(numbers) / len(numbers), max(numbers))
+
+
+# What a save writes
+
+
+def bytes_by_device(plan: WritePlan) -> list[int]:
+    """The data bytes that each device contributes, headers not counted."""
+    totals = [0] * len(plan.process_of)
+    for file in plan.files:
+        totals[file.device] += file.size - file.header_bytes
+    return totals
+
+
+def file_bytes_by_process(plan: WritePlan) -> list[int]:
+    """The bytes of all shard files of each process, headers included."""
+    totals = [0] * (max(plan.process_of) + 1)
+    for file in plan.files:
+        totals[plan.process_of[file.device]] += file.size
+    return totals
+
+
+def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
+    """The size of the index that each of these processes writes; none if it writes no shard."""
+    files: dict[int, list[FileEntry]] = {}
+    for file in plan.files:
+        if plan.process_of[file.device] in processes:
+            files.setdefault(plan.process_of[file.device], []).append(file)
+    devices = {file.device for listed in files.values() for file in listed}
+    contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
+    return {process: _index_bytes(process, files[process], contents) for process in sorted(files)}
+
+
+def _index_bytes(
+    process: int, files: Sequence[FileEntry], contents: Mapping[tuple[int, int], Sequence[Entry]]
+) -> int:
+    digests: dict[str, FileDigests] = {}
+    for file in files:
+        lengths = _format.block_lengths(file.header_bytes, contents[file.device, file.part])
+        digests[file.name] = FileDigests(
+            file.size, tuple(lengths), (_NO_BLOCK_DIGEST,) * len(lengths)
+        )
+    return len(_format.encode_index(_NO_ID, process, digests))
+
+
+def describe_metadata(
+    plan: WritePlan,
+    *,
+    tree: Any,
+    user: Mapping[str, Any],
+    writer: Mapping[str, Any],
+    indexes: Mapping[int, int],
+) -> Metadata:
+    """What `_METADATA` will say, but for the id and the digests, which have a length that is known.
+
+    If that of `writer` is, the size of its encoding is that of the real one.
+    """
+    return Metadata(
+        id=_NO_ID,
+        writer=writer,
+        process_of=plan.process_of,
+        tree=tree,
+        meshes=plan.meshes,
+        layouts=plan.layouts,
+        leaves=plan.leaves,
+        files=plan.files,
+        indexes={p: IndexEntry(size, _NO_DIGEST) for p, size in indexes.items() if size},
+        user=user,
+    )
+
+
+# Memory
+
+
+def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> int:
+    """The most host memory that a save takes on one process, besides the state itself.
+
+    Each of the `writers` threads puts small boxes together in a block of its own. What lies on
+    accelerators comes to the host shard by shard, as many at a time as the budget for boxes admits;
+    on CPUs the shards are read where they are.
+    """
+    files = max((len(list(group)) for group in _files_grouped(plan)), default=0)
+    threads = min(writers, files)
+    scratch = threads * _format.BLOCK_BYTES
+    if not on_accelerators:
+        return scratch
+    staged = 0
+    for leaf in _one_of_each_kind(plan):
+        box = _largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
+        if leaf.spec.mesh == HOST_LOCAL or box == 0:
+            continue
+        at_once = min(threads, max(STAGING_BYTES // box, 1))
+        staged = max(staged, at_once * _shard_bytes(leaf.spec, plan.meshes))
+    return scratch + staged
+
+
+def _files_grouped(plan: WritePlan) -> Iterable[Iterable[FileEntry]]:
+    def process_of(file: FileEntry) -> int:
+        return plan.process_of[file.device]
+
+    return (group for _, group in groupby(sorted(plan.files, key=process_of), process_of))
+
+
+def _one_of_each_kind(plan: WritePlan) -> Iterable[Any]:
+    kinds = {
+        (leaf.layout, leaf.spec.shape, leaf.spec.dtype, leaf.spec.mesh, leaf.spec.partition): leaf
+        for leaf in plan.leaves
+    }
+    return kinds.values()
+
+
+def _largest_cell_bytes(leaf: LeafSpec, grid: Sequence[int]) -> int:
+    cell = (-(-extent // parts) for extent, parts in zip(leaf.shape, grid, strict=True))
+    return DTYPES[leaf.dtype].nbytes(prod(cell))
+
+
+def _shard_bytes(leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> int:
+    """What one device holds of a leaf."""
+    grid = partition_grid(meshes[leaf.mesh], leaf.partition, len(leaf.shape))
+    return DTYPES[leaf.dtype].nbytes(prod(leaf.shape) // prod(grid))
+
+
+# What a loss costs
+
+
+@dataclass(frozen=True, slots=True)
+class LostShard:
+    """A shard file that is gone, the largest one."""
+
+    file: str
+    size_bytes: int
+    leaves: int
+    held_elsewhere_bytes: int
+    """Of its data, what a device other than the file's holds, too, while the run is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostProcess:
+    """A host that is gone with the memory of its devices, the one with the most to bring back."""
+
+    process: int
+    held_bytes: int
+    """What its replacement needs."""
+    sole_bytes: int
+    """Of that, what no other process holds: if any, all go back to the last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostDisk:
+    """The shards of one process that are gone, where every host has a disk of its own."""
+
+    process: int
+    written_bytes: int
+    held_elsewhere_bytes: int
+    """Of its data, what other processes hold, too, while the run is alive."""
+
+
+def lost_shard(plan: WritePlan) -> LostShard | None:
+    """What the loss of the largest shard file costs; None if there are no files."""
+    if not plan.files:
+        return None
+    file = max(plan.files, key=lambda f: (f.size, -f.device, -f.part))
+    entries = _format.entries_by_file(plan.leaves, plan.layouts, {file.device})
+    listed = entries[file.device, file.part]
+    elsewhere = sum(
+        entry.nbytes
+        for entry in listed
+        if _copies(plan.leaves[entry.leaf].spec, plan.meshes, len(plan.process_of)) > 1
+    )
+    return LostShard(file.name, file.size, len({entry.leaf for entry in listed}), elsewhere)
+
+
+def _copies(leaf: LeafSpec, meshes: Sequence[MeshSpec], devices: int) -> int:
+    """How many devices hold each part of a leaf."""
+    if leaf.per_process:
+        return 1
+    if leaf.mesh == HOST_LOCAL:
+        return devices
+    mesh = meshes[leaf.mesh]
+    return len(mesh.devices) // prod(partition_grid(mesh, leaf.partition, len(leaf.shape)))
+
+
+def held_by_process(plan: WritePlan) -> tuple[list[int], list[int]]:
+    """For each process: the bytes that it holds, and of them those that no other one holds."""
+    count = max(plan.process_of) + 1
+    process_of = np.asarray(plan.process_of, dtype=np.int64)
+    held = np.zeros(count, dtype=np.int64)
+    sole = np.zeros(count, dtype=np.int64)
+    tables: dict[Any, Any] = {}
+    for leaf in (stored.spec for stored in plan.leaves):
+        if leaf.per_process or leaf.mesh == HOST_LOCAL:
+            share = leaf.nbytes // count if leaf.per_process else leaf.nbytes
+            held += share
+            sole += share if leaf.per_process or count == 1 else 0
+            continue
+        key = (leaf.mesh, leaf.partition, len(leaf.shape))
+        if key not in tables:
+            tables[key] = _cells_by_process(plan.meshes, process_of, count, *key)
+        cells, held_cells, sole_cells = tables[key]
+        held += held_cells * (leaf.nbytes // cells)
+        sole += sole_cells * (leaf.nbytes // cells)
+    return held.tolist(), sole.tolist()
+
+
+def _cells_by_process(
+    meshes: Sequence[MeshSpec], process_of: Any, count: int, mesh: int, partition: Any, rank: int
+) -> tuple[int, Any, Any]:
+    """How many cells there are, how many each process holds, and how many it alone holds."""
+    table = holders(meshes[mesh], partition, rank)
+    processes = np.sort(process_of[table], axis=1)
+    is_new = np.ones(processes.shape, dtype=bool)
+    is_new[:, 1:] = processes[:, 1:] != processes[:, :-1]
+    held = np.bincount(processes[is_new], minlength=count)
+    alone = processes[:, 0] == processes[:, -1]
+    return len(table), held, np.bincount(processes[alone, 0], minlength=count)
+
+
+def lost_process(plan: WritePlan) -> LostProcess:
+    """What the loss of the host that holds the most costs."""
+    held, sole = held_by_process(plan)
+    process = max(range(len(held)), key=lambda p: (held[p], sole[p], -p))
+    return LostProcess(process, held[process], sole[process])
+
+
+def lost_disk(plan: WritePlan) -> LostDisk:
+    """What the loss of the shards of the process that wrote the most costs."""
+    written = file_bytes_by_process(plan)
+    data = plan.bytes_by_process()
+    process = max(range(len(written)), key=lambda p: (written[p], -p))
+    # What a process alone holds, nobody else could have written.
+    sole = held_by_process(plan)[1][process]
+    return LostDisk(process, written[process], data[process] - sole)
+
+
+# What a restore reads
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAccount:
+    """What one process reads of the shard files."""
+
+    process: int
+    needed_bytes: int
+    """What its devices, and its host arrays, need; each byte counted once."""
+    read_bytes: int
+    """What is read for that: whole blocks, and the header of every file that is touched."""
+    ranges: int
+    """How many reads that takes."""
+    files: int
+    index_processes: tuple[int, ...]
+    """Whose indexes are read, too."""
+
+    @property
+    def over_read_bytes(self) -> int:
+        return self.read_bytes - self.needed_bytes
+
+    @property
+    def over_read(self) -> float:
+        """What is read beyond what is needed, as a share of what is needed."""
+        return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
+
+
+def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) -> ReadAccount:
+    """Run the planning of a restore for one process, and count."""
+    plan = plan_read(metadata, targets)
+    read = ranges = 0
+    for part in plan.files:
+        lengths = tuple(_format.block_lengths(part.file.header_bytes, part.entries))
+        blocks = FileDigests(part.file.size, lengths, ())
+        chunks = plan_chunks(part, blocks, metadata, targets, chunk_bytes=CHUNK_BYTES)
+        read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
+        ranges += 1 + len(chunks)
+    needed = sum(
+        DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
+        for target in targets
+    )
+    owners = {metadata.process_of[part.file.device] for part in plan.files}
+    return ReadAccount(process, needed, read, ranges, len(plan.files), tuple(sorted(owners)))
+
+
+def local_targets(
+    leaves: Sequence[tuple[int, LeafSpec]],
+    meshes: Sequence[MeshSpec],
+    process_of: Sequence[int],
+    process: int,
+) -> list[Target]:
+    """The boxes that a process needs of leaves (with their numbers), each box once.
+
+    The leaves say where they go: their mesh is one of `meshes`.
+    """
+    here = {device for device, owner in enumerate(process_of) if owner == process}
+    boxes: dict[Any, list[_box.Box]] = {}
+    targets: list[Target] = []
+    for number, leaf in leaves:
+        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process)
+        if key not in boxes:
+            boxes[key] = _local_boxes(leaf, meshes, here, process)
+        targets += [Target(number, box) for box in boxes[key]]
+    return targets
+
+
+def _local_boxes(
+    leaf: LeafSpec, meshes: Sequence[MeshSpec], here: set[int], process: int
+) -> list[_box.Box]:
+    if leaf.per_process:
+        whole = replace(leaf, shape=leaf.shape[1:], per_process=False)
+        own = (process, process + 1)
+        return [(own, *box) for box in _local_boxes(whole, meshes, here, process)]
+    if leaf.mesh == HOST_LOCAL:
+        return [_box.full(leaf.shape)]
+    mesh, rank = meshes[leaf.mesh], len(leaf.shape)
+    table = holders(mesh, leaf.partition, rank)
+    cells = np.flatnonzero(np.isin(table, list(here)).any(axis=1))
+    grid = partition_grid(mesh, leaf.partition, rank)
+    return [_box.cell(leaf.shape, grid, int(cell)) for cell in cells]
+
+
+def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
+    """How many pieces of files a restore of these targets is made of: what planning it costs."""
+    counts: dict[Any, int] = {}
+    total = 0
+    for target in targets:
+        leaf = metadata.leaves[target.leaf]
+        key = (leaf.layout, leaf.spec.shape, target.box)
+        if key not in counts:
+            grid = metadata.layouts[leaf.layout].grid
+            counts[key] = prod(
+                _box.part_of(extent, parts, stop - 1) - _box.part_of(extent, parts, start) + 1
+                if stop > start
+                else 0
+                for extent, parts, (start, stop) in zip(
+                    leaf.spec.shape, grid, target.box, strict=True
+                )
+            )
+        total += counts[key]
+    return total

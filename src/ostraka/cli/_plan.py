@@ -1,0 +1,220 @@
+"""`ostraka plan`: what a checkpoint will cost, before it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ostraka.cli._units import parse_duration, parse_mesh, parse_size
+from ostraka.errors import OstrakaError, store_error
+
+if TYPE_CHECKING:
+    from ostraka.planner._report import Questions
+    from ostraka.planner._sources import Options
+    from ostraka.planner._time import Bandwidths
+
+LIMIT_EXCEEDED = 3
+
+# The planner is imported where it is used: the other commands must not wait for it.
+
+
+def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from ostraka.planner._names import MODELS
+
+        click.echo("\n".join(MODELS))
+        context.exit(0)
+
+
+@click.command()
+@click.argument("source")
+@click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
+@click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
+@click.option("--rules", help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.")
+@click.option("--optimizer", help="adamw, adam, sgd, adafactor, lion or none: adds its state.")
+@click.option("--dtype", help="Of the parameters. Default: as published.")
+@click.option("--optimizer-dtype", help="Of the optimizer's state. Default: as the parameters.")
+@click.option(
+    "--max-file-bytes", type=parse_size, metavar="SIZE", help="Where files are cut, as in save."
+)
+@click.option(
+    "--onto", type=parse_mesh, metavar="AXES", multiple=True, help="Plan a restore onto this mesh."
+)
+@click.option("--onto-hosts", type=click.IntRange(1), help="Default: as many devices a host.")
+@click.option(
+    "--write-bandwidth", type=parse_size, metavar="SIZE", help="Of one host, a second: 2GB."
+)
+@click.option("--read-bandwidth", type=parse_size, metavar="SIZE", help="Of one host, a second.")
+@click.option(
+    "--storage-bandwidth",
+    type=parse_size,
+    metavar="SIZE",
+    help="Of the storage, for all hosts together.",
+)
+@click.option(
+    "--device-bandwidth",
+    type=parse_size,
+    metavar="SIZE",
+    help="From a host's devices to its memory.",
+)
+@click.option("--probe", "probed", metavar="DIR", help="Measure this machine's, in a directory.")
+@click.option("--keep", type=click.IntRange(1), help="Storage for so many checkpoints.")
+@click.option(
+    "--mtbf", type=parse_duration, metavar="TIME", help="Mean time between failures of the job: 4h."
+)
+@click.option(
+    "--max-file", type=parse_size, metavar="SIZE", help="Exit with 3 if a file is larger."
+)
+@click.option(
+    "--max-host-memory", type=parse_size, metavar="SIZE", help="Exit with 3 if a save takes more."
+)
+@click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
+@click.option(
+    "--names",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_names,
+    help="List the built-in models.",
+)
+@click.pass_context
+def plan(context: click.Context, **given: Any) -> None:
+    """Tell what a checkpoint of SOURCE will cost, to the byte; nothing is written.
+
+    SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
+    function as package.module:function that makes an NNX model, a pair of model and optimizer, or a
+    dict; it is evaluated without making arrays. Times need bandwidths: give them, or --probe DIR.
+
+    The exit code is 3 if a limit is exceeded.
+
+    \b
+    Examples:
+      ostraka plan runs/7
+      ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
+      ostraka plan my.models:make --mesh data=8 --rules fsdp --max-file 5GiB
+      ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is needed
+    try:
+        document = _answer(context, given)
+    except OstrakaError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(str(error), context) from error
+    text = json.dumps(document, indent=1)
+    if given["output"] is not None:
+        _write(given["output"], text)
+    if given["as_json"]:
+        click.echo(text)
+    else:
+        from ostraka.cli._plan_tables import print_document
+
+        print_document(document)
+    if not all(limit["ok"] for variant in document["variants"] for limit in variant["limits"]):
+        context.exit(LIMIT_EXCEEDED)
+
+
+def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
+    from ostraka.planner._report import compare_plans, describe_plan
+    from ostraka.planner._sources import plan_source
+    from ostraka.planner._time import probe
+
+    bandwidths = None if given["probed"] is None else probe(given["probed"])
+    variants = {_title(given, None): given}
+    for text in given["compare"]:
+        variants[_title(given, text)] = _variant(context, given, text)
+    if len(variants) <= len(given["compare"]):
+        raise ValueError("two variants of --compare are the same")
+    documents: dict[str, Any] = {}
+    for title, options in variants.items():
+        planned = plan_source(options["source"], _options(options))
+        documents[title] = {
+            "title": title,
+            **describe_plan(planned, _questions(options, bandwidths)),
+        }
+    compared = compare_plans(documents) if len(documents) > 1 else []
+    return {
+        "source": given["source"],
+        "variants": list(documents.values()),
+        "comparison": compared,
+    }
+
+
+def _title(given: dict[str, Any], text: str | None) -> str:
+    return given["source"] if text is None else text
+
+
+def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[str, Any]:
+    """The options of the command, with those of a variant in their place."""
+    arguments = shlex.split(text)
+    own = context.command.make_context("plan", [given["source"], *arguments], parent=context.parent)
+    changed = {
+        name: value
+        for name, value in own.params.items()
+        if own.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    for name in ("compare", "as_json", "output", "probed"):
+        if name in changed:
+            raise ValueError(f"the variant {text!r} can't have options of the whole command")
+    return {**given, **changed}
+
+
+def _options(given: dict[str, Any]) -> Options:
+    from ostraka.planner._sources import Options
+    from ostraka.planner._state import mesh_of_sizes
+
+    sizes = given["mesh"]
+    options = Options(
+        mesh=None if sizes is None else mesh_of_sizes(sizes),
+        hosts=given["hosts"],
+        rules=given["rules"],
+        optimizer=given["optimizer"],
+        dtype=given["dtype"],
+        optimizer_dtype=given["optimizer_dtype"],
+    )
+    if given["max_file_bytes"] is None:
+        return options
+    return replace(options, max_file_bytes=given["max_file_bytes"])
+
+
+def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
+    from ostraka.planner._report import Questions
+    from ostraka.planner._state import mesh_of_sizes
+    from ostraka.planner._time import Bandwidths
+
+    known = probed or Bandwidths()
+    bandwidths = Bandwidths(
+        host_write=given["write_bandwidth"] or known.host_write,
+        host_read=given["read_bandwidth"] or known.host_read,
+        storage=given["storage_bandwidth"],
+        device=given["device_bandwidth"],
+    )
+    if given["mtbf"] is not None and bandwidths.host_write is None and bandwidths.storage is None:
+        raise ValueError(
+            "--mtbf needs to know how long a save takes: give --write-bandwidth or --probe"
+        )
+    return Questions(
+        bandwidths=bandwidths,
+        onto=tuple(mesh_of_sizes(sizes) for sizes in given["onto"]),
+        onto_hosts=given["onto_hosts"],
+        keep=given["keep"],
+        mtbf_s=given["mtbf"],
+        max_file_bytes=given["max_file"],
+        max_host_memory_bytes=given["max_host_memory"],
+    )
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    except OSError as error:
+        raise store_error("write", name, error) from error

@@ -1,0 +1,206 @@
+"""The document of `ostraka plan` as tables and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ostraka.cli._show import human_bytes
+
+_BAR_WIDTH = 24
+_PIPE_WIDTH = 120
+Row = tuple[str, str, str]
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """Print every variant, and which wins on what."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    for variant in document["variants"]:
+        _print_variant(console, variant)
+    if document["comparison"]:
+        _print_comparison(console, document)
+
+
+def _print_variant(console: Console, variant: dict[str, Any]) -> None:
+    console.print(f"[bold]{_shown(variant['title'])}[/bold]  {_shown(_where(variant))}")
+    console.print()
+    for title, rows in _sections(variant):
+        listed = list(rows)
+        if listed:
+            console.print(_table(title, listed))
+            console.print()
+    for problem in variant["problems"]:
+        colour = "red" if problem["severity"] == "error" else "yellow"
+        console.print(f"[{colour}]{problem['severity']}[/{colour}] {_shown(problem['message'])}")
+    if variant["problems"]:
+        console.print()
+    for limit in variant["limits"]:
+        colour, word = ("green", "within") if limit["ok"] else ("red", "exceeds")
+        sizes = f"{human_bytes(limit['found_bytes'])}, limit {human_bytes(limit['limit_bytes'])}"
+        console.print(f"[{colour}]{word} --{limit['name'].replace('_', '-')}[/{colour}]: {sizes}")
+
+
+def _where(variant: dict[str, Any]) -> str:
+    meshes = [", ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in variant["meshes"] if mesh]
+    mesh = f"mesh {'; '.join(meshes)}, " if meshes else ""
+    return f"{mesh}{_count(variant['devices'], 'device')} on {_count(variant['hosts'], 'host')}"
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold cyan", box=None)
+    table.show_header = False
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column()
+    for name, value, note in rows:
+        table.add_row(_shown(name), _shown(value), _shown(note))
+    return table
+
+
+def _sections(variant: dict[str, Any]) -> Iterator[tuple[str, Iterator[Row]]]:
+    yield "what is saved", _saved_rows(variant)
+    yield "what is written", _written_rows(variant)
+    yield "save", _save_rows(variant)
+    yield "restore as it was", _restore_rows(variant["restore"])
+    for onto in variant["onto"]:
+        axes = ", ".join(f"{k}={v}" for k, v in onto["mesh"].items())
+        yield f"restore onto {axes}, {_count(onto['hosts'], 'host')}", _restore_rows(onto)
+    yield "if something is lost", _recovery_rows(variant["recovery"])
+    yield "over time", _time_rows(variant)
+
+
+def _saved_rows(variant: dict[str, Any]) -> Iterator[Row]:
+    if variant["parameters"] is not None:
+        yield "parameters", f"{variant['parameters']:,}", ""
+    yield "arrays", f"{variant['arrays']:,}", f"{variant['elements']:,} elements"
+    yield "bytes", human_bytes(variant["data_bytes"]), f"{variant['data_bytes']:,}"
+    most = max(variant["groups"].values(), default=0)
+    for name, size in variant["groups"].items():
+        yield f"  {name}", human_bytes(size), _bar(size, most)
+
+
+def _written_rows(variant: dict[str, Any]) -> Iterator[Row]:
+    files, hosts, shards = variant["files"], variant["host_bytes"], variant["shard_bytes"]
+    yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}"
+    yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
+    if files["largest"] is not None:
+        yield "largest file", human_bytes(files["largest"]["bytes"]), files["largest"]["name"]
+    for name in ("least", "mean", "most"):
+        size = round(shards[name])
+        yield f"a device, {name}", human_bytes(size), _bar(size, shards["most"])
+    for name in ("least", "mean", "most"):
+        size = round(hosts[name])
+        yield f"a host, {name}", human_bytes(size), _bar(size, hosts["most"])
+    yield "skew of hosts", f"{hosts['skew']:.2%}", ""
+    exact = "" if variant["index_bytes_are_exact"] else "from the indexes of a few processes"
+    yield "metadata", human_bytes(variant["metadata_bytes"]), f"{variant['metadata_bytes']:,}"
+    yield "indexes", human_bytes(variant["index_bytes"]), exact
+
+
+def _save_rows(variant: dict[str, Any]) -> Iterator[Row]:
+    save, staging = variant["save"], variant["staging_bytes"]
+    yield "staging memory of a host", human_bytes(staging["accelerators"]), "with accelerators"
+    yield "", human_bytes(staging["cpu"]), "on CPUs"
+    yield "time", _seconds(save["seconds"]), _hint(save["seconds"])
+    if save["seconds"] is not None:
+        yield "blocked", _seconds(save["blocked_seconds"]), "save returns when all is on disk"
+    if save["copy_to_host_seconds"] is not None:
+        yield "copy to host memory", _seconds(save["copy_to_host_seconds"]), ""
+    yield from _peak_rows(save)
+
+
+def _peak_rows(work: dict[str, Any]) -> Iterator[Row]:
+    for key, what in (("_host", "a host"), ("", "all hosts")):
+        rate = work[f"peak_bytes_per_second{key}"]
+        if rate is not None:
+            yield f"peak I/O, {what}", f"{human_bytes(round(rate))}/s", ""
+
+
+def _restore_rows(work: dict[str, Any]) -> Iterator[Row]:
+    read, looked_at = work["read_bytes"], work["hosts_worked_out"]
+    sampled = "" if looked_at == work["hosts"] else f"worked out for {looked_at} hosts"
+    yield "a host reads, at most", human_bytes(read["most"]), sampled
+    yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
+    yield "reads of a host", f"{work['ranges']['most']:,}", f"in {work['files']['most']:,} files"
+    yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
+    yield "time", _seconds(work["seconds"]), _hint(work["seconds"])
+    yield from _peak_rows(work)
+
+
+def _recovery_rows(recovery: dict[str, Any]) -> Iterator[Row]:
+    shard, host, disk = (recovery[name] for name in ("lost_shard", "lost_host", "lost_disk"))
+    if shard is not None:
+        elsewhere = human_bytes(shard["held_elsewhere_bytes"])
+        note = f"{_seconds(shard['seconds'])} to write; {elsewhere} of it is on other devices, too"
+        yield "a shard", human_bytes(shard["size_bytes"]), note
+    alone = human_bytes(host["sole_bytes"])
+    note = f"{_seconds(host['seconds'])} to read; {alone} of it is on no other host"
+    yield "a host", human_bytes(host["held_bytes"]), note
+    elsewhere = human_bytes(disk["held_elsewhere_bytes"])
+    note = f"{_seconds(disk['seconds'])} to write; {elsewhere} of it is on other hosts, too"
+    yield "a host's disk", human_bytes(disk["written_bytes"]), note
+
+
+def _time_rows(variant: dict[str, Any]) -> Iterator[Row]:
+    kept, interval = variant["retention"], variant["interval"]
+    if kept is not None:
+        during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
+        yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
+    if interval is not None:
+        note = (
+            f"{_seconds(interval['young_s'])} by Young; {interval['lost_share']:.1%} of time lost"
+        )
+        yield "save every", _seconds(interval["daly_s"]), note
+
+
+def _print_comparison(console: Console, document: dict[str, Any]) -> None:
+    names = [variant["title"] for variant in document["variants"]]
+    table = Table(title="compared", title_justify="left", title_style="bold cyan", box=None)
+    table.add_column("", style="dim")
+    for name in names:
+        table.add_column(_shown(name), justify="right")
+    table.add_column("best")
+    for row in document["comparison"]:
+        cells = [_cell(row["key"], row["values"][name]) for name in names]
+        table.add_row(row["title"], *cells, _shown(", ".join(row["best"]) or "all alike"))
+    console.print(table)
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.endswith("skew"):
+        return f"{value:.2%}"
+    if key.endswith("seconds"):
+        return _seconds(value)
+    return f"{value:,}" if key == "files.shards" else human_bytes(value)
+
+
+def _shown(text: str) -> str:
+    """Text that may come from a stranger's checkpoint: it must steer neither terminal nor rich."""
+    printable = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escape("".join(printable))
+
+
+def _bar(size: int, most: int) -> str:
+    return "█" * max(round(_BAR_WIDTH * size / most), 1 if size else 0) if most else ""
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    if value < 120:
+        return f"{value:.3g} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def _hint(value: float | None) -> str:
+    return "give a bandwidth, or --probe DIR" if value is None else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else noun + 's'}"

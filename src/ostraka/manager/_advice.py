@@ -1,0 +1,115 @@
+"""What saving costs the loop, and how often to save. No JAX.
+
+The interval is Daly's: the one that loses the least time to saving and to repeating lost work,
+for failures that come at random with a given mean time between them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+_REMEMBERED = 100
+"""So many of the latest steps and saves tell what is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a save costs, and how often to save.
+
+    `blocked_s` is the time that the loop stands still for one save, `slowdown_s` what its steps
+    take longer meanwhile, together `cost_s`; medians over the latest saves. `interval_s` and
+    `interval_steps` say how often to save; they are None unless the manager knows `mtbf_s`.
+    """
+
+    saves: int
+    blocked_s: float
+    slowdown_s: float
+    step_s: float | None
+    mtbf_s: float | None
+    interval_s: float | None
+    interval_steps: int | None
+
+    @property
+    def cost_s(self) -> float:
+        return self.blocked_s + self.slowdown_s
+
+    def __str__(self) -> str:
+        text = (
+            f"a save costs the loop {self.cost_s:.3g} s (blocked {self.blocked_s:.3g} s, slower "
+            f"steps {self.slowdown_s:.3g} s)"
+        )
+        if self.interval_s is None:
+            return text
+        steps = f", which is {self.interval_steps:,} steps" if self.interval_steps else ""
+        return (
+            f"{text}; with a failure every {self.mtbf_s:,.0f} s, save every "
+            f"{self.interval_s:,.0f} s{steps}"
+        )
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The time to work between two saves (Daly 2006, which refines Young 1974)."""
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+
+
+class CostMeter:
+    """Times the loop from the calls that it makes: `enter` and `leave` around each."""
+
+    def __init__(self, mtbf_s: float | None, clock_s: Callable[[], float] = time.perf_counter):
+        self._mtbf_s = mtbf_s
+        self._clock_s = clock_s
+        self._saves = 0
+        self._blocked_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._slowdown_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._quiet_step_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._any_step_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._slower_s = 0.0
+        self._entered_s = 0.0
+        self._left: tuple[int, float, bool] | None = None
+
+    def enter(self, step: int) -> None:
+        now = self._clock_s()
+        self._entered_s = now
+        if self._left is None or step <= self._left[0]:
+            return
+        last, left_s, was_saving = self._left
+        steps = step - last
+        self._any_step_s.append((now - left_s) / steps)
+        if not was_saving:
+            self._quiet_step_s.append((now - left_s) / steps)
+        elif self._quiet_step_s:
+            self._slower_s += (now - left_s) - steps * median(self._quiet_step_s)
+
+    def leave(self, step: int, *, began: bool, saving: bool) -> None:
+        """`began`: this call began a save; `saving`: one is under way now."""
+        now = self._clock_s()
+        if began:
+            if self._saves:
+                self._slowdown_s.append(max(self._slower_s, 0.0))
+            self._slower_s = 0.0
+            self._saves += 1
+            self._blocked_s.append(now - self._entered_s)
+        self._left = (step, now, saving)
+
+    def advise(self) -> Advice | None:
+        """What is known by now; None before the first save."""
+        if not self._saves:
+            return None
+        blocked_s = median(self._blocked_s)
+        slowdown_s = median(self._slowdown_s or [max(self._slower_s, 0.0)])
+        # Where a save is always under way, slower steps are all that there are.
+        known_s = self._quiet_step_s or self._any_step_s
+        step_s = median(known_s) if known_s else None
+        interval_s = steps = None
+        if self._mtbf_s is not None:
+            interval_s = best_interval_s(blocked_s + slowdown_s, self._mtbf_s)
+            steps = max(1, round(interval_s / step_s)) if step_s else None
+        return Advice(self._saves, blocked_s, slowdown_s, step_s, self._mtbf_s, interval_s, steps)

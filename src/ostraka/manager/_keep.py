@@ -1,0 +1,91 @@
+"""What to keep: a pure function of the steps that are there. No JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ostraka.manager._steps import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The `n` steps with the lowest (`"min"`) or highest (`"max"`) value of a metric.
+
+    Of equal ones the later is better. A step without the metric, or with NaN, is never among them.
+
+    >>> ostraka.Manager("runs/a", keep_best=ostraka.Best("accuracy", "max", n=3))
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"the mode of Best must be 'min' or 'max', not {self.mode!r}")
+        if self.n < 1:
+            raise ValueError(f"Best needs n of at least 1, not {self.n}")
+
+    def ranked(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        having = [s for s in steps if not math.isnan(s.metrics.get(self.metric, math.nan))]
+        return sorted(having, key=lambda s: (sign * s.metrics[self.metric], -s.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Reasons to keep a step; a step stays if any of them holds. With none given, all stay."""
+
+    last: int | None
+    every: int | None
+    interval_s: float | None
+    best: Best | None
+    condition: Callable[[Step], bool] | None
+
+    @property
+    def keeps_all(self) -> bool:
+        reasons = (self.last, self.every, self.interval_s, self.best, self.condition)
+        return all(reason is None for reason in reasons)
+
+
+def find_superfluous(steps: Sequence[Step], keep: Keep, *, just_saved: int) -> list[int]:
+    """The steps to delete, the oldest first; `steps` ascend.
+
+    Never the newest, a pinned one, or the one that was just saved.
+    """
+    if keep.keeps_all:
+        return []
+    kept = {just_saved, *(step.step for step in steps[-1:])}
+    kept.update(step.step for step in steps if step.pinned)
+    kept.update(step.step for step in _wanted(steps, keep))
+    return [step.step for step in steps if step.step not in kept]
+
+
+def _wanted(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
+    if keep.last is not None:
+        yield from steps[-keep.last :]
+    if keep.every is not None:
+        yield from (step for step in steps if step.step % keep.every == 0)
+    if keep.interval_s is not None:
+        yield from _one_per_interval(steps, keep.interval_s)
+    if keep.best is not None:
+        yield from keep.best.ranked(steps)[: keep.best.n]
+    if keep.condition is not None:
+        yield from (step for step in steps if keep.condition(step))
+
+
+def _one_per_interval(steps: Sequence[Step], interval_s: float) -> Iterator[Step]:
+    """The first step, and each that was saved `interval_s` or more after the last one kept.
+
+    A clock that was set back, or can't be told, begins a new interval: rather one too many.
+    """
+    since: float | None = None
+    for step in steps:
+        now = step.saved_s
+        if since is None or now is None or now < since or now - since >= interval_s:
+            since = now
+            yield step

@@ -1,0 +1,396 @@
+"""The manager of a run's steps: what to save and when, what to keep, what to go on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, SupportsIndex
+
+import jax
+
+from ostraka._capture import DtypeRule
+from ostraka._plan import MAX_FILE_BYTES
+from ostraka._read import restore
+from ostraka._record import Record
+from ostraka._record import logger as log
+from ostraka._write import save_async
+from ostraka.errors import StoreError
+from ostraka.manager._advice import Advice, CostMeter
+from ostraka.manager._check import check_positive, check_step
+from ostraka.manager._keep import Best, Keep
+from ostraka.manager._lock import RootLock
+from ostraka.manager._metrics import with_metrics
+from ostraka.manager._pending import PendingSave
+from ostraka.manager._preempt import Preemption
+from ostraka.manager._recover import Recovery
+from ostraka.manager._retain import retain
+from ostraka.manager._steps import Root, Step, name_of
+from ostraka.manager._together import decide_together
+from ostraka.manager._when import Schedule, When
+from ostraka.storage import PathLike
+
+
+class Manager:
+    """The steps of a run, in one directory: saves them, keeps some, restores the newest intact one.
+
+    When to save: at multiples of `every` steps, every `every_s` seconds, `at` given steps, `when` a
+    callable of the step says so, and, with `on_preemption`, when the run is about to be ended
+    (SIGTERM, or JAX's preemption notice). Any of them is enough; with none of the first four, each
+    call of `save` saves.
+
+    What to keep: the last `keep` steps, multiples of `keep_every`, one for each `keep_interval_s`
+    seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
+    Any of them is enough; with none given, everything is kept. The newest step is always kept.
+
+    Saves run in the background unless `asynchronous` is False. Errors of a background save are
+    raised by the next call, on every process. Only one manager writes to a directory at a time: a
+    second raises Busy, or waits (`if_locked="wait"`). With `read_only` nothing is ever written.
+
+    `on_record` is called with a record of each save. `mtbf_s`, the mean time between failures in
+    seconds, makes `advice` say how often to save.
+
+    Every process of a run makes its manager and calls the same methods in the same order; only
+    `steps`, `metrics` and `path` may be called by one alone.
+
+    >>> with ostraka.Manager("runs/a", every=100, keep=3) as manager:
+    ...     if manager.latest() is not None:
+    ...         state = manager.restore(like=state)
+    ...     for step in range(state["step"] + 1, 10_000):
+    ...         state = train(state)
+    ...         manager.save(step, state, metrics={"loss": state["loss"]})
+    ...         if manager.reached_preemption(step):
+    ...             break
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        every: int | None = None,
+        every_s: float | None = None,
+        at: Iterable[int] = (),
+        when: Callable[[int], bool] | None = None,
+        on_preemption: bool = True,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        keep_interval_s: float | None = None,
+        keep_best: Best | None = None,
+        keep_if: Callable[[Step], bool] | None = None,
+        asynchronous: bool = True,
+        read_only: bool = False,
+        if_locked: Literal["refuse", "wait"] = "refuse",
+        mtbf_s: float | None = None,
+        on_record: Callable[[Record], None] | None = None,
+    ):
+        check_positive(
+            every=every,
+            every_s=every_s,
+            keep=keep,
+            keep_every=keep_every,
+            keep_interval_s=keep_interval_s,
+            mtbf_s=mtbf_s,
+        )
+        if if_locked not in ("refuse", "wait"):
+            raise ValueError(f"if_locked must be 'refuse' or 'wait', not {if_locked!r}")
+        self._root = Root(root)
+        self._schedule = Schedule(When(every, every_s, frozenset(at), when))
+        self._keep = Keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
+        self._asynchronous = asynchronous
+        self._read_only = read_only
+        self._on_record = on_record
+        self._meter = CostMeter(mtbf_s)
+        self._advised_s: float | None = None
+        self._pending = PendingSave()
+        self._damaged: set[int] = set()
+        self._names: dict[int, str] = {}
+        self._newest: int | None = None
+        self._closed = False
+        self._lock = RootLock(self._root.location)
+        self._preemption: Preemption | None = None
+        self.restored: int | None = None
+        """The step that was restored last."""
+        if not read_only:
+            self._open(wait=if_locked == "wait")
+            self._preemption = Preemption() if on_preemption else None
+
+    @property
+    def root(self) -> str:
+        """The directory, as an absolute path."""
+        return self._root.location
+
+    @property
+    def advice(self) -> Advice | None:
+        """What saving costs the loop and how often to save; None before the first save."""
+        return self._meter.advise()
+
+    # Saving
+
+    def should_save(self, step: SupportsIndex) -> bool:
+        """Whether `save` would save this step."""
+        number = check_step(step)
+        return self.reached_preemption(number) or self._schedule.is_due(number)
+
+    def reached_preemption(self, step: SupportsIndex) -> bool:
+        """Whether the run is about to be ended and this is the step to stop at.
+
+        All processes get the same answer; ask, or call `save`, at every step.
+        """
+        return self._preemption is not None and self._preemption.reached(check_step(step))
+
+    def save(
+        self,
+        step: SupportsIndex,
+        tree: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
+        asynchronous: bool | None = None,
+        dtype: DtypeRule = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> bool:
+        """Save a step if it is time to, or in any case with `force`; returns whether it is saved.
+
+        `tree`, `dtype`, `metadata` and `max_file_bytes` are those of `ostraka.save`. `metrics` are
+        numbers, the same on all processes; they are kept in the checkpoint. When it returns, `tree`
+        may be changed. In the background the save goes on, and an error of it is raised by the
+        next call; with `asynchronous=False`, and when the run is about to be ended, the step is on
+        disk when this returns.
+
+        A step that is there already is replaced, in one atomic event. A step lower than the latest
+        raises ValueError: a restart would go on from the other. `force` saves it all the same.
+        """
+        self._check_writable()
+        number = check_step(step)
+        self._meter.enter(number)
+        due = self.should_save(number) or force
+        if due:
+            self._begin(
+                number,
+                tree,
+                metadata=with_metrics(metadata, metrics, number),
+                dtype=dtype,
+                max_file_bytes=max_file_bytes,
+                force=force,
+                background=self._asynchronous if asynchronous is None else asynchronous,
+            )
+        else:
+            self._pending.raise_if_failed()
+        self._meter.leave(number, began=due, saving=self._pending.is_running())
+        if due:
+            self._log_advice()
+        return due
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any; raises its error."""
+        self._pending.settle()
+
+    # What is there
+
+    def steps(self) -> list[int]:
+        """The steps that are on disk now, ascending, as this process sees them."""
+        return [step.step for step in self._root.steps()]
+
+    def latest(self) -> int | None:
+        """The highest step on disk, the same on all processes; None if there is none."""
+        return decide_together(
+            f"look at {self.root}", lambda: max((s.step for s in self._root.steps()), default=None)
+        )
+
+    def best(self, by: Best | None = None) -> int | None:
+        """The best step `by` a metric, or else by `keep_best`; the same on all processes.
+
+        None if no step has that metric.
+        """
+        best = by or self._keep.best
+        if best is None:
+            raise ValueError("best by what? Give by=Best(metric, mode), or the manager keep_best=")
+        ranked = decide_together(
+            f"look at {self.root}",
+            lambda: [step.step for step in best.ranked(self._root.steps())[:1]],
+        )
+        return ranked[0] if ranked else None
+
+    def metrics(self, step: SupportsIndex) -> dict[str, float]:
+        """The metrics that were saved with a step."""
+        return dict(self._root.find(check_step(step)).metrics)
+
+    def path(self, step: SupportsIndex) -> str:
+        """The path of a step that is there, for `ostraka.open` and its like."""
+        return self._root.path(self._root.find(check_step(step)).names[0])
+
+    def restore(
+        self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
+    ) -> Any:
+        """Restore a step, or else the newest; `options` are those of `ostraka.restore`.
+
+        Every byte that is read is verified. If a step is damaged that is logged, and raises
+        Damaged, which names the step before it; with `fallback` a warning says so and that one is
+        restored, and so on. `restored` is the step it came to. Raises CheckpointNotFound if there
+        is nothing to restore.
+        """
+        self._pending.settle()
+        self._check_open()
+        began_s = time.perf_counter()
+        # What a damaged step has put into `into=` must not stay beside what an older one has.
+        mixes = "into" in options and not options.get("strict", True)
+        wanted = None if step is None else check_step(step)
+        recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
+        try:
+            self.restored, value = recovery.run(lambda path: restore(path, **options))
+        finally:
+            self._damaged |= recovery.damaged
+        seconds = time.perf_counter() - began_s
+        log.info("restored step %d of %s in %.3f s", self.restored, self.root, seconds)
+        return value
+
+    # Changing what is there
+
+    def delete(self, step: SupportsIndex) -> None:
+        """Delete a step, even if it is pinned or the newest."""
+        self._change("deletion", self._root.remove, step)
+
+    def pin(self, step: SupportsIndex) -> None:
+        """Keep a step for good: retention leaves it alone, in later runs too."""
+        self._change("pinning", self._root.pin, step)
+
+    def unpin(self, step: SupportsIndex) -> None:
+        """Let a pinned step be subject to retention again."""
+        self._change("unpinning", self._root.unpin, step)
+
+    def close(self) -> None:
+        """Wait for the save under way, and let others write; raises the save's error."""
+        if self._closed:
+            return
+        try:
+            self._pending.settle()
+        finally:
+            self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Perhaps on this process alone: whatever needs the others could wait for them for ever.
+        try:
+            self._pending.finish_alone()
+        finally:
+            self._leave()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read-only" if self._read_only else "open"
+        return f"<Manager of {self.root}, {state}>"
+
+    # Inside
+
+    def _open(self, *, wait: bool) -> None:
+        def prepare() -> dict[str, Any]:
+            self._root.prepare()
+            self._lock.acquire(wait=wait)
+            self._root.clean()
+            steps = self._root.scan()
+            return {
+                "names": [[s.step, s.names[0]] for s in steps],
+                "newest": max((s.step for s in steps if not s.problems), default=None),
+            }
+
+        try:
+            found = decide_together(f"opening of {self.root}", prepare)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._names = dict(found["names"])
+        self._newest = found["newest"]
+
+    def _begin(
+        self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
+    ) -> None:
+        self._pending.settle()
+        if not force:
+            self._check_order(step)
+        self._schedule.note_save()
+        path = self._root.path(self._names.get(step, name_of(step)))
+        self._newest = max(step, step if self._newest is None else self._newest)
+        self._pending.begin(
+            lambda: save_async(
+                path,
+                tree,
+                on_commit=lambda: self._retain(step),
+                on_record=self._tell,
+                **options,
+            ),
+            background=background and not self.reached_preemption(step),
+        )
+
+    def _check_order(self, step: int) -> None:
+        """Refuse a step lower than the latest that is still there."""
+        if self._newest is None or step >= self._newest:
+            return
+        damaged = self._damaged
+
+        def look() -> int | None:
+            there = (s.step for s in self._root.steps() if s.step not in damaged)
+            return max(there, default=None)
+
+        self._newest = decide_together(f"look at {self.root}", look)
+        if self._newest is not None and step < self._newest:
+            raise ValueError(
+                f"step {step} is lower than {self._newest}, the latest step in {self.root}, which "
+                "a restart would go on from; delete the later steps first, or pass force=True"
+            )
+
+    def _tell(self, record: Record) -> None:
+        # On one process alone: an error here must not look like one of the save.
+        if self._on_record is not None:
+            try:
+                self._on_record(record)
+            except Exception:
+                log.exception("on_record raised")
+
+    def _retain(self, just_saved: int) -> None:
+        """On process 0, in the background, after a commit."""
+        self._damaged.discard(just_saved)
+        retain(self._root, self._keep, just_saved=just_saved, ignore=self._damaged)
+
+    def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
+        self._check_writable()
+        number = check_step(step)
+        self._pending.settle()
+        decide_together(f"{what} of step {number}", lambda: change(number))
+
+    def _log_advice(self) -> None:
+        """Log the advice when there is some for the first time, and when it has changed."""
+        advice = self.advice
+        if advice is None or advice.interval_s is None or jax.process_index() != 0:
+            return
+        last_s = self._advised_s
+        if last_s is None or not 0.8 * last_s <= advice.interval_s <= 1.25 * last_s:
+            self._advised_s = advice.interval_s
+            log.info("%s", advice)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the manager of {self.root} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._read_only:
+            raise StoreError(
+                f"the manager of {self.root} was opened with read_only=True, and writes nothing",
+                filename=self.root,
+            )
+
+    def _leave(self) -> None:
+        self._closed = True
+        if self._preemption is not None:
+            self._preemption.stop()
+        self._lock.release()

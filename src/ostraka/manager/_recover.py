@@ -1,0 +1,169 @@
+"""Restore the newest step that is intact, the same one on every process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostraka._record import logger as log
+from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed
+from ostraka.integrity import verify
+from ostraka.manager._steps import Root, no_such_step
+from ostraka.manager._together import agree, decide_together
+
+_ATTEMPTS = 10
+_STACK_LEVEL = 4
+"""From here to the line that called the manager."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A step to restore, and the one before it, if any."""
+
+    step: int
+    path: str
+    problems: tuple[Problem, ...]
+    before: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a restore went: `ok`, `damaged`, `gone`, or `failed` for any other reason.
+
+    `follows`: it failed here because it failed on another process.
+    """
+
+    status: str
+    problems: tuple[Problem, ...]
+    value: Any
+    error: Exception | None
+
+
+class Recovery:
+    """One restore from a root, of a step and those before it."""
+
+    def __init__(self, root: Root, step: int | None, *, fallback: bool, verify_first: bool):
+        self._root = root
+        self._step = step
+        self._fallback = fallback
+        self._verify_first = verify_first
+        self.damaged: set[int] = set()
+        """Steps that turned out to be damaged."""
+
+    def run(self, restore: Callable[[str], Any]) -> tuple[int, Any]:
+        """The step that was restored, and what `restore` made of its path."""
+        for _ in range(_ATTEMPTS + 1):
+            choice = self._choose()
+            outcome = self._try(choice, restore)
+            match outcome.status:
+                case "ok":
+                    return choice.step, outcome.value
+                case "damaged":
+                    self._go_on_without(choice, outcome)
+                case "gone" if self._step is None:
+                    continue  # Retention of another run was faster.
+                case _ if outcome.error is not None:
+                    raise outcome.error
+                case _:
+                    # It failed on another process alone, and all of it is there on this one.
+                    return choice.step, outcome.value
+        raise CheckpointNotFound(
+            f"steps of {self._root.location} were deleted while they were being restored"
+        )
+
+    # Which step
+
+    def _choose(self) -> _Choice:
+        found = decide_together(f"choice of a step in {self._root.location}", self._decide)
+        problems = _decode(found["problems"])
+        return _Choice(found["step"], found["path"], problems, found["before"])
+
+    def _decide(self) -> dict[str, Any]:
+        every = self._root.scan()
+        steps = [s for s in every if self._step is None or s.step <= self._step]
+        left = [s for s in steps if s.step not in self.damaged]
+        if self._step is not None and self._step not in [s.step for s in steps]:
+            raise no_such_step(self._root.location, self._step, [s.step for s in every])
+        if not left:
+            raise CheckpointNotFound(f"there is no step in {self._root.location} to restore")
+        chosen = left[-1]
+        before = [s.step for s in left[:-1] if not s.problems]
+        path = self._root.path(chosen.names[0])
+        problems = chosen.problems
+        if self._verify_first and not problems:
+            problems = verify(path, raises=False).problems
+        return {
+            "step": chosen.step,
+            "path": path,
+            "problems": _encode(problems),
+            "before": before[-1] if before else None,
+        }
+
+    # How it went
+
+    def _try(self, choice: _Choice, restore: Callable[[str], Any]) -> _Outcome:
+        if choice.problems:
+            return _Outcome("damaged", choice.problems, None, None)
+        mine = _attempt(choice.path, restore)
+        status, problems = agree(
+            f"restore of step {choice.step}", [mine.status, _encode(mine.problems)], _sum_up
+        )
+        return _Outcome(status, _decode(problems), mine.value, mine.error)
+
+    def _go_on_without(self, choice: _Choice, outcome: _Outcome) -> None:
+        """Say so loudly, and raise unless the step before is wanted and there."""
+        self.damaged.add(choice.step)
+        damaged = Damaged(choice.path, outcome.problems)
+        log.error("step %d can't be restored: %s", choice.step, damaged)
+        if self._fallback and choice.before is not None:
+            warnings.warn(
+                f"step {choice.step} can't be restored, so step {choice.before} is: {damaged}",
+                UserWarning,
+                stacklevel=_STACK_LEVEL,
+            )
+            return
+        if choice.before is None:
+            hint = f"{self._root.location} has no step before it"
+        else:
+            hint = (
+                f"the step before it is {choice.before}: pass step={choice.before}, or "
+                "fallback=True"
+            )
+        damaged.args = (f"{damaged}; {hint}",)
+        for note in getattr(outcome.error, "__notes__", []):
+            damaged.add_note(note)
+        raise damaged from outcome.error
+
+
+def _attempt(path: str, restore: Callable[[str], Any]) -> _Outcome:
+    try:
+        return _Outcome("ok", (), restore(path), None)
+    except Damaged as error:
+        return _Outcome("damaged", error.problems, None, error)
+    except CheckpointNotFound as error:
+        return _Outcome("gone", (), None, error)
+    except RestoreFailed as error:
+        return _Outcome("follows", (), None, error)
+    except Exception as error:
+        return _Outcome("failed", (), None, error)
+
+
+def _sum_up(outcomes: list[Any]) -> list[Any]:
+    """The outcome for all; one that nothing can be done about comes first."""
+    said = [status for status, _ in outcomes]
+    problems = [problem for _, found in outcomes for problem in found]
+    for status in ("failed", "damaged", "gone", "follows"):
+        if status in said:
+            return [status, problems]
+    return ["ok", []]
+
+
+def _encode(problems: Sequence[Problem]) -> list[Any]:
+    return [[problem.file, problem.found, problem.leaves] for problem in problems]
+
+
+def _decode(problems: list[Any]) -> tuple[Problem, ...]:
+    unique = dict.fromkeys(Problem(file, found, tuple(leaves)) for file, found, leaves in problems)
+    return tuple(unique)

@@ -1,0 +1,260 @@
+"""Which steps are on disk: names, what counts as a step, how one is removed. No JAX.
+
+The disk is the truth. A step is a directory that is named as one and holds a `_METADATA` that can
+be read. Everything else in the root is somebody else's and is not touched, except for what dead
+saves and deletions left behind in directories that are named as steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ostraka import _format
+from ostraka._checkpoint import load
+from ostraka._format import Metadata
+from ostraka._leftovers import UNKNOWN, committed_directory
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    Damaged,
+    NotACheckpoint,
+    PathInTheWay,
+    Problem,
+    UnsupportedFormat,
+)
+from ostraka.manager._metrics import NO_METRICS, metrics_in
+from ostraka.storage import LocalStore, PathLike, open_store
+
+PIN_NAME = "_PINNED"
+"""An empty file of this name in a step's directory: retention leaves the step alone."""
+
+_NAMED_STEPS = 10
+"""A message that lists the steps lists no more of them."""
+
+_STEP_NAME = re.compile(r"(?:step_)?([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on disk: its number, when it was saved, its metrics, whether it is pinned."""
+
+    step: int
+    saved_s: float | None
+    """Seconds since 1970 by the clock of the machine that saved it; None if that can't be told."""
+    metrics: Mapping[str, float]
+    pinned: bool
+    names: tuple[str, ...] = ()
+    """The directories that hold this step; the first counts."""
+    problems: tuple[Problem, ...] = field(default=(), repr=False)
+    """Why it can't be read. Empty for every step that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one directory's `_METADATA` says."""
+
+    saved_s: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
+    problems: tuple[Problem, ...] = ()
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory of this name holds: `step_00000100`, `step_100`, `0100`, `100`."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class Root:
+    """A directory with steps in it."""
+
+    def __init__(self, path: PathLike):
+        store = open_store(path)
+        if not isinstance(store, LocalStore):
+            raise UnsupportedFormat(
+                f"a Manager needs a directory, and {store.location} is none; use a local path or "
+                "one on a mounted file system"
+            )
+        self.location = store.location
+        self._store = store
+        self._cache: dict[str, tuple[Any, _Found | None]] = {}
+        # Retention runs in the background while the training loop asks what is there.
+        self._lock = threading.RLock()
+
+    def prepare(self) -> None:
+        self._store.prepare()
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.location, name)
+
+    def scan(self) -> list[Step]:
+        """All steps in ascending order, those that can't be read included."""
+        with self._lock:
+            there = self._store.list() or []
+            named: dict[int, list[str]] = {}
+            for name in sorted(there, key=_preference):
+                step = step_of(name)
+                if step is not None and self._look(name) is not None:
+                    named.setdefault(step, []).append(name)
+            self._cache = {name: self._cache[name] for name in there if name in self._cache}
+            return [self._step(step, named[step]) for step in sorted(named)]
+
+    def steps(self) -> list[Step]:
+        """The steps that count, in ascending order."""
+        return [step for step in self.scan() if not step.problems]
+
+    def find(self, number: int) -> Step:
+        """A step that is there, readable or not. Raises CheckpointNotFound."""
+        steps = self.scan()
+        for step in steps:
+            if step.step == number:
+                return step
+        raise no_such_step(self.location, number, [step.step for step in steps])
+
+    def remove(self, number: int) -> None:
+        """Delete a step, under all its names. A crash on the way never leaves half a step."""
+        with self._lock:
+            for name in self.find(number).names:
+                self._remove(name)
+
+    def pin(self, number: int) -> None:
+        with self._lock:
+            step = self.find(number)
+            if not step.pinned:
+                store = self._open(step.names[0])
+                store.create(PIN_NAME, 0).finish()
+                store.settle("")
+
+    def unpin(self, number: int) -> None:
+        with self._lock:
+            for name in self.find(number).names:
+                store = self._open(name)
+                store.delete(PIN_NAME)
+                store.settle("")
+
+    def clean(self) -> None:
+        """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
+        with self._lock:
+            for name in self._store.list() or []:
+                if step_of(name) is not None and not os.path.islink(self.path(name)):
+                    self._clean(name)
+
+    # One directory
+
+    def _open(self, name: str) -> LocalStore:
+        return LocalStore(self.path(name))
+
+    def _step(self, number: int, names: list[str]) -> Step:
+        # A damaged directory does not hide a good one of the same step.
+        names.sort(key=lambda name: bool(self._known(name).problems))
+        found = self._known(names[0])
+        pinned = any(self._is_pinned(name) for name in names)
+        return Step(number, found.saved_s, found.metrics, pinned, tuple(names), found.problems)
+
+    def _is_pinned(self, name: str) -> bool:
+        # What a link leads to is not the manager's to delete.
+        path = self.path(name)
+        return os.path.islink(path) or os.path.lexists(os.path.join(path, PIN_NAME))
+
+    def _known(self, name: str) -> _Found:
+        found = self._cache[name][1]
+        assert found is not None
+        return found
+
+    def _look(self, name: str) -> _Found | None:
+        """What a directory holds, None if it is no checkpoint; read again only if replaced."""
+        try:
+            status = os.stat(os.path.join(self.path(name), _format.METADATA_NAME))
+        except OSError:
+            return None
+        # A commit is a rename: the file is another one each time.
+        mark = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if name not in self._cache or self._cache[name][0] != mark:
+            self._cache[name] = (mark, _read(self._open(name)))
+        return self._cache[name][1]
+
+    def _remove(self, name: str) -> None:
+        path = self.path(name)
+        if os.path.islink(path):
+            os.unlink(path)
+            return
+        store = self._open(name)
+        with store.exclusive():
+            # The pin first: alone in the directory it would be in the way of the next save.
+            store.delete(PIN_NAME)
+            # Then what makes it a step, for good, so that not even a power failure brings back a
+            # `_METADATA` whose shards are gone.
+            store.delete(_format.METADATA_NAME)
+            store.settle("")
+            for other in store.list() or []:
+                if _is_ours(other):
+                    store.delete(other)
+            self._remove_if_empty(name)
+
+    def _remove_if_empty(self, name: str) -> None:
+        with suppress(OSError):  # not empty: other people's files stay
+            os.rmdir(self.path(name))
+        self._store.settle("")
+
+    def _clean(self, name: str) -> None:
+        store = self._open(name)
+        if not any(_is_ours(other) for other in store.list() or []):
+            return
+        with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
+            kept = committed_directory(store)
+            if kept == UNKNOWN:
+                return  # Its shards may be all that there is to mend it with.
+            for other in store.list() or []:
+                if _is_ours(other) and other not in (kept, _format.METADATA_NAME):
+                    store.delete(other)
+            if kept is None:
+                self._remove_if_empty(name)
+
+
+def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:
+    if len(there) > _NAMED_STEPS:
+        found = f"{len(there)} steps, from {there[0]} to {there[-1]}"
+    else:
+        found = ", ".join(str(step) for step in there) or "none"
+    return CheckpointNotFound(f"there is no step {number} in {root}; it has {found}")
+
+
+def _preference(name: str) -> tuple[bool, str]:
+    """Of several names for one step the manager's own comes first."""
+    step = step_of(name)
+    return (step is None or name != name_of(step), name)
+
+
+def _is_ours(name: str) -> bool:
+    """What a save puts into its directory, but for `_METADATA` itself."""
+    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
+    return is_temporary or _format.is_shards_directory(name)
+
+
+def _read(store: LocalStore) -> _Found | None:
+    try:
+        metadata = load(store).metadata
+    except (CheckpointNotFound, NotACheckpoint):
+        return None
+    except Damaged as error:
+        return _Found(problems=error.problems)
+    except (UnsupportedFormat, OSError) as error:
+        return _Found(problems=(Problem(_format.METADATA_NAME, str(error)),))
+    return _Found(_saved_s(metadata), metrics_in(metadata.user))
+
+
+def _saved_s(metadata: Metadata) -> float | None:
+    try:
+        return datetime.fromisoformat(metadata.writer["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

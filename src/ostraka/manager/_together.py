@@ -1,0 +1,69 @@
+"""Decisions that all processes must share: process 0 makes them, and everybody gets the same.
+
+With one process they are made here and now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ostraka._coordinate import Operation, ProcessFailed
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    OstrakaError,
+    PathInTheWay,
+    StoreError,
+    UnsupportedFormat,
+)
+
+_TOLD: tuple[type[OstrakaError], ...] = (
+    Busy,
+    CheckpointNotFound,
+    PathInTheWay,
+    StoreError,
+    UnsupportedFormat,
+)
+"""Errors that consist of their sentence, so that every process can raise the same."""
+
+
+def decide_together(what: str, decide: Callable[[], Any]) -> Any:
+    """What `decide` returns on process 0 (JSON), on every process.
+
+    Every process must call this, in the same order. If `decide` raises, all raise.
+    """
+    return agree(what, None, lambda _: decide())
+
+
+def agree(
+    what: str,
+    payload: Any,
+    decide: Callable[[list[Any]], Any],
+    *,
+    timeout_s: float | None = None,
+) -> Any:
+    """What `decide` on process 0 makes of the payloads (JSON) of all processes.
+
+    A process that does not come to it within `timeout_s` makes it fail.
+    """
+
+    def tell(payloads: list[Any]) -> Any:
+        try:
+            return {"answer": decide(payloads)}
+        except _TOLD as error:
+            if operation.count == 1:
+                raise
+            return {"error": type(error).__name__, "message": str(error)}
+
+    try:
+        with Operation(what) as operation:
+            told = operation.exchange("decide", payload, tell, timeout_s=timeout_s)
+    except ProcessFailed as failure:
+        if isinstance(failure.__cause__, Exception):
+            raise failure.__cause__ from None
+        raise OstrakaError(f"{what} failed on {failure}") from None
+    if "error" in told:
+        kinds = {kind.__name__: kind for kind in _TOLD}
+        raise kinds[told["error"]](told["message"])
+    return told["answer"]

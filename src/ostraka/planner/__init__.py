@@ -1,0 +1,16 @@
+"""What a checkpoint costs before it is written: files, bytes, memory, time, recovery.
+
+from ostraka import sharding
+from ostraka.planner import plan
+
+planned = plan(model, mesh={"data": 64}, specs=sharding.fsdp("data"), processes=8)
+print(planned.total_bytes, planned.process_spread.skew, planned.metadata_bytes)
+print(planned.restore(mesh={"data": 32}, processes=4).over_read)
+"""
+
+from __future__ import annotations
+
+from ostraka.planner._plan import Plan, plan
+from ostraka.planner._restore import RestorePlan
+
+__all__ = ["Plan", "RestorePlan", "plan"]

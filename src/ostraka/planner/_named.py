@@ -1,0 +1,90 @@
+"""A model by its config, with an optimizer, as a state to be planned. No JAX but for rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ostraka._spec import DTYPES, LeafSpec, MeshSpec
+from ostraka.planner._models import parameters_of
+from ostraka.planner._optimizers import optimizer_leaves
+from ostraka.planner._rules import settle_rules
+from ostraka.planner._state import State, share_devices
+
+_VARIABLES = "flax.nnx.variablelib"
+_OPTIMIZER = "flax.nnx.training.optimizer"
+
+
+def state_of_config(
+    config: Mapping[str, Any],
+    *,
+    mesh: MeshSpec,
+    rules: Any,
+    processes: int,
+    optimizer: str,
+    dtype: str,
+    optimizer_dtype: str | None,
+) -> State:
+    """The state of `{"model": model, "optimizer": optimizer}` for an NNX model of that config."""
+    for name in (dtype, optimizer_dtype or dtype):
+        if name not in DTYPES:
+            raise ValueError(f"there is no dtype {name!r}; give one such as bfloat16 or float32")
+    parameters = parameters_of(config)
+    process_of = share_devices(len(mesh.devices), processes)
+    unplaced = [LeafSpec(f"model/{path}", "jax", dtype, shape) for path, shape in parameters]
+    settled = settle_rules(unplaced, rules, mesh)
+    shapes = dict(parameters)
+    leaves = [
+        LeafSpec(leaf.path, "jax", dtype, leaf.shape, 0, settled.partitions[leaf.path])
+        for leaf in unplaced
+    ]
+    for path, shape, kept, parameter in optimizer_leaves(
+        optimizer, parameters, optimizer_dtype or dtype
+    ):
+        # What has another shape than its parameter, as a factored moment has, stays whole.
+        follows = parameter is not None and shapes[parameter] == shape
+        partition = settled.partitions[f"model/{parameter}"] if follows else ()
+        leaves.append(LeafSpec(f"optimizer/{path}", "jax", kept, shape, 0, partition))
+    return State(
+        leaves=tuple(leaves),
+        meshes=(mesh,),
+        process_of=process_of,
+        tree=_encode([leaf.path for leaf in leaves]),
+        parameters=sum(prod(shape) for _, shape in parameters),
+        problems=settled.problems,
+    )
+
+
+def _encode(paths: Sequence[str]) -> Any:
+    """The tree as `_METADATA` would have it for NNX objects with these paths."""
+    root: dict[str, Any] = {}
+    for number, path in enumerate(paths):
+        *above, name = path.split("/")
+        node = root
+        for key in above:
+            node = node.setdefault(key, {})
+        node[name] = number
+    kinds = {"model": ["model", "Model"], "optimizer": [_OPTIMIZER, "Optimizer"]}
+    items = [{"nnx": kinds[top], "items": [_encode_node(top, root[top])]} for top in root]
+    return {"dict": list(root), "items": items}
+
+
+def _encode_node(path: str, node: Any) -> Any:
+    if isinstance(node, int):
+        return {"variable": _variable(path), "about": {}, "items": [node]}
+    items: dict[str, Any] = node
+    keys = [int(key) if key.isdigit() else key for key in items]
+    kind = "dict" if "/" in path else "state"  # below its top a state is made of dicts
+    return {
+        kind: keys,
+        "items": [_encode_node(f"{path}/{key}", item) for key, item in items.items()],
+    }
+
+
+def _variable(path: str) -> list[str]:
+    if path.startswith("model/"):
+        return [_VARIABLES, "Param"]
+    if path == "optimizer/step":
+        return [_OPTIMIZER, "OptState"]
+    return [_OPTIMIZER, "OptArray" if path.endswith("/count") else "OptVariable"]

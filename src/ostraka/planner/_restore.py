@@ -1,0 +1,174 @@
+"""What a restore reads, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ostraka import _account
+from ostraka._account import ReadAccount, Spread
+from ostraka._format import Metadata
+from ostraka._pattern import matches
+from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
+from ostraka.errors import Mismatch
+from ostraka.planner._state import SAMPLED_PROCESSES, mesh_of_sizes, share_devices
+
+_EXACT_TARGETS = 100_000
+_MAX_PIECES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is there, or will be."""
+
+    metadata: Metadata
+    metadata_bytes: int
+    index_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore reads."""
+
+    mesh: MeshSpec | None
+    """The mesh that all goes to; None where it goes back to those that it was on."""
+    process_count: int
+    processes: tuple[ReadAccount, ...]
+    """All of them, or those that were looked at."""
+    opening_bytes: tuple[int, ...]
+    """What each of them reads of `_METADATA` and the indexes."""
+
+    @property
+    def is_sampled(self) -> bool:
+        return len(self.processes) < self.process_count
+
+    @property
+    def needed_bytes(self) -> Spread:
+        return _account.spread_of([account.needed_bytes for account in self.processes])
+
+    @property
+    def read_bytes(self) -> Spread:
+        """What each process reads of the shard files."""
+        return _account.spread_of([account.read_bytes for account in self.processes])
+
+    @property
+    def ranges(self) -> Spread:
+        return _account.spread_of([account.ranges for account in self.processes])
+
+    @property
+    def files(self) -> Spread:
+        return _account.spread_of([account.files for account in self.processes])
+
+    @property
+    def over_read(self) -> float:
+        """What is read beyond what is needed, as a share of what is needed."""
+        needed = sum(account.needed_bytes for account in self.processes)
+        read = sum(account.read_bytes for account in self.processes)
+        return read / needed - 1 if needed else 0.0
+
+
+def plan_restore(
+    saved: Saved,
+    mesh: Any,
+    specs: Any,
+    processes: int | None,
+    only: Any,
+    sampled: Sequence[int] | None,
+) -> RestorePlan:
+    """Settle where everything goes, and count what each process reads for it."""
+    numbered = [(n, leaf.spec) for n, leaf in enumerate(saved.metadata.leaves)]
+    if only is not None:
+        numbered = [(n, leaf) for n, leaf in numbered if matches(only, leaf.path)]
+        if not numbered:
+            raise Mismatch("can't plan the restore", [f"no leaf is matched by only={only!r}"])
+    target = None
+    meshes: Sequence[MeshSpec] = saved.metadata.meshes
+    process_of = saved.metadata.process_of
+    if mesh is not None:
+        target = _target_mesh(mesh)
+        meshes = [target]
+        process_of = share_devices(max(target.devices) + 1, processes or 1)
+        numbered = _moved(numbered, specs, target)
+    elif specs is not None or processes is not None:
+        raise ValueError("specs and processes need mesh=, the mesh to restore onto")
+    count = max(process_of) + 1
+    _check_own_values(saved, numbered, count)
+    accounts = [
+        _read_account(saved, numbered, meshes, process_of, process)
+        for process in _looked_at(sampled, count, len(numbered), len(process_of))
+    ]
+    opening = [
+        saved.metadata_bytes + sum(saved.index_bytes.get(p, 0) for p in account.index_processes)
+        for account in accounts
+    ]
+    return RestorePlan(target, count, tuple(accounts), tuple(opening))
+
+
+def _target_mesh(mesh: Any) -> MeshSpec:
+    if isinstance(mesh, MeshSpec):
+        return mesh
+    if isinstance(mesh, Mapping):
+        return mesh_of_sizes(cast("Mapping[str, int]", mesh))
+    from ostraka.planner._tree import describe_target
+
+    return describe_target(mesh)
+
+
+def _moved(
+    numbered: Sequence[tuple[int, LeafSpec]], specs: Any, mesh: MeshSpec
+) -> list[tuple[int, LeafSpec]]:
+    """The leaves on another mesh: as `specs` say, or cut as they were. Host arrays stay such."""
+    found: Mapping[str, Partition] = {}
+    if specs is not None:
+        from ostraka.planner._rules import settle_rules
+
+        found = settle_rules([leaf for _, leaf in numbered], specs, mesh).partitions
+    moved: list[tuple[int, LeafSpec]] = []
+    for number, leaf in numbered:
+        if leaf.kind in ("jax", "key"):
+            leaf = replace(leaf, mesh=0, partition=found.get(leaf.path, leaf.partition))
+            shape = leaf.shape[1:] if leaf.per_process else leaf.shape
+            logical = shape[:-1] if leaf.kind == "key" else shape
+            check_partition(leaf.path, logical, leaf.partition, mesh)
+        moved.append((number, leaf))
+    return moved
+
+
+def _check_own_values(saved: Saved, numbered: Sequence[tuple[int, LeafSpec]], count: int) -> None:
+    before = saved.metadata.process_count
+    different = [
+        f"{leaf.path!r}: each of the {before} processes that saved it had its own value; this run "
+        f"has {count}: restore with as many"
+        for _, leaf in numbered
+        if leaf.per_process and count != before
+    ]
+    if different:
+        raise Mismatch("can't plan the restore", different)
+
+
+def _looked_at(
+    sampled: Sequence[int] | None, count: int, leaves: int, devices: int
+) -> Sequence[int]:
+    if sampled is not None:
+        return sampled
+    if leaves * devices <= _EXACT_TARGETS or count <= SAMPLED_PROCESSES:
+        return range(count)
+    return (0, count - 1)
+
+
+def _read_account(
+    saved: Saved,
+    numbered: Sequence[tuple[int, LeafSpec]],
+    meshes: Sequence[MeshSpec],
+    process_of: Sequence[int],
+    process: int,
+) -> ReadAccount:
+    targets = _account.local_targets(numbered, meshes, process_of, process)
+    pieces = _account.count_pieces(saved.metadata, targets)
+    if pieces > _MAX_PIECES:
+        raise ValueError(
+            f"process {process} would put {pieces:,} pieces of files together, too many to plan "
+            f"(at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
+        )
+    return _account.account_read(saved.metadata, process, targets)

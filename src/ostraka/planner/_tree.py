@@ -1,0 +1,257 @@
+"""Live and abstract trees as states to be planned: what `save` would capture, without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ostraka._capture import (
+    Captured,
+    Devices,
+    check_dtype,
+    check_dtype_rule,
+    describe_mesh,
+    describe_sharding,
+    describe_spec,
+)
+from ostraka._document import (
+    Branch,
+    Leaf,
+    Stateful,
+    check_unique,
+    encode,
+    encode_state,
+    fill_in_states,
+    leaves_of,
+)
+from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
+from ostraka._tree import is_array, is_key, parse
+from ostraka.errors import InvalidTree
+from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
+from ostraka.sharding._check import check, raise_errors, specs_by_path
+from ostraka.sharding._data import array_leaves, parse_state
+from ostraka.sharding._follow import follow
+
+_ONE_DEVICE = MeshSpec((), (), (0,))
+
+
+def state_of_tree(
+    tree: Any,
+    *,
+    mesh: Any,
+    specs: Any,
+    processes: int | None,
+    optimizer: Any,
+    dtype: Any,
+    metadata: Mapping[str, Any],
+) -> State:
+    """What a save of this tree would capture, were it placed as `mesh` and `specs` say."""
+    check_dtype_rule(dtype)
+    target = None if mesh is None else describe_target(mesh)
+    found, problems = _settle_specs(tree, specs, optimizer, mesh)
+    if optimizer is not None:
+        tree = {"model": tree, "optimizer": abstract_optimizer(tree, optimizer)}
+    parsed = parse(tree)
+    leaves = list(leaves_of(parsed))
+    check_unique(leaves)
+    places = _Places(target, found, processes)
+    captured = Captured(parsed, [], [], [], ())
+    for leaf in leaves:
+        if has_shape(leaf.value):
+            captured.leaves.append(places.describe(leaf))
+    captured.meshes = list(places.meshes)
+    captured.values = [cast(Any, None)] * len(captured.leaves)
+    captured.number_meshes()
+    captured.save_as(dtype)
+    process_of = places.process_of()
+    numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
+    encoded = encode(parsed, numbers)
+    fill_in_states(encoded, _states(leaves, max(process_of) + 1))
+    return State(
+        leaves=tuple(captured.leaves),
+        meshes=tuple(captured.meshes),
+        process_of=process_of,
+        tree=encoded,
+        parameters=_count_parameters(parsed),
+        user=metadata,
+        problems=tuple(problems),
+    )
+
+
+def has_shape(value: Any) -> bool:
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def describe_target(mesh: Any) -> MeshSpec:
+    """A mesh as data: axis sizes and an abstract mesh are over the devices 0, 1, …"""
+    if isinstance(mesh, Mapping):
+        return mesh_of_sizes({str(k): v for k, v in cast("Mapping[Any, int]", mesh).items()})
+    if isinstance(mesh, AbstractMesh):
+        return _describe_abstract(mesh)
+    if isinstance(mesh, Mesh):
+        return describe_mesh(mesh, Devices())
+    raise TypeError(
+        f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh, an AbstractMesh, or a "
+        'mapping of axis sizes such as {"data": 4}'
+    )
+
+
+def _describe_abstract(mesh: AbstractMesh) -> MeshSpec:
+    types = tuple(str(axis_type.name).lower() for axis_type in mesh.axis_types)
+    sizes: dict[str, int] = {str(name): size for name, size in mesh.shape.items()}
+    return mesh_of_sizes(sizes, () if set(types) <= {"auto"} else types)
+
+
+def abstract_optimizer(tree: Any, optimizer: Any) -> Any:
+    """The state of an optax transformation for a tree, with shapes and dtypes only."""
+    if isinstance(optimizer, str):
+        import optax
+
+        make: Any = getattr(optax, optimizer, None)
+        if make is None:
+            raise ValueError(f"optimizer is {optimizer!r}, which optax does not have")
+        optimizer = make(1e-3)
+    try:
+        from flax import nnx
+    except ImportError:
+        return jax.eval_shape(optimizer.init, tree)
+    if not isinstance(tree, nnx.Module):
+        return jax.eval_shape(optimizer.init, tree)
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda m: nnx.Optimizer(m, optimizer, wrt=nnx.Param), tree)
+
+
+def _settle_specs(
+    tree: Any, specs: Any, optimizer: Any, mesh: Any
+) -> tuple[dict[str, PartitionSpec], list[Problem]]:
+    """By path the specs of all leaves, those of the optimizer as those of its parameters."""
+    if specs is None:
+        return {}, []
+    if mesh is None:
+        raise ValueError("specs needs mesh=, the mesh that the specs cut along")
+    parsed = parse_state(tree)
+    found, _ = specs_by_path(parsed, specs, mesh)
+    findings = check(tree, specs, mesh)
+    raise_errors("the specs do not fit", findings)
+    problems = [Problem(finding.severity, finding.path, finding.message) for finding in findings]
+    if optimizer is None:
+        return found, problems
+    leaves = list(array_leaves(parsed))
+    optimizer_leaves = array_leaves(parse_state(abstract_optimizer(tree, optimizer)))
+    following = follow(optimizer_leaves, leaves, found)
+    moved = {f"model/{path}": spec for path, spec in found.items()}
+    moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
+    return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]
+
+
+class _Places:
+    """Where each leaf lies: as it does, or as the caller says."""
+
+    def __init__(
+        self, mesh: MeshSpec | None, specs: Mapping[str, PartitionSpec], processes: int | None
+    ):
+        self._mesh = mesh
+        self._specs = specs
+        self._processes = processes
+        self._devices: Devices | None = None
+        self.meshes: dict[MeshSpec, int] = {}
+
+    def describe(self, leaf: Leaf) -> LeafSpec:
+        value = leaf.value
+        kind: LeafKind = "jax"
+        prng = None
+        shape = tuple(value.shape)
+        name = str(value.dtype)
+        if is_key(value):
+            implementation: Any = value.dtype._impl
+            kind, prng, name = "key", str(implementation.name), "uint32"
+            shape = (*shape, *implementation.key_shape)
+        else:
+            check_dtype(leaf.path, value.dtype)
+            name = value.dtype.name
+        if isinstance(value, np.ndarray | np.generic):
+            kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
+            return LeafSpec(leaf.path, kind, name, shape)
+        mesh, partition = self._place(leaf)
+        if not mesh.axis_names and self._process_count() > 1:
+            # Every process has it on a device of its own: what all have alike is a common value.
+            return LeafSpec(leaf.path, kind, name, shape, prng=prng)
+        number = self.meshes.setdefault(mesh, len(self.meshes))
+        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng)
+
+    def _process_count(self) -> int:
+        if self._processes is None and self._devices is not None:
+            return jax.process_count()
+        return self._processes or 1
+
+    def _place(self, leaf: Leaf) -> tuple[MeshSpec, Partition]:
+        sharding = getattr(leaf.value, "sharding", None)
+        if self._mesh is not None:
+            return self._mesh, describe_spec(leaf.path, self._spec_on_mesh(leaf, sharding))
+        if sharding is None:
+            return _ONE_DEVICE, ()
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            mesh = _describe_abstract(sharding.mesh)
+            return mesh, describe_spec(leaf.path, sharding.spec)
+        self._devices = self._devices or Devices()
+        return describe_sharding(leaf.path, sharding, self._devices)
+
+    def _spec_on_mesh(self, leaf: Leaf, sharding: Any) -> PartitionSpec:
+        assert self._mesh is not None
+        if leaf.path in self._specs:
+            return self._specs[leaf.path]
+        if self._specs:
+            return PartitionSpec()
+        if isinstance(sharding, NamedSharding):
+            if set(sharding.mesh.axis_names) <= set(self._mesh.axis_names):
+                return sharding.spec
+            raise InvalidTree(
+                f"leaf {leaf.path!r} is cut along {sharding.spec}, and the mesh ({self._mesh}) has "
+                "other axes: give specs="
+            )
+        return PartitionSpec() if leaf.spec is None else leaf.spec
+
+    def process_of(self) -> tuple[int, ...]:
+        """The process of each device: that of the run's devices, or as many as were asked for."""
+        if self._devices is not None and self._processes is None:
+            return self._devices.process_of
+        known = [max(mesh.devices) + 1 for mesh in self.meshes]
+        count = max([*known, 0 if self._mesh is None else max(self._mesh.devices) + 1, 1])
+        if self._devices is not None:
+            count = max(count, len(self._devices.all))
+        if not known and self._mesh is None:
+            count = max(count, self._processes or 1)
+        return share_devices(count, self._processes or 1)
+
+
+def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
+    """The states of stateful objects; those of other processes are taken to be of a size."""
+    return {
+        leaf.path: [encode_state(leaf.path, leaf.value.owner.get_state())] * processes
+        for leaf in leaves
+        if isinstance(leaf.value, Stateful)
+    }
+
+
+def _count_parameters(parsed: Branch | Leaf) -> int | None:
+    """The elements of all `nnx.Param`s; None if there are none."""
+    sizes = list(_parameter_sizes(parsed))
+    return sum(sizes) if sizes else None
+
+
+def _parameter_sizes(node: Branch | Leaf) -> Iterator[int]:
+    if isinstance(node, Leaf):
+        return
+    if node.kind.get("variable", ("", ""))[1] == "Param":
+        for leaf in leaves_of(node):
+            if has_shape(leaf.value):
+                yield prod(leaf.value.shape)
+        return
+    for child in node.children:
+        yield from _parameter_sizes(child)

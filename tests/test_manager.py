@@ -1,0 +1,711 @@
+"""The manager of steps, in one process: when it saves, what is a step, restoring, locks."""
+
+import errno
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka import Best, Manager
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    Damaged,
+    InvalidTree,
+    Mismatch,
+    PathInTheWay,
+    SaveFailed,
+    StoreError,
+    UnsupportedFormat,
+)
+from ostraka.manager._metrics import RESERVED_KEY
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"a": np.full(8, step), "step": step}
+
+
+def fill(root: Path, *steps: int, **options: Any) -> None:
+    with Manager(root, asynchronous=False, **options) as manager:
+        for step in steps:
+            manager.save(step, tree_of(step), force=True)
+
+
+def damage(root: Path, step: int) -> None:
+    """Change one byte of the step's array."""
+    file = min(root.glob(f"step_{step:08d}/shards-*/*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def saved_among(manager: Manager, steps: range) -> list[int]:
+    return [step for step in steps if manager.save(step, tree_of(step))]
+
+
+# When to save
+
+
+def test_without_a_policy_every_call_saves(tmp_path: Path):
+    with Manager(tmp_path / "new" / "run") as manager:
+        assert saved_among(manager, range(3)) == [0, 1, 2]
+        manager.wait()
+        assert manager.steps() == [0, 1, 2]
+        assert manager.latest() == 2
+        assert manager.restore() == {"a": pytest.approx(np.full(8, 2)), "step": 2}
+        assert manager.restored == 2
+
+
+def test_every_so_many_steps_and_given_ones(tmp_path: Path):
+    with Manager(tmp_path, every=4, at=[3, 9]) as manager:
+        assert not manager.should_save(2)
+        assert manager.should_save(3)
+        assert saved_among(manager, range(11)) == [0, 3, 4, 8, 9]
+
+
+def test_a_loop_that_takes_several_steps_at_once_misses_none(tmp_path: Path):
+    with Manager(tmp_path, every=10, at=[22]) as manager:
+        assert saved_among(manager, range(7, 50, 7)) == [14, 21, 28, 35, 42]
+
+
+def test_a_condition(tmp_path: Path):
+    with Manager(tmp_path, when=lambda step: step in (2, 5)) as manager:
+        assert saved_among(manager, range(7)) == [2, 5]
+
+
+def test_force_saves_in_any_case(tmp_path: Path):
+    with Manager(tmp_path, every=100) as manager:
+        assert not manager.save(7, tree_of(7))
+        assert manager.save(7, tree_of(7), force=True)
+    assert Manager(tmp_path, read_only=True).steps() == [7]
+
+
+def test_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    saved: list[int] = []
+    with Manager(tmp_path, every_s=10, asynchronous=False) as manager:
+        for step in range(30):
+            now[0] += 3
+            if manager.save(step, tree_of(step)):
+                saved.append(step)
+    assert saved == [3, 7, 11, 15, 19, 23, 27]
+
+
+def test_seconds_do_not_depend_on_a_clock_that_can_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    with Manager(tmp_path, every_s=1e-9) as manager:
+        assert saved_among(manager, range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "name", ["every", "every_s", "keep", "keep_every", "keep_interval_s", "mtbf_s"]
+)
+def test_numbers_that_make_no_sense(tmp_path: Path, name: str):
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be more than 0, not 0"):
+        Manager(tmp_path, **options)
+
+
+def test_other_arguments_that_make_no_sense(tmp_path: Path):
+    with pytest.raises(ValueError, match="if_locked must be 'refuse' or 'wait'"):
+        Manager(tmp_path, if_locked="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be 'min' or 'max', not 'most'"):
+        Best("loss", "most")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n of at least 1, not 0"):
+        Best("loss", n=0)
+    with pytest.raises(UnsupportedFormat, match="a Manager needs a directory, and memory://x"):
+        Manager("memory://x")
+    with Manager(tmp_path) as manager:
+        with pytest.raises(ValueError, match="a step must be 0 or more, not -1"):
+            manager.save(-1, {})
+        with pytest.raises(TypeError, match="a step must be a whole number, not 1.5"):
+            manager.save(1.5, {})  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a step must be a whole number, not '7'"):
+            manager.should_save("7")  # type: ignore[arg-type]
+        assert manager.save(np.int64(3), {"a": 1})
+        with pytest.raises(InvalidTree, match="tuple"):
+            manager.save(4, {"a": 1}, metadata={"t": (1, 2)}, asynchronous=False)
+
+
+# What is a step
+
+
+@pytest.mark.parametrize("name", ["100", "0100", "step_100", "step_00000100", "step_0000000100"])
+def test_names_of_steps(tmp_path: Path, name: str):
+    ostraka.save(tmp_path / name, tree_of(100))
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        assert manager.steps() == [100]
+        assert manager.restore()["step"] == 100
+        assert manager.path(100) == str(tmp_path / name)
+        manager.save(100, {"new": 1})  # where it is already
+        assert os.listdir(tmp_path) == [name]
+        assert manager.restore() == {"new": 1}
+        manager.save(101, tree_of(101))
+        assert os.listdir(tmp_path) == ["step_00000101"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step", "step_", "step_-1", "step_1.5", "step_7.tmp", "7x", "Step_7", "step_٣", ".7", "best"],
+)
+def test_names_that_are_not_of_steps(tmp_path: Path, name: str):
+    ostraka.save(tmp_path / name, tree_of(7))
+    before = names_in(tmp_path)
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        assert manager.steps() == []
+        assert manager.latest() is None
+        with pytest.raises(CheckpointNotFound, match="there is no step in .* to restore"):
+            manager.restore()
+        manager.save(1, {"a": 1})
+        manager.delete(1)
+    assert names_in(tmp_path) == before
+
+
+def test_two_names_of_one_step(tmp_path: Path):
+    """The manager's own name counts; the step is deleted under all its names."""
+    ostraka.save(tmp_path / "100", {"name": "100"})
+    ostraka.save(tmp_path / "step_100", {"name": "step_100"})
+    ostraka.save(tmp_path / "step_00000100", {"name": "own"})
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [100]
+        assert manager.restore() == {"name": "own"}
+        shutil.rmtree(tmp_path / "step_00000100")
+        assert manager.restore() == {"name": "100"}
+        manager.delete(100)
+        assert manager.steps() == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_directory_does_not_hide_a_good_one_of_the_same_step(tmp_path: Path):
+    ostraka.save(tmp_path / "step_00000100", {"name": "own"})
+    ostraka.save(tmp_path / "100", {"name": "100"})
+    (tmp_path / "step_00000100" / "_METADATA").write_bytes(b'{"format":"ostraka", cut')
+    assert Manager(tmp_path, read_only=True).restore() == {"name": "100"}
+
+
+def make_foreign(root: Path) -> None:
+    (root / "7").mkdir()
+    (root / "8").write_text("a file")
+    (root / "9").mkdir()
+    (root / "9" / "_METADATA").write_text('{"of": "somebody else"}')
+    (root / "10").mkdir()
+    (root / "10" / "notes.txt").write_text("mine")
+    (root / "step_11").symlink_to(root / "nowhere")
+    (root / "README").write_text("mine")
+    (root / "shards-0123456789abcdef").mkdir()
+
+
+def test_foreign_things_are_no_steps_and_not_touched(tmp_path: Path):
+    make_foreign(tmp_path)
+    before = names_in(tmp_path)
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        assert manager.steps() == []
+        for step in (20, 21, 22):
+            manager.save(step, tree_of(step))
+        assert manager.steps() == [22]
+        manager.delete(22)
+    assert names_in(tmp_path) == before
+
+
+def test_foreign_files_in_a_step_survive_it(tmp_path: Path):
+    fill(tmp_path, 1)
+    (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        manager.save(2, tree_of(2))
+        assert manager.steps() == [2]
+        assert names_in(tmp_path / "step_00000001") == ["notes.txt"]
+        with pytest.raises(PathInTheWay, match="step_00000001 is a directory with other things"):
+            manager.save(1, tree_of(1), force=True)
+
+
+def test_a_linked_step_is_read_but_what_it_leads_to_is_not_deleted(tmp_path: Path):
+    ostraka.save(tmp_path / "elsewhere", tree_of(1))
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "step_1").symlink_to(tmp_path / "elsewhere")
+    with Manager(root, keep=1, asynchronous=False) as manager:
+        assert manager.restore()["step"] == 1
+        manager.save(2, tree_of(2))
+        manager.save(3, tree_of(3))
+        assert manager.steps() == [1, 3]
+        manager.delete(1)
+        assert manager.steps() == [3]
+    assert ostraka.verify(tmp_path / "elsewhere").ok
+
+
+def test_a_failed_save_is_never_listed(tmp_path: Path):
+    fill(tmp_path, 1)
+    with Manager(tmp_path) as manager:
+        with pytest.raises(InvalidTree, match="can't be saved"):
+            manager.save(2, {"a": object()}, asynchronous=False)
+        assert manager.steps() == [1]
+        assert manager.save(3, tree_of(3), asynchronous=False)
+        assert manager.steps() == [1, 3]
+
+
+def test_steps_saved_and_removed_by_others_are_seen(tmp_path: Path):
+    with Manager(tmp_path, read_only=True) as reader:
+        assert reader.steps() == []
+        fill(tmp_path, 1, 2)
+        assert reader.steps() == [1, 2]
+        shutil.rmtree(tmp_path / "step_00000002")
+        assert reader.steps() == [1]
+        ostraka.save(tmp_path / "step_00000001", {"new": 1}, metadata={RESERVED_KEY: "odd"})
+        assert reader.restore() == {"new": 1}
+        assert reader.metrics(1) == {}
+
+
+# A step saved twice, and a lower one
+
+
+def test_a_step_saved_twice_is_replaced(tmp_path: Path):
+    with Manager(tmp_path) as manager:
+        manager.save(5, tree_of(1), metrics={"loss": 2})
+        manager.save(5, tree_of(2), metrics={"loss": 1})
+        manager.wait()
+        assert manager.steps() == [5]
+        assert manager.restore()["step"] == 2
+        assert manager.metrics(5) == {"loss": 1}
+    assert len(os.listdir(tmp_path / "step_00000005")) == 2  # _METADATA and the new shards
+
+
+def test_a_step_lower_than_the_latest(tmp_path: Path):
+    fill(tmp_path, 10, 20)
+    with Manager(tmp_path, asynchronous=False, keep=2) as manager:
+        with pytest.raises(ValueError, match="step 15 is lower than 20, the latest step in"):
+            manager.save(15, tree_of(15))
+        assert manager.steps() == [10, 20]
+        assert manager.save(12, tree_of(12), force=True)
+        assert manager.steps() == [12, 20]
+        assert manager.save(11, tree_of(11), force=True)
+        assert manager.steps() == [11, 12, 20]  # the one just saved stays
+        assert manager.latest() == 20
+        shutil.rmtree(tmp_path / "step_00000020")
+        assert manager.save(13, tree_of(13))  # what is lower is told from the disk
+        manager.delete(13)
+        assert manager.save(12, tree_of(12))
+
+
+# Metrics
+
+
+def test_metrics_and_the_best(tmp_path: Path):
+    losses = [3.0, 1.0, math.nan, 1.0]
+    with Manager(tmp_path, asynchronous=False) as manager:
+        assert manager.best(Best("loss")) is None
+        for step, loss in enumerate(losses):
+            manager.save(step, tree_of(step), metrics={"loss": jnp.float32(loss), "n": step})
+        manager.save(9, tree_of(9))
+        assert manager.best(Best("loss")) == 3  # of equal ones the later
+        manager.save(10, tree_of(10), metrics={"loss": -math.inf})
+        assert manager.best(Best("loss")) == 10
+        assert manager.metrics(1) == {"loss": 1.0, "n": 1.0}
+        assert math.isnan(manager.metrics(2)["loss"])
+        assert manager.metrics(9) == {}
+    with Manager(tmp_path, read_only=True, keep_best=Best("loss", "max")) as reader:
+        assert reader.best() == 0
+
+
+def test_metrics_lie_beside_the_users_metadata(tmp_path: Path):
+    with Manager(tmp_path, asynchronous=False) as manager:
+        manager.save(3, {"a": 1}, metrics={"loss": 0.5}, metadata={"run": "x"})
+        found = ostraka.open(manager.path(3)).metadata
+        assert found["run"] == "x"
+        assert found[RESERVED_KEY] == {"step": 3, "metrics": {"loss": 0.5}}
+        with pytest.raises(ValueError, match=f"metadata has the key '{RESERVED_KEY}'"):
+            manager.save(4, {"a": 1}, metadata={RESERVED_KEY: 1})
+        with pytest.raises(TypeError, match="metric 'loss' must be a number, not 'low'"):
+            manager.save(4, {"a": 1}, metrics={"loss": "low"})
+        with pytest.raises(TypeError, match="the name of a metric must be text, not 1"):
+            manager.save(4, {"a": 1}, metrics={1: 2.0})  # type: ignore[dict-item]
+        with pytest.raises(ValueError, match="best by what"):
+            manager.best()
+
+
+# Pins
+
+
+def test_pins_survive_and_keep(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    with Manager(tmp_path) as manager:
+        manager.pin(1)
+        manager.pin(1)
+        with pytest.raises(CheckpointNotFound, match="there is no step 7 in .*; it has 1, 2"):
+            manager.pin(7)
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        manager.save(3, tree_of(3))
+        assert manager.steps() == [1, 3]
+        assert ostraka.verify(manager.path(1)).ok
+        manager.save(1, {"again": 1}, force=True)  # stays pinned
+        manager.save(4, tree_of(4))
+        assert manager.steps() == [1, 4]
+        manager.unpin(1)
+        manager.unpin(1)
+        manager.save(5, tree_of(5))
+        assert manager.steps() == [5]
+        manager.pin(5)
+        manager.delete(5)  # asked for, so it is done
+        assert names_in(tmp_path) == []
+        manager.save(5, tree_of(5))
+        manager.save(6, tree_of(6))
+        assert manager.steps() == [6]
+
+
+# Restoring
+
+
+def test_restore_passes_its_options_on(tmp_path: Path):
+    fill(tmp_path, 1)
+    with Manager(tmp_path) as manager:
+        mesh = jax.make_mesh((8,), ("x",))
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        like = {"a": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=place), "step": 0}
+        with pytest.raises(Mismatch, match="saved as int64"):
+            manager.restore(like=like)
+        assert manager.restored is None
+        assert manager.restore(only="step", like={"step": 0}) == {"step": 1}
+        with pytest.raises(CheckpointNotFound, match="there is no step 2 in .*; it has 1"):
+            manager.restore(2)
+
+
+def test_a_damaged_newest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    fill(tmp_path, 10, 20, 30)
+    damage(tmp_path, 30)
+    with Manager(tmp_path) as manager:
+        with (
+            caplog.at_level(logging.ERROR, "ostraka"),
+            pytest.raises(Damaged, match=r"leaf 'a'.*the step before it is 20: pass step=20, or"),
+        ):
+            manager.restore()
+        assert "step 30 can't be restored" in caplog.text
+        assert manager.restore(step=20)["step"] == 20
+        with pytest.warns(UserWarning, match="step 30 can't be restored, so step 20 is") as said:
+            assert manager.restore(fallback=True)["step"] == 20
+        assert said[0].filename == __file__
+        assert manager.restored == 20
+        damage(tmp_path, 20)
+        with pytest.warns(UserWarning, match="can't be restored, so step") as said:
+            assert manager.restore(30, fallback=True)["step"] == 10
+        assert "step 20 can't be restored, so step 10 is" in str(said[-1].message)
+        damage(tmp_path, 10)
+        with (
+            pytest.warns(UserWarning, match="can't be restored, so step"),
+            pytest.raises(Damaged, match="step_00000010 is damaged.* has no step before it"),
+        ):
+            manager.restore(fallback=True)
+
+
+def test_a_damaged_metadata_is_not_passed_over_in_silence(tmp_path: Path):
+    fill(tmp_path, 10, 20)
+    file = tmp_path / "step_00000020" / "_METADATA"
+    file.write_bytes(file.read_bytes()[:-20])
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        assert manager.steps() == [10]
+        with pytest.raises(Damaged, match="_METADATA: its digest .*the step before it is 10"):
+            manager.restore()
+        with pytest.warns(UserWarning, match="so step 10 is"):
+            assert manager.restore(fallback=True)["step"] == 10
+        assert list(tmp_path.glob("step_00000020/shards-*"))  # left for repair
+        manager.save(20, tree_of(20))
+        assert manager.steps() == [20]
+
+
+def test_a_step_known_to_be_damaged_counts_for_nothing(tmp_path: Path):
+    fill(tmp_path, 10, 20, 30)
+    damage(tmp_path, 30)
+    with Manager(tmp_path, keep=2, asynchronous=False) as manager:
+        with pytest.warns(UserWarning, match="so step 20 is"):
+            manager.restore(fallback=True)
+        assert manager.save(22, tree_of(22))  # goes on from 20
+        assert manager.steps() == [20, 22, 30]
+        assert manager.save(30, tree_of(30))  # mended
+        assert manager.steps() == [22, 30]
+        assert manager.restore()["step"] == 30
+
+
+def test_falling_back_in_place_mixes_nothing(tmp_path: Path):
+    """With strict=False an older step may lack what the damaged one had brought."""
+    from flax import nnx
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert model.bias is not None
+    with Manager(tmp_path, asynchronous=False) as manager:
+        manager.save(1, {"model": {"kernel": np.full((2, 2), 1.0, np.float32)}})
+        kernel = np.full((2, 2), 2.0, np.float32)
+        manager.save(2, {"model": {"bias": np.full(2, 2.0, np.float32), "kernel": kernel}})
+        damage(tmp_path, 2)
+        bias = np.asarray(model.bias[...])
+        with pytest.warns(UserWarning, match="step 2 can't be|'model/bias'|missing") as said:
+            manager.restore(into={"model": model}, strict=False, fallback=True)
+    assert "step 2 can't be restored" in str(said[0].message)
+    assert np.all(np.asarray(model.kernel[...]) == 1)
+    assert np.array_equal(np.asarray(model.bias[...]), bias)
+
+
+# Reading only, locks, closing
+
+
+def test_reading_only_never_writes(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    (tmp_path / "step_00000003" / "shards-0123456789abcdef").mkdir(parents=True)
+    before = names_in(tmp_path)
+    with Manager(tmp_path, read_only=True, keep=1) as reader:
+        assert reader.restore()["step"] == 2
+        attempts: list[Callable[[], Any]] = [
+            lambda: reader.save(3, {}),
+            lambda: reader.delete(1),
+            lambda: reader.pin(1),
+            lambda: reader.unpin(1),
+        ]
+        for attempt in attempts:
+            with pytest.raises(StoreError, match="opened with read_only=True"):
+                attempt()
+    assert names_in(tmp_path) == before
+    assert Manager(tmp_path / "nothing", read_only=True).latest() is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_second_writer_is_refused(tmp_path: Path):
+    with Manager(tmp_path) as first:
+        with pytest.raises(Busy, match="another Manager is writing to .* only one may at a time"):
+            Manager(tmp_path)
+        first.save(1, tree_of(1))
+        first.wait()
+        assert Manager(tmp_path, read_only=True).restore()["step"] == 1
+    Manager(tmp_path).close()
+
+
+def test_a_second_writer_may_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first = Manager(tmp_path)
+    threading.Timer(0.3, first.close).start()
+    with Manager(tmp_path, if_locked="wait") as second:
+        assert second.save(1, tree_of(1))
+    assert "waiting for another Manager to end its work" in caplog.text
+
+
+HOLD = """
+import os, sys, time
+import ostraka
+manager = ostraka.Manager(sys.argv[1], on_preemption=False)
+if sys.argv[2] == "fork" and os.fork() == 0:
+    os.close(1)
+    time.sleep(60)  # outlives its parent, as a data worker may
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "fork"])
+def test_the_lock_of_a_dead_process_does_not_block(tmp_path: Path, kind: str):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path), kind],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(Busy, match="another Manager is writing"):
+            Manager(tmp_path)
+        holder.kill()
+        holder.wait()
+        Manager(tmp_path).close()
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL) if kind == "fork" else holder.kill()
+        holder.wait()
+        assert holder.stdout is not None
+        holder.stdout.close()
+
+
+def test_a_manager_that_nobody_has_any_more_lets_go(tmp_path: Path):
+    manager = Manager(tmp_path)
+    del manager
+    Manager(tmp_path).close()
+
+
+def test_a_closed_manager(tmp_path: Path):
+    manager = Manager(tmp_path)
+    assert repr(manager) == f"<Manager of {tmp_path}, open>"
+    manager.save(1, tree_of(1))
+    manager.close()
+    manager.close()
+    assert manager.steps() == [1]
+    with pytest.raises(ValueError, match="the manager of .* is closed"):
+        manager.save(2, tree_of(2))
+    with pytest.raises(ValueError, match="the manager of .* is closed"):
+        manager.restore()
+    assert ostraka.verify(tmp_path / "step_00000001").ok
+
+
+def test_an_error_in_the_block_is_not_covered_up(tmp_path: Path):
+    def run() -> None:
+        with Manager(tmp_path) as manager:
+            manager.save(1, tree_of(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run()
+    assert Manager(tmp_path, read_only=True).steps() == [1]
+    Manager(tmp_path).close()
+
+
+# Leftovers
+
+
+def leave_behind(root: Path) -> None:
+    """What dead saves and deletions leave: shards without `_METADATA`, and beside another's."""
+    fill(root, 1, 2)
+    for name in ("step_00000001", "step_00000003", "4"):
+        directory = root / name / "shards-0123456789abcdef"
+        directory.mkdir(parents=True)
+        (directory / "shard_00000.safetensors").write_bytes(b"half")
+        (root / name / "_METADATA.01234567.tmp").write_bytes(b"half")
+
+
+def test_leftovers_are_removed_at_opening(tmp_path: Path):
+    leave_behind(tmp_path)
+    (tmp_path / "4" / "notes.txt").write_text("mine")
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [1, 2]
+        assert sorted(os.listdir(tmp_path)) == ["4", "step_00000001", "step_00000002"]
+        assert os.listdir(tmp_path / "4") == ["notes.txt"]
+        assert len(os.listdir(tmp_path / "step_00000001")) == 2
+        assert ostraka.verify(manager.path(1)).ok
+
+
+def test_leftovers_of_a_live_save_stay(tmp_path: Path):
+    leave_behind(tmp_path)
+    with ostraka.storage.open_store(tmp_path / "4").exclusive():  # as a save does
+        Manager(tmp_path).close()
+        assert len(os.listdir(tmp_path / "4")) == 2
+    Manager(tmp_path).close()
+    assert not (tmp_path / "4").exists()
+
+
+# SIGTERM
+
+
+def test_sigterm_is_noticed_and_given_back(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Manager(tmp_path, every=100) as manager:
+        assert not manager.save(1, tree_of(1))
+        assert not manager.reached_preemption(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not manager.reached_preemption(1)  # the answer for a step stays
+        assert manager.should_save(2)
+        assert manager.save(2, tree_of(2))
+        assert manager.reached_preemption(2)
+        assert manager.steps() == [2]  # it is on disk, not under way
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_still_reaches_who_listened_before(tmp_path: Path):
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with Manager(tmp_path / "a") as first, Manager(tmp_path / "b") as second:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert first.reached_preemption(1)
+            assert second.reached_preemption(1)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_managers_closed_in_any_order_and_thread(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    first, second, third = (Manager(tmp_path / name, every=9) for name in "abc")
+    first.close()
+    thread = threading.Thread(target=second.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert third.reached_preemption(1)
+    third.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_may_be_left_alone(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Manager(tmp_path, on_preemption=False) as manager:
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert not manager.reached_preemption(1)
+
+
+def test_a_manager_in_a_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    thread = threading.Thread(target=fill, args=(tmp_path, 1))
+    thread.start()
+    thread.join()
+    assert "SIGTERM is not watched" in caplog.text
+    assert Manager(tmp_path, read_only=True).steps() == [1]
+
+
+# Deleting that fails
+
+
+def test_what_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(path: Any, *args: Any, **options: Any) -> None:
+        if "step_00000001" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        unlink(path, *args, **options)
+
+    unlink = os.unlink
+    fill(tmp_path, 1, 2)
+    with Manager(tmp_path, keep=1, asynchronous=False) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", refuse)
+            assert manager.save(3, tree_of(3))
+        assert "step 1 of" in caplog.text
+        assert manager.steps() == [1, 3]
+        manager.save(4, tree_of(4))
+        assert manager.steps() == [4]
+
+
+def test_a_condition_that_raises_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with Manager(tmp_path, keep_if=lambda step: 1 // 0 > 0, asynchronous=False) as manager:
+        for step in range(3):
+            manager.save(step, tree_of(step))
+        assert manager.steps() == [0, 1, 2]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_save_that_fails_in_the_background_is_heard_of(tmp_path: Path):
+    """A file in the way of its directory."""
+    with Manager(tmp_path) as manager:
+        manager.save(1, tree_of(1))
+        manager.wait()
+        (tmp_path / "step_00000002").write_text("in the way")
+
+        def save_and_wait() -> None:
+            manager.save(2, tree_of(2))
+            manager.wait()
+
+        with pytest.raises((PathInTheWay, SaveFailed), match="in the way"):
+            save_and_wait()
+        assert manager.steps() == [1]
+        assert manager.save(3, tree_of(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]

@@ -1,0 +1,434 @@
+"""The manager on four real processes: one answer for all, preemption, kills and going on."""
+
+import hashlib
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from nnx_models import ADAM, train
+from ostraka import Best, Manager, sharding
+from ostraka.errors import Busy, CheckpointNotFound, Damaged, OstrakaError, SaveFailed
+from ostraka.testing import run_processes
+
+HURRY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""For the compiler: each program runs a few times."""
+
+
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
+def mesh_of_all() -> Mesh:
+    return jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+
+
+def spread(value: np.ndarray) -> jax.Array:
+    place = NamedSharding(mesh_of_all(), P("data"))
+    return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"a": spread(np.full(4096, step, np.int32)), "step": step}
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# One answer for all
+
+
+def decide_alike(root: str) -> dict[str, Any]:
+    """Many decisions in one run, since starting one takes long."""
+    process = jax.process_index()
+    said: dict[str, Any] = {}
+    with Manager(
+        root, when=lambda step: step == 3 or process > 0, keep_best=Best("loss")
+    ) as manager:
+        said["nothing"] = manager.latest()
+        said["when"] = [s for s in range(5) if manager.save(s, tree_of(s), metrics={"loss": s})]
+        said["busy"] = error_of(lambda: Manager(root))
+        said["wrong"] = error_of(lambda: manager.pin(77))
+        manager.save(4, tree_of(4), metrics={"loss": 1}, force=True)
+        manager.save(5, tree_of(5), metrics={"loss": 2}, force=True)
+        manager.wait()
+        manager.pin(5)
+        said["steps"] = (manager.steps(), manager.latest(), manager.best())
+        said["lower"] = error_of(lambda: manager.save(1, tree_of(1), force=False))
+        said["condition"] = error_of(lambda: Manager(f"{root}-x", when=refuse).should_save(1))
+    said["seconds"] = save_by_the_clock(f"{root}-clock")
+    return said
+
+
+def refuse(step: int) -> bool:
+    raise KeyError(f"no {step}")
+
+
+def save_by_the_clock(root: str) -> list[int]:
+    """Each process has its own idea of the time."""
+    saved: list[int] = []
+    with Manager(root, every_s=0.2, keep=1) as manager:
+        for step in range(300):
+            time.sleep(random.uniform(0, 0.006))
+            if manager.save(step, {"step": step}):
+                saved.append(step)
+    return saved
+
+
+def test_all_processes_decide_alike(tmp_path: Path):
+    results = run_processes(decide_alike, str(tmp_path / "root"), processes=4)
+    first = results[0].value
+    assert all(len(result.value["seconds"]) >= 2 for result in results)
+    for result in results[1:]:
+        condition = result.value.pop("condition")
+        assert condition[0] == OstrakaError.__name__
+        assert "failed on process 0: KeyError: 'no 1'" in condition[1]
+    assert first.pop("condition") == ("KeyError", "'no 1'")
+    assert all(result.value == first for result in results)
+    assert first["nothing"] is None
+    assert first["when"] == [3]
+    assert first["busy"][0] == Busy.__name__
+    assert "only one may at a time" in first["busy"][1]
+    assert first["wrong"][0] == CheckpointNotFound.__name__
+    assert "there is no step 77" in first["wrong"][1]
+    assert first["steps"] == ([4, 5], 5, 4)
+    assert first["lower"] == ("", "")  # not due, so nobody asked whether it may
+
+
+# Damage, and failures
+
+
+def fall_back(root: str) -> dict[str, Any]:
+    like = {"a": spread(np.zeros(4096, np.int32)), "step": 0}
+    said: dict[str, Any] = {}
+    with Manager(root) as manager:
+        said["damaged"] = error_of(lambda: manager.restore(like=like))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tree = manager.restore(like=like, fallback=True)
+        said["warnings"] = [str(warning.message) for warning in caught]
+        said["restored"] = (manager.restored, tree["step"])
+        said["values"] = {int(np.asarray(s.data)[0]) for s in tree["a"].addressable_shards}
+        said["mismatch"] = error_of(lambda: manager.restore(like={"b": like["a"]}))[0]
+    with Manager(root, every=10) as manager:
+        said["failed"] = fail_on_process_2(manager)
+        said["invalid"] = be_wrong_on_process_1(manager)
+        said["steps"] = manager.steps()
+    return said
+
+
+def fail_on_process_2(manager: Manager) -> list[tuple[str, str]]:
+    """A file-size limit: a real refusal of the operating system, for one process alone."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said: list[tuple[str, str]] = []
+    for step, patience_s in ((50, 10.0), (60, 0.0)):
+        if jax.process_index() == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+        manager.save(step, tree_of(step))
+        said.append(wait_for_error(manager, step, patience_s))
+        assert step not in manager.steps()
+        assert manager.restore(20, like=tree_of(0))["step"] == 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, UNLIMITED)
+    manager.save(70, tree_of(70))
+    manager.wait()
+    return said
+
+
+def wait_for_error(manager: Manager, step: int, patience_s: float) -> tuple[str, str]:
+    """From a call that does not save, as soon as it is known; else from one that waits."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        error = error_of(lambda: manager.save(step + 1, {}))
+        if error[0]:
+            return error
+        time.sleep(0.01)
+    return error_of(manager.wait)
+
+
+def be_wrong_on_process_1(manager: Manager) -> list[tuple[str, str]]:
+    """What can't be saved is noticed at once where it is, and in the background elsewhere."""
+    wrong = {"a": object()} if jax.process_index() == 1 else {"a": 1}
+    said = [error_of(lambda: manager.save(80, wrong, asynchronous=False))]
+    here = error_of(lambda: manager.save(90, wrong))
+    assert bool(here[0]) == (jax.process_index() == 1)
+    said.append(error_of(manager.wait))
+    manager.save(100, tree_of(100))
+    manager.wait()
+    return said
+
+
+def test_damage_and_failures_are_heard_of_by_all(tmp_path: Path):
+    root = tmp_path / "root"
+    run_processes(save_three, str(root), processes=4)
+    file = max(root.glob("step_00000030/shards-*/*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    results = run_processes(fall_back, str(root), processes=4)
+    for result in results:
+        said = result.value
+        assert said["damaged"][0] == Damaged.__name__
+        assert f"{file.parent.name}/{file.name} (leaf 'a')" in said["damaged"][1]
+        assert "the step before it is 20: pass step=20" in said["damaged"][1]
+        assert len(said["warnings"]) == 1
+        assert "step 30 can't be restored, so step 20 is" in said["warnings"][0]
+        assert said["restored"] == (20, 20)
+        assert said["values"] == {20}
+        assert said["mismatch"] in ("Mismatch", "RestoreFailed")
+        for kind, message in said["failed"]:
+            assert kind == SaveFailed.__name__
+            assert "on process 2: " in message
+            assert "File too large" in message
+        for kind, message in said["invalid"]:
+            assert kind == SaveFailed.__name__
+            assert "on process 1: " in message
+            assert "can't be saved" in message
+        assert said["steps"] == [10, 20, 30, 70, 100]
+
+
+def save_three(root: str) -> None:
+    with Manager(root) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, tree_of(step))
+
+
+def go_away_after_an_error(root: str) -> str:
+    """Process 1 can't save, and does nothing more; the others must not wait for it to agree."""
+    process = jax.process_index()
+    manager = Manager(root)
+    message = error_of(lambda: manager.save(1, {"a": object()} if process == 1 else {"a": 1}))[1]
+    if process != 1:
+        message = error_of(lambda: manager.save(2, {"a": 1}))[1]
+    Path(f"{root}.done{process}").touch()
+    while len(list(Path(root).parent.glob("*.done*"))) < 3:
+        time.sleep(0.01)
+    return message
+
+
+def test_a_process_that_went_away_because_of_the_error(tmp_path: Path):
+    results = run_processes(go_away_after_an_error, str(tmp_path / "root"), processes=3)
+    for result in results:
+        assert "on process 1: leaf 'a' is a builtins.object" in result.value
+
+
+# Preemption
+
+
+def run_until_told(root: str) -> tuple[int, list[int]]:
+    process = jax.process_index()
+    rng = random.Random(process)
+    with Manager(root, every=1000) as manager:
+        for step in range(1, 100_000):
+            time.sleep(rng.uniform(0, 0.004))  # each at its own pace
+            manager.save(step, tree_of(step))
+            if step == 20:
+                Path(f"{root}.go{process}").touch()
+            if manager.reached_preemption(step):
+                return step, manager.steps()
+    raise AssertionError("nobody told us")
+
+
+def terminate_when(
+    marks: list[str], victims: list[int]
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
+        while not all(map(os.path.exists, marks)):
+            time.sleep(0.005)
+        for victim in victims:
+            popens[victim].send_signal(signal.SIGTERM)
+
+    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+
+
+@pytest.mark.parametrize("victims", [[0, 1, 2, 3], [1]], ids=["all of four", "one of two"])
+def test_sigterm_gives_one_common_step(tmp_path: Path, victims: list[int]):
+    root = str(tmp_path / "root")
+    processes = max(victims) + 1
+    marks = [f"{root}.go{process}" for process in range(processes)]
+    results = run_processes(
+        run_until_told, root, processes=processes, on_start=terminate_when(marks, victims)
+    )
+    assert [result.exit_code for result in results] == [0] * processes
+    step, there = results[0].value
+    assert there == [step]
+    assert all(result.value == (step, there) for result in results)
+    assert ostraka.verify(Path(root) / f"step_{step:08d}").ok
+    assert ostraka.open(Path(root) / f"step_{step:08d}")["step"] == step
+
+
+# Training, killed and resumed
+
+
+class Small(nnx.Module):
+    """Parameters and random numbers; quick to compile."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(4, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(jax.nn.relu(self.up(x))))
+
+
+def train_on(root: str, steps: int, every: int) -> tuple[int, str]:
+    """Train up to `steps`, from where it was left; returns where that was, and what came out."""
+    mesh = mesh_of_all()
+    rules = sharding.fsdp("data", min_size=16)
+    model, optimizer = sharding.init(lambda: Small(nnx.Rngs(0)), mesh, rules, ADAM)
+    state = {"model": model, "optimizer": optimizer}
+    with Manager(root, every=every, keep=2) as manager:
+        if manager.latest() is not None:
+            manager.restore(into=state)
+        begun = manager.restored or 0
+        for step in range(begun + 1, steps + 1):
+            batch = np.random.default_rng(step).standard_normal((8, 4), np.float32)
+            loss = train(model, optimizer, spread(batch))
+            manager.save(step, state, metrics={"loss": float(loss)})
+            if jax.process_index() == 0:
+                Path(f"{root}.at{step}").touch()
+    return begun, digest_of(state)
+
+
+def digest_of(tree: Any) -> str:
+    """Of all that this process holds, bit for bit."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        for shard in leaf.addressable_shards:
+            found.update(np.asarray(shard.data).tobytes())
+    return found.hexdigest()
+
+
+def kill_at(
+    mark: str, victim: int, delay_s: float
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    """Kill one process, and soon after the rest, as whatever started them would."""
+
+    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
+        while not os.path.exists(mark):
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        popens[victim].kill()
+        time.sleep(0.3)
+        for popen in popens:
+            popen.kill()
+
+    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+
+
+def check_every_step(root: str, reached: int, every: int) -> None:
+    reader = Manager(root, read_only=True)
+    there = reader.steps()
+    assert there, "the last good step is gone"
+    for step in there:
+        assert ostraka.verify(reader.path(step)).ok
+    # The one before the last that was begun is on disk, or it would have raised.
+    assert there[-1] >= reached - 2 * every
+
+
+def train_undisturbed(root: Path, steps: int, every: int) -> tuple[list[str], list[int]]:
+    results = run_processes(
+        train_on, str(root), steps, every, processes=4, env=HURRY, timeout_s=600
+    )
+    return [r.value[1] for r in results], Manager(root, read_only=True).steps()
+
+
+def kill_and_resume(
+    tmp_path: Path, expected: Any, *, rounds: int, stride: int, every: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    steps = stride * (rounds + 1)
+    root = str(tmp_path / "killed")
+    for number in range(rounds):
+        reached = stride * number + rng.randint(every, stride)
+        mark = f"{root}.at{reached}"
+        results = run_processes(
+            train_on,
+            root,
+            steps,
+            every,
+            processes=4,
+            env=HURRY,
+            check=False,
+            timeout_s=600,
+            on_start=kill_at(mark, rng.randrange(4), rng.uniform(0, 0.02)),
+        )
+        assert any(result.exit_code == -9 for result in results), results
+        check_every_step(root, reached, every)
+        for file in tmp_path.glob("killed.at*"):
+            file.unlink()
+    results = run_processes(train_on, root, steps, every, processes=4, env=HURRY, timeout_s=600)
+    assert all(result.value[0] > 0 for result in results)
+    assert ([r.value[1] for r in results], Manager(root, read_only=True).steps()) == expected
+
+
+def test_training_killed_and_resumed(tmp_path: Path):
+    expected = train_undisturbed(tmp_path / "whole", 60, 3)
+    kill_and_resume(tmp_path, expected, rounds=4, stride=12, every=3, seed=1)
+
+
+@pytest.mark.soak
+def test_training_killed_and_resumed_again_and_again(tmp_path: Path):
+    """200 rounds over 300 steps each time."""
+    expected = train_undisturbed(tmp_path / "whole", 300, 5)
+    for number in range(50):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        kill_and_resume(directory, expected, rounds=4, stride=60, every=5, seed=number)
+
+
+# Growth
+
+
+def measure_growth(root: str, saves: int) -> list[tuple[int, int, int]]:
+    """Threads, open files and resident bytes, after the first fifth of the saves and at the end."""
+    import psutil
+
+    logging.getLogger("ostraka").setLevel(logging.ERROR)
+    me = psutil.Process()
+    found: list[tuple[int, int, int]] = []
+    tree = {"a": spread(np.zeros(1 << 18, np.float32)), "b": list(range(100))}
+    with Manager(root, keep=2) as manager:
+        for step in range(saves):
+            if step == saves // 5:
+                manager.wait()
+                found.append((threading.active_count(), me.num_fds(), me.memory_info().rss))
+            manager.save(step, tree, metrics={"loss": step})
+        manager.wait()
+        found.append((threading.active_count(), me.num_fds(), me.memory_info().rss))
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_saves_leave_nothing_behind(tmp_path: Path, processes: int):
+    saves = 200 if processes == 1 else 50
+    results = run_processes(measure_growth, str(tmp_path / "root"), saves, processes=processes)
+    for result in results:
+        (threads, files, resident), (threads_after, files_after, resident_after) = result.value
+        assert threads_after <= threads
+        assert files_after <= files
+        assert resident_after - resident < 24 << 20, result.value

@@ -1,0 +1,329 @@
+"""Models by name and by config.json: published totals, shapes of real modules, optax's states.
+
+The modules here are written with Flax's layers after the published architectures, apart from the
+planner: what they have in common with it are the names.
+"""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from flax import nnx
+
+from ostraka import sharding
+from ostraka._document import leaves_of
+from ostraka._tree import parse
+from ostraka.planner import plan
+from ostraka.planner._models import FAMILIES, dtype_of, parameters_of
+from ostraka.planner._names import MODELS, config_of
+from ostraka.planner._optimizers import OPTIMIZERS, factored_shapes, optimizer_leaves
+from ostraka.planner._sources import Options, plan_source
+from ostraka.planner._state import mesh_of_sizes
+
+# As their publishers count them: model cards, and the totals of the safetensors files.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+}
+
+
+def total(config: Any) -> int:
+    return sum(prod(shape) for _, shape in parameters_of(config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_totals_are_the_published_ones(name: str):
+    if name == "gpt-3-175b":
+        # The paper has 174,600 million.
+        assert round(total(config_of(name)) / 1e8) * 1e8 == 174_600e6
+    else:
+        assert total(config_of(name)) == PUBLISHED[name]
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match=r"no built-in model 'gpt-2' \(did you mean 'gpt2'\?\)"):
+        config_of("gpt-2")
+
+
+# Real modules
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width, heads = c["hidden_size"], c["num_attention_heads"]
+        size = c.get("head_dim") or width // heads
+        keys = c["num_key_value_heads"] * size
+        bias = c["model_type"] == "qwen2" or c.get("attention_bias", False)
+        self.q_proj = nnx.Linear(width, heads * size, use_bias=bias, rngs=rngs)
+        self.k_proj = nnx.Linear(width, keys, use_bias=bias, rngs=rngs)
+        self.v_proj = nnx.Linear(width, keys, use_bias=bias, rngs=rngs)
+        bias = bias and c["model_type"] != "qwen2"
+        self.o_proj = nnx.Linear(heads * size, width, use_bias=bias, rngs=rngs)
+        if c["model_type"] == "qwen3":
+            self.q_norm = nnx.RMSNorm(size, rngs=rngs)
+            self.k_norm = nnx.RMSNorm(size, rngs=rngs)
+
+
+class Gated(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width, hidden = c["hidden_size"], c["intermediate_size"]
+        bias = c.get("mlp_bias", False)
+        self.gate_proj = nnx.Linear(width, hidden, use_bias=bias, rngs=rngs)
+        self.up_proj = nnx.Linear(width, hidden, use_bias=bias, rngs=rngs)
+        self.down_proj = nnx.Linear(hidden, width, use_bias=bias, rngs=rngs)
+
+
+class Expert(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width, hidden = c["hidden_size"], c["intermediate_size"]
+        self.w1 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+        self.w2 = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
+        self.w3 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+
+
+class Mixture(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        count = c["num_local_experts"]
+        self.router = nnx.Linear(c["hidden_size"], count, use_bias=False, rngs=rngs)
+        self.experts = nnx.List([Expert(c, rngs) for _ in range(count)])
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width = c["hidden_size"]
+        self.input_layernorm = nnx.RMSNorm(width, rngs=rngs)
+        self.post_attention_layernorm = nnx.RMSNorm(width, rngs=rngs)
+        if c["model_type"] == "gemma2":
+            self.pre_feedforward_layernorm = nnx.RMSNorm(width, rngs=rngs)
+            self.post_feedforward_layernorm = nnx.RMSNorm(width, rngs=rngs)
+        self.self_attn = Attention(c, rngs)
+        if c["model_type"] == "mixtral":
+            self.block_sparse_moe = Mixture(c, rngs)
+        else:
+            self.mlp = Gated(c, rngs)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width, vocabulary = c["hidden_size"], c["vocab_size"]
+        self.embed_tokens = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(c, rngs) for _ in range(c["num_hidden_layers"])])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        if not c.get("tie_word_embeddings", c["model_type"].startswith("gemma")):
+            self.lm_head = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)
+
+
+class Gpt2Attention(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.c_attn = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.c_proj = nnx.Linear(width, width, rngs=rngs)
+
+
+class Gpt2Mlp(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.c_fc = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.c_proj = nnx.Linear(4 * width, width, rngs=rngs)
+
+
+class Gpt2Layer(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.ln_1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attn = Gpt2Attention(width, rngs)
+        self.ln_2 = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp = Gpt2Mlp(width, rngs)
+
+
+class Gpt2(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width = c["n_embd"]
+        self.wte = nnx.Embed(c["vocab_size"], width, rngs=rngs)
+        self.wpe = nnx.Embed(c["n_positions"], width, rngs=rngs)
+        self.h = nnx.List([Gpt2Layer(width, rngs) for _ in range(c["n_layer"])])
+        self.ln_f = nnx.LayerNorm(width, rngs=rngs)
+
+
+class NeoxAttention(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.query_key_value = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.out_proj = nnx.Linear(width, width, rngs=rngs)
+
+
+class NeoxMlp(nnx.Module):
+    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
+        self.dense_h_to_4h = nnx.Linear(width, hidden, rngs=rngs)
+        self.dense_4h_to_h = nnx.Linear(hidden, width, rngs=rngs)
+
+
+class NeoxLayer(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width = c["hidden_size"]
+        self.input_layernorm = nnx.LayerNorm(width, rngs=rngs)
+        self.post_attention_layernorm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = NeoxAttention(width, rngs)
+        self.mlp = NeoxMlp(width, c["intermediate_size"], rngs)
+
+
+class Neox(nnx.Module):
+    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
+        width = c["hidden_size"]
+        self.embed_in = nnx.Embed(c["vocab_size"], width, rngs=rngs)
+        self.layers = nnx.List([NeoxLayer(c, rngs) for _ in range(c["num_hidden_layers"])])
+        self.final_layer_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.lm_head = nnx.Linear(width, c["vocab_size"], use_bias=False, rngs=rngs)
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama"},
+    "llama with biases": {
+        **SMALL,
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {**SMALL, "model_type": "mistral", "head_dim": None},
+    "mixtral": {**SMALL, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen2": {**SMALL, "model_type": "qwen2"},
+    "qwen3": {**SMALL, "model_type": "qwen3", "head_dim": 16},
+    "gemma": {**SMALL, "model_type": "gemma", "head_dim": 32},
+    "gemma2": {**SMALL, "model_type": "gemma2", "head_dim": 32},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_positions": 128,
+        "vocab_size": 512,
+    },
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox"},
+}
+
+
+def make(config: dict[str, Any]) -> Any:
+    kind = {"gpt2": Gpt2, "gpt_neox": Neox}.get(config["model_type"], Decoder)
+    return nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))
+
+
+def shapes(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(leaf.path, tuple(leaf.value.shape)) for leaf in leaves_of(parse(tree))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_has_the_shapes_of_a_real_module(name: str):
+    assert parameters_of(CONFIGS[name]) == shapes(make(CONFIGS[name]))
+
+
+def test_every_family_is_compared():
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_plan_of_a_config_is_that_of_the_module(tmp_path: Path, name: str, optimizer: str):
+    """From a config.json, and from the real module with the real optimizer."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    mesh = {"data": 4, "model": 2}
+    options = Options(mesh=mesh_of_sizes(mesh), hosts=2, optimizer=optimizer)
+    by_config = plan_source(str(tmp_path / "config.json"), options)
+    rules = sharding.fsdp("data") | sharding.tensor_parallel("model")
+    by_module = plan(make(CONFIGS[name]), mesh=mesh, specs=rules, processes=2, optimizer=optimizer)
+    assert by_config.write == by_module.write
+    assert by_config.files == by_module.files
+    assert by_config.parameters == by_module.parameters == total(CONFIGS[name])
+    # But for the name of the module's class.
+    assert abs(by_config.metadata_bytes - by_module.metadata_bytes) < 40
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizers_have_the_state_of_optax(name: str, dtype: str):
+    def make_both() -> Any:
+        model = Wide(dtype, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, getattr(optax, name)(1e-3), wrt=nnx.Param)
+
+    model, optimizer = nnx.eval_shape(make_both)
+    found = optimizer_leaves(name, shapes(model), dtype)
+    assert [(path, shape, kept) for path, shape, kept, _ in found] == [
+        (leaf.path, tuple(leaf.value.shape), leaf.value.dtype.name)
+        for leaf in leaves_of(parse(optimizer))
+    ]
+
+
+class Wide(nnx.Module):
+    """Shapes on both sides of what Adafactor factors, with equal dimensions and three of them."""
+
+    def __init__(self, dtype: str, *, rngs: nnx.Rngs):
+        self.wide = nnx.Linear(256, 512, param_dtype=dtype, rngs=rngs)
+        self.tall = nnx.Linear(512, 128, param_dtype=dtype, rngs=rngs)
+        self.square = nnx.Linear(256, 256, param_dtype=dtype, rngs=rngs)
+        self.small = nnx.Linear(100, 300, param_dtype=dtype, rngs=rngs)
+        self.heads = nnx.LinearGeneral(256, (4, 128), param_dtype=dtype, rngs=rngs)
+
+
+def test_no_optimizer_has_no_state():
+    assert optimizer_leaves("none", [("w", (4,))], "float32") == []
+    with pytest.raises(ValueError, match=r"no optimizer 'adamm' \(did you mean 'adam"):
+        optimizer_leaves("adamm", [], "float32")
+    assert factored_shapes((4,)) == {"v": (4,), "v_col": (1,), "v_row": (1,)}
+
+
+# Configs that can't be planned
+
+
+def test_configs_that_say_too_little():
+    with pytest.raises(ValueError, match="the config has no 'model_type': give the config.json"):
+        parameters_of({})
+    with pytest.raises(ValueError, match=r"family 'lama' \(did you mean 'llama'\?\); those that"):
+        parameters_of({"model_type": "lama"})
+    with pytest.raises(ValueError, match="the config has no 'hidden_size'; it must be a positive"):
+        parameters_of({"model_type": "llama"})
+    with pytest.raises(ValueError, match="the config has '4' as its 'hidden_size'; it must be a"):
+        parameters_of({"model_type": "llama", "hidden_size": "4"})
+    assert dtype_of({}) == "float32"
+    assert dtype_of({"torch_dtype": "bfloat16"}) == "bfloat16"
