@@ -27,13 +27,14 @@ _ELEMENTS_AT_A_TIME = 1 << 18
 """What is worked on at a time: few enough that copies of them as float64 stay in the cache."""
 
 
-def pieces_of(source: Source, leaf: int, max_bytes: int = PIECE_BYTES) -> Iterator[Box]:
+def pieces_of(source: Source, leaf: int) -> Iterator[Box]:
     """The boxes of a leaf, in the order of its cells, each of which is one run of a file."""
     stored = source.metadata.leaves[leaf]
     grid = source.metadata.layouts[stored.layout].grid
     itemsize = numpy_dtype(stored.spec.dtype).itemsize
+    max_elements = max(PIECE_BYTES // itemsize, 1)
     for number in range(prod(grid)):
-        yield from _cut(_box.cell(stored.spec.shape, grid, number), max(max_bytes // itemsize, 1))
+        yield from _cut(_box.cell(stored.spec.shape, grid, number), max_elements)
 
 
 def _cut(box: Box, max_elements: int) -> Iterator[Box]:

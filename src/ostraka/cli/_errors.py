@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ostraka.cli._text import printable
-from ostraka.errors import Damaged, OstrakaError
+from ostraka.errors import Damaged, OstrakaError, nearest
 
 DIFFERENT = 1
 DAMAGED = 1
@@ -41,6 +41,14 @@ class Commands(click.Group):
             module = import_module(self._homes[cmd_name])
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            close = nearest(args[0], self.list_commands(ctx))
+            raise click.UsageError(f"there is no command {args[0]!r}{close}", ctx)
+        return super().resolve_command(ctx, args)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         if not any(parameter.name == "verbose" for parameter in cmd.params):

@@ -49,13 +49,10 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
     list_steps(root, as_json=as_json, verified=verified)
 
 
-def list_steps(path: str, *, as_json: bool, verified: bool, or_nothing: bool = False) -> bool:
-    """Print the steps; with `or_nothing` print nothing, and return False, if there are none."""
+def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
+    """Print the steps of a directory; exit with 1 if any is damaged."""
     root = open_root(path)
-    steps = root.scan()
-    if or_nothing and not steps:
-        return False
-    entries = [_Entry(root, step, verified) for step in steps]
+    entries = [_Entry(root, step, verified) for step in root.scan()]
     if as_json:
         document = {"root": root.location, "steps": [entry.describe() for entry in entries]}
         click.echo(json.dumps(document, indent=1))
@@ -63,7 +60,6 @@ def list_steps(path: str, *, as_json: bool, verified: bool, or_nothing: bool = F
         _print(root, entries)
     if any(entry.problems for entry in entries):
         click.get_current_context().exit(DAMAGED)
-    return True
 
 
 class _Entry:

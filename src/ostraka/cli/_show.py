@@ -41,7 +41,7 @@ def _parse_dimensions(
 @click.command()
 @path_argument("path")
 @click.argument("leaf", required=False, shell_complete=complete_leaves)
-@click.option("--depth", type=click.IntRange(1), help="Sum up what lies deeper in the tree.")
+@click.option("--depth", type=click.IntRange(1), help="Sum up what lies deeper; not in JSON.")
 @click.option("--sort", type=click.Choice(["tree", "size", "name"]), default="tree")
 @click.option("--stats", is_flag=True, help="Read the arrays: least, most, mean, std, NaN.")
 @click.option("--slice", "index", metavar="INDEX", help="Print these elements of LEAF: '0:4,:3'.")
@@ -73,12 +73,14 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
       ostraka show runs/7 params/embedding --slice '0:4,:3'
       ostraka show runs/7 --json | jq '.leaves[] | select(.bytes > 1e9) | .path'
     """
-    store = open_store(path)
     try:
-        source = _checkpoint.load(store)
+        source = _checkpoint.load(open_store(path))
     except CheckpointNotFound:
-        if leaf is not None or not _show_steps(path, as_json):
+        if leaf is not None or not _has_steps(path):
             raise
+        source = None
+    if source is None:
+        _show_steps(path, as_json)
         return
     rows = _tree.rows_of(source)
     chosen = _choose(source.location, rows, leaf)
@@ -93,11 +95,16 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
     _show_tree(source, rows, chosen, leaf, as_json=as_json, **options)
 
 
-def _show_steps(path: str, as_json: bool) -> bool:
-    """List the steps below a directory; False if there are none."""
+def _has_steps(path: str) -> bool:
+    from ostraka.cli._roots import checkpoints_at
+
+    return checkpoints_at(path) != [path]
+
+
+def _show_steps(path: str, as_json: bool) -> None:
     from ostraka.cli._ls import list_steps
 
-    return list_steps(path, as_json=as_json, verified=False, or_nothing=True)
+    list_steps(path, as_json=as_json, verified=False)
 
 
 def _choose(location: str, rows: Sequence[Row], leaf: str | None) -> list[Row]:

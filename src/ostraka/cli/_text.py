@@ -48,7 +48,9 @@ def human_age(saved_s: float | None) -> str:
     if saved_s is None:
         return "unknown"
     age = datetime.now(UTC).timestamp() - saved_s
-    return "in the future" if age < -60 else f"{human_seconds(max(age, 0))} ago"
+    if age < -60:
+        return "in the future"
+    return f"{human_seconds(age)} ago" if age >= 1 else "just now"
 
 
 def human_number(number: float | int | None) -> str:
