@@ -321,7 +321,9 @@ class Operation:
         try:
             work()
         except Exception as error:
-            reason = f"the coordination service can't be reached ({describe(error)})"
+            # What the service's client says further down is about itself.
+            said = (str(error).splitlines() or [""])[0]
+            reason = f"the coordination service can't be reached ({type(error).__name__}: {said})"
             self._verdict = self._verdict or ProcessFailed(self.process, reason)
 
     def _start(self, work: Callable[[], None]) -> None:
