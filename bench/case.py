@@ -19,6 +19,7 @@ NAMES = (
     "memory",
     "processes",
     "async_stall",
+    "async_stall_many",
 )
 
 
@@ -35,10 +36,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
     from bench import cases, contenders
 
     contenders.hush()
-    if name == "async_stall":
+    if name.startswith("async_stall"):
         from bench import stall
 
-        return stall.async_stall
+        return getattr(stall, name)
     return getattr(cases, name)
 
 
