@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from ostraka._write import save, save_async
     from ostraka.integrity import Report, verify
     from ostraka.manager import Best, Manager
+    from ostraka.planner import Plan, plan
 
 __all__ = [
     "Best",
     "Checkpoint",
     "LazyArray",
     "Manager",
+    "Plan",
     "Record",
     "Report",
     "SaveHandle",
@@ -31,6 +33,7 @@ __all__ = [
     "errors",
     "exercises",
     "open",
+    "plan",
     "restore",
     "save",
     "save_async",
@@ -47,10 +50,12 @@ _HOMES = {
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
+    "Plan": ("ostraka.planner", "Plan"),
     "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "open": ("ostraka._lazy", "open_checkpoint"),
+    "plan": ("ostraka.planner", "plan"),
     "restore": ("ostraka._read", "restore"),
     "save": ("ostraka._write", "save"),
     "save_async": ("ostraka._write", "save_async"),
