@@ -45,8 +45,8 @@ class RootLock:
 
     def release(self) -> None:
         file, self._file = self._file, -1
-        _held.discard(self)
         if file >= 0:
+            _held.discard(self)
             os.close(file)
 
     def _try(self) -> bool:
@@ -67,7 +67,9 @@ class RootLock:
         return True
 
     def __del__(self) -> None:
-        self.release()
+        # At the very end of a program modules are emptied first; the kernel lets go by itself.
+        if _held is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.release()
 
 
 _held: weakref.WeakSet[RootLock] = weakref.WeakSet()
