@@ -19,6 +19,7 @@ NAMES = (
     "nnx_many",
     "memory",
     "processes",
+    "async_stall",
 )
 
 
@@ -39,6 +40,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
         from bench import nnx
 
         return nnx.nnx_many
+    if name == "async_stall":
+        from bench import stall
+
+        return stall.async_stall
     return getattr(cases, name)
 
 

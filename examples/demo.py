@@ -1,4 +1,4 @@
-"""A short tour: save a sharded model with 4 processes, restore it with 2 and with 1, find damage.
+"""A short tour: plan a checkpoint, save it with 4 processes, restore it with 2 and 1, find damage.
 
 Run it with `make demo`. Every process is a real JAX process with CPU devices of its own.
 """
@@ -147,7 +147,8 @@ def main() -> int:
         "[bold]Ostraka[/]: a model is saved by 4 processes, and restored by 2 and by 1.\n"
     )
     try:
-        show_save()
+        planned = show_plan()
+        show_save(planned)
         show_restore(processes=2, devices=4, mesh_shape=(2, 4))
         show_restore(processes=1, devices=1, mesh_shape=None)
         show_damage()
@@ -160,7 +161,22 @@ def main() -> int:
     return 0
 
 
-def show_save() -> None:
+def show_plan() -> ostraka.Plan:
+    title("Plan: what 4 processes × 2 devices will write, before there is a model")
+    described = describe_state()
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), described)
+    planned = ostraka.plan(
+        {**abstract, "rng": jax.random.key(42), "step": STEP},
+        mesh=dict(zip(AXES, (4, 2), strict=True)),
+        specs={**jax.tree.map(lambda a: a.spec, described), "rng": P()},
+        processes=4,
+    )
+    say(f"{len(planned.files)} files, {mebibytes(planned.total_bytes)} in all,")
+    say(f"{planned.process_spread.skew:.1%} more for the busiest process than for the mean.\n")
+    return planned
+
+
+def show_save(planned: ostraka.Plan) -> None:
     arrays = jax.tree.leaves(describe_state())
     title("Save: 4 processes × 2 devices, as a mesh of fsdp=4 × tp=2")
     say(f"A small transformer with its Adam moments: {len(arrays)} arrays in bfloat16 and float32,")
@@ -177,9 +193,12 @@ def show_save() -> None:
         say(f"process {process} wrote {len(sizes)} files, {mebibytes(sum(sizes))}, in {took}")
     expected = sum(array.dtype.dtype.itemsize * int(np.prod(array.shape)) for array in arrays)
     check(expected <= total < 1.05 * expected, f"{total} bytes were written for {expected}")
+    sizes = {f.name: f.stat().st_size for f in CHECKPOINT.rglob("shard_*")}
+    shards = {name: size for name, size in planned.files.items() if name in sizes}
+    check(shards == sizes, "the files differ from the plan")
     size = (CHECKPOINT / "_METADATA").stat().st_size
-    say(f"Each byte was written once: {mebibytes(total)} in all. Then _METADATA appeared")
-    say(f"({size:,} bytes), and with it, at once, the checkpoint.\n")
+    say(f"Each byte was written once: {mebibytes(total)} in all, every file as planned. Then")
+    say(f"_METADATA appeared ({size:,} bytes), and with it, at once, the checkpoint.\n")
 
 
 def show_restore(*, processes: int, devices: int, mesh_shape: tuple[int, int] | None) -> None:
@@ -256,6 +275,8 @@ def show_files() -> None:
         say(f"{shards.name}/{found[0]} … {found[-1]}")
     command = Path(sys.executable).with_name("ostraka")
     say(escape(f"All of it at a glance:  {short(command)} show {short(CHECKPOINT)}"))
+    planning = f"{short(command)} plan llama-3.1-70b --mesh data=64,model=8 --optimizer adamw"
+    say(escape(f"A larger one, in theory:  {planning}"))
     file = short(shards / found[0])
     code = f"from safetensors import safe_open; print(*safe_open('{file}', 'np').keys())"
     say("One shard with the safetensors package (pip install safetensors):")

@@ -1,49 +1,33 @@
-"""The command: what it prints, where, and its exit code."""
+"""The command as a whole: errors, exit codes, colours, help, and what it does not import."""
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
-from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
+from cli_runs import flip, run, save_model
+from ostraka import integrity
 from ostraka.cli import main
 
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+COMMANDS = ("completion", "diff", "gc", "ls", "plan", "rm", "show", "verify")
+PROGRAM = "from ostraka.cli import main; main()"
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"))
-    kernel = jnp.arange(64 * 32, dtype=jnp.bfloat16).reshape(64, 32)
-    tree = {
-        "kernel": jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("fsdp", "tp"))),
-        "key": jax.random.key(7),
-        "table": np.ones((3, 5), np.int8),
-        "step": 100,
-        "rate": float("nan"),
-        "note": "x" * 500,
-    }
-    path = tmp_path / "checkpoint"
-    ostraka.save(path, tree, metadata={"run": "first"})
-    return path
+    return save_model(tmp_path / "checkpoint")
 
 
-def flip(path: Path) -> Path:
-    """Change the last byte of the first shard."""
-    shard = min(path.glob("shards-*/*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    return shard
+# verify
 
 
 def test_verify_says_intact_in_one_line(checkpoint: Path):
@@ -94,6 +78,52 @@ def test_damaged_metadata_is_a_result_of_verify(checkpoint: Path, as_json: bool)
         ]
 
 
+def test_verify_of_several(checkpoint: Path, tmp_path: Path):
+    other = save_model(tmp_path / "other")
+    flip(other)
+    result = run("verify", checkpoint, other)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"{checkpoint}: intact")
+    assert lines[1].startswith(f"{other}: 1 problem")
+    assert lines[-1] == "2 checkpoints, 1 of them damaged"
+    documents = json.loads(run("verify", checkpoint, other, "--json").stdout)
+    assert [document["ok"] for document in documents] == [True, False]
+
+
+def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka._format.BLOCK_BYTES", 1 << 18)
+    ostraka.save(tmp_path / "c", {"x": np.zeros((64, 1 << 16), np.uint8)})
+    seen: list[tuple[int, int]] = []
+    report = integrity.verify(tmp_path / "c", on_bytes=lambda *bytes_: seen.append(bytes_))
+    assert len(seen) >= 4
+    assert seen == sorted(seen)
+    assert seen[-1] == (report.bytes_read, report.bytes_read)
+
+
+def test_problems_of_a_file_in_several_parts_are_told_in_order_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka._format.BLOCK_BYTES", 1 << 18)
+    ostraka.save(tmp_path / "c", {"x": jnp.zeros((64, 1 << 16), jnp.uint8)})
+    shard = min((tmp_path / "c").glob("shards-*/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    for offset in (1 << 19, 3 << 20, 100):
+        data[offset] ^= 1
+    shard.write_bytes(data)
+    found = [problem.found for problem in integrity.verify(tmp_path / "c", raises=False).problems]
+    assert found[0] == "its header is not as it was written"
+    assert [text.split()[1] for text in found[1:]] == ["266,240", "2,887,680"]
+    shard.write_bytes(data[:-1])
+    (problem,) = integrity.verify(tmp_path / "c", raises=False).problems
+    assert "bytes where" in problem.found
+
+
+# Errors
+
+
 def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     (checkpoint / "_METADATA").write_bytes(b'{"format":"ostraka"')
     result = run("show", checkpoint)
@@ -101,72 +131,27 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     assert "damaged" in result.stderr
 
 
-def test_show_lists_leaves_and_totals(checkpoint: Path):
-    result = run("show", checkpoint)
-    assert result.exit_code == 0
-    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
-    assert rows["leaf"] == ["dtype", "shape", "spec", "size"]
-    assert rows["kernel"] == ["bfloat16", "64", "×", "32", "P('fsdp',", "'tp')", "4.0", "KiB"]
-    assert rows["key"] == ["key<threefry2x32>", "()", "one", "device", "8", "B"]
-    assert rows["table"] == ["int8", "3", "×", "5", "host", "memory", "15", "B"]
-    assert rows["step"] == ["int", "100"]
-    assert rows["rate"] == ["float", "nan"]
-    assert rows["note"][1].endswith("x…")
-    assert "3 arrays, 3 values, 4.0 KiB in 8 files, written by 1 process with 8 devices" in (
-        result.stdout
-    )
-    assert "mesh: fsdp=4, tp=2" in result.stdout
-    assert 'metadata: {"run": "first"}' in result.stdout
-
-
-def test_show_as_json(checkpoint: Path):
-    document = json.loads(run("show", checkpoint, "--json").stdout)
-    leaves = {leaf["path"]: leaf for leaf in document["leaves"]}
-    assert list(leaves) == ["kernel", "key", "table", "step", "rate", "note"]
-    assert leaves["kernel"] == {
-        "path": "kernel",
-        "kind": "jax",
-        "dtype": "bfloat16",
-        "shape": [64, 32],
-        "spec": [["fsdp"], ["tp"]],
-        "mesh": 0,
-        "prng": None,
-        "per_process": False,
-        "bytes": 4096,
-    }
-    assert leaves["key"]["prng"] == "threefry2x32"
-    assert leaves["table"]["spec"] is None
-    assert leaves["step"] == {"path": "step", "kind": "value", "type": "int", "value": 100}
-    assert leaves["rate"]["value"] == "nan"
-    assert document["meshes"][0] == {"fsdp": 4, "tp": 2}
-    assert document["metadata"] == {"run": "first"}
-    assert document["totals"]["bytes"] == 4096 + 8 + 15
-    assert document["totals"]["files"] == 8
-
-
-def test_show_of_an_empty_tree(tmp_path: Path):
-    ostraka.save(tmp_path / "empty", {})
-    assert "0 arrays, 0 B in 0 files" in run("show", tmp_path / "empty").stdout
-
-
-def test_text_of_a_checkpoint_does_not_reach_the_terminal_raw(tmp_path: Path):
-    tree = {"\x1b[31mred\n": np.ones(2), "value": "\x1b[2J"}
-    ostraka.save(tmp_path / "odd", tree, metadata={"\x1b": "\x1b"})
-    output = run("show", tmp_path / "odd").stdout
-    assert "\x1b" not in output
-    assert r"\x1b[31mred\n" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["show"], "Missing argument 'PATH' (see ostraka show --help)"),
         (["verify", "--wrong", "x"], "(see ostraka verify --help)"),
-        (["shew", "x"], "No such command 'shew'"),
+        (["shew", "x"], "there is no command 'shew' (did you mean 'show'?) (see ostraka --help)"),
         (["show", "nowhere"], "there is no checkpoint at "),
+        (["show", ""], "the path is empty; give that of a checkpoint"),
         (["verify", "nowhere"], "there is no checkpoint at "),
+        (["verify", ""], "the path is empty"),
+        (["diff", "nowhere", "nowhere"], "there is no checkpoint at "),
+        (["diff", "nowhere"], "Missing argument 'B' (see ostraka diff --help)"),
+        (["ls", "nowhere"], "there is no directory "),
+        (["rm", "nowhere", "1"], "there is no directory "),
+        (["rm", "nowhere"], "Missing argument 'STEP...' (see ostraka rm --help)"),
+        (["gc", "nowhere"], "there is no directory "),
+        (["gc", __file__], "is a file; ostraka gc needs a directory"),
+        (["gc", "memory://x"], "ostraka gc needs a directory, and memory://x is none"),
         (["show", __file__], "is a file, not a checkpoint directory"),
         (["show", "gopher://x"], "has no store for gopher://"),
+        (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
     ],
 )
 def test_an_error_is_one_line_on_stderr(arguments: list[str], message: str):
@@ -178,27 +163,178 @@ def test_an_error_is_one_line_on_stderr(arguments: list[str], message: str):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
+def test_what_the_system_refuses_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    result = run("show", checkpoint)
+    assert result.exit_code == 2
+    assert result.stderr == f"ostraka: can't read {checkpoint}/_METADATA: Permission denied\n"
+
+
+def test_an_error_that_nobody_thought_of_is_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of\ncheese")
+
+    monkeypatch.setattr("ostraka.cli._tree.rows_of", fail)
+    result = run("show", checkpoint)
+    assert result.exit_code == 2
+    assert result.stderr == "ostraka: RuntimeError: out of cheese; -v shows where it comes from\n"
+
+
+@pytest.mark.parametrize("arguments", [["-v", "show", "nowhere"], ["show", "nowhere", "-v"]])
+def test_verbose_adds_the_traceback(arguments: list[str]):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("ostraka: there is no checkpoint at ")
+
+
+# Colours, bars, signals: a real process, on a real terminal where it matters
+
+
+def run_on_terminal(*arguments: object, **environment: str) -> tuple[int, str]:
+    """The exit code, and what stdout and stderr show on a terminal."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        command, stdout=slave, stderr=slave, env={**clean, "TERM": "xterm", **environment}
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(master)
+    return process.wait(), shown.decode()
+
+
+def test_colours_are_for_terminals_only(checkpoint: Path):
+    code, shown = run_on_terminal("show", checkpoint)
+    assert code == 0
+    assert "\x1b[" in shown
+    _, shown = run_on_terminal("show", checkpoint, NO_COLOR="1")
+    assert "\x1b[" not in shown
+    assert "\x1b[" not in run("show", checkpoint).stdout
+    assert "\x1b[" in run("show", checkpoint, FORCE_COLOR="1").stdout
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_goes_away(checkpoint: Path):
+    code, shown = run_on_terminal("verify", checkpoint)
+    assert code == 0
+    assert f"verifying {checkpoint}"[:20] in shown
+    assert "intact" in shown.splitlines()[-1]
+
+
+def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
+    fifo = tmp_path / "checkpoint" / "_METADATA"
+    fifo.parent.mkdir()
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "show", fifo.parent],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Opened once the command waits for what it reads.
+    writer = os.open(fifo, os.O_WRONLY)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    os.close(writer)
+    assert (process.returncode, output) == (130, "")
+    assert errors.strip() == "ostraka: interrupted"
+
+
+def test_a_reader_that_goes_away_is_no_error(checkpoint: Path):
+    program = f"{sys.executable} -c '{PROGRAM}' show {checkpoint} --json | head -c 1"
+    result = subprocess.run(program, shell=True, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("{", "")
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
-    assert f"Examples:\n    ostraka {command} runs/7\n" in result.stdout
-    assert "--json" in result.stdout
+    examples = result.stdout.partition("Examples:\n")[2]
+    assert f"ostraka {command} " in examples
+    assert "--json" in result.stdout or command == "completion"
+    assert "--verbose" in result.stdout
 
 
 def test_without_arguments_it_helps():
     result = run()
     assert result.exit_code == 0
-    assert "show" in result.stdout
-    assert "verify" in result.stdout
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+    for code in ("0", "1", "2", "3", "130"):
+        assert f"\n    {code}  " in result.stdout
 
 
 def test_version():
     assert run("--version").stdout == f"ostraka {ostraka.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_jax_is_not_imported(checkpoint: Path, command: str):
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script(shell: str):
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert f"_OSTRAKA_COMPLETE={shell}_complete" in result.stdout
+
+
+def complete(*words: object) -> list[str]:
+    """What bash would be offered for the last of the words."""
+    line = " ".join(["ostraka", *map(str, words)])
+    environment = {
+        "_OSTRAKA_COMPLETE": "bash_complete",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words)),
+    }
+    result = run(**environment)
+    return [offer.partition(",")[2] for offer in result.stdout.splitlines() if offer]
+
+
+def test_completions(tmp_path: Path):
+    tree = {"model": {"kernel": np.ones(2), "bias": np.ones(2)}, "other": np.ones(1)}
+    ostraka.save(tmp_path / "runs" / "5", tree)
+    assert complete("sh") == ["show"]
+    assert complete("completion", "f") == ["fish"]
+    assert complete("show", tmp_path / "runs" / "5", "mo") == ["model/"]
+    assert complete("show", tmp_path / "runs" / "5", "model/") == ["model/kernel", "model/bias"]
+    assert complete("show", tmp_path / "nowhere", "mo") == []
+    assert complete("rm", tmp_path / "runs", "") == ["5"]
+    assert "--json" in complete("diff", "--")
+
+
+# What is not imported
+
+
+@pytest.mark.parametrize("command", ["show", "leaf", "verify", "diff", "ls", "rm", "gc", "root"])
+def test_jax_is_not_imported(tmp_path: Path, command: str):
+    path = save_model(tmp_path / "100")
+    save_model(tmp_path / "200")
+    arguments = {
+        "show": ["show", path],
+        "leaf": ["show", path, "kernel", "--stats", "--slice", "0"],
+        "verify": ["verify", path],
+        "diff": ["diff", path, path],
+        "ls": ["ls", tmp_path, "--verify"],
+        "rm": ["rm", tmp_path, 100, "--yes"],
+        "gc": ["gc", tmp_path, "--yes"],
+        "root": ["show", tmp_path],
+    }[command]
     program = (
         "import sys\n"
         "from ostraka.cli import main\n"
@@ -208,4 +344,22 @@ def test_jax_is_not_imported(checkpoint: Path, command: str):
         "    assert not ended.code\n"
         "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", program, command, checkpoint], check=True)
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+
+
+def test_showing_a_tree_does_not_wait_for_numpy_or_rich(checkpoint: Path):
+    program = (
+        "import sys\n"
+        "from ostraka.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code\n"
+        "assert not {'numpy', 'rich'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program, "show", checkpoint], check=True)
+
+
+def test_every_command_is_here():
+    context = main.make_context("ostraka", [])
+    assert tuple(main.list_commands(context)) == COMMANDS

@@ -65,7 +65,7 @@ class LazyArray:
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """Basic indexing as in numpy: integers, slices, `...`."""
         entries = index if isinstance(index, tuple) else (index,)
-        box, within = _bounding_box(self._leaf, list(entries))
+        box, within = bounding_box(self._leaf, list(entries))
         (array,) = fetch(self._source, [Target(self._number, box)])
         # As in numpy: integers alone give a scalar, with `...` among them a 0-d array.
         return array[(*within, ...)] if any(e is Ellipsis for e in entries) else array[within]
@@ -138,7 +138,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     return Checkpoint(load(open_store(path)))
 
 
-def _bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
+def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
     """The box to read for an index, and the index of the wanted elements inside that box."""
     if sum(entry is Ellipsis for entry in entries) > 1:
         raise IndexError("an index can have only one '...'")

@@ -1,7 +1,6 @@
-"""The `ostraka` command. Only `plan` imports JAX, and only for what is not a checkpoint.
+"""The `ostraka` command. Looking at checkpoints never imports JAX.
 
-Exit codes: 0 all is well, 1 the checkpoint is damaged, 2 the command could not do what was asked
-(wrong usage, nothing there). What was asked for goes to stdout, an error as one line to stderr.
+What was asked for goes to stdout, an error as one line to stderr.
 """
 
 from __future__ import annotations
@@ -9,34 +8,50 @@ from __future__ import annotations
 import click
 
 from ostraka._version import __version__
-from ostraka.cli._errors import OneLineErrors
-from ostraka.cli._plan import plan
-from ostraka.cli._show import show
-from ostraka.cli._verify import verify
+from ostraka.cli._errors import Commands
 
 __all__ = ["main"]
+
+# A line for each command: the module that has a click command of the same name.
+_HOMES = {
+    "completion": "ostraka.cli._completion",
+    "diff": "ostraka.cli._diff",
+    "gc": "ostraka.cli._gc",
+    "ls": "ostraka.cli._ls",
+    "plan": "ostraka.cli._plan",
+    "rm": "ostraka.cli._rm",
+    "show": "ostraka.cli._show",
+    "verify": "ostraka.cli._verify",
+}
 
 
 @click.group(
     "ostraka",
-    cls=OneLineErrors,
+    cls=Commands,
+    homes=_HOMES,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Look at Ostraka checkpoints, and prove them intact.
+    """Plan Ostraka checkpoints, look at them, compare them, and prove them intact.
 
     \b
     Examples:
       ostraka show runs/7
       ostraka verify runs/7
+      ostraka diff runs/6 runs/7
+      ostraka ls runs
+      ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
+
+    \b
+    Exit codes:
+      0    all is well
+      1    a difference or damage was found
+      2    wrong usage, or it can't be done: nothing there, no permission
+      3    a limit that was given is exceeded
+      130  interrupted
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-main.add_command(plan)
-main.add_command(show)
-main.add_command(verify)

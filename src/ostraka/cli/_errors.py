@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
 
-from ostraka.errors import Damaged, OstrakaError
+from ostraka.cli._text import printable
+from ostraka.errors import Damaged, OstrakaError, nearest
 
+DIFFERENT = 1
 DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
 
+_VERBOSE = "ostraka.verbose"
 
-class OneLineErrors(click.Group):
-    """A group whose errors, its own and the library's, are one line on stderr."""
+
+class Commands(click.Group):
+    """A group whose errors, its own and the library's, are one line on stderr.
+
+    Its commands are imported when they are asked for: none waits for what another one needs.
+    """
+
+    def __init__(self, *arguments: Any, homes: Mapping[str, str], **options: Any):
+        super().__init__(*arguments, **options)
+        self._homes = homes
+        self.params.append(_verbose_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*self._homes, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self._homes and cmd_name not in self.commands:
+            module = import_module(self._homes[cmd_name])
+            self.add_command(getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            close = nearest(args[0], self.list_commands(ctx))
+            raise click.UsageError(f"there is no command {args[0]!r}{close}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        if not any(parameter.name == "verbose" for parameter in cmd.params):
+            cmd.params.append(_verbose_option())
+        super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
+        ctx.color = _wants_colour()
         try:
             return super().invoke(ctx)
         except OstrakaError as error:
             # Here, because click takes those that are also OSErrors for its own.
-            _fail(str(error))
+            _fail(str(error), ctx)
             ctx.exit(DAMAGED if isinstance(error, Damaged) else FAILED)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            # A bug, or an answer of the system that nobody thought of.
+            hint = "" if ctx.meta.get(_VERBOSE) else "; -v shows where it comes from"
+            _fail(f"{type(error).__name__}: {error}{hint}", ctx)
+            ctx.exit(FAILED)
 
     def main(
         self,
@@ -40,16 +85,41 @@ class OneLineErrors(click.Group):
             code = super().main(
                 args, name, complete_var, False, windows_expand_args=windows_expand_args, **extra
             )
-        except click.UsageError as error:
-            command = error.ctx.command_path if error.ctx else name
+        except click.ClickException as error:
+            ctx = getattr(error, "ctx", None)
+            command = ctx.command_path if ctx else name
             message = error.format_message().rstrip(".")
-            _fail(f"{message} (see {command} --help)")
+            _fail(f"{message} (see {command} --help)", ctx)
             code = FAILED
         except click.Abort:
-            _fail("interrupted")
+            _fail("interrupted", None)
             code = INTERRUPTED
         sys.exit(code)
 
 
-def _fail(message: str) -> None:
-    click.echo(f"ostraka: {' '.join(message.split())}", err=True)
+def _verbose_option() -> click.Option:
+    return click.Option(
+        ["-v", "--verbose"],
+        is_flag=True,
+        expose_value=False,
+        callback=_remember_verbose,
+        help="With an error, print where it comes from.",
+    )
+
+
+def _remember_verbose(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_VERBOSE] = True
+
+
+def _wants_colour() -> bool | None:
+    """What the environment says; None leaves it to whether the output is a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
+
+def _fail(message: str, ctx: click.Context | None) -> None:
+    if ctx is not None and ctx.meta.get(_VERBOSE):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+    click.echo(f"ostraka: {printable(' '.join(message.split()))}", err=True)

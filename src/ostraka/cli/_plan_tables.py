@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostraka.cli._show import human_bytes
+from ostraka.cli._text import human_bytes
 
 _BAR_WIDTH = 24
 _PIPE_WIDTH = 120

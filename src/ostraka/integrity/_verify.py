@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ostraka import _format
 from ostraka._checkpoint import Source, load
 from ostraka._format import Entry, FileDigests, FileEntry
-from ostraka._parallel import StopSignal, run_all
+from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, Problem, count_of
-from ostraka.storage import FileReader, PathLike, open_store
+from ostraka.storage import PathLike, open_store
 
 _THREADS = max(2, min(os.cpu_count() or 1, 16))
+_TASK_BYTES = 32 << 20
+"""What a thread takes at a time: parts of a large file are read by several threads."""
+
+OnBytes = Callable[[int, int], None]
+"""Told of progress: the bytes that have been read so far, and those that there are in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,12 @@ class Report:
         return f"{self.path}: {state} ({size}, {self.seconds:.2f} s)"
 
 
-def verify(path: PathLike, *, raises: bool = True) -> Report:
+def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = None) -> Report:
     """Read all of a checkpoint and compare every byte with its digest.
 
     Raises Damaged with every problem, naming files and leaves; with `raises=False` the report has
     them instead. Damage to `_METADATA` itself always raises: nothing else can be told without it.
+    `on_bytes` is called now and then with the bytes read so far and the bytes that there are.
 
     >>> print(ostraka.verify("runs/7"))
     """
@@ -55,7 +64,7 @@ def verify(path: PathLike, *, raises: bool = True) -> Report:
     store = open_store(path)
     while True:
         source = load(store)
-        bytes_read, problems = _check_all(source)
+        bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
         if not problems or source.is_still_there():
             break
@@ -71,19 +80,46 @@ def verify(path: PathLike, *, raises: bool = True) -> Report:
     )
 
 
-def _check_all(source: Source) -> tuple[int, list[Problem]]:
+def _check_all(source: Source, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
     metadata = source.metadata
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts)
     problems = list(_table_problems(source, set(contents)))
-    stop = StopSignal()
+    total = source.metadata_bytes + sum(file.size for file in metadata.files)
 
-    def check(file: FileEntry) -> tuple[int, list[Problem]]:
-        stop.check()
-        return _FileCheck(source, file, contents.get((file.device, file.part), [])).run()
+    def tasks() -> Iterator[_Task]:
+        for file in metadata.files:
+            yield from _FileCheck(source, file, contents.get((file.device, file.part), [])).tasks()
 
-    results = run_all(check, metadata.files, threads=_THREADS, stop=stop)
-    problems += dict.fromkeys(problem for _, found in results for problem in found)
-    return source.metadata_bytes + sum(count for count, _ in results), problems
+    found: dict[int, _Found] = {}
+    bytes_read = source.metadata_bytes
+    scratch = _Scratch()
+    done = run_as_completed(
+        lambda task: task(scratch), tasks(), threads=_THREADS, stop=StopSignal()
+    )
+    for number, result in done:
+        found[number] = result
+        bytes_read += result[0]
+        if on_bytes is not None:
+            on_bytes(bytes_read, total)
+    in_order = (problem for number in sorted(found) for problem in found[number][1])
+    return bytes_read, problems + list(dict.fromkeys(in_order))
+
+
+class _Scratch(threading.local):
+    """Memory for each thread, good until the thread asks again."""
+
+    def __init__(self) -> None:
+        self._held = np.empty(0, np.uint8)
+
+    def of(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        if self._held.size < nbytes:
+            self._held = np.empty(nbytes, np.uint8)
+        return self._held[:nbytes]
+
+
+_Found = tuple[int, Sequence[Problem]]
+"""Bytes that were read, and what is wrong with them."""
+_Task = Callable[[_Scratch], _Found]
 
 
 def _table_problems(source: Source, expected: set[tuple[int, int]]) -> Iterator[Problem]:
@@ -104,46 +140,65 @@ class _FileCheck:
         self._entries = entries
         self._name = source.name_of(file)
 
-    def run(self) -> tuple[int, list[Problem]]:
+    def tasks(self) -> Iterator[_Task]:
+        """What there is to do for this file, each for any thread."""
         try:
             digests = self._source.digests_of(self._file)
         except Damaged as error:
-            return 0, list(error.problems)
+            problems = error.problems
+            yield lambda _: (0, problems)
+            return
+        offset = first = 0
+        start = 0
+        for number, length in enumerate(digests.lengths):
+            offset += length
+            if offset - start >= _TASK_BYTES or number == len(digests.lengths) - 1:
+                yield partial(self._check_blocks, digests, start, first, number + 1)
+                start, first = offset, number + 1
+
+    def _check_blocks(
+        self, digests: FileDigests, start: int, first: int, last: int, scratch: _Scratch
+    ) -> _Found:
+        """Compare the blocks from `first` to before `last`, which begin at `start`."""
         try:
             reader = self._source.store.open(self._name)
         except FileNotFoundError:
             return 0, [self._problem("it is missing", 0, self._file.size)]
+        problems: list[Problem] = []
+        bytes_read = 0
         try:
             if reader.size != self._file.size:
+                # The same words from each task of this file: they are told once.
                 found = f"it has {reader.size:,} bytes where {self._file.size:,} were written"
-                return 0, [
-                    self._problem(found, min(reader.size, self._file.size - 1), self._file.size)
-                ]
-            return self._file.size, list(self._block_problems(reader, digests))
+                lost = min(reader.size, self._file.size - 1)
+                return 0, [self._problem(found, lost, self._file.size)]
+            for number in range(first, last):
+                block = scratch.of(digests.lengths[number])
+                at = start + bytes_read
+                count = reader.read_into(at, [block])
+                bytes_read += count
+                if count != len(block):
+                    ends = self._problem(
+                        f"it ends at byte {at + count:,}", at + count, at + len(block)
+                    )
+                    return bytes_read, [*problems, ends]
+                problems += self._block_problems(number, at, block, digests.digests[number])
+            return bytes_read, problems
         finally:
             reader.close()
 
-    def _block_problems(self, reader: FileReader, digests: FileDigests) -> Iterator[Problem]:
-        scratch = np.empty(max(digests.lengths), np.uint8)
-        start = 0
-        for number, length in enumerate(digests.lengths):
-            block = scratch[:length]
-            count = reader.read_into(start, [block])
-            stop = start + length
-            if count != length:
-                yield self._problem(f"it ends at byte {start + count:,}", start + count, stop)
-                return
-            if _format.block_digest([block]) != digests.digests[number]:
-                if number == 0:
-                    yield self._problem("its header is not as it was written", 0, 0)
-                else:
-                    found = f"bytes {start:,} to {stop:,} are not as they were written"
-                    yield self._problem(found, start, stop)
-            elif number == 0 and not self._header_agrees(block):
-                yield self._problem(f"its header contradicts {_format.METADATA_NAME}", 0, 0)
-            start = stop
+    def _block_problems(self, number: int, start: int, block: Any, digest: str) -> list[Problem]:
+        if _format.block_digest([block]) == digest:
+            if number == 0 and not self._header_agrees(block):
+                return [self._problem(f"its header contradicts {_format.METADATA_NAME}", 0, 0)]
+            return []
+        if number == 0:
+            return [self._problem("its header is not as it was written", 0, 0)]
+        stop = start + len(block)
+        found = f"bytes {start:,} to {stop:,} are not as they were written"
+        return [self._problem(found, start, stop)]
 
-    def _header_agrees(self, header: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bool:
+    def _header_agrees(self, header: Any) -> bool:
         leaves = self._source.metadata.leaves
         try:
             save_id, tensors = _format.decode_header(header)

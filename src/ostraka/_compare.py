@@ -1,0 +1,309 @@
+"""In what two checkpoints differ: structure, shapes, dtypes, shardings, values. No JAX.
+
+Arrays are compared piece by piece, in bounded memory. NaN equals NaN, and -0.0 equals 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ostraka._checkpoint import Source
+from ostraka._document import ArrayNumber, Branch, Leaf, join, leaves_of, segment
+from ostraka._pattern import Patterns, matches
+from ostraka._plan import Target
+from ostraka._spec import LeafSpec, show_partition
+from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
+
+Aspect = Literal["kind", "shape", "dtype", "sharding", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far the elements of two arrays are apart.
+
+    `changed` counts those that are further apart than the tolerance, and those of which only one is
+    NaN (`nan`, among them). `largest` and `total` are of absolute differences where none is NaN.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    nan: int = 0
+    largest: float = 0.0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean absolute difference of the elements that could be compared."""
+        compared = self.elements - self.nan
+        return self.total / compared if compared else 0.0
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            self.nan + other.nan,
+            max(self.largest, other.largest),
+            self.total + other.total,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeafComparison:
+    """One leaf in two checkpoints; None stands for a checkpoint that does not have it."""
+
+    path: str
+    a: Described | None
+    b: Described | None
+    differs: tuple[Aspect, ...] = ()
+    distance: Distance | None = None
+    """None if the elements were not compared: not asked for, values, other shapes."""
+
+    @property
+    def same(self) -> bool:
+        return not self.differs and self.a is not None and self.b is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a checkpoint says of a leaf: an array, or a value that `_METADATA` has."""
+
+    kind: str
+    """The kind of array, or the type of a value."""
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    sharding: str | None = None
+    value: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All leaves of two checkpoints, in tree order, and containers of different kinds."""
+
+    leaves: tuple[LeafComparison, ...]
+    containers: tuple[tuple[str, str, str], ...]
+    """The path of each container that differs, and what it is in either checkpoint."""
+
+    @property
+    def same(self) -> bool:
+        return not self.containers and all(leaf.same for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What counts as a difference."""
+
+    patterns: Patterns = ()
+    """Only leaves that match one of them; none means all."""
+    rtol: float = 0.0
+    atol: float = 0.0
+    """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
+    values: bool = True
+    """Whether to read and compare the elements of arrays."""
+    shardings: bool = True
+
+
+def compare(
+    a: Source, b: Source, rules: Rules, *, on_bytes: Callable[[int], None] | None = None
+) -> Comparison:
+    """Compare two checkpoints, leaf by leaf; everything that is read is verified."""
+    in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
+    paths = [*in_a, *(path for path in in_b if path not in in_a)]
+    pairs: list[tuple[int, int]] = []
+    if rules.values:
+        for path in in_a.keys() & in_b.keys():
+            pair = _comparable(a, in_a[path], b, in_b[path])
+            pairs += [pair] if pair else []
+    distances = _distances(a, b, sorted(pairs), rules, on_bytes)
+    leaves: list[LeafComparison] = []
+    for path in paths:
+        one = _describe(a, in_a[path]) if path in in_a else None
+        other = _describe(b, in_b[path]) if path in in_b else None
+        number = getattr(in_a.get(path), "number", None)
+        distance = distances.get(number) if number is not None and other is not None else None
+        leaves.append(
+            LeafComparison(path, one, other, tuple(_aspects(one, other, distance, rules)), distance)
+        )
+    return Comparison(tuple(leaves), () if rules.patterns else tuple(_containers(a, b)))
+
+
+def bytes_to_read(a: Source, b: Source, rules: Rules) -> int:
+    """The bytes of all arrays that `compare` would read."""
+    in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
+    pairs = (_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys())
+    return sum(
+        a.metadata.leaves[pair[0]].spec.nbytes + b.metadata.leaves[pair[1]].spec.nbytes
+        for pair in pairs
+        if pair and rules.values
+    )
+
+
+def _values_by_path(source: Source, rules: Rules) -> dict[str, Any]:
+    return {
+        leaf.path: leaf.value
+        for leaf in leaves_of(source.tree)
+        if not rules.patterns or matches(rules.patterns, leaf.path)
+    }
+
+
+def _comparable(a: Source, one: Any, b: Source, other: Any) -> tuple[int, int] | None:
+    """The numbers of two array leaves of one shape."""
+    if not isinstance(one, ArrayNumber) or not isinstance(other, ArrayNumber):
+        return None
+    shapes = [s.metadata.leaves[n.number].spec.shape for s, n in ((a, one), (b, other))]
+    return (one.number, other.number) if shapes[0] == shapes[1] else None
+
+
+# What is said of a leaf
+
+
+def _describe(source: Source, value: Any) -> Described:
+    if not isinstance(value, ArrayNumber):
+        return Described(type(value).__name__, value=repr(value))
+    leaf = source.metadata.leaves[value.number].spec
+    return Described(
+        kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
+        dtype=leaf.dtype,
+        shape=leaf.shape,
+        sharding=_describe_sharding(source, leaf),
+    )
+
+
+def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
+    if leaf.per_process:
+        return f"one for each of {leaf.shape[0]} processes"
+    if leaf.mesh < 0:
+        return "host memory"
+    mesh = source.metadata.meshes[leaf.mesh]
+    if not mesh.axis_names:
+        return "one device"
+    cut = leaf.partition
+    while cut and not cut[-1]:
+        cut = cut[:-1]  # trailing dimensions that are whole make no difference
+    return f"{show_partition(cut)} on {mesh}"
+
+
+def _aspects(
+    a: Described | None, b: Described | None, distance: Distance | None, rules: Rules
+) -> Iterator[Aspect]:
+    if a is None or b is None:
+        return
+    if a.kind != b.kind:
+        yield "kind"
+    if a.shape != b.shape:
+        yield "shape"
+    if a.dtype != b.dtype:
+        yield "dtype"
+    if rules.shardings and a.sharding != b.sharding:
+        yield "sharding"
+    if a.value != b.value or (distance is not None and distance.changed):
+        yield "value"
+
+
+# Elements
+
+
+def _distances(
+    a: Source,
+    b: Source,
+    pairs: Sequence[tuple[int, int]],
+    rules: Rules,
+    on_bytes: Callable[[int], None] | None,
+) -> dict[int, Distance]:
+    """How far apart the leaves of each pair are, by the number of the first."""
+
+    def wanted() -> Iterator[Wanted]:
+        for one, other in pairs:
+            for box in pieces_of(a, one):
+                yield Target(one, box), Target(other, box)
+
+    def measure(arrays: Sequence[Array]) -> Distance:
+        total = Distance()
+        for one, other in slices_of(*arrays):
+            total += _measure(as_numbers(one), as_numbers(other), rules)
+        return total
+
+    parts: dict[int, list[tuple[Any, Distance]]] = {one: [] for one, _ in pairs}
+    for (target, _), part in work_through([a, b], wanted(), measure, on_bytes):
+        parts[target.leaf].append((target.box, part))
+    # Added up in the order of their boxes, so that the last digits are the same each time.
+    found: dict[int, Distance] = {}
+    for leaf, of_leaf in parts.items():
+        found[leaf] = Distance()
+        for _, part in sorted(of_leaf, key=lambda item: item[0]):
+            found[leaf] += part
+    return found
+
+
+def _measure(a: Array, b: Array, rules: Rules) -> Distance:
+    unequal = a != b
+    if not unequal.any():
+        return Distance(a.size)
+    elements = a.size
+    a, b = a[unequal], b[unequal]
+    nan = 0
+    # What overflows here becomes an infinity, and is told as one.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if a.dtype.kind in "iu" and a.dtype == b.dtype:
+            # The difference of two integers may need a bit more than they have.
+            apart = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
+            size = np.abs(b.astype(np.float64))
+        else:
+            kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+            a, b = a.astype(kind), b.astype(kind)
+            nan = int((np.isnan(a) != np.isnan(b)).sum())
+            comparable = ~(np.isnan(a) | np.isnan(b))
+            apart, size = np.abs(a - b)[comparable], np.abs(b)[comparable]
+        # An infinity is not near anything but itself, whatever the tolerance.
+        near = (apart <= rules.atol + rules.rtol * size) & np.isfinite(apart)
+        total = float(apart.sum())
+    return Distance(elements, nan + int((~near).sum()), nan, float(apart.max(initial=0.0)), total)
+
+
+# Containers
+
+_NAMED = ("namedtuple", "dataclass", "nnx", "variable", "node")
+
+
+def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
+    """Containers that are of different kinds, and empty ones that only one checkpoint has."""
+    in_a, in_b = dict(_walk(a.tree, "")), dict(_walk(b.tree, ""))
+    for path in [*in_a, *(path for path in in_b if path not in in_a)]:
+        one, is_empty = in_a.get(path, ("", False))
+        other, is_empty_too = in_b.get(path, ("", False))
+        if one != other and ((one and other) or is_empty or is_empty_too):
+            yield path or ".", one or "not there", other or "not there"
+
+
+def _walk(node: Branch | Leaf, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
+    if isinstance(node, Leaf):
+        return
+    kinds = [_name_kind(node)]
+    while ("nnx" in node.kind or "variable" in node.kind) and node.children:
+        # A wrapper around one item, at the same path.
+        (item,) = node.children
+        if isinstance(item, Leaf):
+            yield path, (" of ".join(kinds), False)
+            return
+        node = item
+        kinds.append(_name_kind(node))
+    yield path, (" of ".join(kinds), not node.children)
+    for key, child in zip(_keys(node), node.children, strict=True):
+        yield from _walk(child, join(path, segment(key, path)))
+
+
+def _name_kind(node: Branch) -> str:
+    """What a container is: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
+    kind = next((name for name in node.kind if name not in ("keys", "static")), "container")
+    named: Any = node.kind.get(kind)
+    if kind not in _NAMED:
+        return kind
+    return f"{kind} {named[-1] if isinstance(named, list) else named}"
+
+
+def _keys(node: Branch) -> Sequence[Any]:
+    names = (node.kind[k] for k in ("dict", "ordered_dict", "state", "keys") if k in node.kind)
+    return next(names, range(len(node.children)))

@@ -1,0 +1,130 @@
+"""Least, most, mean and the like of leaves, read piece by piece. No JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from ostraka._box import Box
+from ostraka._checkpoint import Source
+from ostraka._plan import Target
+from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What there is to say of many numbers at once.
+
+    `least` and `most` leave out NaN, `mean` and `std` infinities too; all are None where no number
+    is left. Of complex numbers, they are those of the magnitudes.
+    """
+
+    count: int = 0
+    least: float | int | None = None
+    most: float | int | None = None
+    mean: float | None = None
+    std: float | None = None
+    nan: int = 0
+    infinite: int = 0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Of both together, as if they had been looked at as one."""
+        mean, std = _join_moments(self, other)
+        return Statistics(
+            count=self.count + other.count,
+            least=_pick(min, self.least, other.least),
+            most=_pick(max, self.most, other.most),
+            mean=mean,
+            std=std,
+            nan=self.nan + other.nan,
+            infinite=self.infinite + other.infinite,
+        )
+
+    @property
+    def finite(self) -> int:
+        return self.count - self.nan - self.infinite
+
+
+def statistics_of(
+    source: Source, leaves: Sequence[int], *, on_bytes: Callable[[int], None] | None = None
+) -> dict[int, Statistics]:
+    """The statistics of some leaves, by their numbers; everything that is read is verified."""
+
+    def wanted() -> Iterator[Wanted]:
+        for leaf in leaves:
+            for box in pieces_of(source, leaf):
+                yield (Target(leaf, box),)
+
+    parts: dict[int, list[tuple[Box, Statistics]]] = {leaf: [] for leaf in leaves}
+    for ((leaf, box),), part in work_through([source], wanted(), _summarize, on_bytes):
+        parts[leaf].append((box, part))
+    # Added up in the order of their boxes, so that the last digits are the same each time.
+    return {
+        leaf: reduce(add, (part for _, part in sorted(found, key=_by_box)), Statistics())
+        for leaf, found in parts.items()
+    }
+
+
+def _by_box(found: tuple[Box, Statistics]) -> Box:
+    return found[0]
+
+
+def _summarize(arrays: Sequence[Array]) -> Statistics:
+    total = Statistics()
+    for (values,) in slices_of(*arrays):
+        total += _look_at(as_numbers(values))
+    return total
+
+
+def _look_at(values: Array) -> Statistics:
+    if values.dtype.kind in "iu":
+        return Statistics(
+            values.size, int(values.min()), int(values.max()), *_moments(values.astype(np.float64))
+        )
+    magnitudes = np.abs(values) if values.dtype.kind == "c" else values
+    numbers = magnitudes[~np.isnan(magnitudes)]
+    finite = numbers[np.isfinite(numbers)]
+    return Statistics(
+        count=values.size,
+        least=float(numbers.min()) if numbers.size else None,
+        most=float(numbers.max()) if numbers.size else None,
+        mean=_moments(finite)[0],
+        std=_moments(finite)[1],
+        nan=values.size - numbers.size,
+        infinite=numbers.size - finite.size,
+    )
+
+
+def _moments(values: Array) -> tuple[float | None, float | None]:
+    if not values.size:
+        return None, None
+    # Numbers near the largest overflow here; what comes out says so itself.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(values.mean()), float(values.std())
+
+
+def _join_moments(a: Statistics, b: Statistics) -> tuple[float | None, float | None]:
+    """Mean and standard deviation of two parts together (Chan, Golub, LeVeque)."""
+    if a.mean is None or a.std is None:
+        return b.mean, b.std
+    if b.mean is None or b.std is None:
+        return a.mean, a.std
+    count = a.finite + b.finite
+    distance = b.mean - a.mean
+    mean = a.mean + distance * (b.finite / count)
+    spread = (
+        a.std * a.std * (a.finite / count)
+        + b.std * b.std * (b.finite / count)
+        + distance * distance * (a.finite / count) * (b.finite / count)
+    )
+    return mean, math.sqrt(spread)
+
+
+def _pick(choose: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else choose(a, b)

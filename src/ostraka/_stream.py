@@ -1,0 +1,119 @@
+"""Leaves in pieces that fit into memory, however large they are. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ostraka import _box
+from ostraka._box import Box
+from ostraka._checkpoint import Source
+from ostraka._fetch import fetch
+from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._plan import Target
+from ostraka._spec import numpy_dtype
+
+Array = np.ndarray[Any, Any]
+Wanted = tuple[Target, ...]
+Result = TypeVar("Result")
+
+PIECE_BYTES = 16 << 20
+"""A piece in memory is no larger; smaller ones are read together, up to this much at a time."""
+_BATCHES_AT_A_TIME = 2
+_ELEMENTS_AT_A_TIME = 1 << 18
+"""What is worked on at a time: few enough that copies of them as float64 stay in the cache."""
+
+
+def pieces_of(source: Source, leaf: int) -> Iterator[Box]:
+    """The boxes of a leaf, in the order of its cells, each of which is one run of a file."""
+    stored = source.metadata.leaves[leaf]
+    grid = source.metadata.layouts[stored.layout].grid
+    itemsize = numpy_dtype(stored.spec.dtype).itemsize
+    max_elements = max(PIECE_BYTES // itemsize, 1)
+    for number in range(prod(grid)):
+        yield from _cut(_box.cell(stored.spec.shape, grid, number), max_elements)
+
+
+def _cut(box: Box, max_elements: int) -> Iterator[Box]:
+    """Cut a box into runs of its row-major elements."""
+    elements = _box.count(box)
+    if elements == 0:
+        return
+    if elements <= max_elements:
+        yield box
+        return
+    dimension = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dimension]
+    step = max(max_elements // (elements // (stop - start)), 1)
+    for low in range(start, stop, step):
+        slab = (*box[:dimension], (low, min(low + step, stop)), *box[dimension + 1 :])
+        yield from _cut(slab, max_elements)
+
+
+def work_through(
+    sources: Sequence[Source],
+    wanted: Iterable[Wanted],
+    work: Callable[[Sequence[Array]], Result],
+    on_bytes: Callable[[int], None] | None,
+) -> Iterator[tuple[Wanted, Result]]:
+    """What `work` gives for each item of `wanted`: a box of a leaf in each of the sources.
+
+    Items come in any order. What is in memory at one time is bounded, whatever there is to read.
+    `on_bytes` is told how many bytes of arrays have been worked through since it was last called.
+    """
+
+    def read_and_work(batch: list[Wanted]) -> tuple[list[tuple[Wanted, Result]], int]:
+        columns = [
+            fetch(source, [targets[number] for targets in batch])
+            for number, source in enumerate(sources)
+        ]
+        nbytes = sum(array.nbytes for column in columns for array in column)
+        rows = zip(*columns, strict=True)
+        return [(item, work(arrays)) for item, arrays in zip(batch, rows, strict=True)], nbytes
+
+    batches = _batches(sources, wanted)
+    done = run_as_completed(read_and_work, batches, threads=_BATCHES_AT_A_TIME, stop=StopSignal())
+    for _, (results, nbytes) in done:
+        yield from results
+        if on_bytes is not None:
+            on_bytes(nbytes)
+
+
+def _batches(sources: Sequence[Source], wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    """Items together that need about `PIECE_BYTES` of each source."""
+    batch: list[Wanted] = []
+    held = 0
+    for targets in wanted:
+        leaf, box = targets[0]
+        dtype = numpy_dtype(sources[0].metadata.leaves[leaf].spec.dtype)
+        nbytes = _box.count(box) * dtype.itemsize
+        if batch and held + nbytes > PIECE_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(targets)
+        held += nbytes
+    if batch:
+        yield batch
+
+
+def slices_of(*arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Arrays of one shape, flat, some elements at a time."""
+    flat = [array.reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, _ELEMENTS_AT_A_TIME):
+        yield tuple(array[start : start + _ELEMENTS_AT_A_TIME] for array in flat)
+
+
+def as_numbers(values: Array) -> Array:
+    """Elements of any dtype as the widest of their kind, exactly."""
+    if values.dtype.kind in "biu":
+        return values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
+    if values.dtype.kind == "c":
+        return values.astype(np.complex128)
+    if values.dtype.kind == "f":
+        return values.astype(np.float64)
+    # The dtypes of ml_dtypes have kinds of their own.
+    is_integer = values.dtype.name.startswith(("int", "uint"))
+    return values.astype(np.int64 if is_integer else np.float64)

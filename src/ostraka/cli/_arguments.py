@@ -1,0 +1,57 @@
+"""Arguments that several commands have, and what a shell may offer for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_MOST_OFFERS = 200
+
+
+def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
+    """A path or URL; a shell completes it as the name of a directory."""
+    return click.argument(
+        name, callback=_not_empty, shell_complete=_complete_directories, **options
+    )
+
+
+def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if "" in (value if isinstance(value, tuple) else (value,)):
+        raise click.BadParameter("the path is empty; give that of a checkpoint", ctx, param)
+    return value
+
+
+def _complete_directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    return click.Path(file_okay=False).shell_complete(ctx, param, incomplete)
+
+
+def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The leaves of the checkpoint that was named before, and the names above them."""
+    from ostraka._checkpoint import load
+    from ostraka.storage import open_store
+
+    try:
+        leaves = load(open_store(ctx.params["path"])).metadata.leaves
+    except (KeyError, OSError, ValueError):
+        return []
+    offers: dict[str, None] = {}
+    for leaf in leaves:
+        path = leaf.spec.path
+        if path.startswith(incomplete):
+            # One name further: a large tree is offered level by level.
+            end = path.find("/", len(incomplete))
+            offers[path if end < 0 else path[: end + 1]] = None
+    return list(offers)[:_MOST_OFFERS]
+
+
+def complete_steps(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The steps of the directory that was named before."""
+    from ostraka.manager._steps import Root
+
+    try:
+        steps = Root(ctx.params["root"]).scan()
+    except (KeyError, OSError, ValueError):
+        return []
+    return [str(step.step) for step in steps if str(step.step).startswith(incomplete)]

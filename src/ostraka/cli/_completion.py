@@ -1,0 +1,30 @@
+"""`ostraka completion`: what a shell needs to complete commands, options, leaves and steps."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script that makes SHELL complete ostraka's commands.
+
+    It completes commands, options and directories, the leaves of a checkpoint and the steps of a
+    directory. Put the line of your shell into its start-up file.
+
+    \b
+    Examples:
+      eval "$(ostraka completion bash)"                                    # ~/.bashrc
+      eval "$(ostraka completion zsh)"                                     # ~/.zshrc
+      ostraka completion fish > ~/.config/fish/completions/ostraka.fish
+    """
+    root = context.find_root()
+    found = get_completion_class(shell)
+    assert found is not None
+    # As click itself names the variable that asks for completions.
+    name = root.info_name or "ostraka"
+    variable = f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()
+    click.echo(found(root.command, {}, name, variable).source())

@@ -1,0 +1,208 @@
+"""`ostraka diff`: in what two checkpoints differ."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ostraka._checkpoint import Source, load
+from ostraka._compare import (
+    Comparison,
+    Described,
+    Distance,
+    LeafComparison,
+    Rules,
+    bytes_to_read,
+    compare,
+)
+from ostraka.cli._arguments import path_argument
+from ostraka.cli._errors import DIFFERENT
+from ostraka.cli._progress import progress
+from ostraka.cli._text import (
+    Table,
+    count_of,
+    echo_lines,
+    human_number,
+    json_number,
+    printable,
+    shorten,
+    show_shape,
+)
+from ostraka.storage import open_store
+
+_VALUE_WIDTH = 40
+
+
+@click.command()
+@path_argument("a")
+@path_argument("b")
+@click.argument("pattern", nargs=-1)
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute tolerance.")
+@click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
+@click.option("--ignore-sharding", is_flag=True, help="It does not matter how arrays were cut.")
+@click.option("--all", "everything", is_flag=True, help="List the leaves that are the same, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@click.pass_context
+def diff(
+    context: click.Context,
+    a: str,
+    b: str,
+    pattern: tuple[str, ...],
+    *,
+    rtol: float,
+    atol: float,
+    structure: bool,
+    ignore_sharding: bool,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Tell in what the checkpoints A and B differ.
+
+    Leaves that only one of them has, shapes, dtypes, shardings, and of the elements of each array
+    how many differ and how far: the largest and the mean absolute difference. Arrays are read and
+    verified piece by piece, however large they are. NaN equals NaN. Elements are alike if
+    |a - b| <= atol + rtol * |b|, as in numpy; without tolerances, if they are equal.
+
+    Each PATTERN picks leaves: * stands for anything in one name, ** for anything at all. The exit
+    code is 1 if anything differs.
+
+    \b
+    Examples:
+      ostraka diff runs/6 runs/7
+      ostraka diff runs/6 runs/7 'params/**/kernel' --rtol 1e-5
+      ostraka diff runs/7 copies/7 --ignore-sharding
+      ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
+    """
+    rules = Rules(pattern, rtol, atol, values=not structure, shardings=not ignore_sharding)
+    source_a, source_b = load(open_store(a)), load(open_store(b))
+    with progress("comparing", bytes_to_read(source_a, source_b, rules)) as bar:
+        found = compare(source_a, source_b, rules, on_bytes=bar.advance)
+    if pattern and not found.leaves:
+        raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
+    if as_json:
+        click.echo(json.dumps(_document(source_a, source_b, found), indent=1))
+    else:
+        echo_lines(_lines(source_a, source_b, found, everything=everything))
+    if not found.same:
+        context.exit(DIFFERENT)
+
+
+# For people
+
+
+def _lines(a: Source, b: Source, found: Comparison, *, everything: bool) -> list[str]:
+    lines = [
+        f"a  {click.style(printable(a.location), bold=True)}",
+        f"b  {click.style(printable(b.location), bold=True)}",
+    ]
+    for path, one, other in found.containers:
+        lines.append(f"container {printable(path)!r}: a has {one}, b has {other}")
+    listed = [leaf for leaf in found.leaves if everything or not leaf.same]
+    if listed:
+        table = Table(
+            ("leaf", "what", "changed", "largest", "mean"), right=("changed", "largest", "mean")
+        )
+        for leaf in listed:
+            colour = None if leaf.same else "red" if leaf.b is None else "yellow"
+            colour = "green" if leaf.a is None else colour
+            table.add(printable(leaf.path), *_cells(leaf), colour=colour)
+        lines += ["", *table.lines()]
+    return [*lines, "", _summary(found)]
+
+
+def _cells(leaf: LeafComparison) -> tuple[str, ...]:
+    if leaf.a is None or leaf.b is None:
+        there = leaf.a or leaf.b
+        assert there is not None
+        return (f"only in {'a' if leaf.b is None else 'b'}: {_show(there)}",)
+    what = [_show_aspect(aspect, leaf.a, leaf.b) for aspect in leaf.differs if aspect != "value"]
+    if leaf.a.value != leaf.b.value:
+        values = [shorten(printable(str(one.value)), _VALUE_WIDTH) for one in (leaf.a, leaf.b)]
+        return (", ".join([*what, " → ".join(values)]),)
+    if leaf.distance is None:
+        return (", ".join(what) or ("same" if leaf.same else ""),)
+    if "value" in leaf.differs:
+        what.append("values")
+    return (", ".join(what) or "same", *_distance_cells(leaf.distance))
+
+
+def _distance_cells(distance: Distance) -> tuple[str, str, str]:
+    share = 100 * distance.changed / max(distance.elements, 1)
+    changed = f"{distance.changed:,} ({share:.3g} %)" if distance.changed else "0"
+    if distance.nan:
+        changed += f", {distance.nan:,} NaN"
+    return changed, human_number(distance.largest), human_number(distance.mean)
+
+
+def _show_aspect(aspect: str, a: Described, b: Described) -> str:
+    if aspect == "shape":
+        return f"{_show_shape(a)} → {_show_shape(b)}"
+    return printable(f"{getattr(a, aspect)} → {getattr(b, aspect)}")
+
+
+def _show(one: Described) -> str:
+    if one.shape is None:
+        return printable(f"{one.kind} {shorten(str(one.value), _VALUE_WIDTH)}")
+    return printable(f"{one.dtype} {_show_shape(one)}")
+
+
+def _show_shape(one: Described) -> str:
+    return "no array" if one.shape is None else show_shape(one.shape)
+
+
+def _summary(found: Comparison) -> str:
+    if found.same:
+        return click.style(f"no difference in {count_of(len(found.leaves), 'leaf')}", fg="green")
+    counts: Counter[str] = Counter()
+    for leaf in found.leaves:
+        if leaf.b is None:
+            counts["only in a"] += 1
+        elif leaf.a is None:
+            counts["only in b"] += 1
+        else:
+            counts["the same" if leaf.same else "different"] += 1
+    order = ("the same", "different", "only in a", "only in b")
+    shown = [f"{counts[name]:,} {name}" for name in order if counts[name]]
+    if found.containers:
+        shown.append(f"{count_of(len(found.containers), 'container')} different")
+    return f"{count_of(len(found.leaves), 'leaf')}: {', '.join(shown)}"
+
+
+# For scripts
+
+
+def _document(a: Source, b: Source, found: Comparison) -> dict[str, Any]:
+    return {
+        "a": a.location,
+        "b": b.location,
+        "same": found.same,
+        "containers": [
+            {"path": path, "a": one, "b": other} for path, one, other in found.containers
+        ],
+        "leaves": [_describe(leaf) for leaf in found.leaves],
+    }
+
+
+def _describe(leaf: LeafComparison) -> dict[str, Any]:
+    elements: dict[str, Any] | None = None
+    if leaf.distance is not None:
+        elements = {
+            "count": leaf.distance.elements,
+            "changed": leaf.distance.changed,
+            "nan": leaf.distance.nan,
+            "largest": json_number(leaf.distance.largest),
+            "mean": json_number(leaf.distance.mean),
+        }
+    return {
+        "path": leaf.path,
+        "same": leaf.same,
+        "differs": leaf.differs,
+        "a": None if leaf.a is None else asdict(leaf.a),
+        "b": None if leaf.b is None else asdict(leaf.b),
+        "elements": elements,
+    }

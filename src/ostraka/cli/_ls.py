@@ -1,0 +1,113 @@
+"""`ostraka ls`: the steps in a directory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ostraka.cli._arguments import path_argument
+from ostraka.cli._errors import DAMAGED
+from ostraka.cli._roots import file_bytes, open_root
+from ostraka.cli._text import (
+    Table,
+    count_of,
+    echo_lines,
+    human_age,
+    human_bytes,
+    human_number,
+    json_number,
+    printable,
+    shorten,
+)
+from ostraka.cli._verify import Verdict, check
+from ostraka.manager._steps import Root, Step
+
+_PROBLEM_WIDTH = 60
+
+
+@click.command()
+@path_argument("root")
+@click.option(
+    "--verify", "verified", is_flag=True, help="Read every step, and say if it is intact."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+def ls(root: str, verified: bool, as_json: bool) -> None:
+    """List the steps in the directory ROOT.
+
+    Each with its size, its age, its metrics, whether it is pinned, and its state: "complete" means
+    that it was committed, "intact" that all of it has just been read and verified (--verify),
+    "damaged" that it can't be used. The exit code is 1 if any is damaged.
+
+    \b
+    Examples:
+      ostraka ls runs
+      ostraka ls runs --verify
+      ostraka ls runs --json | jq '.steps[] | select(.metrics.loss < 2) | .step'
+    """
+    list_steps(root, as_json=as_json, verified=verified)
+
+
+def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
+    """Print the steps of a directory; exit with 1 if any is damaged."""
+    root = open_root(path)
+    entries = [_Entry(root, step, verified) for step in root.scan()]
+    if as_json:
+        document = {"root": root.location, "steps": [entry.describe() for entry in entries]}
+        click.echo(json.dumps(document, indent=1))
+    else:
+        _print(root, entries)
+    if any(entry.problems for entry in entries):
+        click.get_current_context().exit(DAMAGED)
+
+
+class _Entry:
+    """A step and what was found out about it."""
+
+    def __init__(self, root: Root, step: Step, verified: bool):
+        self.step = step
+        self.path = root.path(step.names[0])
+        self.nbytes = file_bytes(root, step)
+        self.verdict: Verdict | None = check(self.path) if verified and not step.problems else None
+        self.problems = self.verdict.problems if self.verdict else step.problems
+
+    @property
+    def state(self) -> str:
+        if self.problems:
+            return f"damaged: {shorten(printable(str(self.problems[0])), _PROBLEM_WIDTH)}"
+        return "intact" if self.verdict else "complete"
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "step": self.step.step,
+            "path": self.path,
+            "saved_s": self.step.saved_s,
+            "bytes": self.nbytes,
+            "metrics": {name: json_number(value) for name, value in self.step.metrics.items()},
+            "pinned": self.step.pinned,
+            "verified": self.verdict is not None,
+            "problems": [str(problem) for problem in self.problems],
+        }
+
+
+def _print(root: Root, entries: list[_Entry]) -> None:
+    lines = [click.style(printable(root.location), bold=True), ""]
+    if not entries:
+        echo_lines([lines[0], "no steps"])
+        return
+    table = Table(("step", "size", "saved", "metrics", "pinned", "state"), right=("step", "size"))
+    for entry in entries:
+        step = entry.step
+        metrics = [f"{printable(name)}={human_number(v)}" for name, v in step.metrics.items()]
+        table.add(
+            f"{step.step}",
+            "unknown" if entry.nbytes is None else human_bytes(entry.nbytes),
+            human_age(step.saved_s),
+            " ".join(metrics),
+            "pinned" if step.pinned else "",
+            entry.state,
+            colour="red" if entry.problems else None,
+        )
+    total = human_bytes(sum(entry.nbytes or 0 for entry in entries))
+    echo_lines([*lines, *table.lines(), "", f"{count_of(len(entries), 'step')}, {total}"])

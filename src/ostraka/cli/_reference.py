@@ -1,0 +1,40 @@
+"""The reference of the command, from what it says of itself: `python -m ostraka.cli._reference`."""
+
+from __future__ import annotations
+
+import click
+
+from ostraka.cli import main
+
+_HEAD = """# The command
+
+<!-- Made by `python -m ostraka.cli._reference > docs/cli.md`; a test compares. -->
+
+Everything that a command prints for people it also gives as JSON, with `--json`. What was asked for
+goes to stdout; an error is one line on stderr, and `-v` adds where it comes from. Progress bars are
+drawn on a terminal only. Colours are left out when the output is not a terminal or `NO_COLOR` is
+set, and forced by `FORCE_COLOR`. No command imports JAX to look at a checkpoint.
+"""
+_WIDTH = 90
+
+
+def reference() -> str:
+    """All of `docs/cli.md`."""
+    root = click.Context(main, info_name="ostraka", terminal_width=_WIDTH)
+    parts = [_HEAD, _section("ostraka", root)]
+    for name in main.list_commands(root):
+        command = main.get_command(root, name)
+        assert command is not None
+        context = click.Context(command, root, name, terminal_width=_WIDTH)
+        parts.append(_section(f"ostraka {name}", context))
+    return "\n".join(parts)
+
+
+def _section(title: str, context: click.Context) -> str:
+    context.help_option_names = ["-h", "--help"]
+    lines = (line.rstrip() for line in context.get_help().splitlines())
+    return "\n".join([f"## {title}", "", "```text", *lines, "```", ""])
+
+
+if __name__ == "__main__":
+    click.echo(reference(), nl=False)

@@ -1,0 +1,97 @@
+"""`ostraka rm`: remove steps, after showing which."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ostraka.cli._arguments import complete_steps, path_argument
+from ostraka.cli._roots import file_bytes, newest_good, open_root
+from ostraka.cli._text import Table, count_of, echo_lines, human_age, human_bytes, printable
+from ostraka.manager._steps import Root, Step, no_such_step, step_of
+
+
+def _parse_steps(
+    ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Steps by their numbers or by the names of their directories."""
+    numbers = [step_of(text.rstrip("/").rsplit("/", 1)[-1]) for text in given]
+    for text, number in zip(given, numbers, strict=True):
+        if number is None:
+            raise click.BadParameter(
+                f"{text!r} is no step; give its number, as ostraka ls shows it", ctx, param
+            )
+    return tuple(number for number in numbers if number is not None)
+
+
+@click.command()
+@path_argument("root")
+@click.argument(
+    "step", nargs=-1, required=True, callback=_parse_steps, shell_complete=complete_steps
+)
+@click.option("--yes", is_flag=True, help="Remove them; else what would go is only shown.")
+@click.option("--force", is_flag=True, help="Even the newest good step, and pinned ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
+    """Remove each STEP from the directory ROOT.
+
+    Without --yes nothing is removed: what would go is shown. The newest step that can be read is
+    never removed, nor are pinned ones, unless --force is given. A step that is being written is
+    left alone.
+
+    \b
+    Examples:
+      ostraka rm runs 100 200
+      ostraka rm runs 100 200 --yes
+    """
+    place = open_root(root)
+    steps = place.scan()
+    chosen = [_find(place, steps, number) for number in dict.fromkeys(step)]
+    if not force:
+        _protect(place, steps, chosen)
+    sizes = [file_bytes(place, one) for one in chosen]
+    if yes:
+        for one in chosen:
+            place.remove(one.step)
+    if as_json:
+        entries = [
+            {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}
+            for one, nbytes in zip(chosen, sizes, strict=True)
+        ]
+        click.echo(json.dumps({"root": place.location, "removed": yes, "steps": entries}, indent=1))
+        return
+    table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
+    for one, nbytes in zip(chosen, sizes, strict=True):
+        size = "unknown" if nbytes is None else human_bytes(nbytes)
+        table.add(f"{one.step}", size, human_age(one.saved_s), ", ".join(one.names))
+    total = f"{count_of(len(chosen), 'step')}, {human_bytes(sum(n or 0 for n in sizes))}"
+    verb = "removed from" if yes else "would go from"
+    echo_lines(
+        [
+            f"{verb} {click.style(printable(place.location), bold=True)}",
+            "",
+            *table.lines(),
+            "",
+            total if yes else f"{total}; nothing is removed without --yes",
+        ]
+    )
+
+
+def _find(root: Root, steps: list[Step], number: int) -> Step:
+    for step in steps:
+        if step.step == number:
+            return step
+    raise no_such_step(root.location, number, [step.step for step in steps])
+
+
+def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
+    newest = newest_good(steps)
+    for step in chosen:
+        reason = "the newest good one" if step.step == newest else "pinned" if step.pinned else None
+        if reason:
+            raise click.UsageError(
+                f"step {step.step} in {root.location} is {reason}; nothing was removed, and "
+                "--force removes it, too",
+                click.get_current_context(),
+            )

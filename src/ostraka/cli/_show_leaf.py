@@ -1,0 +1,246 @@
+"""`ostraka show PATH LEAF` for one array: how it lies over devices and files, what is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from typing import Any
+
+import click
+import numpy as np
+
+from ostraka import _box, _format
+from ostraka._box import Box
+from ostraka._checkpoint import Source
+from ostraka._fetch import fetch
+from ostraka._lazy import bounding_box
+from ostraka._picture import draw
+from ostraka._plan import Target
+from ostraka._spec import LeafSpec, numpy_dtype
+from ostraka._statistics import Statistics, statistics_of
+from ostraka.cli import _tree
+from ostraka.cli._progress import progress
+from ostraka.cli._text import (
+    Table,
+    echo_lines,
+    human_bytes,
+    human_number,
+    json_number,
+    printable,
+    show_shape,
+)
+from ostraka.cli._tree import Row
+from ostraka.errors import InvalidSharding
+
+_MOST_BOXES = 32
+_MOST_DRAWINGS = 8
+_MOST_SLICE_BYTES = 64 << 20
+
+
+def show_leaf(
+    source: Source,
+    row: Row,
+    *,
+    index: str | None,
+    stats: bool,
+    dimensions: tuple[int, int] | None,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Print what is known of one array, and what of its elements was asked for."""
+    assert row.number is not None
+    leaf = source.metadata.leaves[row.number].spec
+    drawing = _draw(source, leaf, dimensions)
+    elements = None if index is None else _read_slice(source, row.number, index)
+    found = _statistics(source, row.number) if stats else None
+    if as_json:
+        click.echo(json.dumps(_describe(source, row, index, elements, found), indent=1))
+        return
+    lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
+    lines += [_headline(source, leaf)]
+    if drawing:
+        lines += ["", *drawing]
+    lines += ["", *_files_table(source, row.number)]
+    if found is not None:
+        lines += ["", *_statistics_lines(leaf, found)]
+    if elements is not None:
+        lines += ["", click.style(f"[{index}]", dim=True), *_print(elements)]
+    echo_lines(lines)
+
+
+def _headline(source: Source, leaf: LeafSpec) -> str:
+    shown = [
+        _tree.dtype_of(leaf),
+        show_shape(_tree.shape_of(leaf)),
+        human_bytes(leaf.nbytes),
+        _tree.placement(source.metadata, leaf),
+    ]
+    if leaf.cast_from is not None:
+        shown.insert(1, f"(was {leaf.cast_from})")
+    return printable("  ".join(shown))
+
+
+def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) -> list[str]:
+    """Which device held what; nothing for arrays that lay on no mesh."""
+    mesh = source.metadata.meshes[leaf.mesh] if leaf.mesh >= 0 else None
+    if mesh is None or not mesh.axis_names:
+        if dimensions is not None:
+            raise click.UsageError(
+                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none",
+                click.get_current_context(),
+            )
+        return []
+    whole = ((),) * (len(leaf.shape) - len(leaf.partition))
+    try:
+        text = draw(
+            leaf.shape,
+            leaf.partition + whole,
+            mesh,
+            dimensions=dimensions,
+            most=_MOST_DRAWINGS,
+        )
+    except InvalidSharding as error:
+        raise click.UsageError(f"--dimensions: {error}", click.get_current_context()) from error
+    return [printable(line) for line in text.splitlines()]
+
+
+# Files
+
+
+def _boxes(source: Source, number: int) -> list[tuple[Box, str, int, int]]:
+    """Each box of a leaf with its file, the offset there, and its bytes."""
+    metadata = source.metadata
+    owners = set(metadata.layouts[metadata.leaves[number].layout].owners)
+    headers = {(file.device, file.part): file.header_bytes for file in metadata.files}
+    contents = _format.entries_by_file(metadata.leaves, metadata.layouts, owners)
+    found = [
+        (entry.box, _format.shard_name(*key), headers.get(key, 0) + entry.offset, entry.nbytes)
+        for key, entries in contents.items()
+        for entry in entries
+        if entry.leaf == number
+    ]
+    return sorted(found)
+
+
+def _files_table(source: Source, number: int) -> list[str]:
+    boxes = _boxes(source, number)
+    table = Table(("box", "file", "at byte", "bytes"), right=("at byte", "bytes"))
+    for box, name, offset, nbytes in boxes[:_MOST_BOXES]:
+        table.add(_show_box(box), name, f"{offset:,}", f"{nbytes:,}")
+    lines = table.lines()
+    if len(boxes) > _MOST_BOXES:
+        lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
+    lines.append(f"files are in {_format.shards_directory(source.metadata.id)}/")
+    return lines
+
+
+def _show_box(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+# Elements
+
+
+def parse_index(text: str) -> tuple[Any, ...]:
+    """What stands between the brackets in numpy: `0:4,:3`, `-1`, `..., ::2`."""
+    return tuple(_parse_entry(part.strip()) for part in text.strip().strip("[]").split(","))
+
+
+def _parse_entry(text: str) -> Any:
+    if text == "...":
+        return ...
+    if ":" in text:
+        bounds = [int(part) if part.strip() else None for part in text.split(":")]
+        if len(bounds) > 3 or (len(bounds) == 3 and bounds[2] == 0):
+            raise ValueError(text)
+        return slice(*bounds)
+    return int(text)
+
+
+def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
+    leaf = source.metadata.leaves[number].spec
+    context = click.get_current_context()
+    try:
+        index = parse_index(text)
+    except ValueError:
+        raise click.UsageError(
+            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'", context
+        ) from None
+    try:
+        box, within = bounding_box(leaf, list(index))
+    except IndexError as error:
+        raise click.UsageError(f"--slice {text!r}: {error}", context) from error
+    nbytes = prod(_box.shape_of(box)) * numpy_dtype(leaf.dtype).itemsize
+    if nbytes > _MOST_SLICE_BYTES:
+        raise click.UsageError(
+            f"--slice {text!r} spans {human_bytes(nbytes)}, more than "
+            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats",
+            context,
+        )
+    (array,) = fetch(source, [Target(number, box)])
+    return np.asarray(array[(*within, ...)])
+
+
+def _print(elements: np.ndarray[Any, Any]) -> list[str]:
+    width = shutil.get_terminal_size((100, 24)).columns
+    return np.array2string(elements, max_line_width=width, threshold=400).splitlines()
+
+
+def _statistics(source: Source, number: int) -> Statistics:
+    nbytes = source.metadata.leaves[number].spec.nbytes
+    with progress("reading", nbytes) as bar:
+        return statistics_of(source, [number], on_bytes=bar.advance)[number]
+
+
+def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
+    of_what = " of magnitudes" if leaf.dtype.startswith("complex") else ""
+    shown = {
+        f"least{of_what}": human_number(found.least),
+        "most": human_number(found.most),
+        "mean": human_number(found.mean),
+        "std": human_number(found.std),
+        "NaN": f"{found.nan:,}",
+        "infinite": f"{found.infinite:,}",
+    }
+    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown.items())]
+
+
+def _describe(
+    source: Source,
+    row: Row,
+    index: str | None,
+    elements: np.ndarray[Any, Any] | None,
+    found: Statistics | None,
+) -> dict[str, object]:
+    assert row.number is not None
+    document = _tree.describe_row(source.metadata, row)
+    document["checkpoint"] = source.location
+    directory = _format.shards_directory(source.metadata.id)
+    document["boxes"] = [
+        {"box": box, "file": f"{directory}/{name}", "offset": offset, "bytes": nbytes}
+        for box, name, offset, nbytes in _boxes(source, row.number)
+    ]
+    if found is not None:
+        document["statistics"] = _tree.describe_statistics(found)
+    if elements is not None:
+        document["slice"] = {
+            "index": index,
+            "shape": elements.shape,
+            "values": _plain(elements),
+        }
+    return document
+
+
+def _plain(elements: np.ndarray[Any, Any]) -> Any:
+    """Elements as nested lists of what JSON has; complex numbers as text."""
+    from ostraka._stream import as_numbers
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            items: list[Any] = value
+            return [plain(item) for item in items]
+        return repr(value) if isinstance(value, complex) else json_number(value)
+
+    numbers = elements if elements.dtype.kind == "b" else as_numbers(elements)
+    return plain(numbers.tolist())

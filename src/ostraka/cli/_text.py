@@ -1,0 +1,136 @@
+"""Numbers, names and tables as people like to read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+_SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
+
+
+def printable(text: str) -> str:
+    """Text of a checkpoint that may come from a stranger: it must not steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def human_bytes(count: int) -> str:
+    """A size that people read at a glance: `1.5 MiB`."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log2(count) // 10), 6)
+    return f"{count / 1024**power:.1f} {' KMGTPE'[power]}iB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration in two steps at most: `3 h 20 min`, `4.2 s`, `12 ms`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for number, (unit, size) in enumerate(_SECONDS):
+        if seconds >= size:
+            whole, rest = divmod(int(seconds), size)
+            if number + 1 == len(_SECONDS) or rest < _SECONDS[number + 1][1]:
+                return f"{whole} {unit}"
+            smaller, of_smaller = _SECONDS[number + 1]
+            return f"{whole} {unit} {rest // of_smaller} {smaller}"
+    raise AssertionError(seconds)
+
+
+def human_age(saved_s: float | None) -> str:
+    """How long ago something was, by this machine's clock."""
+    if saved_s is None:
+        return "unknown"
+    age = datetime.now(UTC).timestamp() - saved_s
+    if age < -60:
+        return "in the future"
+    return f"{human_seconds(age)} ago" if age >= 1 else "just now"
+
+
+def human_number(number: float | int | None) -> str:
+    """A number in few digits; integers in all of theirs."""
+    if number is None:
+        return "–"
+    return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 array`, `1,250 arrays`, `2 processes`, `3 leaves`."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("f"):
+        return f"{number:,} {noun[:-1]}ves"
+    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def show_shape(shape: Sequence[int]) -> str:
+    return " × ".join(str(n) for n in shape) or "()"
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+class Table:
+    """Rows under a head, columns as wide as they must be; those named in `right` end together."""
+
+    def __init__(self, head: Sequence[str], *, right: Sequence[str] = ()):
+        self._head = tuple(head)
+        self._right = [name in right for name in head]
+        self._rows: list[tuple[tuple[str, ...], str | None]] = []
+
+    def add(self, *cells: str, colour: str | None = None) -> None:
+        """A row; one with fewer cells than the head may run over the columns that it has not."""
+        self._rows.append((cells, colour))
+
+    def lines(self) -> list[str]:
+        widths = [len(name) for name in self._head]
+        for cells, _ in self._rows:
+            # The last cell of a short row takes all the room behind it, so it does not count.
+            counted = cells if len(cells) == len(widths) else cells[:-1]
+            for column, cell in enumerate(counted):
+                widths[column] = max(widths[column], len(cell))
+        lines = [click.style(self._line(self._head, widths), dim=True)]
+        above = ""
+        for cells, colour in self._rows:
+            line = self._line(cells, widths)
+            lines.append(click.style(line, fg=colour) if colour else _dim_repeated(line, above))
+            above = cells[0]
+        return lines
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        full = len(cells) == len(widths)
+        padded = [
+            cell.rjust(width) if full and right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, self._right, strict=False)
+        ]
+        return "  ".join(padded).rstrip()
+
+
+def _dim_repeated(line: str, above: str) -> str:
+    """A row of which the names are faint that the row above begins with, too."""
+    shared = 0
+    for position, (one, other) in enumerate(zip(line, above, strict=False)):
+        if one != other:
+            break
+        if one == "/":
+            shared = position + 1
+    return click.style(line[:shared], dim=True) + line[shared:] if shared else line
+
+
+def echo_lines(lines: Sequence[str]) -> None:
+    """All at once: thousands of writes are slower than what they show."""
+    click.echo("\n".join(lines))
+
+
+def json_number(value: Any) -> Any:
+    """A number as JSON has it; those that it lacks as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value

@@ -1,0 +1,234 @@
+"""The leaves of a checkpoint as rows, and what there is to say of all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ostraka._checkpoint import Source
+from ostraka._document import ArrayNumber, leaves_of
+from ostraka._format import Metadata
+from ostraka._spec import LeafSpec, show_partition
+from ostraka.cli._text import (
+    count_of,
+    human_bytes,
+    human_seconds,
+    json_number,
+    printable,
+    shorten,
+    show_shape,
+)
+
+if TYPE_CHECKING:
+    from ostraka._statistics import Statistics
+
+_VALUE_WIDTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A leaf, or all that lies below a name."""
+
+    path: str
+    cells: tuple[str, ...]
+    """What a table shows: all of its columns, or path, type and value."""
+    nbytes: int = 0
+    leaves: int = 1
+    number: int | None = None
+    """The number of an array leaf."""
+    value: Any = None
+
+
+def rows_of(source: Source) -> list[Row]:
+    metadata = source.metadata
+    rows: list[Row] = []
+    # A model has few kinds of leaves and many of each.
+    kinds: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
+    for leaf in leaves_of(source.tree):
+        if isinstance(leaf.value, ArrayNumber):
+            number = leaf.value.number
+            spec = metadata.leaves[number].spec
+            kind = (spec.dtype, spec.shape, spec.mesh, spec.partition, spec.prng, spec.per_process)
+            known = kinds.get(kind)
+            if known is None:
+                known = kinds[kind] = _cells(metadata, spec), spec.nbytes
+            cells, nbytes = known
+            rows.append(Row(leaf.path, (printable(leaf.path), *cells), nbytes, number=number))
+        else:
+            shown = shorten(printable(repr(leaf.value)), _VALUE_WIDTH)
+            cells = (printable(leaf.path), type(leaf.value).__name__, shown)
+            rows.append(Row(leaf.path, cells, value=leaf.value))
+    return rows
+
+
+def _cells(metadata: Metadata, leaf: LeafSpec) -> tuple[str, ...]:
+    """What a table shows of an array beside its path."""
+    return (
+        printable(dtype_of(leaf)),
+        show_shape(shape_of(leaf)),
+        printable(placement(metadata, leaf)),
+        human_bytes(leaf.nbytes),
+    )
+
+
+def dtype_of(leaf: LeafSpec) -> str:
+    return leaf.dtype if leaf.prng is None else f"key<{leaf.prng}>"
+
+
+def shape_of(leaf: LeafSpec) -> tuple[int, ...]:
+    """The shape that its user knows: of keys, not of their data; of one process."""
+    shape = leaf.shape[1:] if leaf.per_process else leaf.shape
+    return shape if leaf.prng is None else shape[:-1]
+
+
+def placement(metadata: Metadata, leaf: LeafSpec) -> str:
+    if leaf.per_process:
+        return f"one for each of {leaf.shape[0]} processes"
+    if leaf.mesh < 0:
+        return "host memory"
+    if not metadata.meshes[leaf.mesh].axis_names:
+        return "one device"
+    return show_partition(leaf.partition)
+
+
+def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
+    """Rows of which those that lie deeper than `depth` names are one together."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        names = row.path.split("/")
+        above = "/".join(names[:depth])
+        groups.setdefault(f"{above}/" if len(names) > depth else row.path, []).append(row)
+    return [
+        _sum_up(path, group) if path.endswith("/") else group[0] for path, group in groups.items()
+    ]
+
+
+def _sum_up(path: str, rows: Sequence[Row]) -> Row:
+    kinds = dict.fromkeys(row.cells[1] for row in rows if row.number is not None)
+    shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
+    nbytes = sum(row.nbytes for row in rows)
+    leaves = count_of(len(rows), "leaf")
+    cells = (printable(path), shown, leaves, "", human_bytes(nbytes))
+    return Row(path, cells, nbytes, leaves=len(rows))
+
+
+# All of it
+
+
+def title(source: Source) -> str:
+    writer = source.metadata.writer
+    when = str(writer.get("time", "at an unknown time"))
+    if when.endswith("+00:00"):
+        when = f"{when[:19].replace('T', ' ')} UTC"
+    by = f"saved {when} by ostraka {writer.get('ostraka', '(unknown version)')}"
+    if "jax" in writer:
+        by += f" with jax {writer['jax']}"
+    return f"{click.style(printable(source.location), bold=True)}  {printable(by)}"
+
+
+def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
+    metadata = source.metadata
+    return {
+        "arrays": len(metadata.leaves),
+        "values": len(rows) - len(metadata.leaves),
+        "bytes": sum(leaf.spec.nbytes for leaf in metadata.leaves),
+        "files": len(metadata.files),
+        "file_bytes": sum(file.size for file in metadata.files),
+        "processes": metadata.process_count,
+        "devices": len(metadata.process_of),
+    }
+
+
+def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
+    found = totals(source, rows)
+    inside = [count_of(found["arrays"], "array")]
+    if found["values"]:
+        inside.append(count_of(found["values"], "value"))
+    size = human_bytes(found["bytes"])
+    files = count_of(found["files"], "file")
+    processes = count_of(found["processes"], "process")
+    devices = count_of(found["devices"], "device")
+    lines = [f"{', '.join(inside)}, {size} in {files}, written by {processes} with {devices}"]
+    meshes = [printable(str(mesh)) for mesh in source.metadata.meshes if mesh.axis_names]
+    lines += [f"mesh: {mesh}" for mesh in dict.fromkeys(meshes)]
+    lines += _took(source.metadata.writer.get("timeline"))
+    if source.metadata.user:
+        lines.append(f"metadata: {json.dumps(source.metadata.user)}")
+    return lines
+
+
+def _took(timeline: Any) -> list[str]:
+    """How long the save took, in all and in its phases; nothing if it did not say."""
+    phases = dict(_phases(timeline))
+    if not phases:
+        return []
+    total = sum(phases.values())
+    shown = ", ".join(f"{printable(name)} {human_seconds(s)}" for name, s in phases.items())
+    nbytes = timeline.get("bytes")
+    rate = ""
+    if isinstance(nbytes, int) and total > 0:
+        rate = f", {human_bytes(int(nbytes / total))}/s"
+    return [f"took {human_seconds(total)}{rate} ({shown})"]
+
+
+def _phases(timeline: Any) -> Iterator[tuple[str, float]]:
+    if not isinstance(timeline, dict):
+        return
+    given: dict[Any, Any] = timeline
+    for name, seconds in given.items():
+        is_time = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+        if isinstance(name, str) and name.endswith("_s") and is_time:
+            yield name.removesuffix("_s"), float(seconds)
+
+
+# For scripts
+
+
+def describe(
+    source: Source, rows: Sequence[Row], chosen: Sequence[Row], found: Mapping[int, Statistics]
+) -> dict[str, object]:
+    metadata = source.metadata
+    leaves = [describe_row(metadata, row) for row in chosen]
+    for leaf, row in zip(leaves, chosen, strict=True):
+        if row.number is not None and row.number in found:
+            leaf["statistics"] = describe_statistics(found[row.number])
+    return {
+        "path": source.location,
+        "id": metadata.id,
+        "writer": metadata.writer,
+        "metadata": metadata.user,
+        "meshes": [
+            dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in metadata.meshes
+        ],
+        "leaves": leaves,
+        "totals": totals(source, rows),
+    }
+
+
+def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
+    if row.number is None:
+        value = row.value
+        plain = value is None or isinstance(value, bool | int | float | str)
+        shown = json_number(value) if plain else repr(value)
+        return {"path": row.path, "kind": "value", "type": type(value).__name__, "value": shown}
+    leaf = metadata.leaves[row.number].spec
+    return {
+        "path": row.path,
+        "kind": leaf.kind,
+        "dtype": leaf.dtype,
+        "shape": leaf.shape,
+        "spec": leaf.partition if leaf.mesh >= 0 else None,
+        "mesh": leaf.mesh if leaf.mesh >= 0 else None,
+        "prng": leaf.prng,
+        "per_process": leaf.per_process,
+        "bytes": leaf.nbytes,
+    }
+
+
+def describe_statistics(found: Statistics) -> dict[str, object]:
+    return {name: json_number(value) for name, value in asdict(found).items()}

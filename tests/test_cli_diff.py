@@ -1,0 +1,127 @@
+"""`ostraka diff`: what it prints, and its exit code."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from cli_runs import flip, put, run, save_model
+
+
+def save(path: Path, **leaves: object) -> Path:
+    ostraka.save(path, leaves)
+    return path
+
+
+def test_no_difference(tmp_path: Path):
+    a, b = save_model(tmp_path / "a"), save_model(tmp_path / "b")
+    result = run("diff", a, b)
+    assert result.exit_code == 0
+    assert result.stdout == f"a  {a}\nb  {b}\n\nno difference in 6 leaves\n"
+
+
+def test_differences_are_listed(tmp_path: Path):
+    values = np.ones((8, 4), np.float32)
+    a = save(tmp_path / "a", same=1, x=values, s=put(values, "fsdp"), gone=values, n=100, t=[1])
+    b = save(tmp_path / "b", same=1, x=values + 0.5, s=put(values, "tp"), n=200, t=(1,), new="text")
+    result = run("diff", a, b)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert "container 't': a has list, b has tuple" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line}
+    assert rows["leaf"] == ["what", "changed", "largest", "mean"]
+    assert "same" not in rows
+    assert rows["x"] == ["values", "32", "(100", "%)", "0.5", "0.5"]
+    assert " ".join(rows["s"]) == "P('fsdp') on fsdp=4, tp=2 → P('tp') on fsdp=4, tp=2 0 0 0"
+    assert " ".join(rows["gone"]) == "only in a: float32 8 × 4"
+    assert " ".join(rows["new"]) == "only in b: str 'text'"
+    assert " ".join(rows["n"]) == "100 → 200"
+    assert lines[-1] == (
+        "7 leaves: 2 the same, 3 different, 1 only in a, 1 only in b, 1 container different"
+    )
+
+
+def test_all_leaves_on_request(tmp_path: Path):
+    a = save(tmp_path / "a", x=np.ones(3), n=1)
+    rows = run("diff", a, a, "--all").stdout.splitlines()
+    assert [row.split() for row in rows[4:6]] == [["x", "same", "0", "0", "0"], ["n", "same"]]
+
+
+def test_as_json(tmp_path: Path):
+    a = save(tmp_path / "a", x=np.array([1.0, np.nan, np.inf]), n=1)
+    b = save(tmp_path / "b", x=np.array([2.0, 1.0, 0.0]))
+    result = run("diff", a, b, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert (document["a"], document["b"], document["same"]) == (str(a), str(b), False)
+    x, n = document["leaves"]
+    assert x["differs"] == ["value"]
+    assert x["elements"] == {
+        "count": 3,
+        "changed": 3,
+        "nan": 1,
+        "largest": "inf",
+        "mean": "inf",
+    }
+    assert (n["a"]["value"], n["b"], n["same"]) == ("1", None, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ([], 1),
+        (["--rtol", "0.1"], 0),
+        (["--atol", "0.01"], 1),
+        (["--atol", "0.1"], 0),
+        (["--structure"], 0),
+        (["n"], 0),
+        (["n", "x"], 1),
+    ],
+    ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else str(value),
+)
+def test_what_counts_as_a_difference(tmp_path: Path, options: list[str], code: int):
+    a = save(tmp_path / "a", x=np.array([1.0]), n=1)
+    b = save(tmp_path / "b", x=np.array([1.05]), n=1)
+    assert run("diff", a, b, *options).exit_code == code
+
+
+def test_shardings_may_be_ignored(tmp_path: Path):
+    a = save(tmp_path / "a", x=put(np.ones((8, 8)), "fsdp"))
+    b = save(tmp_path / "b", x=put(np.ones((8, 8)), None, "tp"))
+    assert run("diff", a, b).exit_code == 1
+    assert run("diff", a, b, "--ignore-sharding").exit_code == 0
+
+
+def test_damage_ends_with_1_and_one_line(tmp_path: Path):
+    a, b = save_model(tmp_path / "a"), save_model(tmp_path / "b")
+    flip(b)
+    result = run("diff", a, b)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"ostraka: checkpoint {b} is damaged: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing/**"], "no leaf matches 'nothing/**'"),
+        (["--rtol", "-1"], "-1.0 is not in the range x>=0"),
+        (["--atol", "much"], "'much' is not a valid float"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str):
+    a = save(tmp_path / "a", x=1)
+    result = run("diff", a, a, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "(see ostraka diff --help)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_directory_of_steps_is_no_checkpoint(tmp_path: Path):
+    a = save(tmp_path / "runs" / "1", x=1)
+    result = run("diff", a.parent, a)
+    assert result.exit_code == 2
+    assert f"did you mean {a}?" in result.stderr

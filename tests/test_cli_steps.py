@@ -1,0 +1,289 @@
+"""Directories of steps: `ostraka ls`, `rm`, `gc`, and what `show` and `verify` make of them."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from cli_runs import flip, run
+from ostraka import Manager
+from ostraka.storage import LocalStore
+
+LEFT = "shards-0123456789abcdef"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three steps, of which the first is pinned."""
+    path = tmp_path / "runs"
+    with Manager(path, every=None, keep=None, asynchronous=False) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, {"x": np.full(1000, step)}, metrics={"loss": 30 / step})
+        manager.pin(100)
+    return path
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def leave_behind(directory: Path, name: str = LEFT) -> Path:
+    """What a save that was killed leaves."""
+    left = directory / name
+    left.mkdir(parents=True)
+    (left / "shard_00000.safetensors").write_bytes(b"x" * 2048)
+    return left
+
+
+# ls
+
+
+def test_ls(root: Path):
+    result = run("ls", root)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == str(root)
+    assert lines[2].split() == ["step", "size", "saved", "metrics", "pinned", "state"]
+    first, second, third = (line.split() for line in lines[3:6])
+    assert first[0] == "100"
+    assert {"loss=0.3", "pinned", "complete"} <= set(first)
+    assert (second[0], third[0]) == ("200", "300")
+    assert "pinned" not in second
+    assert lines[-1].startswith("3 steps, ")
+
+
+def test_ls_as_json(root: Path):
+    document = json.loads(run("ls", root, "--json").stdout)
+    assert document["root"] == str(root)
+    first = document["steps"][0]
+    size = sum(path.stat().st_size for path in Path(first["path"]).glob("shards-*/*.safetensors"))
+    assert first["bytes"] == size
+    assert (first["step"], first["pinned"], first["verified"]) == (100, True, False)
+    assert first["metrics"] == {"loss": 0.3}
+    assert first["problems"] == []
+
+
+def test_ls_can_verify(root: Path):
+    assert run("ls", root, "--verify").stdout.count(" intact") == 3
+    flip(root / "step_00000200")
+    assert run("ls", root).exit_code == 0
+    result = run("ls", root, "--verify")
+    assert result.exit_code == 1
+    assert result.stdout.count(" intact") == 2
+    assert result.stdout.count(" damaged: shards-") == 1
+    steps = json.loads(run("ls", root, "--verify", "--json").stdout)["steps"]
+    assert [bool(step["problems"]) for step in steps] == [False, True, False]
+
+
+def test_ls_tells_of_a_step_that_can_not_be_read(root: Path):
+    (root / "step_00000200" / "_METADATA").write_bytes(b'{"format":"ostraka"')
+    result = run("ls", root)
+    assert result.exit_code == 1
+    assert "damaged: _METADATA: its digest is not" in result.stdout
+
+
+def test_ls_of_an_empty_directory(tmp_path: Path):
+    result = run("ls", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\nno steps\n")
+
+
+def test_ls_of_a_checkpoint(root: Path):
+    result = run("ls", root / "step_00000100")
+    assert result.exit_code == 2
+    assert "is a checkpoint, not a directory of steps; give the directory above" in result.stderr
+
+
+# show and verify
+
+
+def test_show_of_steps_lists_them(root: Path):
+    assert run("show", root).stdout == run("ls", root).stdout
+    assert len(json.loads(run("show", root, "--json").stdout)["steps"]) == 3
+
+
+def test_show_of_a_leaf_needs_a_checkpoint(root: Path):
+    result = run("show", root, "x")
+    assert result.exit_code == 2
+    assert "did you mean " in result.stderr
+
+
+def test_verify_of_steps(root: Path):
+    result = run("verify", root)
+    assert result.exit_code == 0
+    assert result.stdout.count(": intact (") == 3
+    assert result.stdout.endswith("3 checkpoints, none of them damaged\n")
+    (root / "step_00000100" / "_METADATA").write_bytes(b'{"format":"ostraka"')
+    flip(root / "step_00000300")
+    result = run("verify", root, "--json")
+    assert result.exit_code == 1
+    assert [step["ok"] for step in json.loads(result.stdout)] == [False, True, False]
+
+
+def test_verify_of_a_single_step_gives_a_list_too(tmp_path: Path):
+    ostraka.save(tmp_path / "7", {"x": 1})
+    assert isinstance(json.loads(run("verify", tmp_path, "--json").stdout), list)
+    assert isinstance(json.loads(run("verify", tmp_path / "7", "--json").stdout), dict)
+
+
+# rm
+
+
+def test_rm_only_shows_without_yes(root: Path):
+    before = names(root)
+    result = run("rm", root, 200)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"would go from {root}\n")
+    assert "step_00000200" in result.stdout
+    assert "nothing is removed without --yes" in result.stdout
+    assert names(root) == before
+
+
+def test_rm_removes(root: Path):
+    ostraka.save(root / "400", {"x": 1})
+    result = run("rm", root, "step_00000200", 300, "--yes")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"removed from {root}\n")
+    assert names(root) == ["400", "step_00000100"]
+
+
+def test_rm_as_json(root: Path):
+    document = json.loads(run("rm", root, 200, "--json").stdout)
+    assert document["removed"] is False
+    assert document["steps"][0]["paths"] == [str(root / "step_00000200")]
+    assert json.loads(run("rm", root, 200, "--yes", "--json").stdout)["removed"] is True
+    assert "step_00000200" not in names(root)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((200, 300), "step 300 in {root} is the newest good one"),
+        ((200, 100), "step 100 in {root} is pinned"),
+    ],
+)
+def test_rm_protects(root: Path, steps: tuple[int, ...], message: str):
+    before = names(root)
+    result = run("rm", root, *steps, "--yes")
+    assert result.exit_code == 2
+    assert message.format(root=root) in result.stderr
+    assert "--force removes it, too" in result.stderr
+    assert names(root) == before
+    assert run("rm", root, *steps, "--yes", "--force").exit_code == 0
+    assert len(names(root)) == 1
+
+
+def test_rm_protects_the_newest_that_can_be_read(root: Path):
+    (root / "step_00000300" / "_METADATA").write_bytes(b'{"format":"ostraka"')
+    result = run("rm", root, 200, "--yes")
+    assert "step 200" in result.stderr
+    assert "the newest good one" in result.stderr
+    assert run("rm", root, 300, "--yes").exit_code == 0
+    assert names(root) == ["step_00000100", "step_00000200"]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("250", "there is no step 250 in {root}; it has 100, 200, 300"),
+        ("latest", "'latest' is no step; give its number, as ostraka ls shows it"),
+    ],
+)
+def test_rm_of_what_is_not_there(root: Path, step: str, message: str):
+    result = run("rm", root, 200, step, "--yes")
+    assert result.exit_code == 2
+    assert message.format(root=root) in result.stderr
+    assert len(names(root)) == 3
+
+
+def test_rm_leaves_a_step_alone_that_is_being_written(root: Path):
+    with LocalStore(str(root / "step_00000200")).exclusive():
+        result = run("rm", root, 200, "--yes")
+    assert result.exit_code == 2
+    assert "is under way" in result.stderr
+    assert run("verify", root / "step_00000200").exit_code == 0
+
+
+# gc
+
+
+def test_gc_finds_nothing(root: Path):
+    result = run("gc", root, "--yes")
+    assert (result.exit_code, result.stdout) == (0, f"{root}: nothing was left behind\n")
+    assert run("verify", root).exit_code == 0
+
+
+def test_gc_only_shows_without_yes(root: Path):
+    left = leave_behind(root / "step_00000400")
+    result = run("gc", root)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"would go from {root}\n")
+    assert f"step_00000400  {LEFT}  2.0 KiB  nothing" in result.stdout
+    assert "nothing is removed without --yes" in result.stdout
+    assert left.exists()
+
+
+def test_gc_removes_what_dead_saves_left_and_nothing_else(root: Path):
+    leave_behind(root / "step_00000400")
+    leave_behind(root / "step_00000300")
+    (root / "step_00000300" / "_METADATA.12345678.tmp").write_bytes(b"x")
+    leave_behind(root / "notes")
+    (root / "step_00000500").mkdir()
+    mine = leave_behind(root / "step_00000600").parent / "mine.txt"
+    mine.write_text("keep")
+    (root / "link_target").mkdir()
+    leave_behind(root / "link_target")
+    os.symlink(root / "link_target", root / "700")
+    result = run("gc", root, "--yes")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"removed from {root}\n")
+    assert "a checkpoint, which stays" in result.stdout
+    assert not (root / "step_00000400").exists()
+    assert not (root / "step_00000300" / LEFT).exists()
+    assert not (root / "step_00000300" / "_METADATA.12345678.tmp").exists()
+    assert (root / "notes" / LEFT).exists()
+    assert (root / "link_target" / LEFT).exists()
+    assert (root / "step_00000500").exists()
+    assert mine.read_text() == "keep"
+    assert not (mine.parent / LEFT).exists()
+    assert run("verify", root).exit_code == 0
+    assert run("gc", root).stdout == f"{root}: nothing was left behind\n"
+
+
+def test_gc_of_one_checkpoint(root: Path):
+    path = root / "step_00000200"
+    leave_behind(path)
+    assert run("gc", path, "--yes").exit_code == 0
+    assert not (path / LEFT).exists()
+    assert run("verify", path).exit_code == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--yes"]], ids=["show", "yes"])
+def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
+    live = leave_behind(root / "step_00000400")
+    dead = leave_behind(root / "step_00000500")
+    with LocalStore(str(live.parent)).exclusive():
+        result = run("gc", root, *options)
+        document = json.loads(run("gc", root, "--json", *options).stdout)
+    assert result.exit_code == 0
+    assert f"{live.parent}: a save is under way; left alone" in result.stdout
+    assert document["in_use"] == [str(live.parent)]
+    assert live.exists()
+    assert dead.exists() == (not options)
+
+
+def test_gc_keeps_the_shards_of_a_checkpoint_that_can_not_be_read(root: Path):
+    path = root / "step_00000200"
+    (path / "_METADATA").write_bytes(b'{"format":"ostraka"')
+    assert run("gc", root, "--yes").stdout == f"{root}: nothing was left behind\n"
+    assert list(path.glob("shards-*/*.safetensors"))
+
+
+def test_gc_keeps_what_another_program_wrote(tmp_path: Path):
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "_METADATA").write_text("orbax")
+    left = leave_behind(tmp_path / "5")
+    assert run("gc", tmp_path, "--yes").exit_code == 0
+    assert left.exists()
