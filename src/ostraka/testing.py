@@ -524,11 +524,19 @@ def _call(job: _Job, job_dir: Path, index: int) -> _Report:
         _loading.clear()
         args = pickle.loads((job_dir / "arguments").read_bytes())
         value = _pickle_value(function(*args))
+        _finish_saving()
     except BaseException as exception:
         error = f"{type(exception).__name__}: {exception}"
         trace = traceback.format_exc()
         sys.stderr.write(trace)
     return _Report(value, error, trace, time.time())
+
+
+def _finish_saving() -> None:
+    """These processes skip the end of a program, where a save would be waited for."""
+    handle: Any = sys.modules.get("ostraka._handle")
+    if handle is not None:
+        handle.settle()
 
 
 def _initialize(job: _Job, index: int) -> None:

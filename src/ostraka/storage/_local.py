@@ -175,15 +175,13 @@ class _LocalWriter:
 
     def _explain(self, error: OSError) -> StoreError:
         mapped = store_error("write", self._path, error)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return mapped
-        place = os.statvfs(os.path.dirname(self._path))
-        free = place.f_bavail * place.f_frsize
-        return StoreError(
-            f"{mapped} (the file needs {self._size:,} bytes, {free:,} are free)",
-            errno=error.errno,
-            filename=self._path,
-        )
+        needs = f"the file needs {self._size:,} bytes"
+        if error.errno != errno.EFBIG:
+            place = os.statvfs(os.path.dirname(self._path))
+            needs += f", {place.f_bavail * place.f_frsize:,} are free"
+        return StoreError(f"{mapped} ({needs})", errno=error.errno, filename=self._path)
 
 
 class _LocalReader:
