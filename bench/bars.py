@@ -70,6 +70,10 @@ BARS = (
     Bar("processes_restore", "orbax", 1.0),
     Bar("processes_restore", "dcp", 1.0),
     Bar("processes_restore", "dcp_best", 1.0),
+    Bar("stall_large", "orbax", 1.0, faster=False),
+    Bar("stall_large", "orbax_best", 1.0, faster=False),
+    Bar("stall_many", "orbax", 1.0, faster=False),
+    Bar("stall_many", "orbax_best", 1.0, faster=False),
 )
 
 

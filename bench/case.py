@@ -19,6 +19,8 @@ NAMES = (
     "nnx_many",
     "memory",
     "processes",
+    "async_stall",
+    "async_stall_many",
 )
 
 
@@ -39,6 +41,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
         from bench import nnx
 
         return nnx.nnx_many
+    if name.startswith("async_stall"):
+        from bench import stall
+
+        return getattr(stall, name)
     return getattr(cases, name)
 
 

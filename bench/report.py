@@ -84,6 +84,8 @@ def show(row: Row, name: str) -> str:
         return ""
     if row.unit == "bytes":
         return f"{value / 2**20:,.0f} MiB"
+    if row.unit == "ratio":
+        return f"{value:.2f}×"
     return f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
 
 
@@ -152,5 +154,5 @@ def _draw_row(axis: Any, row: Row) -> None:
     axis.set_xlim(min(middles) / 3, max(max(row.values[n]) / divisor for n in names) * 10)
     axis.set_title(row.title, fontsize=9)
     axis.tick_params(axis="x", labelsize=7)
-    axis.set_xlabel("MiB" if row.unit == "bytes" else "seconds", fontsize=8)
+    axis.set_xlabel({"bytes": "MiB", "ratio": "ratio"}.get(row.unit, "seconds"), fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)

@@ -37,6 +37,7 @@ _VERDICT_WITHIN_S = 5.0
 _numbers = itertools.count(1)
 _ended: deque[str] = deque()
 """On process 0, the prefixes of operations that it has left, oldest first."""
+_forgetting = threading.Lock()
 
 
 class ProcessFailed(Exception):
@@ -91,6 +92,8 @@ class Operation:
         self._client = client
         self._verdict: ProcessFailed | None = None
         self._deciding = threading.Lock()
+        self._is_decided = False
+        """On process 0: the last stage has its answer, which nothing may contradict any more."""
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._prefix = ""
@@ -143,19 +146,34 @@ class Operation:
         decide: Callable[[list[Any]], Any],
         *,
         timeout_s: float | None = None,
+        is_last: bool = False,
     ) -> Any:
         """Give `payload` (JSON) to process 0, and return what its `decide` makes of all of them.
 
         `decide` runs on process 0 only. Raises ProcessFailed on every process if any process failed
-        or `decide` raised; on process 0 the error of `decide` is the cause.
+        or `decide` raised; on process 0 the error of `decide` is the cause. What was decided in the
+        last stage holds for all, even if a process fails before it has heard of it.
         """
         if self._client is None:
+            self.check()
             return decide([payload])
         self._set(f"{stage}/post/{self.process}", json.dumps(payload))
         if self.process == 0:
             payloads = self._collect(stage, timeout_s)
-            return self._decide(stage, payloads, decide)
+            return self._decide(stage, payloads, decide, is_last)
         return self._await_answer(stage)
+
+    def give_up(self, reason: str) -> None:
+        """From any thread: have this operation fail on all processes, unless it is decided."""
+        mine = ProcessFailed(self.process, reason)
+        if self._client is None:
+            self._verdict = self._verdict or mine
+        elif self.process != 0:
+            self._set(f"error/{self.process}", json.dumps(reason))
+        else:
+            with self._deciding:
+                if self._verdict is None and not self._is_decided:
+                    self._post_verdict(mine)
 
     def check(self) -> None:
         """Raise ProcessFailed if this operation has failed on any process."""
@@ -176,7 +194,9 @@ class Operation:
 
     # Process 0
 
-    def _decide(self, stage: str, payloads: list[Any], decide: Callable[[list[Any]], Any]) -> Any:
+    def _decide(
+        self, stage: str, payloads: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
+    ) -> Any:
         # Under the lock, so that the watch can't fail an operation that is being committed.
         with self._deciding:
             self.check()
@@ -189,6 +209,7 @@ class Operation:
                 failure = ProcessFailed(0, describe(error))
                 self._post_verdict(failure)
                 raise failure from error
+            self._is_decided = is_last
             self._set(f"{stage}/answer", json.dumps(answer))
             return answer
 
@@ -223,7 +244,7 @@ class Operation:
         seen: dict[int, tuple[str, float]] = {}
         while not self._closed.wait(_POLL_S * 5):
             with self._deciding:
-                if self._verdict is not None or self._closed.is_set():
+                if self._verdict is not None or self._is_decided or self._closed.is_set():
                     return
                 failure = self._first_failure(seen)
                 if failure is not None:
@@ -255,12 +276,14 @@ class Operation:
 
         One that some process never leaves, because it died, is deleted in the end all the same.
         """
-        while len(_ended) > _KEEP_OPERATIONS:
-            pulses = client.key_value_dir_get(f"{_ended[0]}/pulse/")
-            is_over = all(value == "done" for _, value in pulses)
-            if not is_over and len(_ended) < _KEEP_AT_MOST:
-                return
-            client.key_value_delete(f"{_ended.popleft()}/")
+        with _forgetting:
+            while len(_ended) > _KEEP_OPERATIONS:
+                pulses = client.key_value_dir_get(f"{_ended[0]}/pulse/")
+                # A process without a pulse has not come yet, and must find how it ended.
+                is_over = [value for _, value in pulses] == ["done"] * self.count
+                if not is_over and len(_ended) < _KEEP_AT_MOST:
+                    return
+                client.key_value_delete(f"{_ended.popleft()}/")
 
     # Every process
 
@@ -298,7 +321,9 @@ class Operation:
         try:
             work()
         except Exception as error:
-            reason = f"the coordination service can't be reached ({describe(error)})"
+            # What the service's client says further down is about itself.
+            said = (str(error).splitlines() or [""])[0]
+            reason = f"the coordination service can't be reached ({type(error).__name__}: {said})"
             self._verdict = self._verdict or ProcessFailed(self.process, reason)
 
     def _start(self, work: Callable[[], None]) -> None:

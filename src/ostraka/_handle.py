@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from ostraka._coordinate import Operation
+from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._record import Record, logger
 from ostraka._shards import Progress
 from ostraka.errors import Busy
@@ -17,11 +18,13 @@ from ostraka.errors import Busy
 class SaveHandle:
     """A save that is under way, as `ostraka.save_async` returns it."""
 
-    def __init__(self, path: str, progress: Progress):
+    def __init__(self, path: str, progress: Progress, give_up: Callable[[], None]):
         self.path = path
         self.record: Record | None = None
         """What was done and how long it took, once it is done."""
         self._progress = progress
+        self._give_up = give_up
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._is_error_seen = False
@@ -38,8 +41,7 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error that there was, if any."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
+        self._wait_for_end(timeout)
         self._is_error_seen = True
         return self._error
 
@@ -57,33 +59,64 @@ class SaveHandle:
         state = "failed" if self._error else "done" if self.done() else "under way"
         return f"<SaveHandle {self.path}: {state}, {self.bytes_written:,}/{self.bytes_total:,} B>"
 
+    def _start(self, work: Callable[[], Record]) -> None:
+        is_called = threading.Event()
+
+        def run() -> None:
+            # The caller would wait for its turn at the interpreter: let it return first.
+            is_called.wait(1.0)
+            self._run(work)
+
+        thread = threading.Thread(target=run, name="ostraka-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._run(work)  # The system has no thread left: the caller waits, and nothing is lost.
+        finally:
+            is_called.set()
+
     def _run(self, work: Callable[[], Record]) -> None:
+        self._thread = threading.current_thread()
         try:
             self.record = work()
         except BaseException as error:
             self._error = error
             logger.error("the save to %s failed: %s", self.path, error)
         finally:
+            self._thread = None
             self._ended.set()
 
-    def _give_up(self) -> None:
-        self._progress.is_given_up = True
+    def _wait_for_end(self, timeout: float | None = None) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                f"the save to {self.path} can't wait for itself: on_commit and on_record are a "
+                "part of it, and can't save or wait for it"
+            )
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
 
-    def _raise_unseen(self) -> None:
-        if self._ended.is_set() and self._error is not None and not self._is_error_seen:
-            self._is_error_seen = True
-            raise self._error
+    def _take_unseen(self) -> BaseException | None:
+        """The error, if it has ended with one that nobody has been told of yet."""
+        if self._is_error_seen or not self.done():
+            return None
+        self._is_error_seen = True
+        return self._error
 
 
 class _Background:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self.turn = threading.RLock()
         self.current: SaveHandle | None = None
 
 
 _background = _Background()
+# In a forked process no thread is there that would ever end the save.
+os.register_at_fork(after_in_child=_background.forget)
 
 
 def settle(if_busy: Literal["wait", "refuse"] = "wait") -> None:
@@ -92,38 +125,75 @@ def settle(if_busy: Literal["wait", "refuse"] = "wait") -> None:
     Raises Busy if there is one and it is not to be waited for, on all processes if on any; raises
     the error of one that ended if nobody has seen it.
     """
-    if if_busy not in ("wait", "refuse"):
-        raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
-    with _background.turn:
-        current = _background.current
-        if if_busy == "refuse" and _is_any_running(current):
-            name = current.path if current is not None and not current.done() else "another path"
-            raise Busy(f"a save to {name} is still under way; wait for it first")
-        if current is not None:
-            current._ended.wait()  # pyright: ignore[reportPrivateUsage]
-            _background.current = None
-            current._raise_unseen()  # pyright: ignore[reportPrivateUsage]
+    with settled(if_busy):
+        pass
 
 
 @contextmanager
 def settled(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     """Have no other save in the background while the caller begins one."""
-    with _background.turn:
-        settle(if_busy)
+    if if_busy not in ("wait", "refuse"):
+        raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
+    current = _background.current
+    if current is not None and threading.current_thread() is current._thread:  # pyright: ignore[reportPrivateUsage]
+        current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
+    with _turn(if_busy):
+        current = _background.current
+        if current is not None:
+            current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
+            _background.current = None
+            error = current._take_unseen()  # pyright: ignore[reportPrivateUsage]
+            if error is not None:
+                _raise_together(error)
         yield
 
 
-def _is_any_running(current: SaveHandle | None) -> bool:
-    is_running = current is not None and not current.done()
+@contextmanager
+def _turn(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
+    """Be the one thread that begins a save."""
+    turn = _background.turn
+    is_mine = turn.acquire(blocking=if_busy == "wait")
+    try:
+        if if_busy == "refuse":
+            _refuse_if_busy(is_mine)
+        yield
+    finally:
+        if is_mine:
+            turn.release()
+
+
+def _refuse_if_busy(is_mine: bool) -> None:
+    current = _background.current
+    mine = None
+    if current is not None and not current.done():
+        mine = f"a save to {current.path}"
+    elif not is_mine:
+        mine = "a save that another thread has begun"
     with Operation("check for a save under way") as operation:
-        return operation.exchange("busy", is_running, any)
+        found = operation.exchange(
+            "busy", mine, lambda all_found: next(filter(None, all_found), None)
+        )
+    if found is not None:
+        raise Busy(f"{found} is still under way; wait for it first")
 
 
-def start_in_background(path: str, progress: Progress, work: Callable[[], Record]) -> SaveHandle:
+def _raise_together(error: BaseException) -> None:
+    """Raise the error of an earlier save.
+
+    A process that has seen it, or has none, is about to begin the next save and would wait for this
+    one in vain: it is told.
+    """
+    with suppress(ProcessFailed), Operation("save after one that failed", own_errors=True):
+        raise error
+    raise error
+
+
+def start_in_background(
+    path: str, progress: Progress, work: Callable[[], Record], give_up: Callable[[], None]
+) -> SaveHandle:
     """Do `work` in a thread; to be called inside `settled`."""
-    handle = _background.current = SaveHandle(path, progress)
-    run: Any = handle._run  # pyright: ignore[reportPrivateUsage]
-    threading.Thread(target=run, args=(work,), name="ostraka-save", daemon=True).start()
+    handle = _background.current = SaveHandle(path, progress, give_up)
+    handle._start(work)  # pyright: ignore[reportPrivateUsage]
     return handle
 
 
@@ -132,19 +202,21 @@ def _wait_at_exit() -> None:
     current = _background.current
     if current is None or current.done():
         return
-    logger.info("waiting for the save to %s", current.path)
     try:
-        current._ended.wait()  # pyright: ignore[reportPrivateUsage]
+        logger.info("waiting for the save to %s", current.path)
+        current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
     except KeyboardInterrupt:
-        current._give_up()  # pyright: ignore[reportPrivateUsage]
         with suppress(KeyboardInterrupt):
-            current._ended.wait()  # pyright: ignore[reportPrivateUsage]
+            current._give_up()  # pyright: ignore[reportPrivateUsage]
+            current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
 
 
 def _raise_at_exit() -> None:
     """The program does not end without a word about a failure that nobody has seen."""
-    if _background.current is not None:
-        _background.current._raise_unseen()  # pyright: ignore[reportPrivateUsage]
+    _wait_at_exit()  # for one that another thread has begun since the main thread ended
+    error = _background.current and _background.current._take_unseen()  # pyright: ignore[reportPrivateUsage]
+    if error is not None:
+        raise error
 
 
 # Threads can't be started, nor given work, once the interpreter has begun to end them; what is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
 from ostraka._plan import Target
+from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
@@ -41,6 +43,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: DtypeRule = None,
     as_state: bool = False,
+    on_record: OnRecord | None = None,
 ) -> Any:
     """Bring a checkpoint back, onto any devices.
 
@@ -59,7 +62,8 @@ def restore(
     are in `like`. `rename` maps paths in the checkpoint to paths in `like`, for parts that have
     moved. `strict=False` keeps what `like` has where the checkpoint has nothing, ignores what the
     checkpoint has beyond `like`, and warns of both (PartialRestore). `dtype` casts floating-point
-    arrays: to one dtype, by path pattern, or with `"like"` to those of `like`.
+    arrays: to one dtype, by path pattern, or with `"like"` to those of `like`. `on_record` is
+    called with what was done and how long it took, which is also logged.
 
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
     bytes that are not as written; with arrays that span several processes, the others raise
@@ -78,6 +82,7 @@ def restore(
         mesh, specs, strict, only, rename, dtype, as_state, in_place=into is not _NOT_GIVEN
     )
     together = _spans_processes(given, mesh, specs)
+    tally = _Tally()
     try:
         with (
             paused_gc(),
@@ -88,12 +93,29 @@ def restore(
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                _restore(store, operation, None, choices, InPlace(parse(into)))
-                return into
-            tree = None if like is _NOT_GIVEN else parse(like)
-            return _restore(store, operation, tree, choices, None)
+                _restore(store, operation, None, choices, InPlace(parse(into)), tally)
+                result = into
+            else:
+                tree = None if like is _NOT_GIVEN else parse(like)
+                result = _restore(store, operation, tree, choices, None, tally)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
+    report("restore", str(path), tally.watch, tally.summary, on_record)
+    return result
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a restore has done so far, for its record."""
+
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    bytes: int = 0
+    summary: list[float] = field(default_factory=lambda: summarize([(0, 0.0)]))
+    """Of all processes, at the end."""
+
+    def post(self) -> tuple[int, float]:
+        """What this process tells the others."""
+        return self.bytes, self.watch.phases.get("read", 0.0)
 
 
 def _restore(
@@ -102,6 +124,7 @@ def _restore(
     tree: Branch | Leaf | None,
     choices: Choices,
     place: InPlace | None,
+    tally: _Tally,
 ) -> Any:
     """Restore one checkpoint on all processes, even while a save replaces it.
 
@@ -110,24 +133,34 @@ def _restore(
     for attempt in range(_ATTEMPTS):
         source = load(store)
         ids = operation.exchange(f"open-{attempt}", source.metadata.id, lambda ids: ids)
+        tally.watch.lap("open")
         if len(set(ids)) > 1:
             continue
         result: Any = None
         replaced = False
         try:
-            result = _restore_once(source, operation, tree, choices, place)
+            result = _restore_once(source, operation, tree, choices, place, tally)
         except Damaged as error:
             replaced = not source.is_still_there()
             if not replaced:
                 if place is not None:
                     error.add_note("what was given as into= may have been changed in part")
                 raise
-        if not operation.exchange(f"restored-{attempt}", replaced, any):
+        again, tally.summary = operation.exchange(
+            f"restored-{attempt}", [replaced, *tally.post()], _sum_up
+        )
+        tally.watch.lap("agree")
+        if not again:
             return result
     raise Busy(
         f"{store.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
         "the saves to end"
     )
+
+
+def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:
+    """Whether all must begin again, and what they have read."""
+    return any(replaced for replaced, *_ in posts), summarize([(b, s) for _, b, s in posts])
 
 
 def _restore_once(
@@ -136,12 +169,14 @@ def _restore_once(
     tree: Branch | Leaf | None,
     choices: Choices,
     place: InPlace | None,
+    tally: _Tally,
 ) -> Any:
     matcher = Matcher(
         source, choices, process=jax.process_index(), process_count=jax.process_count()
     )
     wanted = matcher.match(tree if place is None else place.template)
-    arrays = _read_arrays(source, wanted, operation)
+    tally.watch.lap("match")
+    arrays = _read_arrays(source, wanted, operation, tally)
     result = None
     if place is None:
         result = rebuild(wanted.tree, {**wanted.values, **dict(arrays)})
@@ -153,10 +188,13 @@ def _restore_once(
         place.finish()
     for owner, state in wanted.states:
         owner.set_state(state)
+    tally.watch.lap("read")
     return result
 
 
-def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterator[tuple[str, Any]]:
+def _read_arrays(
+    source: Source, wanted: Wanted, operation: Operation, tally: _Tally
+) -> Iterator[tuple[str, Any]]:
     """Each array as soon as its bytes are there, while others are still being read."""
     targets: list[Target] = []
     owner: list[int] = []
@@ -187,6 +225,7 @@ def _read_arrays(source: Source, wanted: Wanted, operation: Operation) -> Iterat
             arrays.clear()
             job.release(range(start, start + len(destination.boxes)))
             yield destination.path, placed
+    tally.bytes += job.bytes_read
 
 
 def _place(

@@ -104,8 +104,16 @@ def report(
     )
     logger.info("%s", record)
     if on_record is not None:
-        on_record(record)
+        call_safely(on_record, record)
     return record
+
+
+def call_safely(callback: Callable[..., None], *args: Any) -> None:
+    """Call what the user gave to be told of something that is done, and can't fail any more."""
+    try:
+        callback(*args)
+    except Exception:
+        logger.exception("%r raised; what it was told of is done all the same", callback)
 
 
 def timeline(watch: Stopwatch, summary: Sequence[float]) -> dict[str, Any]:

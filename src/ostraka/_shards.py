@@ -40,8 +40,6 @@ class Progress:
     def __init__(self) -> None:
         self.total = 0
         self.written = 0
-        self.is_given_up = False
-        """Set to have the save fail soon."""
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:

@@ -10,7 +10,7 @@ import json
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -34,7 +34,15 @@ from ostraka._handle import SaveHandle, settle, settled, start_in_background
 from ostraka._leftovers import UNKNOWN, committed_directory, remove_leftovers, remove_other_shards
 from ostraka._parallel import StopSignal, paused_gc, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
-from ostraka._record import OnRecord, Record, Stopwatch, report, summarize, timeline
+from ostraka._record import (
+    OnRecord,
+    Record,
+    Stopwatch,
+    call_safely,
+    report,
+    summarize,
+    timeline,
+)
 from ostraka._shards import Progress, write_shards
 from ostraka._values import Value
 from ostraka._version import __version__
@@ -77,9 +85,10 @@ def save(
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
+    watch = Stopwatch()
     settle()
     with paused_gc():
-        saving = _Save(path, on_record)
+        saving = _Save(path, watch, on_record)
         saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=False)
         saving.finish()
 
@@ -111,11 +120,12 @@ def save_async(
     >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
     >>> handle.wait()
     """
+    watch = Stopwatch()
     with settled(if_busy):
-        saving = _Save(path, on_record, on_commit)
+        saving = _Save(path, watch, on_record, on_commit)
         with paused_gc():
             saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
-        return start_in_background(str(path), saving.progress, saving.finish)
+        return start_in_background(str(path), saving.progress, saving.finish, saving.give_up)
 
 
 class _Save:
@@ -124,6 +134,7 @@ class _Save:
     def __init__(
         self,
         path: PathLike,
+        watch: Stopwatch,
         on_record: OnRecord | None,
         on_commit: Callable[[], None] | None = None,
     ):
@@ -131,11 +142,13 @@ class _Save:
         self._path = path
         self._on_record = on_record
         self._on_commit = on_commit
-        self._watch = Stopwatch()
+        self._watch = watch
+        self._watch.lap("wait")
         self._operation = Operation(f"save to {path}")
         self._held = ExitStack()
         self._store: Store = _NOWHERE
         self._save_id = ""
+        self._values: list[Value] = []
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
 
@@ -166,6 +179,7 @@ class _Save:
                 captured.hold()
                 self._watch.blocked_s = self._watch.total_s
             self._captured = captured
+            self._values = captured.values
             self._watch.lap("capture")
 
     def finish(self) -> Record:
@@ -185,9 +199,9 @@ class _Save:
                     max_file_bytes=self._max_file_bytes,
                 )
             self._watch.lap("plan")
-            index = self._write(plan, captured.values, self._save_id)
+            index = self._write(plan, self._save_id)
             written = (self.progress.total, self._watch.lap("write"))
-            captured.values.clear()
+            self._values.clear()
             summary = self._commit(plan, index, written)
             if self._operation.process == 0:
                 remove_other_shards(self._store, self._save_id)
@@ -195,8 +209,12 @@ class _Save:
             self._operation.__exit__(None, None, None)
         self._held.close()
         if self._on_commit is not None and self._operation.process == 0:
-            self._on_commit()
+            call_safely(self._on_commit)
         return report("save", str(self._path), self._watch, summary, self._on_record)
+
+    def give_up(self) -> None:
+        """From another thread: have it fail, unless it is being committed."""
+        self._operation.give_up("it was interrupted, and gave the save up")
 
     @contextmanager
     def _failing(self) -> Generator[None]:
@@ -210,6 +228,8 @@ class _Save:
         except BaseException as error:
             # By now every process knows that this save has failed.
             has_begun = bool(self._save_id)
+            # The error may be kept for long, and would keep the values with it.
+            self._values.clear()
             self._clean_up()
             self._held.close()
             if isinstance(error, ProcessFailed):
@@ -265,7 +285,7 @@ class _Save:
         remove_leftovers(self._store)
         return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
 
-    def _write(self, plan: WritePlan, values: Sequence[Value], save_id: str) -> IndexEntry | None:
+    def _write(self, plan: WritePlan, save_id: str) -> IndexEntry | None:
         """Write this process's shards and its index; None if it has none to write."""
         process = self._operation.process
         if not plan.files_of(process):
@@ -275,8 +295,8 @@ class _Save:
             save_id,
             plan,
             process,
-            values,
-            check=self._check,
+            self._values,
+            check=self._operation.check,
             progress=self.progress,
         )
         index = _format.encode_index(save_id, process, named)
@@ -315,13 +335,8 @@ class _Save:
             return summary
 
         entry = None if index is None else [index.size, index.digest]
-        return self._operation.exchange("commit", {"index": entry, "written": written}, commit)
-
-    def _check(self) -> None:
-        """Called between blocks: nobody goes on writing for a save that has failed."""
-        self._operation.check()
-        if self.progress.is_given_up:
-            raise KeyboardInterrupt
+        payload = {"index": entry, "written": written}
+        return self._operation.exchange("commit", payload, commit, is_last=True)
 
     def _check_visible(self, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
         """Process 0 must see what the others wrote, or the checkpoint would be in pieces."""

@@ -171,7 +171,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{type(error).__name__}: {error.strerror}{where}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> StoreError:

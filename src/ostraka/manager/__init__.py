@@ -1,8 +1,24 @@
 """Steps of a run: when to save, what to keep, what to go on from."""
 
-from ostraka.manager._advice import Advice
-from ostraka.manager._keep import Best
-from ostraka.manager._manager import Manager
-from ostraka.manager._steps import Step
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ostraka.manager._advice import Advice
+    from ostraka.manager._keep import Best
+    from ostraka.manager._manager import Manager
+    from ostraka.manager._steps import Step
 
 __all__ = ["Advice", "Best", "Manager", "Step"]
+
+_HOMES = {"Advice": "_advice", "Best": "_keep", "Manager": "_manager", "Step": "_steps"}
+
+
+def __getattr__(name: str) -> Any:
+    # The command looks at steps without waiting for JAX, which only the manager itself needs.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ostraka.manager' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"ostraka.manager.{_HOMES[name]}"), name)
+    return value

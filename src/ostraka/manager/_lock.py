@@ -45,8 +45,8 @@ class RootLock:
 
     def release(self) -> None:
         file, self._file = self._file, -1
-        _held.discard(self)
         if file >= 0:
+            _held.discard(self)
             os.close(file)
 
     def _try(self) -> bool:

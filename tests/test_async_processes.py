@@ -1,0 +1,377 @@
+"""`save_async` in whole processes: programs that end or are interrupted, and several at once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka._coordinate import Operation
+from ostraka.storage import _local
+from ostraka.testing import free_port, run_processes
+
+LocalWriter = _local._LocalWriter
+WITHIN_S = 10.0
+"""From the failure of one process until all have raised."""
+
+# Programs of one process
+
+PROGRAM_START = """
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import numpy as np
+import ostraka
+from ostraka.storage import _local
+
+path = sys.argv[1]
+write = _local._LocalWriter.write
+
+def write_slowly(self, offset, buffers):
+    print("writing", flush=True)
+    time.sleep(SECONDS)
+    write(self, offset, buffers)
+
+_local._LocalWriter.write = write_slowly
+tree = {f"w{n}": np.full(1 << 18, n, np.float32) for n in range(16)}
+"""
+
+
+def start(body: str, path: Path, *more: str, seconds: float = 0.1) -> "subprocess.Popen[str]":
+    """Start a program whose every write of a block takes so long."""
+    program = PROGRAM_START.replace("SECONDS", str(seconds)) + body
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(path), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+
+
+def run(body: str, path: Path, *, seconds: float = 0.1) -> tuple[int, str, str]:
+    with start(body, path, seconds=seconds) as program:
+        out, err = program.communicate(timeout=120)
+    return program.returncode, out, err
+
+
+def assert_complete(path: Path) -> None:
+    assert ostraka.verify(path).ok
+    restored = ostraka.restore(path)
+    assert all((restored[f"w{n}"] == n).all() for n in range(16))
+
+
+def test_program_that_ends_finishes_its_save(tmp_path: Path):
+    code, out, err = run("ostraka.save_async(path, tree)\nprint('last line', flush=True)", tmp_path)
+    assert (code, err) == (0, "")
+    assert out.startswith("last line") or out.index("last line") < out.rindex("writing")
+    assert_complete(tmp_path)
+
+
+def test_program_that_ends_with_its_own_threads_finishes_its_save(tmp_path: Path):
+    body = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(2)
+jobs = [pool.submit(time.sleep, 0.5) for _ in range(4)]
+threading.Thread(target=time.sleep, args=(1.0,)).start()
+threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+ostraka.save_async(path, tree)
+raise SystemExit(3)
+"""
+    code, _, err = run(body, tmp_path)
+    assert (code, err) == (3, "")
+    assert_complete(tmp_path)
+
+
+def test_program_that_ends_by_an_error_finishes_its_save(tmp_path: Path):
+    code, _, err = run("ostraka.save_async(path, tree)\nraise ValueError('mine')", tmp_path)
+    assert code == 1
+    assert "ValueError: mine" in err
+    assert_complete(tmp_path)
+
+
+def test_program_that_forks_ends_in_both_processes(tmp_path: Path):
+    body = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
+handle = ostraka.save_async(path, tree)
+child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+child.start()
+child.join(60)
+print("exit code", child.exitcode, handle.done())
+"""
+    code, out, err = run(body, tmp_path, seconds=0.3)
+    assert (code, err) == (0, "")
+    assert "exit code 0" in out
+    assert_complete(tmp_path)
+
+
+def test_error_that_nobody_asked_for_is_printed_when_the_program_ends(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    body = """
+import logging
+logging.disable()
+ostraka.save_async(path, tree)
+"""
+    code, _, err = run(body, tmp_path / "file" / "c")
+    assert code == 0
+    assert len(re.findall(r"PathInTheWay: can't make the directory .*/file/c", err)) == 1
+
+
+def test_error_that_was_seen_is_not_printed_again(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    body = """
+import logging
+logging.disable()
+handle = ostraka.save_async(path, tree)
+print(type(handle.exception()).__name__)
+"""
+    assert run(body, tmp_path / "file" / "c") == (0, "PathInTheWay\n", "")
+
+
+def test_one_interrupt_lets_the_save_finish(tmp_path: Path):
+    body = "ostraka.save_async(path, tree)\nwhile True: time.sleep(0.01)"
+    with start(body, tmp_path) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=120)
+    assert "KeyboardInterrupt" in err
+    assert_complete(tmp_path)
+
+
+def test_second_interrupt_gives_the_save_up(tmp_path: Path):
+    ostraka.save(tmp_path, {"old": np.ones(3)})
+    body = """
+import logging
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+ostraka.save_async(path, tree)
+while True:
+    time.sleep(0.01)
+"""
+    with start(body, tmp_path, seconds=0.5) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.send_signal(signal.SIGINT)
+        while "waiting for the save" not in program.stdout.readline():
+            pass
+        time.sleep(0.1)
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=120)
+    assert "it was interrupted, and gave the save up" in err
+    assert ostraka.restore(tmp_path)["old"].tolist() == [1, 1, 1]
+    assert sorted(name.split("-")[0] for name in os.listdir(tmp_path)) == ["_METADATA", "shards"]
+    ostraka.save(tmp_path, {"new": 1})
+
+
+def test_programs_of_one_run_that_end_finish_their_save(tmp_path: Path):
+    body = """
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+if jax.process_index() == 1:
+    time.sleep(0.5)
+ostraka.save_async(path, tree)
+"""
+    port = str(free_port())
+    programs = [start(body, tmp_path, port, str(number)) for number in range(2)]
+    for program in programs:
+        with program:
+            _, err = program.communicate(timeout=120)
+        assert (program.returncode, err) == (0, "")
+    assert_complete(tmp_path)
+
+
+# Several processes
+
+
+def make_tree(number: int) -> dict[str, Any]:
+    """Every element of every leaf is `number`, so that a mix of two saves shows."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def place(spec: P) -> jax.Array:
+        value = np.full((64, 64), number, np.float32)
+        return jax.make_array_from_callback(
+            (64, 64), NamedSharding(mesh, spec), lambda index: value[index]
+        )
+
+    return {
+        "sharded": place(P("x")),
+        "replicated": place(P()),
+        "host": np.full(1000, number),
+        "own": np.full(10, number + jax.process_index() / 8),
+    }
+
+
+def number_in(tree: dict[str, Any]) -> float | str:
+    own = tree["own"] - jax.process_index() / 8
+    found = {*np.unique(tree["host"]).tolist(), *np.unique(own).tolist()}
+    for name in ("sharded", "replicated"):
+        for shard in tree[name].addressable_shards:
+            found |= set(np.unique(np.asarray(shard.data)).tolist())
+    return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
+
+
+def slowed(seconds: float) -> Any:
+    real = LocalWriter.write
+
+    def write(self: Any, offset: int, buffers: Any) -> None:
+        time.sleep(seconds)
+        real(self, offset, buffers)
+
+    return patch.object(LocalWriter, "write", write)
+
+
+def caught(work: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and the words of what `work` raises, and how long it took."""
+    began = time.monotonic()
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def save_and_step(folder: str) -> dict[str, Any]:
+    """Values, refusals, exchanges and callbacks while a save goes on; all on every process."""
+    found: dict[str, Any] = {}
+    commits: list[Any] = []
+    tree = make_tree(1)
+    step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
+    path = f"{folder}/a"
+    with slowed(1.5):
+        handle = ostraka.save_async(path, tree, on_commit=lambda: commits.append(path))
+        arrays = {name: tree[name] for name in ("sharded", "replicated")}
+        for _ in range(3):
+            arrays = step(arrays)
+        tree["host"][:] = 9
+        tree["own"][:] = 9
+        found["refused"] = caught(
+            lambda: ostraka.save_async(f"{folder}/b", make_tree(2), if_busy="refuse")
+        )
+        found["sums"] = []
+        for number in range(40):
+            with Operation("count") as operation:
+                found["sums"].append(operation.exchange("sum", number, sum))
+        found["was_running"] = not handle.done()
+        handle.wait()
+    found["record"] = handle.record
+    found["commits"] = commits
+    found["restored"] = number_in(ostraka.restore(path, like=make_tree(0)))
+    handle = ostraka.save_async(path, make_tree(3))
+    ostraka.save(path, make_tree(4))
+    found["was_done"] = handle.done()
+    found["last"] = number_in(ostraka.restore(path, like=make_tree(0)))
+    return found
+
+
+def test_four_processes_save_while_they_go_on(tmp_path: Path):
+    results = run_processes(save_and_step, str(tmp_path), processes=4, devices_per_process=2)
+    for result in results:
+        found = result.value
+        assert found["refused"][:2] == (
+            "Busy",
+            f"a save to {tmp_path}/a is still under way; wait for it first",
+        )
+        assert found["sums"] == [4 * number for number in range(40)]
+        assert found["was_running"]
+        assert found["commits"] == ([f"{tmp_path}/a"] if result.process == 0 else [])
+        assert (found["restored"], found["was_done"], found["last"]) == (1, True, 4)
+        assert found["record"].bytes == results[0].value["record"].bytes
+        assert 0 < found["record"].process_bytes.least <= found["record"].process_bytes.most
+    assert ostraka.verify(tmp_path / "a").ok
+    assert not (tmp_path / "b").exists()
+
+
+def fail_on_one(folder: str) -> dict[str, Any]:
+    """Process 2 can't write; everybody hears of it at the next call, seen or not."""
+    me = jax.process_index()
+    path = f"{folder}/a"
+    found: dict[str, Any] = {}
+    ostraka.save(path, make_tree(1))
+
+    def refuse(self: Any, offset: int, buffers: Any) -> None:
+        raise OSError(28, "No space left on device", "the disk of process 2")
+
+    def begin() -> ostraka.SaveHandle:
+        if me != 2:
+            return ostraka.save_async(path, make_tree(2))
+        with patch.object(LocalWriter, "write", refuse):
+            handle = ostraka.save_async(path, make_tree(2))
+            while not handle.done():
+                time.sleep(0.01)
+        return handle
+
+    begin()
+    found["next"] = caught(lambda: ostraka.save_async(path, make_tree(3)))
+    handle = begin()
+    found["wait"] = caught(handle.wait)
+    found["exception"] = type(handle.exception()).__name__
+    found["old"] = number_in(ostraka.restore(path, like=make_tree(0)))
+    ostraka.save_async(path, make_tree(4)).wait()
+
+    # Some have seen it and some have not: nobody is left waiting for the others.
+    handle = begin()
+    if me == 1:
+        found["seen"] = type(handle.exception()).__name__
+    found["uneven"] = caught(lambda: ostraka.save(path, make_tree(5)))
+    found["kept"] = number_in(ostraka.restore(path, like=make_tree(0)))
+    ostraka.save_async(path, make_tree(6)).wait()
+    found["last"] = number_in(ostraka.restore(path, like=make_tree(0)))
+    return found
+
+
+def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
+    results = run_processes(fail_on_one, str(tmp_path), processes=4, devices_per_process=2)
+    for result in results:
+        found = result.value
+        for when in ("next", "wait", "uneven"):
+            kind, words, seconds = found[when]
+            assert kind == "SaveFailed"
+            assert "No space left on device: the disk of process 2" in words
+            assert "on process 2" in words
+            assert seconds < WITHIN_S
+        assert found["exception"] == "SaveFailed"
+        assert (found["old"], found["kept"], found["last"]) == (1, 4, 6)
+
+
+def give_up_on_one(folder: str) -> dict[str, Any]:
+    """Process 1 gives up a save, as a second Ctrl-C does; then it is too late to."""
+    path = f"{folder}/a"
+    ostraka.save(path, make_tree(1))
+    with slowed(0.5):
+        handle = ostraka.save_async(path, make_tree(2))
+        if jax.process_index() == 1:
+            handle._give_up()
+        given_up = caught(handle.wait)
+    handle = ostraka.save_async(path, make_tree(3))
+    handle.wait()
+    handle._give_up()
+    kept = number_in(ostraka.restore(path, like=make_tree(0)))
+    # Process 0 goes on failing alone for longer than the service remembers; others still hear it.
+    late: list[str] = []
+    if jax.process_index() == 1:
+        time.sleep(1.5)
+    for _ in range(18):
+        bad = {"x": object()} if jax.process_index() == 0 else {"x": 1}
+        late.append(caught(lambda bad=bad: ostraka.save(path, bad))[0])
+    return {"given_up": given_up, "kept": kept, "late": late}
+
+
+def test_process_that_gives_up_and_process_that_comes_late(tmp_path: Path):
+    results = run_processes(give_up_on_one, str(tmp_path), processes=2, devices_per_process=2)
+    for result in results:
+        kind, words, seconds = result.value["given_up"]
+        assert (kind, result.value["kept"]) == ("SaveFailed", 3)
+        assert "failed on process 1: it was interrupted, and gave the save up" in words
+        assert seconds < WITHIN_S
+        assert result.value["late"] == ["SaveFailed"] * 18
