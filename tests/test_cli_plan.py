@@ -61,6 +61,15 @@ def make_trouble() -> None:
     raise RuntimeError("no such luck")
 
 
+def make_exit() -> None:
+    raise SystemExit(7)
+
+
+def make_noise() -> nnx.Module:
+    print("making a model")
+    return make_model()
+
+
 def make_annotated() -> nnx.Module:
     init = nnx.with_partitioning(nnx.initializers.zeros_init(), ("data", None))
     return nnx.Linear(64, 128, kernel_init=init, rngs=nnx.Rngs(0))
@@ -244,7 +253,7 @@ def test_tables_have_everything():
         "largest file",
         "skew of hosts",
         "staging memory of a host",
-        "copy to host memory",
+        "blocked by save_async",
         "peak I/O, all hosts",
         "restore onto data=4, 1 host",
         "over-read",
@@ -311,6 +320,13 @@ def test_help_has_examples():
         (["gpt2", "--compare", "--wrong"], "No such option"),
         (["gpt2", "--onto", "data=7", "--mesh", "data=8"], "do not divide into 7 parts"),
         (["gpt2", "--keep", "0"], "Invalid value for '--keep'"),
+        (["gpt2", "--rules", "/"], "can't read the rules in /: Is a directory"),
+        (["gpt2", "--mesh", "data=999999999999"], "at most 1,048,576 can be planned for"),
+        (["gpt2", "--onto-hosts", "3"], "--onto-hosts goes with --onto"),
+        (["gpt2", "--compare", "--names"], "can't have options of the whole command"),
+        (["gpt2", "--compare", "-h"], "can't have options of the whole command"),
+        (["gpt2", "--compare", ""], "the variant '' changes nothing"),
+        ([f"{Path(__file__).stem}:make_exit"], "raised SystemExit: 7"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -343,10 +359,55 @@ def test_rules_that_do_not_fit(tmp_path: Path, text: str, message: str):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def (", "can't import 'odd_module' for 'odd_module:make': SyntaxError: invalid syntax"),
+        ("1 / 0", "'odd_module:make': ZeroDivisionError: division by zero"),
+        ("raise SystemExit(4)", "'odd_module:make': SystemExit: 4"),
+    ],
+    ids=["syntax", "error", "exit"],
+)
+def test_modules_that_can_not_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+):
+    (tmp_path / "odd_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("odd_module:make")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
+
+
+def test_what_a_factory_prints_does_not_spoil_the_json():
+    result = run(f"{Path(__file__).stem}:make_noise", "--json")
+    assert json.loads(result.stdout)["variants"][0]["parameters"] > 0
+    assert "making a model" in result.stderr
+
+
+def test_an_output_with_few_characters():
+    """A terminal or a pipe that is not of UTF-8."""
+    program = "from ostraka.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", "gpt2", "--mesh", "data=8"],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert b"#" * 24 in done.stdout
+    assert done.stderr == b""
+
+
+def test_axes_with_odd_names():
+    result = run("gpt2", "--mesh", "data=2", "--rules", "dp", "--onto", "[/bold]=2")
+    assert result.exit_code == 0
+    assert "restore onto [/bold]=2, 1 host" in result.stdout
+
+
 def test_checkpoints_that_can_not_be_planned(checkpoint: Path):
     for arguments, message in (
         (["--optimizer", "adam"], "has the optimizer that it was saved with"),
         (["--hosts", "2"], "give --mesh to plan saving it anew"),
+        (["--max-file-bytes", "1MiB"], "give --mesh to plan saving it anew"),
         (["--onto", "x=2"], "has no axis 'data'"),
     ):
         result = run(checkpoint, *arguments)
@@ -374,6 +435,28 @@ def test_a_checkpoint_that_may_not_be_read(checkpoint: Path):
     assert "Permission denied" in result.stderr
 
 
+def small_config(**changes: Any) -> str:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
+    return json.dumps(config | changes)
+
+
+def test_keys_of_a_config_that_mean_nothing(tmp_path: Path):
+    """Among them some that are names inside the planner."""
+    found: list[int] = []
+    for number, odd in enumerate(({}, {"norms": 5, "experts": 1, "norms_of_heads": 1})):
+        file = tmp_path / f"{number}.json"
+        file.write_text(small_config(**odd))
+        found.append(answer(file)["parameters"])
+    assert found[0] == found[1]
+
+
 def test_configs_that_can_not_be_planned(tmp_path: Path):
     config = tmp_path / "config.json"
     for text, message in (
@@ -381,6 +464,12 @@ def test_configs_that_can_not_be_planned(tmp_path: Path):
         ("[]", "is not a JSON object"),
         ("{}", "has no 'model_type'"),
         ('{"model_type": "bert"}', "those that can be planned are llama"),
+        ('{"model_type": ["llama"]}', "those that can be planned are llama"),
+        (small_config(head_dim=-3), "has -3 as its 'head_dim'; it must be a positive integer"),
+        (small_config(head_dim=16.0), "has 16.0 as its 'head_dim'"),
+        (small_config(num_key_value_heads="two"), "has 'two' as its 'num_key_value_heads'"),
+        (small_config(num_hidden_layers=10**12), "'num_hidden_layers'; it must be a positive"),
+        ('{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_inner": "x"}', "its 'n_inner'"),
     ):
         config.write_text(text)
         result = run(config)

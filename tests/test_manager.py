@@ -131,7 +131,7 @@ def test_other_arguments_that_make_no_sense(tmp_path: Path):
         Manager(tmp_path, if_locked="maybe")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'min' or 'max', not 'most'"):
         Best("loss", "most")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="n of at least 1, not 0"):
+    with pytest.raises(ValueError, match="n of Best must be more than 0, not 0"):
         Best("loss", n=0)
     with pytest.raises(UnsupportedFormat, match="a Manager needs a directory, and memory://x"):
         Manager("memory://x")

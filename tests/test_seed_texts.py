@@ -1,8 +1,7 @@
 """Five texts on sharded checkpoints of Flax models, and the test of each thing that they say.
 
 What they do with Orbax is done here with Ostraka, and corrected where Flax and JAX have moved on
-since: `TABLE` leads from a snippet, claim or pitfall to its test. Steps, retention and saving in
-the background are done with plain paths and blocking saves.
+since: `TABLE` leads from a snippet, claim or pitfall to its test.
 """
 
 import json
@@ -58,7 +57,7 @@ TABLE = {
         "modules are pytrees": "test_splitting_is_not_needed",
         "nnx.state: only the dynamic state": "test_nnx.py::test_a_state_comes_back_as_a_state",
         "split, merge, update": "test_split_merge_and_update",
-        "manager.save(step, state), latest_step, restore": "test_steps_are_paths",
+        "CheckpointManager(max_to_keep), save, latest_step, restore": "test_a_manager_of_steps",
         "no checkpoint found": "test_no_checkpoint_found",
         "abstract model with eval_shape": "test_an_abstract_model_is_a_template",
         "optimizer state": "test_model_and_optimizer_together",
@@ -68,7 +67,8 @@ TABLE = {
         "sharding annotations": "test_annotated_variables",
         "saving sharded state looks the same": "test_a_state_is_saved_as_it_is_sharded",
         "restoring sharded state: eval_shape, get_partition_spec": "test_a_sharded_template",
-        "asynchronous saves": "test_nnx.py::test_later_steps_do_not_reach_into_a_save",
+        "save(optimizer.step), Composite, wait_until_finished": "test_the_step_of_the_optimizer",
+        "asynchronous saves": "test_training_goes_on_while_a_save_runs",
         "atomicity": "test_kill.py",
         "JsonSave: other data": "test_other_data_beside_arrays",
         "dataset iterators": "test_iterators.py::test_grain_goes_on_where_it_was",
@@ -275,19 +275,29 @@ def test_split_merge_and_update(tmp_path: Path):
     assert_same(other, model)
 
 
-def test_steps_are_paths(tmp_path: Path):
-    for step in (100, 200):
-        ostraka.save(tmp_path / f"step_{step}", nnx.state(make_simple(step)))
-    (tmp_path / "step_300").mkdir()  # of a save that died: no checkpoint
-    steps = [file.parent for file in tmp_path.glob("step_*/_METADATA")]
-    latest = max(steps, key=lambda path: int(path.name.removeprefix("step_")))
-    assert latest.name == "step_200"
-    assert_same(ostraka.restore(latest, like=make_simple()), make_simple(200))
+def test_a_manager_of_steps(tmp_path: Path):
+    """`max_to_keep` is `keep`, `latest_step` is `latest`; an empty directory is no step."""
+    with ostraka.Manager(tmp_path, keep=3) as manager:
+        for step in (100, 200, 300, 400):
+            assert manager.save(step, nnx.state(make_simple(step)))
+        manager.wait()
+        assert manager.steps() == [200, 300, 400]
+    (tmp_path / "step_00000500").mkdir()  # of a save that died
+    with ostraka.Manager(tmp_path, keep=3) as manager:
+        assert manager.latest() == 400
+        abstract = nnx.eval_shape(make_simple)
+        assert_same(manager.restore(like=abstract), make_simple(400))
+        assert_same(manager.restore(200, like=abstract), make_simple(200))
+        assert manager.restored == 200
 
 
 def test_no_checkpoint_found(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         ostraka.restore(tmp_path / "c", like=make_simple())
+    with ostraka.Manager(tmp_path / "run") as manager:
+        assert manager.latest() is None
+        with pytest.raises(FileNotFoundError, match="there is no step in .* to restore"):
+            manager.restore(like=make_simple())
 
 
 def test_an_abstract_model_is_a_template(tmp_path: Path):
@@ -326,6 +336,36 @@ def test_model_and_optimizer_together(tmp_path: Path):
     into = make_both(2)
     ostraka.restore(tmp_path / "c", into=into)
     assert bits(into) == bits(tree)
+
+
+def test_the_step_of_the_optimizer(tmp_path: Path):
+    """It is an array, `optimizer.step[...]` today, and good as a step."""
+    tree = make_trained()
+    with ostraka.Manager(tmp_path, keep=3) as manager:
+        manager.save(tree["optimizer"].step[...], tree)
+        manager.wait()
+        assert manager.latest() == 1
+    again = make_both(1)
+    with ostraka.Manager(tmp_path) as manager:
+        manager.restore(into=again)
+    assert int(again["optimizer"].step[...]) == 1
+    assert bits(again) == bits(tree)
+
+
+def test_training_goes_on_while_a_save_runs(tmp_path: Path):
+    """The checkpoint has the values at the call, whatever the next steps do to them."""
+    tree = make_trained()
+    before = bits(tree)
+    handle = ostraka.save_async(tmp_path / "c", tree)
+    with ostraka.Manager(tmp_path / "run") as manager:
+        manager.save(1, tree)
+        grads = jax.tree.map(jnp.ones_like, nnx.state(tree["model"]))
+        tree["optimizer"].update(tree["model"], grads)
+        handle.wait()
+        manager.wait()
+        for path in (tmp_path / "c", manager.path(1)):
+            assert bits(ostraka.restore(path, like=make_both(1))) == before
+    assert bits(tree) != before
 
 
 def test_parameters_apart_from_the_rest(tmp_path: Path):

@@ -109,7 +109,7 @@ def plan(context: click.Context, **given: Any) -> None:
         raise
     except (ValueError, TypeError) as error:
         raise click.UsageError(str(error), context) from error
-    text = json.dumps(document, indent=1)
+    text = json.dumps(document, indent=1, allow_nan=False)
     if given["output"] is not None:
         _write(given["output"], text)
     if given["as_json"]:
@@ -155,6 +155,8 @@ def _title(given: dict[str, Any], text: str | None) -> str:
 def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[str, Any]:
     """The options of the command, with those of a variant in their place."""
     arguments = shlex.split(text)
+    if not {"-h", "--help", "--names"}.isdisjoint(arguments):
+        raise ValueError(f"the variant {text!r} can't have options of the whole command")
     own = context.command.make_context("plan", [given["source"], *arguments], parent=context.parent)
     changed = {
         name: value
@@ -164,6 +166,8 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
     for name in ("compare", "as_json", "output", "probed"):
         if name in changed:
             raise ValueError(f"the variant {text!r} can't have options of the whole command")
+    if len(changed) < 2:  # the source, and what is different
+        raise ValueError(f"the variant {text!r} changes nothing: give it an option of its own")
     return {**given, **changed}
 
 
@@ -201,6 +205,8 @@ def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
         raise ValueError(
             "--mtbf needs to know how long a save takes: give --write-bandwidth or --probe"
         )
+    if given["onto_hosts"] is not None and not given["onto"]:
+        raise ValueError("--onto-hosts goes with --onto, the mesh to restore onto")
     return Questions(
         bandwidths=bandwidths,
         onto=tuple(mesh_of_sizes(sizes) for sizes in given["onto"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,12 +14,16 @@ from rich.table import Table
 from ostraka.cli._text import human_bytes
 
 _BAR_WIDTH = 24
+_BLOCK = "█"
 _PIPE_WIDTH = 120
 Row = tuple[str, str, str]
 
 
 def print_document(document: dict[str, Any]) -> None:
     """Print every variant, and which wins on what."""
+    # Where the output has fewer characters than the text, a mark for one is better than nothing.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
@@ -33,7 +39,7 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
     for title, rows in _sections(variant):
         listed = list(rows)
         if listed:
-            console.print(_table(title, listed))
+            console.print(_table(title, listed, _block_for(console.encoding)))
             console.print()
     for problem in variant["problems"]:
         colour = "red" if problem["severity"] == "error" else "yellow"
@@ -52,14 +58,23 @@ def _where(variant: dict[str, Any]) -> str:
     return f"{mesh}{_count(variant['devices'], 'device')} on {_count(variant['hosts'], 'host')}"
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold cyan", box=None)
+def _block_for(encoding: str) -> str:
+    """What a bar is drawn with, where not every output knows the block."""
+    try:
+        _BLOCK.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return "#"
+    return _BLOCK
+
+
+def _table(title: str, rows: Sequence[Row], block: str) -> Table:
+    table = Table(title=_shown(title), title_justify="left", title_style="bold cyan", box=None)
     table.show_header = False
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_column()
     for name, value, note in rows:
-        table.add_row(_shown(name), _shown(value), _shown(note))
+        table.add_row(_shown(name), _shown(value), _shown(note.replace(_BLOCK, block)))
     return table
 
 
@@ -107,11 +122,18 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[Row]:
     save, staging = variant["save"], variant["staging_bytes"]
     yield "staging memory of a host", human_bytes(staging["accelerators"]), "with accelerators"
     yield "", human_bytes(staging["cpu"]), "on CPUs"
+    held = human_bytes(staging["held_by_save_async"])
+    yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
     yield "time", _seconds(save["seconds"]), _hint(save["seconds"])
     if save["seconds"] is not None:
-        yield "blocked", _seconds(save["blocked_seconds"]), "save returns when all is on disk"
-    if save["copy_to_host_seconds"] is not None:
-        yield "copy to host memory", _seconds(save["copy_to_host_seconds"]), ""
+        yield (
+            "blocked by save",
+            _seconds(save["blocked_seconds"]),
+            "save returns when all is on disk",
+        )
+    if save["save_async_blocked_seconds"] is not None:
+        seconds = _seconds(save["save_async_blocked_seconds"])
+        yield "blocked by save_async", seconds, "until all is copied to host memory"
     yield from _peak_rows(save)
 
 
@@ -187,7 +209,7 @@ def _shown(text: str) -> str:
 
 
 def _bar(size: int, most: int) -> str:
-    return "█" * max(round(_BAR_WIDTH * size / most), 1 if size else 0) if most else ""
+    return _BLOCK * max(round(_BAR_WIDTH * size / most), 1 if size else 0) if most else ""
 
 
 def _seconds(value: float | None) -> str:

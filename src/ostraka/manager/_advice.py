@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from ostraka._record import logger as log
+
 _REMEMBERED = 100
 """So many of the latest steps and saves tell what is usual."""
 
@@ -74,6 +76,7 @@ class CostMeter:
         self._slower_s = 0.0
         self._entered_s = 0.0
         self._left: tuple[int, float, bool] | None = None
+        self._advised_s: float | None = None
 
     def enter(self, step: int) -> None:
         now = self._clock_s()
@@ -113,3 +116,13 @@ class CostMeter:
             interval_s = best_interval_s(blocked_s + slowdown_s, self._mtbf_s)
             steps = max(1, round(interval_s / step_s)) if step_s else None
         return Advice(self._saves, blocked_s, slowdown_s, step_s, self._mtbf_s, interval_s, steps)
+
+    def log_news(self) -> None:
+        """Log the advice when there is some for the first time, and when it has changed."""
+        advice = self.advise()
+        if advice is None or advice.interval_s is None:
+            return
+        last_s = self._advised_s
+        if last_s is None or not 0.8 * last_s <= advice.interval_s <= 1.25 * last_s:
+            self._advised_s = advice.interval_s
+            log.info("%s", advice)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ostraka.manager._check import check_count, check_function, check_seconds
 from ostraka.manager._steps import Step
 
 
@@ -26,8 +27,11 @@ class Best:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f"the mode of Best must be 'min' or 'max', not {self.mode!r}")
-        if self.n < 1:
-            raise ValueError(f"Best needs n of at least 1, not {self.n}")
+        metric: Any = self.metric
+        if not isinstance(metric, str):
+            raise TypeError(f"the metric of Best must be a name, not {metric!r}")
+        if check_count("n of Best", self.n) is None:
+            raise TypeError("n of Best must be a whole number, not None")
 
     def ranked(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that have the metric, the best first."""
@@ -50,6 +54,29 @@ class Keep:
     def keeps_all(self) -> bool:
         reasons = (self.last, self.every, self.interval_s, self.best, self.condition)
         return all(reason is None for reason in reasons)
+
+    def described(self) -> dict[str, str]:
+        """By argument, to compare with that of another process."""
+        return {
+            "keep": str(self.last),
+            "keep_every": str(self.every),
+            "keep_interval_s": str(self.interval_s),
+            "keep_best": str(self.best),
+            "keep_if": "None" if self.condition is None else "a function",
+        }
+
+
+def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any) -> Keep:
+    """The reasons that a manager was given. Raises TypeError or ValueError, naming the argument."""
+    if best is not None and not isinstance(best, Best):
+        raise TypeError(f"keep_best must be a Best, such as Best('loss', 'min'), not {best!r}")
+    return Keep(
+        check_count("keep", last),
+        check_count("keep_every", every),
+        check_seconds("keep_interval_s", interval_s),
+        best,
+        check_function("keep_if", condition),
+    )
 
 
 def find_superfluous(steps: Sequence[Step], keep: Keep, *, just_saved: int) -> list[int]:

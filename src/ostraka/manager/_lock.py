@@ -67,7 +67,9 @@ class RootLock:
         return True
 
     def __del__(self) -> None:
-        self.release()
+        # At the very end of a program modules are emptied first; the kernel lets go by itself.
+        if _held is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.release()
 
 
 _held: weakref.WeakSet[RootLock] = weakref.WeakSet()

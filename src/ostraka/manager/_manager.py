@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -17,17 +18,17 @@ from ostraka._record import logger as log
 from ostraka._write import save_async
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
-from ostraka.manager._check import check_positive, check_step
-from ostraka.manager._keep import Best, Keep
+from ostraka.manager._check import check_function, check_seconds, check_step
+from ostraka.manager._keep import Best, check_keep
 from ostraka.manager._lock import RootLock
 from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
-from ostraka.manager._recover import Recovery
+from ostraka.manager._recover import Recovery, latest_step
 from ostraka.manager._retain import retain
 from ostraka.manager._steps import Root, Step, name_of
-from ostraka.manager._together import decide_together
-from ostraka.manager._when import Schedule, When
+from ostraka.manager._together import agree, check_alike, decide_together
+from ostraka.manager._when import Schedule, check_when
 from ostraka.storage import PathLike
 
 
@@ -83,24 +84,15 @@ class Manager:
         mtbf_s: float | None = None,
         on_record: Callable[[Record], None] | None = None,
     ):
-        check_positive(
-            every=every,
-            every_s=every_s,
-            keep=keep,
-            keep_every=keep_every,
-            keep_interval_s=keep_interval_s,
-            mtbf_s=mtbf_s,
-        )
         if if_locked not in ("refuse", "wait"):
             raise ValueError(f"if_locked must be 'refuse' or 'wait', not {if_locked!r}")
         self._root = Root(root)
-        self._schedule = Schedule(When(every, every_s, frozenset(at), when))
-        self._keep = Keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
+        self._schedule = Schedule(check_when(every, every_s, at, when))
+        self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
         self._asynchronous = asynchronous
         self._read_only = read_only
-        self._on_record = on_record
-        self._meter = CostMeter(mtbf_s)
-        self._advised_s: float | None = None
+        self._on_record = check_function("on_record", on_record)
+        self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
         self._pending = PendingSave()
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
@@ -112,7 +104,10 @@ class Manager:
         """The step that was restored last."""
         if not read_only:
             self._open(wait=if_locked == "wait")
-            self._preemption = Preemption() if on_preemption else None
+            if on_preemption:
+                self._preemption = Preemption()
+                # A manager that nobody has any more must not go on swallowing signals.
+                weakref.finalize(self, self._preemption.stop).atexit = False
 
     @property
     def root(self) -> str:
@@ -178,8 +173,8 @@ class Manager:
         else:
             self._pending.raise_if_failed()
         self._meter.leave(number, began=due, saving=self._pending.is_running())
-        if due:
-            self._log_advice()
+        if due and jax.process_index() == 0:
+            self._meter.log_news()
         return due
 
     def wait(self) -> None:
@@ -193,10 +188,11 @@ class Manager:
         return [step.step for step in self._root.steps()]
 
     def latest(self) -> int | None:
-        """The highest step on disk, the same on all processes; None if there is none."""
-        return decide_together(
-            f"look at {self.root}", lambda: max((s.step for s in self._root.steps()), default=None)
-        )
+        """The highest step on disk, the same on all processes; None if there is none.
+
+        Raises Damaged if there are steps, and not one of them can be read.
+        """
+        return latest_step(self._root)
 
     def best(self, by: Best | None = None) -> int | None:
         """The best step `by` a metric, or else by `keep_best`; the same on all processes.
@@ -293,7 +289,8 @@ class Manager:
     # Inside
 
     def _open(self, *, wait: bool) -> None:
-        def prepare() -> dict[str, Any]:
+        def prepare(described: list[dict[str, str]]) -> dict[str, Any]:
+            check_alike(described)
             self._root.prepare()
             self._lock.acquire(wait=wait)
             self._root.clean()
@@ -304,12 +301,21 @@ class Manager:
             }
 
         try:
-            found = decide_together(f"opening of {self.root}", prepare)
+            found = agree(f"opening of {self.root}", self._described(), prepare)
         except BaseException:
             self._lock.release()
             raise
         self._names = dict(found["names"])
         self._newest = found["newest"]
+
+    def _described(self) -> dict[str, str]:
+        """What must be the same on all processes: they save, and wait for each other, by it."""
+        return {
+            "root": self.root,
+            "asynchronous": str(self._asynchronous),
+            **self._schedule.when.described(),
+            **self._keep.described(),
+        }
 
     def _begin(
         self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
@@ -366,16 +372,6 @@ class Manager:
         number = check_step(step)
         self._pending.settle()
         decide_together(f"{what} of step {number}", lambda: change(number))
-
-    def _log_advice(self) -> None:
-        """Log the advice when there is some for the first time, and when it has changed."""
-        advice = self.advice
-        if advice is None or advice.interval_s is None or jax.process_index() != 0:
-            return
-        last_s = self._advised_s
-        if last_s is None or not 0.8 * last_s <= advice.interval_s <= 1.25 * last_s:
-            self._advised_s = advice.interval_s
-            log.info("%s", advice)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -45,8 +45,14 @@ def _encode(name: Any, value: Any) -> float | str:
     """A number as JSON; those that JSON lacks as text, so that a loss of NaN can be saved too."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a metric must be text, not {name!r}")
+    # Text that happens to look like a number is rather a mistake; so is half of a complex number.
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
     try:
+        if isinstance(value, str | bytes | bytearray) or kind in ("c", "S", "U"):
+            raise TypeError("not a real number")
         number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"metric {name!r} is too large for a float") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"metric {name!r} must be a number, not {value!r}") from error
     return number if math.isfinite(number) else repr(number)

@@ -29,7 +29,8 @@ class Preemption:
     def __init__(self) -> None:
         self._step: int | None = None
         self._answer = False
-        self._caught = threading.Event()
+        # A plain flag: a lock could be held by the very line that a second signal interrupts.
+        self._caught = False
         self._before: Any = None
         self._catches = False
         self._by_jax = jax.distributed.is_initialized() and _ask_jax() is not None
@@ -62,7 +63,7 @@ class Preemption:
         return before
 
     def _ask(self) -> bool:
-        return bool(_ask_jax()) if self._by_jax else self._caught.is_set()
+        return bool(_ask_jax()) if self._by_jax else self._caught
 
     def _catch(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -73,7 +74,7 @@ class Preemption:
         self._catches = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._caught.set()
+        self._caught = True
         heir = self._heir()
         if callable(heir):
             heir(number, frame)

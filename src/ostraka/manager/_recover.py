@@ -41,6 +41,30 @@ class _Outcome:
     error: Exception | None
 
 
+def latest_step(root: Root) -> int | None:
+    """The highest step that can be read, the same on all processes; None if there is no step.
+
+    Raises Damaged if there are steps and none of them can be read: a run that took that for a
+    beginning would start anew without a word.
+    """
+
+    def look() -> dict[str, Any]:
+        every = root.scan()
+        good = [step.step for step in every if not step.problems]
+        if good or not every:
+            return {"step": max(good, default=None)}
+        return {"path": root.path(every[-1].names[0]), "problems": _encode(every[-1].problems)}
+
+    found = decide_together(f"look at {root.location}", look)
+    if "problems" not in found:
+        return found["step"]
+    damaged = Damaged(found["path"], _decode(found["problems"]))
+    damaged.args = (
+        f"{damaged}; {root.location} has no other step: mend it, or delete it to begin anew",
+    )
+    raise damaged
+
+
 class Recovery:
     """One restore from a root, of a step and those before it."""
 

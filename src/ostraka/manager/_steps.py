@@ -7,10 +7,11 @@ saves and deletions left behind in directories that are named as steps.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,6 +21,7 @@ from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
 from ostraka._leftovers import UNKNOWN, committed_directory
+from ostraka._record import logger as log
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -28,12 +30,16 @@ from ostraka.errors import (
     PathInTheWay,
     Problem,
     UnsupportedFormat,
+    describe,
 )
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import LocalStore, PathLike, open_store
 
 PIN_NAME = "_PINNED"
 """An empty file of this name in a step's directory: retention leaves the step alone."""
+
+_LOOK_AGAIN = 10
+"""So many times at most, if what is there changes while it is being looked at."""
 
 _NAMED_STEPS = 10
 """A message that lists the steps lists no more of them."""
@@ -101,11 +107,13 @@ class Root:
         """All steps in ascending order, those that can't be read included."""
         with self._lock:
             there = self._store.list() or []
-            named: dict[int, list[str]] = {}
-            for name in sorted(there, key=_preference):
-                step = step_of(name)
-                if step is not None and self._look(name) is not None:
-                    named.setdefault(step, []).append(name)
+            named = self._look_at(there)
+            for _ in range(_LOOK_AGAIN):
+                # A run that keeps one step may have saved the next and deleted this meanwhile.
+                before, there = there, self._store.list() or []
+                if before == there:
+                    break
+                named = self._look_at(there)
             self._cache = {name: self._cache[name] for name in there if name in self._cache}
             return [self._step(step, named[step]) for step in sorted(named)]
 
@@ -146,8 +154,13 @@ class Root:
         """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
         with self._lock:
             for name in self._store.list() or []:
-                if step_of(name) is not None and not os.path.islink(self.path(name)):
+                if step_of(name) is None or os.path.islink(self.path(name)):
+                    continue
+                try:
                     self._clean(name)
+                except OSError:
+                    # Rubbish that stays is no reason not to train.
+                    log.exception("what is left over in %s can't be removed now", self.path(name))
 
     # One directory
 
@@ -171,12 +184,26 @@ class Root:
         assert found is not None
         return found
 
+    def _look_at(self, there: Sequence[str]) -> dict[int, list[str]]:
+        """The names of each step, the manager's own first."""
+        named: dict[int, list[str]] = {}
+        for name in sorted(there, key=_preference):
+            step = step_of(name)
+            if step is not None and self._look(name) is not None:
+                named.setdefault(step, []).append(name)
+        return named
+
     def _look(self, name: str) -> _Found | None:
         """What a directory holds, None if it is no checkpoint; read again only if replaced."""
         try:
             status = os.stat(os.path.join(self.path(name), _format.METADATA_NAME))
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            # It may be a step, and the newest: what can't be seen must not pass for nothing.
+            found = _Found(problems=(Problem(_format.METADATA_NAME, describe(error)),))
+            self._cache[name] = (None, found)
+            return found
         # A commit is a rename: the file is another one each time.
         mark = (status.st_ino, status.st_mtime_ns, status.st_size)
         if name not in self._cache or self._cache[name][0] != mark:

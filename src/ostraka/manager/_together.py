@@ -36,6 +36,19 @@ def decide_together(what: str, decide: Callable[[], Any]) -> Any:
     return agree(what, None, lambda _: decide())
 
 
+def check_alike(described: list[dict[str, str]]) -> None:
+    """Raise ProcessFailed for the first process whose arguments are not those of process 0."""
+    first = described[0]
+    for process, found in enumerate(described):
+        for name, value in first.items():
+            if found[name] != value:
+                raise ProcessFailed(
+                    process,
+                    f"it has {name}={found[name]} while process 0 has {name}={value}; all must "
+                    "give the same",
+                )
+
+
 def agree(
     what: str,
     payload: Any,

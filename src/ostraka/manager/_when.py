@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
+from ostraka.manager._check import check_count, check_function, check_seconds, check_steps
 from ostraka.manager._together import decide_together
 
 _LOOK_MARGIN = 0.02
@@ -27,6 +29,15 @@ class When:
     def saves_all(self) -> bool:
         return not (self.every or self.every_s or self.at or self.condition)
 
+    def described(self) -> dict[str, str]:
+        """By argument, to compare with that of another process."""
+        return {
+            "every": str(self.every),
+            "every_s": str(self.every_s),
+            "at": str(sorted(self.at)),
+            "when": "None" if self.condition is None else "a function",
+        }
+
     def comes_between(self, last: int | None, step: int) -> bool:
         """Whether a step after `last`, up to and with `step`, is one to save.
 
@@ -36,6 +47,16 @@ class When:
         if self.every is not None and step // self.every > before // self.every:
             return True
         return any(before < wanted <= step for wanted in self.at)
+
+
+def check_when(every: Any, every_s: Any, at: Any, condition: Any) -> When:
+    """The reasons that a manager was given. Raises TypeError or ValueError, naming the argument."""
+    return When(
+        check_count("every", every),
+        check_seconds("every_s", every_s),
+        check_steps("at", at),
+        check_function("when", condition),
+    )
 
 
 class Schedule:
@@ -48,7 +69,7 @@ class Schedule:
     """
 
     def __init__(self, when: When):
-        self._when = when
+        self.when = when
         self._last: int | None = None
         self._answer = False
         self._ask_again = 0
@@ -70,7 +91,7 @@ class Schedule:
         self._asked_step = None
 
     def _is_due(self, step: int) -> bool:
-        when = self._when
+        when = self.when
         if when.saves_all or when.comes_between(self._last, step):
             return True
         rewound = self._last is not None and step < self._last
@@ -85,7 +106,7 @@ class Schedule:
 
     def _decide(self, step: int) -> tuple[bool, int]:
         """On process 0: whether to save, and before which step not to ask about the clock."""
-        when = self._when
+        when = self.when
         due = when.condition is not None and bool(when.condition(step))
         if when.every_s is None:
             return due, 0

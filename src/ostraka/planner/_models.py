@@ -12,6 +12,9 @@ from typing import Any
 
 from ostraka.errors import nearest
 
+_MOST = 10_000_000
+"""A larger number is rather a mistake, and a plan for it would take for ever."""
+
 Parameter = tuple[str, tuple[int, ...]]
 """A path below the model, and a shape."""
 
@@ -22,13 +25,19 @@ class Config:
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    traits: Mapping[str, Any]
+    """What tells the members of the family apart, which no config has a say in."""
 
-    def number(self, name: str) -> int:
-        """A count that must be there, positive."""
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive count, which must be there unless it has a default."""
         found = self.get(name)
-        if type(found) is not int or found < 1:
+        if found is None and default is not None:
+            return default
+        if type(found) is not int or not 0 < found <= _MOST:
             what = "has no" if found is None else f"has {found!r} as its"
-            raise ValueError(f"the config {what} {name!r}; it must be a positive integer")
+            raise ValueError(
+                f"the config {what} {name!r}; it must be a positive integer, at most {_MOST:,}"
+            )
         return found
 
     def get(self, name: str) -> Any:
@@ -46,13 +55,13 @@ def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
         raise ValueError(
             "the config has no 'model_type': give the config.json of a Hugging Face model"
         )
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"the config is of the family {kind!r}{nearest(str(kind), list(FAMILIES))}; those that "
             f"can be planned are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    found = list(family.parameters(Config(values, family.defaults)))
+    found = list(family.parameters(Config(values, family.defaults, family.traits)))
     return sorted(found, key=lambda parameter: _order(parameter[0]))
 
 
@@ -71,6 +80,7 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 class _Family:
     parameters: Callable[[Config], Iterator[Parameter]]
     defaults: Mapping[str, Any]
+    traits: Mapping[str, Any]
 
 
 def _dense(path: str, inputs: int, outputs: int, *, bias: bool = False) -> Iterator[Parameter]:
@@ -91,10 +101,10 @@ def _decoder(config: Config) -> Iterator[Parameter]:
     yield "embed_tokens/embedding", (vocabulary, width)
     for layer in range(config.number("num_hidden_layers")):
         at = f"layers/{layer}"
-        for norm in config.get("norms"):
+        for norm in config.traits["norms"]:
             yield f"{at}/{norm}/scale", (width,)
         yield from _attention(config, f"{at}/self_attn", width)
-        if config.get("experts"):
+        if config.traits.get("experts"):
             yield from _experts(config, f"{at}/block_sparse_moe", width)
         else:
             yield from _gated(config, f"{at}/mlp", width)
@@ -105,15 +115,15 @@ def _decoder(config: Config) -> Iterator[Parameter]:
 
 def _attention(config: Config, at: str, width: int) -> Iterator[Parameter]:
     heads = config.number("num_attention_heads")
-    grouped = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or width // heads
+    grouped = config.number("num_key_value_heads", heads)
+    size = config.number("head_dim", max(width // heads, 1))
     bias = config.flag("attention_bias")
-    output_bias = bias and config.get("output_bias") is not False
+    output_bias = bias and config.traits.get("output_bias") is not False
     yield from _dense(f"{at}/q_proj", width, heads * size, bias=bias)
     yield from _dense(f"{at}/k_proj", width, grouped * size, bias=bias)
     yield from _dense(f"{at}/v_proj", width, grouped * size, bias=bias)
     yield from _dense(f"{at}/o_proj", heads * size, width, bias=output_bias)
-    if config.flag("norms_of_heads"):
+    if config.traits.get("norms_of_heads"):
         yield f"{at}/q_norm/scale", (size,)
         yield f"{at}/k_norm/scale", (size,)
 
@@ -138,7 +148,7 @@ def _experts(config: Config, at: str, width: int) -> Iterator[Parameter]:
 
 def _gpt2(config: Config) -> Iterator[Parameter]:
     width = config.number("n_embd")
-    hidden = config.get("n_inner") or 4 * width
+    hidden = config.number("n_inner", 4 * width)
     vocabulary = config.number("vocab_size")
     yield "wte/embedding", (vocabulary, width)
     yield "wpe/embedding", (config.number("n_positions"), width)
@@ -177,26 +187,27 @@ def _gpt_neox(config: Config) -> Iterator[Parameter]:
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
-# What Hugging Face's config classes say where a config.json says nothing, and what tells the
-# members of the family apart.
+# What Hugging Face's config classes say where a config.json says nothing; and the family's traits.
 FAMILIES: dict[str, _Family] = {
-    "llama": _Family(_decoder, {"norms": _TWO_NORMS}),
-    "mistral": _Family(_decoder, {"norms": _TWO_NORMS, "num_key_value_heads": 8}),
+    "llama": _Family(_decoder, {}, {"norms": _TWO_NORMS}),
+    "mistral": _Family(_decoder, {"num_key_value_heads": 8}, {"norms": _TWO_NORMS}),
     "mixtral": _Family(
         _decoder,
-        {
-            "norms": _TWO_NORMS,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "experts": True,
-        },
+        {"num_key_value_heads": 8, "num_local_experts": 8},
+        {"norms": _TWO_NORMS, "experts": True},
     ),
-    "qwen2": _Family(_decoder, {"norms": _TWO_NORMS, "attention_bias": True, "output_bias": False}),
-    "qwen3": _Family(_decoder, {"norms": _TWO_NORMS, "norms_of_heads": True, "head_dim": 128}),
-    "gemma": _Family(_decoder, {"norms": _TWO_NORMS, "head_dim": 256, "tie_word_embeddings": True}),
+    "qwen2": _Family(
+        _decoder, {"attention_bias": True}, {"norms": _TWO_NORMS, "output_bias": False}
+    ),
+    "qwen3": _Family(_decoder, {"head_dim": 128}, {"norms": _TWO_NORMS, "norms_of_heads": True}),
+    "gemma": _Family(
+        _decoder, {"head_dim": 256, "tie_word_embeddings": True}, {"norms": _TWO_NORMS}
+    ),
     "gemma2": _Family(
-        _decoder, {"norms": _FOUR_NORMS, "head_dim": 256, "tie_word_embeddings": True}
+        _decoder, {"head_dim": 256, "tie_word_embeddings": True}, {"norms": _FOUR_NORMS}
     ),
-    "gpt2": _Family(_gpt2, {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True}),
-    "gpt_neox": _Family(_gpt_neox, {"attention_bias": True}),
+    "gpt2": _Family(
+        _gpt2, {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True}, {}
+    ),
+    "gpt_neox": _Family(_gpt_neox, {"attention_bias": True}, {}),
 }

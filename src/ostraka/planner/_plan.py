@@ -24,7 +24,7 @@ from ostraka.storage import PathLike, open_store
 
 _EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
-_PHASES = ("capture", "agree", "plan", "write")
+_PHASES = ("wait", "capture", "agree", "plan", "write")
 """What `save` has timed when it writes `_METADATA`."""
 _SOME_SECONDS = 0.1234
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
@@ -164,7 +164,7 @@ def plan(
     """
     if isinstance(tree, str | os.PathLike):
         given = [mesh, specs, processes, optimizer, dtype, metadata]
-        if any(value is not None for value in given):
+        if any(value is not None for value in given) or max_file_bytes != MAX_FILE_BYTES:
             raise ValueError(
                 "a checkpoint that is there is planned as it is; ask plan(path).restore(mesh=…) "
                 "what bringing it onto another mesh reads"

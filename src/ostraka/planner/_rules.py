@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ostraka._spec import LeafSpec, MeshSpec, Partition
-from ostraka.errors import nearest
+from ostraka.errors import nearest, store_error
 from ostraka.planner._state import Problem
 
 RULES = ("dp", "fsdp", "tp", "fsdp+tp")
@@ -111,11 +111,13 @@ def _read_file(name: str) -> Any:
 
     from ostraka.sharding import combine
 
-    with open(name, encoding="utf-8") as file:
-        try:
+    try:
+        with open(name, encoding="utf-8") as file:
             loaded: Any = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"the rules in {name} are not JSON ({error})") from error
+    except OSError as error:
+        raise store_error("read the rules in", name, error) from error
+    except ValueError as error:
+        raise ValueError(f"the rules in {name} are not JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the rules in {name} must be a JSON object of patterns and specs")
     table = cast("dict[str, Any]", loaded)

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ostraka import _checkpoint, _format
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec
-from ostraka.errors import InvalidTree, nearest
+from ostraka.errors import InvalidTree, describe, nearest
 from ostraka.planner._models import dtype_of
 from ostraka.planner._named import state_of_config
 from ostraka.planner._names import MODELS
@@ -102,7 +103,8 @@ def _plan_saved(source: str, options: Options) -> Plan:
     if options.optimizer or options.optimizer_dtype:
         raise ValueError("a checkpoint has the optimizer that it was saved with: leave that out")
     if options.mesh is None:
-        if options.hosts or options.rules or options.dtype:
+        is_cut = options.max_file_bytes != MAX_FILE_BYTES
+        if options.hosts or options.rules or options.dtype or is_cut:
             raise ValueError(
                 "a checkpoint is planned as it is: give --mesh to plan saving it anew, or --onto"
             )
@@ -193,9 +195,10 @@ def evaluate_factory(source: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"can't import {module!r} for {source!r}: {error}") from error
+        with _talking_aside():
+            found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"can't import {module!r} for {source!r}: {describe(error)}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{module} has no {name!r}{nearest(part, dir(found))}")
@@ -205,9 +208,9 @@ def evaluate_factory(source: str) -> Any:
     from flax import nnx
 
     try:
-        with nnx.use_eager_sharding(False):
+        with _talking_aside(), nnx.use_eager_sharding(False):
             made: Any = nnx.eval_shape(found)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{source} raised {type(error).__name__}: {error}") from error
     if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:
         model, optimizer = cast("tuple[Any, Any]", made)
@@ -215,3 +218,8 @@ def evaluate_factory(source: str) -> Any:
     if made is None:
         raise InvalidTree(f"{source} returns nothing; it must return a model, or a tree")
     return made
+
+
+def _talking_aside() -> redirect_stdout[Any]:
+    """What somebody else's code prints must not come between the lines of the answer."""
+    return redirect_stdout(sys.stderr)

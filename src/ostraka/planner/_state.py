@@ -14,6 +14,8 @@ from ostraka.errors import InvalidSharding
 SAMPLED_PROCESSES = 2
 """Where working out all processes would take long, so many of them are: the first and the last."""
 
+_MOST_DEVICES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -47,8 +49,12 @@ def mesh_of_sizes(sizes: Mapping[str, int], axis_types: Sequence[str] = ()) -> M
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ValueError(f"the mesh axis {name!r} has the size {size!r}; it must be at least 1")
-    devices = tuple(range(prod(sizes.values())))
-    return MeshSpec(tuple(sizes), tuple(sizes.values()), devices, tuple(axis_types))
+    count = prod(sizes.values())
+    if count > _MOST_DEVICES:
+        raise ValueError(
+            f"the mesh has {count:,} devices; at most {_MOST_DEVICES:,} can be planned for"
+        )
+    return MeshSpec(tuple(sizes), tuple(sizes.values()), tuple(range(count)), tuple(axis_types))
 
 
 def share_devices(devices: int, processes: int) -> tuple[int, ...]:

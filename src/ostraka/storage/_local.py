@@ -63,7 +63,7 @@ class LocalStore:
             yield
         finally:
             with suppress(OSError):
-                # By name, because a process that was forked meanwhile has a copy, and would hold on.
+                # By name: a process that was forked meanwhile has a copy, and would hold on.
                 fcntl.flock(held, fcntl.LOCK_UN)
             os.close(held)
 

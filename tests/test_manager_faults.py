@@ -1,0 +1,255 @@
+"""What goes wrong around a manager: odd arguments, signals, and a disk that others change, too."""
+
+import errno
+import gc
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka import Best, Manager
+from ostraka.errors import Damaged, OstrakaError
+from ostraka.storage import LocalStore
+from ostraka.testing import run_processes
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"a": np.full(8, step), "step": step}
+
+
+def fill(root: Path, *steps: int, **options: Any) -> None:
+    with Manager(root, asynchronous=False, **options) as manager:
+        for step in steps:
+            manager.save(step, tree_of(step))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # Each of these once was taken, and deleted nothing, or saved at odd steps.
+        ({"keep": 1.5}, "keep must be a whole number, not 1.5"),
+        ({"keep": "3"}, "keep must be a whole number, not '3'"),
+        ({"keep": True}, "keep must be a whole number, not True"),
+        ({"every": 2.5}, "every must be a whole number, not 2.5"),
+        ({"every": math.inf}, "every must be a whole number, not inf"),
+        ({"keep_every": 1.5}, "keep_every must be a whole number, not 1.5"),
+        ({"keep_best": "loss"}, "keep_best must be a Best, .*, not 'loss'"),
+        ({"keep_if": 3}, "keep_if must be a function, not 3"),
+        ({"when": 5}, "when must be a function, not 5"),
+        ({"on_record": 5}, "on_record must be a function, not 5"),
+        ({"at": 5}, "at must be a list of steps, not 5"),
+        ({"at": [1.5]}, "a step must be a whole number, not 1.5"),
+        ({"every_s": "5"}, "every_s must be a number of seconds, not '5'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind(tmp_path: Path, options: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        Manager(tmp_path, **options)
+
+
+def test_numbers_out_of_bounds(tmp_path: Path):
+    with pytest.raises(ValueError, match="a step must be 0 or more, not -1"):
+        Manager(tmp_path, at=[-1])
+    with pytest.raises(ValueError, match="mtbf_s must be less than infinity, not inf"):
+        Manager(tmp_path, mtbf_s=math.inf)
+    with pytest.raises(ValueError, match="every_s must be more than 0, not nan"):
+        Manager(tmp_path, every_s=math.nan)
+    n: Any
+    for n in (1.5, None):
+        with pytest.raises(TypeError, match=f"n of Best must be a whole number, not {n}"):
+            Best("loss", n=n)
+    metric: Any = 3
+    with pytest.raises(TypeError, match="the metric of Best must be a name, not 3"):
+        Best(metric)
+
+
+def test_numbers_of_numpy_and_jax(tmp_path: Path):
+    count: Any = jnp.int32(2)
+    last: Any = np.int64(2)
+    with Manager(tmp_path, keep=last, every=count, asynchronous=False) as manager:
+        for step in range(9):
+            manager.save(step, tree_of(step))
+        assert manager.steps() == [6, 8]
+
+
+@pytest.mark.parametrize(
+    "value", ["1.5", "nan", b"1", np.array("3"), np.complex64(1), np.ones(1), jnp.ones(2)], ids=repr
+)
+def test_metrics_that_are_no_numbers(tmp_path: Path, value: Any):
+    with Manager(tmp_path) as manager:
+        with pytest.raises(TypeError, match="metric 'loss' must be a number, not"):
+            manager.save(1, tree_of(1), metrics={"loss": value})
+        with pytest.raises(ValueError, match="metric 'loss' is too large for a float"):
+            manager.save(1, tree_of(1), metrics={"loss": 10**400})
+        assert manager.save(1, tree_of(1), metrics={"loss": jnp.bfloat16(2), "n": np.float16(1)})
+        manager.wait()
+        assert manager.metrics(1) == {"loss": 2, "n": 1}
+
+
+# What is on disk
+
+
+def test_a_run_does_not_begin_anew_because_no_step_can_be_read(tmp_path: Path):
+    fill(tmp_path, 20)
+    file = tmp_path / "step_00000020" / "_METADATA"
+    file.write_bytes(file.read_bytes()[:-20])
+    with Manager(tmp_path, asynchronous=False) as manager:
+        with pytest.raises(Damaged, match="step_00000020 is damaged.* no other step: mend it, or"):
+            manager.latest()
+        manager.delete(20)
+        assert manager.latest() is None
+        manager.save(1, tree_of(1))
+        assert manager.latest() == 1
+
+
+def test_a_step_that_cannot_be_looked_at_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a network file system whose server has gone."""
+
+    def stale(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "step_00000002" in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, *args, **options)
+
+    stat = os.stat
+    fill(tmp_path, 1, 2)
+    manager = Manager(tmp_path, read_only=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stale)
+        assert manager.steps() == [1]
+        with pytest.raises(Damaged, match="Stale file handle.*the step before it is 1"):
+            manager.restore()
+    assert manager.restore()["step"] == 2
+
+
+def test_a_step_that_is_replaced_by_the_next_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def slow(self: LocalStore) -> list[str] | None:
+        names = listing(self)
+        if names == ["step_00000001"]:
+            writer.save(2, tree_of(2))
+        return names
+
+    listing = LocalStore.list
+    fill(tmp_path, 1)
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        reader = Manager(tmp_path, read_only=True)
+        monkeypatch.setattr(LocalStore, "list", slow)
+        assert reader.latest() == 2
+
+
+def test_leftovers_that_cannot_be_removed_do_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As where another machine has one of the files open, on a network file system."""
+
+    def refuse(self: LocalStore, name: str) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), name)
+
+    fill(tmp_path, 1)
+    (tmp_path / "step_00000002" / "shards-0123456789abcdef").mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "delete", refuse)
+        Manager(tmp_path).close()
+    assert "step_00000002 can't be removed now" in caplog.text
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [1]
+    assert os.listdir(tmp_path) == ["step_00000001"]
+
+
+# Signals, and the end of a program
+
+
+def test_a_second_signal_may_come_while_the_first_is_handled(tmp_path: Path):
+    """The handler takes no lock, which the line that it interrupts could hold."""
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename == threading.__file__:
+            lines.append(frame.f_lineno)
+        return trace
+
+    lines: list[int] = []
+    with Manager(tmp_path) as manager:
+        sys.settrace(trace)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            sys.settrace(None)
+        assert manager.reached_preemption(1)
+    assert lines == []
+
+
+def test_a_manager_that_nobody_has_any_more_gives_sigterm_back(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    manager = Manager(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) != before
+    del manager
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_program_that_never_closes_its_manager_ends_quietly(tmp_path: Path):
+    code = (
+        "import sys, ostraka\n"
+        "manager = ostraka.Manager(sys.argv[1])\n"
+        "manager.save(1, {'a': 1})\n"
+        "manager.wait()\n"
+        "manager.pin(1)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ostraka.verify(tmp_path / "step_00000001").ok
+
+
+# Processes that disagree
+
+
+def disagree(root: str, options: list[dict[str, Any]]) -> list[str]:
+    import jax
+
+    found: list[str] = []
+    for number in range(len(options)):
+        mine = options[number] if jax.process_index() else {}
+        try:
+            Manager(mine.pop("root", root), **mine).close()
+        except OstrakaError as error:
+            found.append(str(error))
+    with Manager(root, keep=1) as manager:
+        manager.save(1, {"a": 1})
+    return found
+
+
+def test_processes_with_different_arguments(tmp_path: Path):
+    root, other = str(tmp_path / "root"), str(tmp_path / "other")
+    options = [{"every": 5}, {"keep": 2}, {"when": bool}, {"root": other}, {"at": [3]}]
+    results = run_processes(disagree, root, options, processes=2)
+    for result in results:
+        assert len(result.value) == len(options)
+        assert (
+            f"opening of {root} failed on process 1: it has every=5 while" in (results[0].value[0])
+        )
+        assert (
+            "failed on process 1: it has every=5 while process 0 has every=None" in result.value[0]
+        )
+        assert "it has keep=2 while process 0 has keep=None" in result.value[1]
+        assert "it has when=a function while" in result.value[2]
+        assert f"it has root={other} while process 0 has root={root}" in result.value[3]
+        assert "it has at=[3] while process 0 has at=[]" in result.value[4]
+    assert Manager(root, read_only=True).steps() == [1]
+    assert not Path(other).exists()
