@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import ostraka
 from cli_runs import flip, run
 from ostraka import Manager
 from ostraka.storage import LocalStore
+from ostraka.storage._local import _LocalWriter
 
 LEFT = "shards-0123456789abcdef"
 
@@ -272,6 +277,46 @@ def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
     assert document["in_use"] == [str(live.parent)]
     assert live.exists()
     assert dead.exists() == (not options)
+
+
+def test_gc_beside_a_real_save(root: Path, monkeypatch: pytest.MonkeyPatch):
+    writing, go_on = threading.Event(), threading.Event()
+    finish = _LocalWriter.finish
+
+    def wait_and_finish(self: _LocalWriter) -> None:
+        writing.set()
+        assert go_on.wait(120)
+        finish(self)
+
+    monkeypatch.setattr(_LocalWriter, "finish", wait_and_finish)
+    handle = ostraka.save_async(root / "step_00000400", {"x": np.ones(1000)})
+    try:
+        assert writing.wait(120)
+        assert "a save is under way; left alone" in run("gc", root, "--yes").stdout
+    finally:
+        go_on.set()
+    handle.wait()
+    assert run("verify", root / "step_00000400").exit_code == 0
+
+
+def test_gc_after_a_save_that_was_killed(root: Path):
+    program = (
+        "import os, signal, sys\n"
+        "import numpy as np, ostraka\n"
+        "from ostraka.storage._local import _LocalWriter\n"
+        "_LocalWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ostraka.save(sys.argv[1], {'x': np.ones(1000)})\n"
+    )
+    for step in ("step_00000300", "step_00000400"):  # over an older one, and a new one
+        killed = subprocess.run([sys.executable, "-c", program, root / step], check=False)
+        assert killed.returncode == -signal.SIGKILL
+    document = json.loads(run("gc", root, "--yes", "--json").stdout)
+    assert [
+        (Path(left["directory"]).name, left["beside_a_checkpoint"], left["bytes"] > 0)
+        for left in document["leftovers"]
+    ] == [("step_00000300", True, True), ("step_00000400", False, True)]
+    assert names(root) == ["step_00000100", "step_00000200", "step_00000300"]
+    assert run("verify", root).exit_code == 0
 
 
 def test_gc_keeps_the_shards_of_a_checkpoint_that_can_not_be_read(root: Path):

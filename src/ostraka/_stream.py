@@ -22,15 +22,18 @@ Result = TypeVar("Result")
 
 PIECE_BYTES = 16 << 20
 """A piece in memory is no larger; smaller ones are read together, up to this much at a time."""
+_SMALL_BYTES = 1 << 20
+"""Leaves up to this size are not worth several pieces."""
 _BATCHES_AT_A_TIME = 2
-_ELEMENTS_AT_A_TIME = 1 << 18
+_ELEMENTS_AT_A_TIME = 1 << 16
 """What is worked on at a time: few enough that copies of them as float64 stay in the cache."""
 
 
 def pieces_of(source: Source, leaf: int) -> Iterator[Box]:
-    """The boxes of a leaf, in the order of its cells, each of which is one run of a file."""
+    """The boxes of a leaf: all of a small one, else parts of its cells, each one run of a file."""
     stored = source.metadata.leaves[leaf]
-    grid = source.metadata.layouts[stored.layout].grid
+    small = stored.spec.nbytes <= _SMALL_BYTES
+    grid = (1,) * len(stored.spec.shape) if small else source.metadata.layouts[stored.layout].grid
     itemsize = numpy_dtype(stored.spec.dtype).itemsize
     max_elements = max(PIECE_BYTES // itemsize, 1)
     for number in range(prod(grid)):
