@@ -20,6 +20,7 @@ NAMES = (
     "memory",
     "processes",
     "async_stall",
+    "async_stall_many",
 )
 
 
@@ -40,10 +41,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
         from bench import nnx
 
         return nnx.nnx_many
-    if name == "async_stall":
+    if name.startswith("async_stall"):
         from bench import stall
 
-        return stall.async_stall
+        return getattr(stall, name)
     return getattr(cases, name)
 
 

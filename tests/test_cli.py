@@ -129,6 +129,7 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     result = run("show", checkpoint)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "damaged" in result.stderr
+    assert result.stderr.endswith("; ostraka verify tells of all damage\n")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,10 @@ def test_what_the_system_refuses_is_one_line(checkpoint: Path, monkeypatch: pyte
     monkeypatch.setattr("builtins.open", refuse)
     result = run("show", checkpoint)
     assert result.exit_code == 2
-    assert result.stderr == f"ostraka: can't read {checkpoint}/_METADATA: Permission denied\n"
+    assert result.stderr == (
+        f"ostraka: can't read {checkpoint}/_METADATA: Permission denied; look at its permissions, "
+        "or ask its owner\n"
+    )
 
 
 def test_an_error_that_nobody_thought_of_is_one_line(

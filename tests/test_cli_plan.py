@@ -253,7 +253,7 @@ def test_tables_have_everything():
         "largest file",
         "skew of hosts",
         "staging memory of a host",
-        "copy to host memory",
+        "blocked by save_async",
         "peak I/O, all hosts",
         "restore onto data=4, 1 host",
         "over-read",

@@ -175,7 +175,7 @@ def test_the_told_bytes_are_the_elements(checkpoint: Path):
 
 def test_a_slice(checkpoint: Path):
     output = run("show", checkpoint, "kernel", "--slice", "0:2,:3").stdout
-    assert output.endswith("[0:2,:3]\n[[0 1 2]\n [32 33 34]]\n")
+    assert output.endswith("[0:2,:3]\n[[ 0.  1.  2.]\n [32. 33. 34.]]\n")
     document = json.loads(run("show", checkpoint, "kernel", "--slice", "-1,::16", "--json").stdout)
     assert document["slice"]["shape"] == [2]
     whole = np.asarray(ostraka.open(checkpoint)["kernel"]).astype(float)

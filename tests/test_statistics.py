@@ -94,7 +94,9 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = statistics_of(source, [0, 1, 2], on_bytes=read.append)
     assert found[0].mean == pytest.approx(values.mean(dtype=np.float64))
     assert found[0].std == pytest.approx(values.std(dtype=np.float64))
-    assert found[1] == Statistics(5000, 0.0, 4999.0, pytest.approx(2499.5), pytest.approx(1443.376))
+    assert (found[1].count, found[1].least, found[1].most) == (5000, 0.0, 4999.0)
+    assert found[1].mean == pytest.approx(2499.5)
+    assert found[1].std == pytest.approx(np.arange(5000.0).std())
     assert found[2].std == 0.0
     assert sum(read) == values.nbytes + 5000 * 8 + 8
 

@@ -60,11 +60,20 @@ class SaveHandle:
         return f"<SaveHandle {self.path}: {state}, {self.bytes_written:,}/{self.bytes_total:,} B>"
 
     def _start(self, work: Callable[[], Record]) -> None:
-        thread = threading.Thread(target=self._run, args=(work,), name="ostraka-save", daemon=True)
+        is_called = threading.Event()
+
+        def run() -> None:
+            # The caller would wait for its turn at the interpreter: let it return first.
+            is_called.wait(1.0)
+            self._run(work)
+
+        thread = threading.Thread(target=run, name="ostraka-save", daemon=True)
         try:
             thread.start()
         except RuntimeError:
             self._run(work)  # The system has no thread left: the caller waits, and nothing is lost.
+        finally:
+            is_called.set()
 
     def _run(self, work: Callable[[], Record]) -> None:
         self._thread = threading.current_thread()

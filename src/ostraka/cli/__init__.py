@@ -1,4 +1,4 @@
-"""The `ostraka` command. Looking at checkpoints never imports JAX.
+"""The `ostraka` command. Only `plan` imports JAX, and only for what is not a checkpoint.
 
 What was asked for goes to stdout, an error as one line to stderr.
 """

@@ -6,13 +6,14 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from errno import EACCES, EPERM
 from importlib import import_module
 from typing import Any
 
 import click
 
 from ostraka.cli._text import printable
-from ostraka.errors import Damaged, OstrakaError, nearest
+from ostraka.errors import CheckpointNotFound, Damaged, OstrakaError, nearest
 
 DIFFERENT = 1
 DAMAGED = 1
@@ -61,7 +62,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except OstrakaError as error:
             # Here, because click takes those that are also OSErrors for its own.
-            _fail(str(error), ctx)
+            _fail(f"{error}{_remedy(error)}", ctx)
             ctx.exit(DAMAGED if isinstance(error, Damaged) else FAILED)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
@@ -117,6 +118,17 @@ def _wants_colour() -> bool | None:
     if os.environ.get("NO_COLOR"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None
+
+
+def _remedy(error: OstrakaError) -> str:
+    """What to do about an error, where it does not say so itself."""
+    if isinstance(error, Damaged):
+        return "; ostraka verify tells of all damage"
+    if isinstance(error, OSError) and error.errno in (EACCES, EPERM):
+        return "; look at its permissions, or ask its owner"
+    if isinstance(error, CheckpointNotFound) and "; " not in str(error):
+        return "; give the directory that a save was given"
+    return ""
 
 
 def _fail(message: str, ctx: click.Context | None) -> None:

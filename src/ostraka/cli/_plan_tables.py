@@ -122,11 +122,18 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[Row]:
     save, staging = variant["save"], variant["staging_bytes"]
     yield "staging memory of a host", human_bytes(staging["accelerators"]), "with accelerators"
     yield "", human_bytes(staging["cpu"]), "on CPUs"
+    held = human_bytes(staging["held_by_save_async"])
+    yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
     yield "time", _seconds(save["seconds"]), _hint(save["seconds"])
     if save["seconds"] is not None:
-        yield "blocked", _seconds(save["blocked_seconds"]), "save returns when all is on disk"
-    if save["copy_to_host_seconds"] is not None:
-        yield "copy to host memory", _seconds(save["copy_to_host_seconds"]), ""
+        yield (
+            "blocked by save",
+            _seconds(save["blocked_seconds"]),
+            "save returns when all is on disk",
+        )
+    if save["save_async_blocked_seconds"] is not None:
+        seconds = _seconds(save["save_async_blocked_seconds"])
+        yield "blocked by save_async", seconds, "until all is copied to host memory"
     yield from _peak_rows(save)
 
 

@@ -60,22 +60,24 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
             for one, nbytes in zip(chosen, sizes, strict=True)
         ]
         click.echo(json.dumps({"root": place.location, "removed": yes, "steps": entries}, indent=1))
-        return
+    else:
+        echo_lines(_lines(place, chosen, sizes, removed=yes))
+
+
+def _lines(root: Root, steps: list[Step], sizes: list[int | None], *, removed: bool) -> list[str]:
     table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
-    for one, nbytes in zip(chosen, sizes, strict=True):
+    for step, nbytes in zip(steps, sizes, strict=True):
         size = "unknown" if nbytes is None else human_bytes(nbytes)
-        table.add(f"{one.step}", size, human_age(one.saved_s), ", ".join(one.names))
-    total = f"{count_of(len(chosen), 'step')}, {human_bytes(sum(n or 0 for n in sizes))}"
-    verb = "removed from" if yes else "would go from"
-    echo_lines(
-        [
-            f"{verb} {click.style(printable(place.location), bold=True)}",
-            "",
-            *table.lines(),
-            "",
-            total if yes else f"{total}; nothing is removed without --yes",
-        ]
-    )
+        table.add(f"{step.step}", size, human_age(step.saved_s), ", ".join(step.names))
+    total = f"{count_of(len(steps), 'step')}, {human_bytes(sum(n or 0 for n in sizes))}"
+    verb = "removed from" if removed else "would go from"
+    return [
+        f"{verb} {click.style(printable(root.location), bold=True)}",
+        "",
+        *table.lines(),
+        "",
+        total if removed else f"{total}; nothing is removed without --yes",
+    ]
 
 
 def _find(root: Root, steps: list[Step], number: int) -> Step:

@@ -42,7 +42,9 @@ def _parse_dimensions(
 @path_argument("path")
 @click.argument("leaf", required=False, shell_complete=complete_leaves)
 @click.option("--depth", type=click.IntRange(1), help="Sum up what lies deeper; not in JSON.")
-@click.option("--sort", type=click.Choice(["tree", "size", "name"]), default="tree")
+@click.option(
+    "--sort", type=click.Choice(["tree", "size", "name"]), default="tree", help="Default: tree."
+)
 @click.option("--stats", is_flag=True, help="Read the arrays: least, most, mean, std, NaN.")
 @click.option("--slice", "index", metavar="INDEX", help="Print these elements of LEAF: '0:4,:3'.")
 @click.option(

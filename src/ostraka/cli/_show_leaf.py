@@ -183,6 +183,10 @@ def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
 
 
 def _print(elements: np.ndarray[Any, Any]) -> list[str]:
+    if elements.dtype.kind == "V":
+        # numpy does not know how to line up the numbers of ml_dtypes.
+        is_integer = elements.dtype.name.startswith(("int", "uint"))
+        elements = elements.astype(np.int64 if is_integer else np.float32)
     width = shutil.get_terminal_size((100, 24)).columns
     return np.array2string(elements, max_line_width=width, threshold=400).splitlines()
 

@@ -43,7 +43,7 @@ class Verdict:
 def verify(context: click.Context, path: tuple[str, ...], as_json: bool) -> None:
     """Prove that the checkpoints at each PATH are intact.
 
-    All of them is read, and every byte compared with its digest. One line tells the result. If
+    All of it is read, and every byte compared with its digest. One line tells the result. If
     bytes are lost or changed, each place follows on a line of its own, with its file and its
     leaves, and the exit code is 1. Of a directory of steps, all steps are verified.
 

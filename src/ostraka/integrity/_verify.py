@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import numpy as np
 
 from ostraka import _format
 from ostraka._checkpoint import Source, load
@@ -18,11 +16,13 @@ from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, Problem, count_of
-from ostraka.storage import PathLike, open_store
+from ostraka.storage import FileReader, PathLike, open_store
 
 _THREADS = max(2, min(os.cpu_count() or 1, 16))
 _TASK_BYTES = 32 << 20
 """What a thread takes at a time: parts of a large file are read by several threads."""
+_PIECE_BYTES = _format.BLOCK_BYTES
+"""What is read at a time, whatever a stranger's index says of the length of blocks."""
 
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that have been read so far, and those that there are in all."""
@@ -106,15 +106,19 @@ def _check_all(source: Source, on_bytes: OnBytes | None) -> tuple[int, list[Prob
 
 
 class _Scratch(threading.local):
-    """Memory for each thread, good until the thread asks again."""
+    """Memory for each thread, which it reads into by turns."""
 
     def __init__(self) -> None:
-        self._held = np.empty(0, np.uint8)
+        # Whole pages: where memory begins elsewhere, reads into it take several times as long.
+        self.halves = [memoryview(mmap.mmap(-1, _PIECE_BYTES)) for _ in range(2)]
 
-    def of(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        if self._held.size < nbytes:
-            self._held = np.empty(nbytes, np.uint8)
-        return self._held[:nbytes]
+
+class _Ended(Exception):
+    """A file ended before it should; `at` is where."""
+
+    def __init__(self, at: int):
+        super().__init__(at)
+        self.at = at
 
 
 _Found = tuple[int, Sequence[Problem]]
@@ -165,7 +169,7 @@ class _FileCheck:
         except FileNotFoundError:
             return 0, [self._problem("it is missing", 0, self._file.size)]
         problems: list[Problem] = []
-        bytes_read = 0
+        at = start
         try:
             if reader.size != self._file.size:
                 # The same words from each task of this file: they are told once.
@@ -173,32 +177,46 @@ class _FileCheck:
                 lost = min(reader.size, self._file.size - 1)
                 return 0, [self._problem(found, lost, self._file.size)]
             for number in range(first, last):
-                block = scratch.of(digests.lengths[number])
-                at = start + bytes_read
-                count = reader.read_into(at, [block])
-                bytes_read += count
-                if count != len(block):
-                    ends = self._problem(
-                        f"it ends at byte {at + count:,}", at + count, at + len(block)
-                    )
-                    return bytes_read, [*problems, ends]
-                problems += self._block_problems(number, at, block, digests.digests[number])
-            return bytes_read, problems
+                stop = at + digests.lengths[number]
+                check = self._header_problems if number == 0 else self._block_problems
+                problems += check(reader, at, stop, digests.digests[number], scratch)
+                at = stop
+        except _Ended as ended:
+            problems.append(self._problem(f"it ends at byte {ended.at:,}", ended.at, at + 1))
         finally:
             reader.close()
+        return at - start, problems
 
-    def _block_problems(self, number: int, start: int, block: Any, digest: str) -> list[Problem]:
-        if _format.block_digest([block]) == digest:
-            if number == 0 and not self._header_agrees(block):
-                return [self._problem(f"its header contradicts {_format.METADATA_NAME}", 0, 0)]
-            return []
-        if number == 0:
+    def _header_problems(
+        self, reader: FileReader, start: int, stop: int, digest: str, _: _Scratch
+    ) -> list[Problem]:
+        header = memoryview(bytearray(stop - start))
+        if reader.read_into(start, [header]) != len(header):
+            raise _Ended(reader.size)
+        if _format.block_digest([header]) != digest:
             return [self._problem("its header is not as it was written", 0, 0)]
-        stop = start + len(block)
+        if not self._header_agrees(header):
+            return [self._problem(f"its header contradicts {_format.METADATA_NAME}", 0, 0)]
+        return []
+
+    def _block_problems(
+        self, reader: FileReader, start: int, stop: int, digest: str, scratch: _Scratch
+    ) -> list[Problem]:
+        def pieces() -> Iterator[memoryview]:
+            # By turns, because a digest may take the second piece before it is done with the first.
+            for number, at in enumerate(range(start, stop, _PIECE_BYTES)):
+                piece = scratch.halves[number % 2][: stop - at]
+                count = reader.read_into(at, [piece])
+                if count != len(piece):
+                    raise _Ended(at + count)
+                yield piece
+
+        if _format.block_digest(pieces()) == digest:
+            return []
         found = f"bytes {start:,} to {stop:,} are not as they were written"
         return [self._problem(found, start, stop)]
 
-    def _header_agrees(self, header: Any) -> bool:
+    def _header_agrees(self, header: memoryview) -> bool:
         leaves = self._source.metadata.leaves
         try:
             save_id, tensors = _format.decode_header(header)

@@ -55,6 +55,7 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
         "staging_bytes": {
             "accelerators": plan.staging_bytes(on_accelerators=True),
             "cpu": plan.staging_bytes(on_accelerators=False),
+            "held_by_save_async": plan.lost_process().held_bytes,
         },
         "save": _describe_save(plan, bandwidths, save_s),
         "restore": _describe_restore(back, bandwidths),
@@ -96,12 +97,13 @@ def _bytes_by_group(plan: Plan) -> dict[str, int]:
 
 
 def _describe_save(plan: Plan, bandwidths: Bandwidths, save_s: float | None) -> Document:
-    host_bytes = plan.process_spread.most
-    copied = None if bandwidths.device is None else host_bytes / bandwidths.device
+    copied = None
+    if bandwidths.device is not None:
+        copied = plan.lost_process().held_bytes / bandwidths.device
     return {
         "seconds": save_s,
         "blocked_seconds": save_s,
-        "copy_to_host_seconds": copied,
+        "save_async_blocked_seconds": copied,
         "peak_bytes_per_second_host": bandwidths.host_write,
         "peak_bytes_per_second": bandwidths.peak_write(plan.process_count),
     }

@@ -62,6 +62,9 @@ class LocalStore:
                 pass  # Some network file systems can't lock: then two writers are on their own.
             yield
         finally:
+            with suppress(OSError):
+                # By name: a process that was forked meanwhile has a copy, and would hold on.
+                fcntl.flock(held, fcntl.LOCK_UN)
             os.close(held)
 
     def get(self, name: str) -> bytes:
