@@ -99,6 +99,23 @@ def test_metrics_that_are_no_numbers(tmp_path: Path, value: Any):
         assert manager.metrics(1) == {"loss": 2, "n": 1}
 
 
+# Going on
+
+
+def test_a_resumed_loop_that_takes_several_steps_at_once_misses_none(tmp_path: Path):
+    fill(tmp_path, 14)
+    with Manager(tmp_path, every=10, at=[30], asynchronous=False) as manager:
+        manager.restore()
+        assert [step for step in range(21, 50, 7) if manager.save(step, tree_of(step))] == [
+            21,  # after 20
+            35,  # after 30
+            42,
+        ]
+    with Manager(tmp_path, every=21, asynchronous=False) as manager:
+        manager.restore(21)
+        assert manager.save(42, tree_of(42))
+
+
 # What is on disk
 
 

@@ -237,6 +237,7 @@ class Manager:
             self.restored, value = recovery.run(lambda path: restore(path, **options))
         finally:
             self._damaged |= recovery.damaged
+        self._schedule.note_restore(self.restored)
         seconds = time.perf_counter() - began_s
         log.info("restored step %d of %s in %.3f s", self.restored, self.root, seconds)
         return value

@@ -71,6 +71,7 @@ class Schedule:
     def __init__(self, when: When):
         self.when = when
         self._last: int | None = None
+        self._begun: int | None = None
         self._answer = False
         self._ask_again = 0
         self._saved_at_s = time.monotonic()
@@ -84,6 +85,10 @@ class Schedule:
             self._last = step
         return self._answer
 
+    def note_restore(self, step: int) -> None:
+        """A run goes on from here: what comes between this step and its first counts, too."""
+        self._begun = step
+
     def note_save(self) -> None:
         """A save begins: from now on the next interval counts."""
         self._saved_at_s = time.monotonic()
@@ -92,7 +97,8 @@ class Schedule:
 
     def _is_due(self, step: int) -> bool:
         when = self.when
-        if when.saves_all or when.comes_between(self._last, step):
+        last = self._begun if self._last is None else self._last
+        if when.saves_all or when.comes_between(last, step):
             return True
         rewound = self._last is not None and step < self._last
         if when.condition is None and (
