@@ -311,6 +311,8 @@ def test_help_has_examples():
         (["gpt2", "--optimizer", "adamm"], "there is no optimizer 'adamm'"),
         (["gpt2", "--dtype", "float33"], "there is no dtype 'float33'"),
         (["gpt2", "--max-file", "big"], "'big' is no size; write it as 5GiB"),
+        (["gpt2", "--max-file", "1e999"], "'1e999' is no size; write it as 5GiB"),
+        (["gpt2", "--mtbf", "9" * 400], "is no duration; write it as 4h"),
         (["gpt2", "--max-file-bytes", "10"], "it must be at least 8,192"),
         (["gpt2", "--mtbf", "soon"], "'soon' is no duration; write it as 4h"),
         (["gpt2", "--mtbf", "4h"], "give --write-bandwidth or --probe"),
