@@ -20,6 +20,7 @@ Out = TypeVar("Out")
 WRITE_BYTES = 64 * 2**20
 READ_BYTES = 16 * 2**20
 READ_BUFFERS = 1024
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,20 @@ def _sync_folder(path: Path) -> None:
 def _read(path: Path, piece_bytes: Sequence[int]) -> list[np.ndarray]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        pieces = [np.empty(size, np.uint8) for size in piece_bytes]
+        pieces = [_aligned(size) for size in piece_bytes]
         offset = 0
         for batch in _batches(pieces):
             offset += _fill(descriptor, batch, offset)
         return pieces
     finally:
         os.close(descriptor)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Fresh memory at a 64-byte boundary: the kernel copies to others several times more slowly."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
 
 
 def _batches(pieces: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
