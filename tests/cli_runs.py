@@ -1,5 +1,7 @@
 """The command as tests call it, and checkpoints for it to look at."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +17,21 @@ from ostraka.cli import main
 def run(*arguments: object, **environment: str | None) -> Result:
     strings = [str(argument) for argument in arguments]
     return CliRunner(env=environment).invoke(main, strings)
+
+
+def run_without(modules: set[str], *arguments: object) -> None:
+    """Run the command in a process of its own; it must succeed, and import none of these."""
+    program = (
+        "import sys\n"
+        "from ostraka.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code\n"
+        f"assert not {modules!r} & sys.modules.keys()\n"
+    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def put(array: object, *axes: str | None) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ostraka
-from cli_runs import flip, run, save_model
+from cli_runs import flip, run, run_without, save_model
 from ostraka import integrity
 from ostraka.cli import main
 
@@ -341,29 +341,11 @@ def test_jax_is_not_imported(tmp_path: Path, command: str):
         "gc": ["gc", tmp_path, "--yes"],
         "root": ["show", tmp_path],
     }[command]
-    program = (
-        "import sys\n"
-        "from ostraka.cli import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code\n"
-        "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+    run_without({"jax", "jaxlib", "flax"}, *arguments)
 
 
 def test_showing_a_tree_does_not_wait_for_numpy_or_rich(checkpoint: Path):
-    program = (
-        "import sys\n"
-        "from ostraka.cli import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code\n"
-        "assert not {'numpy', 'rich'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", program, "show", checkpoint], check=True)
+    run_without({"numpy", "rich"}, "show", checkpoint)
 
 
 def test_every_command_is_here():

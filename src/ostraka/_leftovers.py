@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 def remove_leftovers(store: Store) -> None:
     """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
     names = store.list() or []
-    ours = [name for name in names if _is_ours(name)]
+    ours = [name for name in names if is_of_a_save(name)]
     if _format.METADATA_NAME not in names:
         foreign = [name for name in names if name not in ours]
         if foreign:
@@ -25,9 +25,7 @@ def remove_leftovers(store: Store) -> None:
             )
     kept = committed_directory(store)
     for name in ours:
-        if _format.is_shards_directory(name) and kept in (UNKNOWN, name):
-            continue
-        if name != _format.METADATA_NAME:
+        if not (_format.is_shards_directory(name) and kept in (UNKNOWN, name)):
             store.delete(name)
 
 
@@ -50,9 +48,10 @@ def committed_directory(store: Store) -> str | None:
         return UNKNOWN
 
 
-def _is_ours(name: str) -> bool:
+def is_of_a_save(name: str) -> bool:
+    """What a save puts into its directory, but for `_METADATA` itself."""
     is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
-    return name == _format.METADATA_NAME or is_temporary or _format.is_shards_directory(name)
+    return is_temporary or _format.is_shards_directory(name)
 
 
 def remove_other_shards(store: Store, save_id: str) -> None:

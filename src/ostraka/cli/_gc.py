@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import click
 
-from ostraka import _format
-from ostraka._leftovers import UNKNOWN, committed_directory
+from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
 from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, UnsupportedFormat
@@ -91,7 +90,7 @@ def _places(root: str) -> Iterator[str]:
 
 def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
     store = LocalStore(directory)
-    if not any(_is_of_a_save(name) for name in store.list() or []) or not _leftovers(store):
+    if not any(is_of_a_save(name) for name in store.list() or []) or not _leftovers(store):
         return []
     try:
         # Looked at again, now that no save can be under way.
@@ -121,12 +120,7 @@ def _leftovers(store: LocalStore) -> list[str]:
         return []
     if kept == UNKNOWN:
         return []  # its shards may be all that there is to mend it with
-    return [name for name in store.list() or [] if _is_of_a_save(name) and name != kept]
-
-
-def _is_of_a_save(name: str) -> bool:
-    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
-    return is_temporary or _format.is_shards_directory(name)
+    return [name for name in store.list() or [] if is_of_a_save(name) and name != kept]
 
 
 def _size(path: str) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostraka.cli._text import human_bytes
+from ostraka.cli._text import human_bytes, printable
 
 _BAR_WIDTH = 24
 _BLOCK = "█"
@@ -204,8 +204,7 @@ def _cell(key: str, value: Any) -> str:
 
 def _shown(text: str) -> str:
     """Text that may come from a stranger's checkpoint: it must steer neither terminal nor rich."""
-    printable = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return escape("".join(printable))
+    return escape(printable(text))
 
 
 def _bar(size: int, most: int) -> str:

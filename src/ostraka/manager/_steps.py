@@ -20,7 +20,7 @@ from typing import Any
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
-from ostraka._leftovers import UNKNOWN, committed_directory
+from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
 from ostraka._record import logger as log
 from ostraka.errors import (
     Busy,
@@ -224,7 +224,7 @@ class Root:
             store.delete(_format.METADATA_NAME)
             store.settle("")
             for other in store.list() or []:
-                if _is_ours(other):
+                if is_of_a_save(other):
                     store.delete(other)
             self._remove_if_empty(name)
 
@@ -235,14 +235,14 @@ class Root:
 
     def _clean(self, name: str) -> None:
         store = self._open(name)
-        if not any(_is_ours(other) for other in store.list() or []):
+        if not any(is_of_a_save(other) for other in store.list() or []):
             return
         with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
             kept = committed_directory(store)
             if kept == UNKNOWN:
                 return  # Its shards may be all that there is to mend it with.
             for other in store.list() or []:
-                if _is_ours(other) and other not in (kept, _format.METADATA_NAME):
+                if is_of_a_save(other) and other != kept:
                     store.delete(other)
             if kept is None:
                 self._remove_if_empty(name)
@@ -260,12 +260,6 @@ def _preference(name: str) -> tuple[bool, str]:
     """Of several names for one step the manager's own comes first."""
     step = step_of(name)
     return (step is None or name != name_of(step), name)
-
-
-def _is_ours(name: str) -> bool:
-    """What a save puts into its directory, but for `_METADATA` itself."""
-    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
-    return is_temporary or _format.is_shards_directory(name)
 
 
 def _read(store: LocalStore) -> _Found | None:

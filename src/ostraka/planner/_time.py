@@ -14,6 +14,7 @@ from math import sqrt
 from uuid import uuid4
 
 from ostraka.errors import store_error
+from ostraka.manager._advice import best_interval_s
 from ostraka.planner._state import default_writers
 
 _PROBE_BYTES = 256 << 20
@@ -79,10 +80,9 @@ def advise_interval(save_s: float, restore_s: float, mtbf_s: float) -> Interval:
     `mtbf_s` is the mean time between failures of the whole job.
     """
     young = sqrt(2 * save_s * mtbf_s)
-    ratio = save_s / (2 * mtbf_s)
-    daly = mtbf_s
+    daly = best_interval_s(save_s, mtbf_s)
     if save_s < 2 * mtbf_s:
-        daly = max(young * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s, save_s)
+        daly = max(daly, save_s)
     lost = save_s / (daly + save_s) + (daly / 2 + restore_s) / mtbf_s
     return Interval(young, daly, min(lost, 1.0))
 
