@@ -107,6 +107,8 @@ class _Background:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
+        self.is_ending = False
+        """Whether the program is, so far that nothing in the background would be waited for."""
         self.forget()
 
     def forget(self) -> None:
@@ -193,7 +195,12 @@ def start_in_background(
 ) -> SaveHandle:
     """Do `work` in a thread; to be called inside `settled`."""
     handle = _background.current = SaveHandle(path, progress, give_up)
-    handle._start(work)  # pyright: ignore[reportPrivateUsage]
+    if _background.is_ending:
+        # The program would not wait for a thread any more, nor ask how it went.
+        handle._run(work)  # pyright: ignore[reportPrivateUsage]
+        handle.wait()
+    else:
+        handle._start(work)  # pyright: ignore[reportPrivateUsage]
     return handle
 
 
@@ -213,7 +220,8 @@ def _wait_at_exit() -> None:
 
 def _raise_at_exit() -> None:
     """The program does not end without a word about a failure that nobody has seen."""
-    _wait_at_exit()  # for one that another thread has begun since the main thread ended
+    _wait_at_exit()  # for one that was begun since the main thread ended
+    _background.is_ending = True
     error = _background.current and _background.current._take_unseen()  # pyright: ignore[reportPrivateUsage]
     if error is not None:
         raise error
@@ -221,9 +229,11 @@ def _raise_at_exit() -> None:
 
 # Threads can't be started, nor given work, once the interpreter has begun to end them; what is
 # registered with `threading` runs before that, and must not raise, or others would not be told.
-# Where that is not to be had, a save that has only begun when the program ends fails, aloud.
 _before_threads_end: Callable[[Callable[[], None]], Any] = getattr(
     threading, "_register_atexit", atexit.register
 )
 atexit.register(_raise_at_exit)
-_before_threads_end(_wait_at_exit)
+try:
+    _before_threads_end(_wait_at_exit)
+except RuntimeError:  # The program has already begun to end, and calls nobody that comes now.
+    _background.is_ending = True

@@ -148,6 +148,8 @@ class _Save:
         self._held = ExitStack()
         self._store: Store = _NOWHERE
         self._save_id = ""
+        self._made_place = False
+        """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
@@ -230,8 +232,8 @@ class _Save:
             has_begun = bool(self._save_id)
             # The error may be kept for long, and would keep the values with it.
             self._values.clear()
-            self._clean_up()
-            self._held.close()
+            with self._held:
+                self._clean_up()
             if isinstance(error, ProcessFailed):
                 cause = error.__cause__
                 raise SaveFailed(str(self._path), error.process, error.reason) from cause
@@ -245,13 +247,16 @@ class _Save:
         Done by process 0 once the others have stopped. What stays all the same, because it can't
         be told or deleted now, is recognised and removed by the next save.
         """
-        if not self._save_id or self._operation.process != 0:
+        if self._operation.process != 0:
             return
-        self._operation.wait_until_left()
-        directory = _format.shards_directory(self._save_id)
         with suppress(OSError):
-            if committed_directory(self._store) not in (directory, UNKNOWN):
-                self._store.delete(directory)
+            if self._save_id:
+                self._operation.wait_until_left()
+                directory = _format.shards_directory(self._save_id)
+                if committed_directory(self._store) not in (directory, UNKNOWN):
+                    self._store.delete(directory)
+            if self._made_place:
+                self._store.remove_if_empty()
 
     def _begin(self, captured: Captured, rest: Any) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
@@ -280,7 +285,7 @@ class _Save:
             path: [payload["states"][path] for payload in payloads]
             for path in payloads[0]["states"]
         }
-        self._store.prepare()
+        self._made_place = self._store.prepare()
         self._held.enter_context(self._store.exclusive())
         remove_leftovers(self._store)
         return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
