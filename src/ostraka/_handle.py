@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._record import Record, logger
 from ostraka._shards import Progress
-from ostraka.errors import Busy
+from ostraka.errors import Busy, describe
 
 
 class SaveHandle:
@@ -81,7 +81,7 @@ class SaveHandle:
             self.record = work()
         except BaseException as error:
             self._error = error
-            logger.error("the save to %s failed: %s", self.path, error)
+            logger.error("in the background, %s", _with_path(error, self.path))
         finally:
             self._thread = None
             self._ended.set()
@@ -101,6 +101,12 @@ class SaveHandle:
             return None
         self._is_error_seen = True
         return self._error
+
+
+def _with_path(error: BaseException, path: str) -> str:
+    """What went wrong and where, said once."""
+    said = describe(error)
+    return said if path in said else f"saving {path} failed: {said}"
 
 
 class _Background:
