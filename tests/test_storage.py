@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import resource
-import shutil
 import signal
 import stat
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 
 import ostraka
+from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
 from ostraka.storage import LocalStore, MemoryStore, open_store
 
@@ -527,12 +527,7 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path):
 
 
 def test_a_file_system_that_may_not_be_written_is_named(tmp_path):
-    place = tmp_path / "sealed"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.call(mount, stderr=subprocess.DEVNULL):
-        pytest.skip("NOT TESTED HERE: a read-only file system. Mounting one needs root.")
-    try:
+    with mounted(tmp_path / "sealed", options="ro", for_what="a read-only disk") as place:
         with pytest.raises(
             StoreError, match="can't write to the directory .*sealed: Read-only file system"
         ):
@@ -541,8 +536,6 @@ def test_a_file_system_that_may_not_be_written_is_named(tmp_path):
             StoreError, match="can't make the directory .*sealed/c: Read-only file system"
         ):
             LocalStore(str(place / "c")).prepare()
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_place_that_its_last_holder_has_removed_is_not_held(local):
