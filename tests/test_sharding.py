@@ -32,8 +32,8 @@ from ostraka.sharding import (
 from ostraka.sharding import data_parallel as dp
 from ostraka.sharding import tensor_parallel as tp
 from ostraka.sharding._data import ArrayLeaf
-from ostraka.sharding._follow import follow
 from ostraka.sharding._init import prepare
+from ostraka.sharding._rules import follow_specs
 from ostraka.testing import run_processes
 
 SIZES = {"data": 2, "model": 4}
@@ -641,7 +641,7 @@ def test_what_follows_a_parameter(path: str, shape: tuple[int, ...], expected: P
     def leaf(path: str, shape: tuple[int, ...]) -> ArrayLeaf:
         return ArrayLeaf(path, shape, jax.ShapeDtypeStruct(shape, jnp.float32), None)
 
-    found = follow([leaf(path, shape)], [leaf("k", (4, 6, 8))], {"k": P("a", None, "b")})
+    found = follow_specs([leaf(path, shape)], [leaf("k", (4, 6, 8))], {"k": P("a", None, "b")})
     assert found.get(path) == expected
 
 
