@@ -1,6 +1,8 @@
 """Spec trees, presets, checks, placement, sharded initialization, pictures."""
 
 import resource
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -823,3 +825,17 @@ def test_showing_a_tree():
 def test_the_names():
     for name in sharding.__all__:
         assert getattr(sharding, name).__doc__, name
+    assert dir(sharding) == sorted(sharding.__all__)
+    with pytest.raises(AttributeError, match="'ostraka.sharding' has no attribute 'fdsp'"):
+        _ = sharding.fdsp  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rules_are_made_without_jax():
+    program = (
+        "import sys\n"
+        "from ostraka.sharding import combine, data_parallel, fsdp, logical, tensor_parallel\n"
+        "fsdp() | tensor_parallel() | logical({'embed': 'data'})\n"
+        "combine({'**': ()}, data_parallel())\n"
+        "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -35,8 +35,14 @@ def find_problems(
 ) -> list[Finding]:
     """Errors first: what does not fit; then, of the leaves that do, what is unwise."""
     findings: list[Finding] = []
+    fits: set[object] = set()  # a model has few shapes, and many leaves
     for leaf in leaves:
-        findings += _misfits(leaf, partitions[leaf.path], mesh)
+        case = (leaf.shape, partitions[leaf.path])
+        if case not in fits:
+            found = list(_misfits(leaf, partitions[leaf.path], mesh))
+            findings += found
+            if not found:
+                fits.add(case)
     wrong = {finding.path for finding in findings}
     fitting = [leaf for leaf in leaves if leaf.path not in wrong]
     findings += _disagreements(fitting, partitions)

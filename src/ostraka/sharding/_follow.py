@@ -55,6 +55,8 @@ def kept_dimensions(
 ) -> Dimensions | None:
     """What a leaf has of a parameter's dimensions; None if it has none of them for sure."""
     rank = len(parameter_shape)
+    if shape == parameter_shape:
+        return tuple(range(rank))
     if len(shape) == rank:
         fits = all(mine in (1, its) for mine, its in zip(shape, parameter_shape, strict=True))
         kept = [d if shape[d] == parameter_shape[d] else None for d in range(rank)]
