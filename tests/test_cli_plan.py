@@ -147,9 +147,34 @@ def test_a_checkpoint_on_another_mesh(checkpoint: Path):
     assert rules["recovery"]["lost_host"]["sole_bytes"] == 0
 
 
-def test_a_checkpoint_needs_no_jax(checkpoint: Path):
-    arguments = ["plan", checkpoint, "--onto", "data=2,model=2", "--json"]
-    run_without({"jax", "jaxlib", "flax"}, *arguments)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [
+            "llama-3.1-8b",
+            "--mesh",
+            "data=8,model=4",
+            "--optimizer",
+            "adamw",
+            "--onto",
+            "data=4,model=4",
+        ],
+        ["gpt2", "--mesh", "data=8", "--compare", "--rules dp", "--compare", "--dtype bfloat16"],
+        ["config.json", "--mesh", "tp=4", "--rules", "tp", "--optimizer", "adafactor", "--json"],
+        ["config.json", "--mesh", "data=4,model=2", "--rules", "rules.json"],
+        ["c", "--onto", "data=2,model=2", "--json"],
+        ["c", "--mesh", "data=4,model=2", "--rules", "rules.json"],
+    ],
+    ids=["name", "variants", "config", "rules", "checkpoint", "checkpoint by rules"],
+)
+def test_jax_is_not_imported(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+):
+    monkeypatch.chdir(checkpoint.parent)
+    config = {"model_type": "gpt2", "n_embd": 128, "n_layer": 1, "vocab_size": 512}
+    Path("config.json").write_text(json.dumps(config))
+    Path("rules.json").write_text(json.dumps({"**/kernel": [["data", "model"]], "**": None}))
+    run_without({"jax", "jaxlib", "flax"}, "plan", *arguments)
 
 
 # Questions
