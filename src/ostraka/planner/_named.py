@@ -35,9 +35,13 @@ def state_of_config(
             raise ValueError(f"there is no dtype {name!r}; give one such as bfloat16 or float32")
     parameters = parameters_of(config)
     process_of = share_devices(len(mesh.devices), processes)
-    unplaced = [LeafSpec(f"model/{path}", "jax", dtype, shape) for path, shape in parameters]
+    # Rules are about the model, as they are for `sharding.init`; what is saved lies beside others.
+    unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
     settled = settle_rules(unplaced, rules, mesh)
-    model = [replace(leaf, mesh=0, partition=settled.partitions[leaf.path]) for leaf in unplaced]
+    model = [
+        LeafSpec(f"model/{path}", "jax", dtype, shape, 0, settled.partitions[path])
+        for path, shape in parameters
+    ]
     state = optimizer_leaves(optimizer, parameters, optimizer_dtype or dtype)
     leaves = [*model, *_place_beside(state, model)]
     return State(
@@ -46,7 +50,7 @@ def state_of_config(
         process_of=process_of,
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
-        problems=settled.problems,
+        problems=tuple(replace(p, path=f"model/{p.path}") for p in settled.problems),
     )
 
 
