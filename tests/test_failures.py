@@ -558,6 +558,47 @@ def test_a_process_that_stands_still_and_comes_back(tmp_path: Path):
         assert (before, after, names) == (1, 3, CLEAN)
 
 
+def be_stopped_while_writing(path: str) -> int | str:
+    """The machine is suspended for longer than it takes to count as dead."""
+    _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
+    real = LocalWriter.finish
+
+    def finish(writer: Any) -> None:
+        Path(f"{path}.writing").touch()
+        while not os.path.exists(f"{path}.awake"):
+            time.sleep(0.01)
+        real(writer)
+
+    with patch.object(LocalWriter, "finish", finish):
+        ostraka.save(path, make_tree(1))
+    return number_in(ostraka.restore(path, like=make_tree(0)))
+
+
+def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+
+    def suspend(popens: list[Any]) -> None:
+        while not Path(f"{path}.writing").exists():
+            time.sleep(0.01)
+        for popen in popens:
+            popen.send_signal(signal.SIGSTOP)
+        time.sleep(DEAD_AFTER_S + 1)
+        for popen in popens:
+            popen.send_signal(signal.SIGCONT)
+            time.sleep(0.8)  # so that process 0 sees the pulses of before
+        Path(f"{path}.awake").touch()
+
+    results = run_processes(
+        be_stopped_while_writing,
+        str(path),
+        processes=2,
+        on_start=lambda popens: threading.Thread(
+            target=suspend, args=(popens,), daemon=True
+        ).start(),
+    )
+    assert [result.value for result in results] == [1, 1]
+
+
 # Restores
 
 

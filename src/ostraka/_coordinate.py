@@ -29,6 +29,7 @@ ARRIVE_WITHIN_S = 600.0
 """How long the others wait for a process that has not come to the operation at all."""
 
 _PULSE_EVERY_S = 1.0
+_LONGEST_LOOK_S = 1.0
 _POLL_S = 0.02
 _KEEP_OPERATIONS = 16
 _KEEP_AT_MOST = 256
@@ -242,24 +243,31 @@ class Operation:
     def _watch(self) -> None:
         """Turn the first error, or a pulse that has stopped, into the verdict."""
         seen: dict[int, tuple[str, float]] = {}
+        looked_at_s = time.monotonic()
+        awake_s = 0.0
         while not self._closed.wait(_POLL_S * 5):
+            # While this process stood still, perhaps the whole machine, it could not hear others.
+            now_s = time.monotonic()
+            awake_s += min(now_s - looked_at_s, _LONGEST_LOOK_S)
+            looked_at_s = now_s
             with self._deciding:
                 if self._verdict is not None or self._is_decided or self._closed.is_set():
                     return
-                failure = self._first_failure(seen)
+                failure = self._first_failure(seen, awake_s)
                 if failure is not None:
                     self._post_verdict(failure)
                     return
 
-    def _first_failure(self, seen: dict[int, tuple[str, float]]) -> ProcessFailed | None:
+    def _first_failure(
+        self, seen: dict[int, tuple[str, float]], awake_s: float
+    ) -> ProcessFailed | None:
         for key, value in self._list("error"):
             return ProcessFailed(int(key.rsplit("/", 1)[1]), json.loads(value))
-        now = time.monotonic()
         for key, value in self._list("pulse"):
             process = int(key.rsplit("/", 1)[1])
             if seen.get(process, ("", 0.0))[0] != value:
-                seen[process] = (value, now)
-            elif value != "done" and now - seen[process][1] > DEAD_AFTER_S:
+                seen[process] = (value, awake_s)
+            elif value != "done" and awake_s - seen[process][1] > DEAD_AFTER_S:
                 return ProcessFailed(
                     process,
                     f"it has not been heard of for {DEAD_AFTER_S:g} s; it was killed, or its host "
