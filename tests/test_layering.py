@@ -27,6 +27,7 @@ LAYERS = (
     "storage",
     "_document",
     "_checkpoint",
+    "_memory",
     "_fetch",
     "_lazy",
     "_stream",
