@@ -365,7 +365,8 @@ def kill_and_resume(
     steps = stride * (rounds + 1)
     root = str(tmp_path / "killed")
     for number in range(rounds):
-        reached = stride * number + rng.randint(every, stride)
+        # The second save begins when the first is there: from then on one must always be.
+        reached = stride * number + rng.randint(2 * every, stride)
         mark = f"{root}.at{reached}"
         results = run_processes(
             train_on,
