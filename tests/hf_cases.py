@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ostraka.planner._names import MODELS
@@ -16,7 +17,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "vocab_size": 112,
-    "pad_token_id": 0,
 }
 GPT2: dict[str, Any] = {
     "n_embd": 48,
@@ -41,8 +41,15 @@ DECODERS = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("gemma", "gemma2", "gemma3_text", "phi3", "starcoder2", "olmo2"),
 )
+# Defaults that are out of bounds for a small model, or make it a large one.
+NEEDED = {"phi3": {"pad_token_id": 0}, "qwen2_moe": EXPERTS, "qwen3_moe": EXPERTS}
 BIASES = {"attention_bias": True, "mlp_bias": True, "qkv_bias": True, "use_bias": True}
 NO_BIASES = dict.fromkeys(BIASES, False)
+
+
+def without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes do not depend on it."""
+    return {name: value for name, value in config.items() if name != "torch_dtype"}
 
 
 def decoder_cases() -> dict[str, dict[str, Any]]:
@@ -50,12 +57,16 @@ def decoder_cases() -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {
         "defaults": {},
         "default heads": LEFT_OUT,
-        "biases": SMALL | EXPERTS | BIASES,
-        "no biases, untied": SMALL | EXPERTS | NO_BIASES | {"tie_word_embeddings": False},
-        "head_dim, tied": SMALL | EXPERTS | {"head_dim": 20, "tie_word_embeddings": True},
+        "biases": SMALL | BIASES,
+        "no biases, untied": SMALL | NO_BIASES | {"tie_word_embeddings": False},
+        "head_dim, tied": SMALL | {"head_dim": 20, "tie_word_embeddings": True},
     }
     return {
-        f"{kind}: {name}": {"model_type": kind, **fields}
+        f"{kind}: {name}": {
+            "model_type": kind,
+            **fields,
+            **(NEEDED.get(kind, {}) if fields else {}),
+        }
         for kind in DECODERS
         for name, fields in settings.items()
     }
@@ -63,7 +74,12 @@ def decoder_cases() -> dict[str, dict[str, Any]]:
 
 ODD: dict[str, dict[str, Any]] = {
     "llama: keys as queries": {**SMALL, "model_type": "llama", "num_key_value_heads": None},
-    "phi3: keys as queries": {**SMALL, "model_type": "phi3", "num_key_value_heads": None},
+    "phi3: keys as queries": {
+        **SMALL,
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "num_key_value_heads": None,
+    },
     "qwen2: keys as queries": {**SMALL, "model_type": "qwen2", "num_key_value_heads": None},
     "qwen3: keys as queries": {**SMALL, "model_type": "qwen3", "num_key_value_heads": None},
     "olmo2: keys as queries": {**SMALL, "model_type": "olmo2", "num_key_value_heads": None},
@@ -84,6 +100,7 @@ ODD: dict[str, dict[str, Any]] = {
     "phi3: long rotations": {
         **SMALL,
         "model_type": "phi3",
+        "pad_token_id": 0,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     },
     "qwen2: sliding windows": {
@@ -93,6 +110,7 @@ ODD: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "mixtral: local experts": {**SMALL, "model_type": "mixtral", "num_local_experts": 3},
+    "mixtral: experts by another name": {**SMALL, "model_type": "mixtral", "num_experts": 3},
     "qwen3_moe: local experts": {**SMALL, "model_type": "qwen3_moe", "num_local_experts": 3},
     "qwen2_moe: layers without experts": {
         **SMALL,
@@ -158,7 +176,7 @@ ODD: dict[str, dict[str, Any]] = {
 }
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: dict(config) for name, config in MODELS.items()},
+    **{name: without_dtype(config) for name, config in MODELS.items()},
     **decoder_cases(),
     **ODD,
 }

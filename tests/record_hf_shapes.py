@@ -6,8 +6,8 @@ name on stdin and writes the record to stdout; models are made on the meta devic
     .venv/bin/python tests/hf_cases.py > configs.json
     PYTHON tests/record_hf_shapes.py < configs.json > tests/data/hf_models.json
 
-Layers that are alike are written once: `{"layers": {"0-31": {"mlp": …}}}`, or "0,2" for the even
-ones of three.
+Layers that are alike are written once, `{"layers": {"0-31": {"mlp": …}}}`, or "0,2" for the even
+ones of three; and a module that has but a weight is written as its shape.
 """
 
 import json
@@ -21,7 +21,7 @@ import transformers  # pyright: ignore[reportMissingImports]
 def record(configs: dict[str, dict[str, Any]]) -> str:
     """One line for a model, so that a change can be read."""
     lines = [
-        f"{json.dumps(name)}: {json.dumps(build(config), separators=(',', ':'))}"
+        f"{json.dumps(name)}:{json.dumps(build(config), separators=(',', ':'))}"
         for name, config in configs.items()
     ]
     models = ",\n".join(lines)
@@ -42,7 +42,6 @@ def build(config: dict[str, Any]) -> dict[str, Any]:
         node[last] = list(parameter.shape)
     return {
         "config": config,
-        "class": type(model).__name__,
         "total": sum(parameter.numel() for parameter in model.parameters()),
         "shapes": fold(shapes),
     }
@@ -52,6 +51,8 @@ def fold(node: Any) -> Any:
     """Numbered children that are equal become one, named for all their numbers."""
     if not isinstance(node, dict):
         return node
+    if list(node) == ["weight"]:
+        return node["weight"]
     folded: dict[str, Any] = {}
     alike: dict[str, list[int]] = {}
     for name, child in node.items():

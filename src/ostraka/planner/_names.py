@@ -56,7 +56,6 @@ def _gemma3(text: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "gemma3",
         "text_config": text,
         "vision_config": {
-            "model_type": "siglip_vision_model",
             "num_hidden_layers": 27,
             "hidden_size": 1152,
             "intermediate_size": 4304,
@@ -95,7 +94,6 @@ def _neox(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any
 
 
 _TIED = {"tie_word_embeddings": True}
-_UNTIED = {"tie_word_embeddings": False}
 _QWEN2_MOE = {
     "num_experts": 60,
     "moe_intermediate_size": 1408,
@@ -114,7 +112,6 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "llama-3.3-70b": _decoder("llama", 80, 8192, 28672, 64, 8, 128256),
     "tinyllama-1.1b": _decoder("llama", 22, 2048, 5632, 32, 4, 32000),
     "smollm2-135m": _decoder("llama", 30, 576, 1536, 9, 3, 49152, **_TIED),
-    "smollm2-360m": _decoder("llama", 32, 960, 2560, 15, 5, 49152, **_TIED),
     "smollm2-1.7b": _decoder("llama", 24, 2048, 8192, 32, 32, 49152, **_TIED),
     "mistral-7b": _decoder("mistral", 32, 4096, 14336, 32, 8, 32000),
     "mistral-nemo-12b": _decoder("mistral", 40, 5120, 14336, 32, 8, 131072, head_dim=128),
@@ -151,9 +148,6 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "phi-3-medium": _decoder("phi3", 40, 5120, 17920, 40, 10, 32064),
     "phi-4": _decoder("phi3", 40, 5120, 17920, 40, 10, 100352),
     "phi-4-mini": _decoder("phi3", 32, 3072, 8192, 24, 8, 200064, **_TIED),
-    "starcoder2-3b": _decoder("starcoder2", 30, 3072, 12288, 24, 2, 49152),
-    "starcoder2-7b": _decoder("starcoder2", 32, 4608, 18432, 36, 4, 49152),
-    "starcoder2-15b": _decoder("starcoder2", 40, 6144, 24576, 48, 4, 49152, **_UNTIED),
     "olmo-2-1b": _decoder("olmo2", 16, 2048, 8192, 16, 16, 100352),
     "olmo-2-7b": _decoder("olmo2", 32, 4096, 11008, 32, 32, 100352),
     "olmo-2-13b": _decoder("olmo2", 40, 5120, 13824, 40, 40, 100352),
