@@ -10,6 +10,7 @@ Layers that are alike are written once, `{"layers": {"0-31": {"mlp": …}}}`, or
 ones of three; and a module that has but a weight is written as its shape.
 """
 
+import copy
 import json
 import sys
 from typing import Any
@@ -31,7 +32,7 @@ def record(configs: dict[str, dict[str, Any]]) -> str:
 def build(config: dict[str, Any]) -> dict[str, Any]:
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**config)
+            transformers.AutoConfig.for_model(**copy.deepcopy(config))  # which it would change
         )
     shapes: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ what the config class of `transformers` says; `tests/record_hf_shapes.py` asks t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.errors import nearest
@@ -114,28 +114,26 @@ def _gemma3(config: Config) -> Iterator[Parameter]:
     return gemma3(config, text=text, vision=vision, traits=_GEMMA3_TEXT)
 
 
-_BIASED = {"input_bias": "attention_bias", "output_bias": "attention_bias"}
-_LLAMA = Traits(feed_forward=gated_with_bias, **_BIASED)
+_LLAMA = Traits(
+    feed_forward=gated_with_bias, input_bias="attention_bias", output_bias="attention_bias"
+)
 _MISTRAL = Traits(feed_forward=gated)
 _MIXTRAL = Traits(feed_forward=mixtral_experts)
 _QWEN2 = Traits(feed_forward=gated, input_bias=True)
 _QWEN2_MOE = Traits(feed_forward=qwen2_experts, input_bias="qkv_bias")
-_QWEN3 = Traits(feed_forward=gated, head_norms="one for all heads", **_BIASED)
-_QWEN3_MOE = Traits(feed_forward=qwen3_experts, head_norms="one for all heads", **_BIASED)
-_GEMMA = Traits(feed_forward=gated, **_BIASED)
-_GEMMA2 = Traits(feed_forward=gated, norms=FOUR_NORMS, **_BIASED)
-_GEMMA3_TEXT = Traits(
-    feed_forward=gated, norms=FOUR_NORMS, head_norms="one for all heads", **_BIASED
-)
+_GEMMA = replace(_LLAMA, feed_forward=gated)
+_QWEN3 = replace(_GEMMA, head_norms="one for all heads")
+_QWEN3_MOE = replace(_QWEN3, feed_forward=qwen3_experts)
+_GEMMA2 = replace(_GEMMA, norms=FOUR_NORMS)
+_GEMMA3_TEXT = replace(_GEMMA2, head_norms="one for all heads")
 _PHI3 = Traits(feed_forward=gated_and_fused, is_fused=True)
 _STARCODER2 = Traits(
     feed_forward=two_kernels, norms_have_bias=True, input_bias="use_bias", output_bias="use_bias"
 )
-_OLMO2 = Traits(
-    feed_forward=gated,
+_OLMO2 = replace(
+    _GEMMA,
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     head_norms="one for each",
-    **_BIASED,
 )
 
 _SIGLIP = {
