@@ -15,6 +15,7 @@ NAMES = {
     "dcp": "PyTorch DCP",
     "dcp_best": "PyTorch DCP, tuned",
     "bare": "bare read/write",
+    "in_turn": "bare read, one thread",
 }
 MEMORY_SHARE = 0.05
 MEMORY_BYTES = 256 * 2**20
@@ -74,7 +75,12 @@ BARS = (
     Bar("stall_large", "orbax_best", 1.0, faster=False),
     Bar("stall_many", "orbax", 1.0, faster=False),
     Bar("stall_many", "orbax_best", 1.0, faster=False),
+    Bar("verify_warm", "in_turn", 1.2, faster=False),
+    Bar("verify_warm", "bare", 1.2, faster=False),
+    Bar("verify_cold", "in_turn", 1.2, faster=False),
+    Bar("verify_cold", "bare", 1.2, faster=False),
 )
+SHOW_S = 0.6
 
 
 def judge(rows: list[Row]) -> list[Verdict]:
@@ -83,6 +89,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
     for row in rows:
         if row.id == "memory":
             verdicts.append(_judge_memory(row))
+        if row.id == "show":
+            verdicts.append(_judge_show(row))
         verdicts += [_judge_ratio(bar, row) for bar in BARS if bar.row == row.id]
     return verdicts
 
@@ -100,6 +108,14 @@ def _judge_ratio(bar: Bar, row: Row) -> Verdict:
     ratio = other / ours if bar.faster else ours / other
     met = ratio >= bar.factor if bar.faster else ratio <= bar.factor
     return Verdict(row.id, bar.words, f"{ratio:.2f}×", met)
+
+
+def _judge_show(row: Row) -> Verdict:
+    ours = median(row, "ostraka")
+    bar = f"≤ {SHOW_S:g} s in all"
+    if ours is None:
+        return Verdict(row.id, bar, "not measured", None)
+    return Verdict(row.id, bar, f"{ours:.2f} s", ours <= SHOW_S)
 
 
 def _judge_memory(row: Row) -> Verdict:

@@ -21,6 +21,8 @@ NAMES = (
     "processes",
     "async_stall",
     "async_stall_many",
+    "verify",
+    "show",
 )
 
 
@@ -41,6 +43,10 @@ def load(name: str) -> Callable[[Options], list[Row]]:
         from bench import nnx
 
         return nnx.nnx_many
+    if name in ("verify", "show"):
+        from bench import command
+
+        return getattr(command, name)
     if name.startswith("async_stall"):
         from bench import stall
 

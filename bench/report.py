@@ -17,6 +17,7 @@ COLOURS = {
     "dcp": "#3f7d4e",
     "dcp_best": "#93c49c",
     "bare": "#b8b8b8",
+    "in_turn": "#8f8f8f",
 }
 
 

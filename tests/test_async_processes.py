@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,6 +91,50 @@ raise SystemExit(3)
 """
     code, _, err = run(body, tmp_path)
     assert (code, err) == (3, "")
+    assert_complete(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save", "save_async"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "atexit.register(late)",
+        "ostraka.save_async; atexit.register(late)",
+        "atexit.register(late); ostraka.save_async",
+    ],
+    ids=["only then", "before the library ends", "after the library has ended"],
+)
+def test_save_that_is_begun_when_the_program_ends(tmp_path: Path, call: str, when: str):
+    body = f"""
+import atexit
+def late(): ostraka.{call}(path, tree)
+{when}
+"""
+    assert run(body, tmp_path)[::2] == (0, "")
+    assert_complete(tmp_path)
+
+
+def test_error_of_a_save_that_is_begun_when_the_program_ends(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    body = """
+import atexit, logging
+logging.disable()
+atexit.register(lambda: ostraka.save_async(path, tree))
+ostraka.save_async
+"""
+    code, _, err = run(body, tmp_path / "file" / "c")
+    assert code == 0
+    assert len(re.findall(r"PathInTheWay: can't make the directory .*/file/c", err)) == 1
+
+
+def test_save_that_a_thread_begins_after_the_main_one_has_ended(tmp_path: Path):
+    body = """
+def late():
+    threading.main_thread().join()
+    ostraka.save_async(path, tree)
+threading.Thread(target=late).start()
+"""
+    assert run(body, tmp_path)[::2] == (0, "")
     assert_complete(tmp_path)
 
 

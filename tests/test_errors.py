@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from mounts import mounted
 from ostraka import errors
 from ostraka.errors import (
     Busy,
@@ -678,7 +678,6 @@ def test_a_checkpoint_with_a_note_beside_it(tmp_path: Path):
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A directory with a checkpoint that nobody can write to, not even root."""
     place = tmp_path / "read-only"
-    place.mkdir()
     if os.getuid() != 0:
         ostraka.save(place / "checkpoint", VALUE)
         for directory in (place / "checkpoint", place):
@@ -687,18 +686,10 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         for directory in (place, place / "checkpoint"):
             directory.chmod(0o755)
         return
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "none", place], check=False).returncode
-    ):
-        pytest.skip("root can write everywhere, and mounting a file system is not allowed here")
-    try:
+    with mounted(place, options="rw", for_what="a read-only disk"):
         ostraka.save(place / "checkpoint", VALUE)
-        subprocess.run([mount, "-o", "remount,ro", place], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
         yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
 
 
 def test_a_read_only_place(read_only: Path):

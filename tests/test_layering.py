@@ -40,6 +40,7 @@ LAYERS = (
     "_shards",
     "_handle",
     "_leftovers",
+    "_alike",
     "_write",
     "_inplace",
     "_match",

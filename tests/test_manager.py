@@ -709,3 +709,27 @@ def test_a_save_that_fails_in_the_background_is_heard_of(tmp_path: Path):
         assert manager.save(3, tree_of(3))
         manager.wait()
         assert manager.steps() == [1, 3]
+
+
+# Records
+
+
+def test_saves_and_restores_are_recorded(tmp_path: Path):
+    records: list[ostraka.Record] = []
+    with Manager(tmp_path, on_record=records.append) as manager:
+        manager.save(1, tree_of(1))
+        manager.restore()
+    assert [(r.operation, r.path) for r in records] == [
+        ("save", f"{tmp_path}/step_00000001"),
+        ("restore", f"{tmp_path}/step_00000001"),
+    ]
+
+
+def test_callback_that_raises_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def call_back(record: ostraka.Record) -> None:
+        raise OSError("of the callback's own")
+
+    with Manager(tmp_path, on_record=call_back) as manager:
+        manager.save(1, tree_of(1))
+        assert manager.restore()["step"] == 1
+    assert caplog.text.count("what it was told of is done all the same") == 2

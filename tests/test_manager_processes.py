@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -392,13 +393,15 @@ def test_training_killed_and_resumed(tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_training_killed_and_resumed_again_and_again(tmp_path: Path):
-    """200 rounds over 300 steps each time."""
+@pytest.mark.parametrize("part", range(5))
+def test_training_killed_and_resumed_again_and_again(tmp_path: Path, part: int):
+    """300 steps each time, of which four rounds are killed; 200 rounds in five parts."""
     expected = train_undisturbed(tmp_path / "whole", 300, 5)
-    for number in range(50):
+    for number in range(10 * part, 10 * part + 10):
         directory = tmp_path / str(number)
         directory.mkdir()
         kill_and_resume(directory, expected, rounds=4, stride=60, every=5, seed=number)
+        shutil.rmtree(directory)
 
 
 # Growth

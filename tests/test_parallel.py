@@ -4,8 +4,10 @@ import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
@@ -109,6 +111,47 @@ def test_items_are_taken_by_the_caller_alone():
 
     run_all(str, items(), threads=THREADS, stop=StopSignal())
     assert names == {threading.current_thread().name}
+
+
+def test_items_are_let_go_of_when_they_are_done():
+    class Item:
+        pass
+
+    alive: list[weakref.ref[Item]] = []
+
+    def items() -> Iterator[Item]:
+        for _ in range(50):
+            item = Item()
+            alive.append(weakref.ref(item))
+            yield item
+            del item
+
+    for _ in run_as_completed(id, items(), threads=THREADS, stop=StopSignal()):
+        assert sum(item() is not None for item in alive) <= AHEAD + 1
+    assert not any(item() is not None for item in alive)
+
+
+# No threads to be had
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_system_that_gives_no_more_threads(most: int):
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    with patch.object(threading.Thread, "start", start):
+        assert run_all(str, range(100), threads=THREADS, stop=StopSignal()) == [
+            str(number) for number in range(100)
+        ]
+        with pytest.raises(ZeroDivisionError, match="by zero"):
+            run_all(lambda x: 1 // (x - 5), range(100), threads=THREADS, stop=StopSignal())
+    assert workers() == 0
 
 
 # Errors

@@ -1,6 +1,8 @@
 """Spec trees, presets, checks, placement, sharded initialization, pictures."""
 
 import resource
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -32,8 +34,8 @@ from ostraka.sharding import (
 from ostraka.sharding import data_parallel as dp
 from ostraka.sharding import tensor_parallel as tp
 from ostraka.sharding._data import ArrayLeaf
-from ostraka.sharding._follow import follow
 from ostraka.sharding._init import prepare
+from ostraka.sharding._rules import follow_specs
 from ostraka.testing import run_processes
 
 SIZES = {"data": 2, "model": 4}
@@ -641,7 +643,7 @@ def test_what_follows_a_parameter(path: str, shape: tuple[int, ...], expected: P
     def leaf(path: str, shape: tuple[int, ...]) -> ArrayLeaf:
         return ArrayLeaf(path, shape, jax.ShapeDtypeStruct(shape, jnp.float32), None)
 
-    found = follow([leaf(path, shape)], [leaf("k", (4, 6, 8))], {"k": P("a", None, "b")})
+    found = follow_specs([leaf(path, shape)], [leaf("k", (4, 6, 8))], {"k": P("a", None, "b")})
     assert found.get(path) == expected
 
 
@@ -823,3 +825,17 @@ def test_showing_a_tree():
 def test_the_names():
     for name in sharding.__all__:
         assert getattr(sharding, name).__doc__, name
+    assert dir(sharding) == sorted(sharding.__all__)
+    with pytest.raises(AttributeError, match="'ostraka.sharding' has no attribute 'fdsp'"):
+        _ = sharding.fdsp  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rules_are_made_without_jax():
+    program = (
+        "import sys\n"
+        "from ostraka.sharding import combine, data_parallel, fsdp, logical, tensor_parallel\n"
+        "fsdp() | tensor_parallel() | logical({'embed': 'data'})\n"
+        "combine({'**': ()}, data_parallel())\n"
+        "assert not {'jax', 'jaxlib', 'flax'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,9 +1,11 @@
 """What every store must do, on all of them; and what is special about directories."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -11,11 +13,13 @@ import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import ostraka
+from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
 from ostraka.storage import LocalStore, MemoryStore, open_store
 
@@ -60,10 +64,22 @@ def read_file(store, name):
 
 def test_a_place_is_not_there_until_it_is_prepared(store):
     assert store.list() is None
-    store.prepare()
+    assert store.prepare()
     assert store.list() == []
-    store.prepare()
+    assert not store.prepare()
     assert again(store).list() == []
+
+
+def test_a_place_is_removed_if_it_is_empty(store):
+    store.remove_if_empty()
+    store.prepare()
+    write_file(store, "d/file", b"kept")
+    store.remove_if_empty()
+    assert read_file(store, "d/file") == b"kept"
+    store.delete("d")
+    store.remove_if_empty()
+    assert store.list() is None
+    assert store.prepare()
 
 
 def test_put_then_get(store):
@@ -482,14 +498,60 @@ def test_a_file_in_the_way_is_named(tmp_path, below):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+PREPARE_AS_NOBODY = """
+import os, sys
+from ostraka.errors import StoreError
+from ostraka.storage import LocalStore
+if os.geteuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)  # root may write anywhere
+try:
+    LocalStore(sys.argv[1]).prepare()
+except StoreError as error:
+    print(error)
+"""
+
+
 def test_a_directory_that_may_not_be_written_is_named(tmp_path):
     closed = tmp_path / "closed"
-    closed.mkdir(mode=0o500)
-    with pytest.raises(
-        StoreError, match="can't write to the directory .*closed: Permission denied"
+    closed.mkdir(mode=0o555)
+    for parent in closed.parents:
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
+    said = subprocess.run(
+        [sys.executable, "-c", PREPARE_AS_NOBODY, str(closed)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert said == f"can't write to the directory {closed}: Permission denied\n"
+
+
+def test_a_file_system_that_may_not_be_written_is_named(tmp_path):
+    with mounted(tmp_path / "sealed", options="ro", for_what="a read-only disk") as place:
+        with pytest.raises(
+            StoreError, match="can't write to the directory .*sealed: Read-only file system"
+        ):
+            LocalStore(str(place)).prepare()
+        with pytest.raises(
+            StoreError, match="can't make the directory .*sealed/c: Read-only file system"
+        ):
+            LocalStore(str(place / "c")).prepare()
+
+
+def test_a_place_that_its_last_holder_has_removed_is_not_held(local):
+    real = fcntl.flock
+
+    def removed_meanwhile(held: int, how: int) -> None:
+        if how != fcntl.LOCK_UN:
+            os.rmdir(local.location)
+        real(held, how)
+
+    with (
+        patch.object(fcntl, "flock", removed_meanwhile),
+        pytest.raises(Busy, match="another save has just removed .*place; try again"),
+        local.exclusive(),
     ):
-        LocalStore(str(closed)).prepare()
+        raise AssertionError("it is held")
 
 
 def test_parents_are_made(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._record import Record, logger
 from ostraka._shards import Progress
-from ostraka.errors import Busy
+from ostraka.errors import Busy, describe
 
 
 class SaveHandle:
@@ -81,7 +81,7 @@ class SaveHandle:
             self.record = work()
         except BaseException as error:
             self._error = error
-            logger.error("the save to %s failed: %s", self.path, error)
+            logger.error("in the background, %s", _with_path(error, self.path))
         finally:
             self._thread = None
             self._ended.set()
@@ -103,10 +103,18 @@ class SaveHandle:
         return self._error
 
 
+def _with_path(error: BaseException, path: str) -> str:
+    """What went wrong and where, said once."""
+    said = describe(error)
+    return said if path in said else f"saving {path} failed: {said}"
+
+
 class _Background:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
+        self.is_ending = False
+        """Whether the program is, so far that nothing in the background would be waited for."""
         self.forget()
 
     def forget(self) -> None:
@@ -193,7 +201,12 @@ def start_in_background(
 ) -> SaveHandle:
     """Do `work` in a thread; to be called inside `settled`."""
     handle = _background.current = SaveHandle(path, progress, give_up)
-    handle._start(work)  # pyright: ignore[reportPrivateUsage]
+    if _background.is_ending:
+        # The program would not wait for a thread any more, nor ask how it went.
+        handle._run(work)  # pyright: ignore[reportPrivateUsage]
+        handle.wait()
+    else:
+        handle._start(work)  # pyright: ignore[reportPrivateUsage]
     return handle
 
 
@@ -213,7 +226,8 @@ def _wait_at_exit() -> None:
 
 def _raise_at_exit() -> None:
     """The program does not end without a word about a failure that nobody has seen."""
-    _wait_at_exit()  # for one that another thread has begun since the main thread ended
+    _wait_at_exit()  # for one that was begun since the main thread ended
+    _background.is_ending = True
     error = _background.current and _background.current._take_unseen()  # pyright: ignore[reportPrivateUsage]
     if error is not None:
         raise error
@@ -221,9 +235,11 @@ def _raise_at_exit() -> None:
 
 # Threads can't be started, nor given work, once the interpreter has begun to end them; what is
 # registered with `threading` runs before that, and must not raise, or others would not be told.
-# Where that is not to be had, a save that has only begun when the program ends fails, aloud.
 _before_threads_end: Callable[[Callable[[], None]], Any] = getattr(
     threading, "_register_atexit", atexit.register
 )
 atexit.register(_raise_at_exit)
-_before_threads_end(_wait_at_exit)
+try:
+    _before_threads_end(_wait_at_exit)
+except RuntimeError:  # The program has already begun to end, and calls nobody that comes now.
+    _background.is_ending = True

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Condition, Event, Lock
-from typing import TypeVar
+from threading import Condition, Event, Lock, Thread
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -117,40 +116,93 @@ def run_as_completed(
     busy with results: what an item holds, or its result, is never there for all at once. Leaving
     the iteration early, by an error or an interrupt, waits for the threads to stop.
     """
-
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="ostraka")
-    done: SimpleQueue[tuple[int, Future[Result]]] = SimpleQueue()
-    errors: list[BaseException] = []
-
-    def guarded(item: Item) -> Result:
-        stop.check()
-        try:
-            return work(item)
-        except BaseException as error:
-            errors.append(error)
-            stop.set()  # at once: the others may have much left to do
-            raise
-
-    def next_done() -> tuple[int, Result]:
-        number, future = done.get()
-        return number, future.result()
-
-    running = 0
+    crew = _Crew(work, threads, stop)
+    waiting = 0
     try:
         for number, item in enumerate(items):
-            future = pool.submit(guarded, item)
-            future.add_done_callback(lambda f, n=number: done.put((n, f)))
-            running += 1
-            while running == threads * _AHEAD or not done.empty():
-                running -= 1
-                yield next_done()
-        for _ in range(running):
-            yield next_done()
+            crew.give(number, item)
+            waiting += 1
+            while waiting == threads * _AHEAD or crew.has_done():
+                waiting -= 1
+                yield crew.take()
+        for _ in range(waiting):
+            yield crew.take()
     except Stopped:
-        if not errors:
+        if not crew.errors:
             raise
     finally:
         stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-    if errors:
-        raise errors[0]
+        crew.dismiss()
+    if crew.errors:
+        raise crew.errors[0]
+
+
+class _Crew(Generic[Item, Result]):
+    """Threads that work off a queue.
+
+    Not an executor: those take no work any more once the interpreter has begun to end, when a save
+    must still come to its own end.
+    """
+
+    def __init__(self, work: Callable[[Item], Result], threads: int, stop: StopSignal):
+        self.errors: list[BaseException] = []
+        self._work = work
+        self._stop = stop
+        self._most = threads
+        self._threads: list[Thread] = []
+        self._given: SimpleQueue[tuple[int, Item] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, Result] | None] = SimpleQueue()
+
+    def give(self, number: int, item: Item) -> None:
+        self._given.put((number, item))
+        if len(self._threads) < self._most:
+            self._hire()
+        if not self._threads:
+            self._do_next()
+
+    def has_done(self) -> bool:
+        return not self._done.empty()
+
+    def take(self) -> tuple[int, Result]:
+        """Wait for a result. Raises Stopped if there is none to come, because work failed."""
+        done = self._done.get()
+        if done is None:
+            raise Stopped
+        return done
+
+    def dismiss(self) -> None:
+        """Wait for all to end. One whose start was interrupted ends too, a moment later."""
+        self._given.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _hire(self) -> None:
+        thread = Thread(target=self._do_all, name=f"ostraka_{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # The system has none left.
+            self._most = len(self._threads)
+        else:
+            self._threads.append(thread)
+
+    def _do_all(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        # What was given is let go of before the next wait, so that nothing is held for long.
+        given = self._given.get()
+        if given is None:
+            self._given.put(None)  # for the next thread
+            return False
+        number, item = given
+        try:
+            self._stop.check()
+            self._done.put((number, self._work(item)))
+        except Stopped:
+            self._done.put(None)
+        except BaseException as error:
+            self.errors.append(error)
+            self._stop.set()  # at once: the others may have much left to do
+            self._done.put(None)
+        return True

@@ -18,12 +18,12 @@ from typing import Any, Literal
 import jax
 
 from ostraka import _format
+from ostraka._alike import compare_trees, describe_tree
 from ostraka._capture import (
     Captured,
     DtypeRule,
     capture,
     check_dtype_rule,
-    host_digests,
     make_common,
     make_per_process,
 )
@@ -148,6 +148,8 @@ class _Save:
         self._held = ExitStack()
         self._store: Store = _NOWHERE
         self._save_id = ""
+        self._made_place = False
+        """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
@@ -230,8 +232,8 @@ class _Save:
             has_begun = bool(self._save_id)
             # The error may be kept for long, and would keep the values with it.
             self._values.clear()
-            self._clean_up()
-            self._held.close()
+            with self._held:
+                self._clean_up()
             if isinstance(error, ProcessFailed):
                 cause = error.__cause__
                 raise SaveFailed(str(self._path), error.process, error.reason) from cause
@@ -245,45 +247,40 @@ class _Save:
         Done by process 0 once the others have stopped. What stays all the same, because it can't
         be told or deleted now, is recognised and removed by the next save.
         """
-        if not self._save_id or self._operation.process != 0:
+        if self._operation.process != 0:
             return
-        self._operation.wait_until_left()
-        directory = _format.shards_directory(self._save_id)
         with suppress(OSError):
-            if committed_directory(self._store) not in (directory, UNKNOWN):
-                self._store.delete(directory)
+            if self._save_id:
+                self._operation.wait_until_left()
+                directory = _format.shards_directory(self._save_id)
+                if committed_directory(self._store) not in (directory, UNKNOWN):
+                    self._store.delete(directory)
+            if self._made_place:
+                self._store.remove_if_empty()
 
     def _begin(self, captured: Captured, rest: Any) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
-        several = self._operation.count > 1
-        payload = {
-            "path": self._store.location,
-            "tree": _fingerprint(captured, rest) if several else "",
-            "paths": [captured.leaves[n].path for n in captured.sole_process],
-            "sole": list(captured.sole_process.items()),
-            "states": captured.states,
-            "digests": list(host_digests(captured, self._operation.process).items()),
-        }
-        answer = self._operation.exchange("begin", payload, self._decide_begin)
+        operation = self._operation
+        mine = describe_tree(
+            captured, self._store.location, rest, operation.process, several=operation.count > 1
+        )
+        answer = operation.exchange("begin", mine, self._decide_begin)
         make_common(captured, answer["common"])
-        make_per_process(captured, answer["per_process"], self._operation.count)
+        make_per_process(captured, answer["per_process"], operation.count)
         captured.number_meshes()
         return answer["id"]
 
-    def _decide_begin(self, payloads: list[Any]) -> dict[str, Any]:
-        for process, payload in enumerate(payloads):
-            for subject in ("path", "tree"):
-                if payload[subject] != payloads[0][subject]:
-                    raise ProcessFailed(process, _disagreement(subject, payload, payloads[0]))
-        common, per_process = _sort_out_sole(payloads)
-        self._states = {
-            path: [payload["states"][path] for payload in payloads]
-            for path in payloads[0]["states"]
-        }
-        self._store.prepare()
+    def _decide_begin(self, described: list[Any]) -> dict[str, Any]:
+        found = compare_trees(described)
+        self._states = found.states
+        self._made_place = self._store.prepare()
         self._held.enter_context(self._store.exclusive())
         remove_leftovers(self._store)
-        return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
+        return {
+            "id": secrets.token_hex(8),
+            "common": found.common,
+            "per_process": found.per_process,
+        }
 
     def _write(self, plan: WritePlan, save_id: str) -> IndexEntry | None:
         """Write this process's shards and its index; None if it has none to write."""
@@ -357,51 +354,6 @@ class _Save:
         others = [process for process in indexes if process != self._operation.process]
         if others:
             run_all(look, others, threads=_LOOKERS, stop=StopSignal())
-
-
-# Several processes
-
-
-def _fingerprint(captured: Captured, rest: Any) -> str:
-    """What must be the same on all processes, as a digest."""
-    leaves: list[Any] = []
-    for number, leaf in enumerate(captured.leaves):
-        leaves.append((leaf.path, leaf.kind, leaf.dtype, leaf.shape, leaf.prng))
-        if number not in captured.sole_process:
-            leaves.append((captured.meshes[leaf.mesh], leaf.partition))
-    return _format.digest(repr((captured.encoded, leaves, rest)).encode())
-
-
-def _disagreement(subject: str, payload: Any, first: Any) -> str:
-    if subject == "path":
-        return f"it saves to {payload['path']} while process 0 saves to {first['path']}"
-    return (
-        "its tree differs from that of process 0: structure, shapes, dtypes, shardings, Python "
-        "values and metadata must be the same on all processes"
-    )
-
-
-def _sort_out_sole(payloads: list[Any]) -> tuple[list[int], list[int]]:
-    """Of the leaves that live on one process alone: those all have alike, those each has its own.
-
-    The rest lie on the devices of one process that all others know of.
-    """
-    owners = [dict(payload["sole"]) for payload in payloads]
-    digests = [dict(payload["digests"]) for payload in payloads]
-    paths = dict(zip(owners[0], payloads[0]["paths"], strict=True))
-    common: list[int] = []
-    per_process: list[int] = []
-    for number in owners[0]:
-        named = [owner[number] for owner in owners]
-        if named == list(range(len(payloads))):
-            alike = len({found[number] for found in digests}) == 1
-            (common if alike else per_process).append(number)
-        elif len(set(named)) > 1:
-            odd = next(p for p, owner in enumerate(named) if owner not in (p, named[0]))
-            raise ProcessFailed(
-                odd, f"leaf {paths[number]!r} lies on other devices there than on process 0"
-            )
-    return common, per_process
 
 
 # Small things

@@ -1,4 +1,4 @@
-"""The `ostraka` command. Only `plan` imports JAX, and only for what is not a checkpoint.
+"""The `ostraka` command. Only `plan` imports JAX, and only for a Python function.
 
 What was asked for goes to stdout, an error as one line to stderr.
 """

@@ -48,8 +48,8 @@ class Manager:
     raised by the next call, on every process. Only one manager writes to a directory at a time: a
     second raises Busy, or waits (`if_locked="wait"`). With `read_only` nothing is ever written.
 
-    `on_record` is called with a record of each save. `mtbf_s`, the mean time between failures in
-    seconds, makes `advice` say how often to save.
+    `on_record` is called with a record of each save and restore. `mtbf_s`, the mean time between
+    failures in seconds, makes `advice` say how often to save.
 
     Every process of a run makes its manager and calls the same methods in the same order; only
     `steps`, `metrics` and `path` may be called by one alone.
@@ -232,6 +232,7 @@ class Manager:
         # What a damaged step has put into `into=` must not stay beside what an older one has.
         mixes = "into" in options and not options.get("strict", True)
         wanted = None if step is None else check_step(step)
+        options.setdefault("on_record", self._on_record)
         recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
         try:
             self.restored, value = recovery.run(lambda path: restore(path, **options))
@@ -332,7 +333,7 @@ class Manager:
                 path,
                 tree,
                 on_commit=lambda: self._retain(step),
-                on_record=self._tell,
+                on_record=self._on_record,
                 **options,
             ),
             background=background and not self.reached_preemption(step),
@@ -354,14 +355,6 @@ class Manager:
                 f"step {step} is lower than {self._newest}, the latest step in {self.root}, which "
                 "a restart would go on from; delete the later steps first, or pass force=True"
             )
-
-    def _tell(self, record: Record) -> None:
-        # On one process alone: an error here must not look like one of the save.
-        if self._on_record is not None:
-            try:
-                self._on_record(record)
-            except Exception:
-                log.exception("on_record raised")
 
     def _retain(self, just_saved: int) -> None:
         """On process 0, in the background, after a commit."""

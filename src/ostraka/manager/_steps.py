@@ -226,12 +226,7 @@ class Root:
             for other in store.list() or []:
                 if is_of_a_save(other):
                     store.delete(other)
-            self._remove_if_empty(name)
-
-    def _remove_if_empty(self, name: str) -> None:
-        with suppress(OSError):  # not empty: other people's files stay
-            os.rmdir(self.path(name))
-        self._store.settle("")
+            store.remove_if_empty()  # other people's files stay
 
     def _clean(self, name: str) -> None:
         store = self._open(name)
@@ -245,7 +240,7 @@ class Root:
                 if is_of_a_save(other) and other != kept:
                     store.delete(other)
             if kept is None:
-                self._remove_if_empty(name)
+                store.remove_if_empty()
 
 
 def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:

@@ -1,16 +1,19 @@
-"""A model by its config, with an optimizer, as a state to be planned. No JAX but for rules."""
+"""A model by its config, with an optimizer, as a state to be planned. No JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ostraka._spec import DTYPES, LeafSpec, MeshSpec
+from ostraka._spec import DTYPES, LeafSpec, MeshSpec, Partition
 from ostraka.planner._models import parameters_of
-from ostraka.planner._optimizers import optimizer_leaves
+from ostraka.planner._optimizers import OptimizerLeaf, optimizer_leaves
 from ostraka.planner._rules import settle_rules
 from ostraka.planner._state import State, share_devices
+from ostraka.sharding._follow import cut_as, kept_dimensions
+from ostraka.sharding._leaf import without_trailing
 
 _VARIABLES = "flax.nnx.variablelib"
 _OPTIMIZER = "flax.nnx.training.optimizer"
@@ -32,28 +35,36 @@ def state_of_config(
             raise ValueError(f"there is no dtype {name!r}; give one such as bfloat16 or float32")
     parameters = parameters_of(config)
     process_of = share_devices(len(mesh.devices), processes)
-    unplaced = [LeafSpec(f"model/{path}", "jax", dtype, shape) for path, shape in parameters]
+    # Rules are about the model, as they are for `sharding.init`; what is saved lies beside others.
+    unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
     settled = settle_rules(unplaced, rules, mesh)
-    shapes = dict(parameters)
-    leaves = [
-        LeafSpec(leaf.path, "jax", dtype, leaf.shape, 0, settled.partitions[leaf.path])
-        for leaf in unplaced
+    model = [
+        LeafSpec(f"model/{path}", "jax", dtype, shape, 0, settled.partitions[path])
+        for path, shape in parameters
     ]
-    for path, shape, kept, parameter in optimizer_leaves(
-        optimizer, parameters, optimizer_dtype or dtype
-    ):
-        # What has another shape than its parameter, as a factored moment has, stays whole.
-        follows = parameter is not None and shapes[parameter] == shape
-        partition = settled.partitions[f"model/{parameter}"] if follows else ()
-        leaves.append(LeafSpec(f"optimizer/{path}", "jax", kept, shape, 0, partition))
+    state = optimizer_leaves(optimizer, parameters, optimizer_dtype or dtype)
+    leaves = [*model, *_place_beside(state, model)]
     return State(
         leaves=tuple(leaves),
         meshes=(mesh,),
         process_of=process_of,
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
-        problems=settled.problems,
+        problems=tuple(replace(p, path=f"model/{p.path}") for p in settled.problems),
     )
+
+
+def _place_beside(state: Sequence[OptimizerLeaf], model: Sequence[LeafSpec]) -> Iterator[LeafSpec]:
+    """The optimizer's leaves, cut as the parameters that they belong to."""
+    parameters = {leaf.path: leaf for leaf in model}
+    for path, shape, dtype, belongs_to in state:
+        partition: Partition = ()
+        if belongs_to is not None:
+            parameter = parameters[f"model/{belongs_to}"]
+            dimensions = kept_dimensions(path, shape, parameter.shape)
+            if dimensions is not None:
+                partition = without_trailing(cut_as(parameter.partition, dimensions))
+        yield LeafSpec(f"optimizer/{path}", "jax", dtype, shape, 0, partition)
 
 
 def _encode(paths: Sequence[str]) -> Any:

@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ostraka._spec import LeafSpec, MeshSpec, Partition
+from ostraka._spec import DTYPES, LeafSpec, MeshSpec, Partition
 from ostraka.errors import nearest, store_error
 from ostraka.planner._state import Problem
+from ostraka.sharding._combine import combine, combined, is_plain, settle_plain
+from ostraka.sharding._findings import (
+    REPLICATED_LIMIT_BYTES,
+    Finding,
+    find_problems,
+    raise_errors,
+)
+from ostraka.sharding._leaf import PlainLeaf, without_trailing
+from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
 
 RULES = ("dp", "fsdp", "tp", "fsdp+tp")
 _DATA_AXES = ("data", "fsdp", "dp")
@@ -28,20 +37,42 @@ class Settled:
 def settle_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Settled:
     """Apply rules, as `ostraka.sharding` knows them, to leaves that are plain data.
 
-    Rules and checks live there, on JAX's types; here is only the way there and back.
+    JAX is imported only for rules that have to do with its types: functions and PartitionSpecs.
     """
+    if not is_plain(rules):
+        return _settle_with_jax(leaves, rules, mesh)
+    plain = [_plain_leaf(leaf) for leaf in leaves]
+    partitions = settle_plain(plain, combined(rules), mesh)
+    findings = find_problems(plain, partitions, mesh, replicated_limit_bytes=REPLICATED_LIMIT_BYTES)
+    return _settled({path: without_trailing(p) for path, p in partitions.items()}, findings, mesh)
+
+
+def _settle_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Settled:
     from ostraka._capture import describe_spec
-    from ostraka.sharding._check import check, raise_errors, specs_by_path
+    from ostraka.sharding._check import settle_checked
     from ostraka.sharding._data import parse_state
 
-    tree = _abstract_tree(leaves)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    found, _ = specs_by_path(parse_state(tree), rules, sizes)
-    findings = check(tree, rules, sizes)
+    found, findings = settle_checked(parse_state(_abstract_tree(leaves)), rules, sizes)
+    return _settled({path: describe_spec(path, s) for path, s in found.items()}, findings, mesh)
+
+
+def _settled(
+    partitions: Mapping[str, Partition], findings: Sequence[Finding], mesh: MeshSpec
+) -> Settled:
     raise_errors(f"the rules do not fit the mesh ({mesh})", findings)
-    problems = [Problem(f.severity, f.path, f.message) for f in findings]
-    partitions = {path: describe_spec(path, spec) for path, spec in found.items()}
-    return Settled(partitions, tuple(problems))
+    return Settled(partitions, tuple(Problem(f.severity, f.path, f.message) for f in findings))
+
+
+def _plain_leaf(leaf: LeafSpec) -> PlainLeaf:
+    item_bytes = max(DTYPES[leaf.dtype].bits, 8) // 8  # in memory nothing shares a byte
+    return PlainLeaf(leaf.path, _logical_shape(leaf), item_bytes, leaf.kind == "key")
+
+
+def _logical_shape(leaf: LeafSpec) -> tuple[int, ...]:
+    """The shape that specs are about: of a key without its words, of one process's own value."""
+    shape = leaf.shape[1:] if leaf.per_process else leaf.shape
+    return shape[:-1] if leaf.kind == "key" else shape
 
 
 def _abstract_tree(leaves: Sequence[LeafSpec]) -> Any:
@@ -52,7 +83,7 @@ def _abstract_tree(leaves: Sequence[LeafSpec]) -> Any:
 
     root: dict[str, Any] = {}
     for leaf in leaves:
-        value = jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype))
+        value = jax.ShapeDtypeStruct(_logical_shape(leaf), numpy_dtype(leaf.dtype))
         if leaf.path == ROOT:
             return value
         *above, name = map(_key_of_segment, leaf.path.split("/"))
@@ -82,16 +113,14 @@ def read_rules(text: str | None, mesh: MeshSpec) -> Any:
         text = "fsdp+tp" if data and model else "tp" if model else "fsdp" if data else "dp"
     if text not in RULES:
         return _read_file(text)
-    from ostraka import sharding
-
     if text == "dp":
-        return sharding.data_parallel()
-    rules: list[Any] = []
+        return data_parallel()
+    rules: list[Preset] = []
     if "fsdp" in text:
-        rules.append(sharding.fsdp(data or _missing(text, mesh, _DATA_AXES)))
+        rules.append(fsdp(data or _missing(text, mesh, _DATA_AXES)))
     if "tp" in text.split("+"):
-        rules.append(sharding.tensor_parallel(model or _missing(text, mesh, _MODEL_AXES)))
-    return sharding.combine(*rules)
+        rules.append(tensor_parallel(model or _missing(text, mesh, _MODEL_AXES)))
+    return combine(*rules)
 
 
 def _missing(rules: str, mesh: MeshSpec, names: Sequence[str]) -> str:
@@ -107,10 +136,6 @@ def _read_file(name: str) -> Any:
             f"there are no rules {name!r}{nearest(name, RULES)}: give {', '.join(RULES)}, or a "
             "JSON file of path patterns and specs"
         )
-    from jax.sharding import PartitionSpec
-
-    from ostraka.sharding import combine
-
     try:
         with open(name, encoding="utf-8") as file:
             loaded: Any = json.load(file)
@@ -121,21 +146,25 @@ def _read_file(name: str) -> Any:
     if not isinstance(loaded, dict):
         raise ValueError(f"the rules in {name} must be a JSON object of patterns and specs")
     table = cast("dict[str, Any]", loaded)
-    specs = {pattern: PartitionSpec(*_entries(name, pattern, v)) for pattern, v in table.items()}
     # A mapping alone would be taken for a tree of specs.
-    return combine(specs)
+    return combine({pattern: _partition(name, pattern, spec) for pattern, spec in table.items()})
 
 
-def _entries(name: str, pattern: str, value: Any) -> list[Any]:
-    """A spec as JSON: for each dimension an axis, several, or null."""
-    entries = cast("list[Any]", value) if isinstance(value, list) else []
-    made = [tuple(cast("list[str]", e)) if isinstance(e, list) else e for e in entries]
-    texts = [axis for e in made for axis in (e if isinstance(e, tuple) else (e,))]
-    if value is not None and not isinstance(value, list):
-        texts = [0]
-    if not all(axis is None or isinstance(axis, str) for axis in texts):
+def _partition(name: str, pattern: str, spec: Any) -> Partition:
+    """A spec as JSON: for each dimension an axis, several, or null; null alone is a whole leaf."""
+    entries: Any = [] if spec is None else spec
+    listed = [_axes(entry) for entry in entries] if isinstance(entries, list) else [None]
+    partition = tuple(axes for axes in listed if axes is not None)
+    if len(partition) < len(listed):
         raise ValueError(
-            f"the rules in {name} have {value!r} for {pattern!r}; a spec is a list with an axis, a "
+            f"the rules in {name} have {spec!r} for {pattern!r}; a spec is a list with an axis, a "
             'list of axes or null for each dimension, such as [null, "model"]'
         )
-    return made
+    return partition
+
+
+def _axes(entry: Any) -> tuple[str, ...] | None:
+    """The axes that a dimension is cut along; None if that is not what it says."""
+    listed = [] if entry is None else entry if isinstance(entry, list) else [entry]
+    axes = tuple(axis for axis in cast("list[Any]", listed) if isinstance(axis, str))
+    return axes if len(axes) == len(cast("list[Any]", listed)) else None

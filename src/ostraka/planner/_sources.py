@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ostraka import _checkpoint, _format
+from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec
 from ostraka.errors import InvalidTree, describe, nearest
@@ -84,15 +85,16 @@ def _config_of(source: str) -> Mapping[str, Any] | None:
 
 def _plan_config(config: Mapping[str, Any], options: Options) -> Plan:
     mesh = options.mesh or MeshSpec((), (), (0,))
-    state = state_of_config(
-        config,
-        mesh=mesh,
-        rules=read_rules(options.rules, mesh),
-        processes=host_count(mesh, options.hosts),
-        optimizer=options.optimizer or "none",
-        dtype=options.dtype or dtype_of(config),
-        optimizer_dtype=options.optimizer_dtype,
-    )
+    with paused_gc():
+        state = state_of_config(
+            config,
+            mesh=mesh,
+            rules=read_rules(options.rules, mesh),
+            processes=host_count(mesh, options.hosts),
+            optimizer=options.optimizer or "none",
+            dtype=options.dtype or dtype_of(config),
+            optimizer_dtype=options.optimizer_dtype,
+        )
     return plan_state(state, max_file_bytes=options.max_file_bytes)
 
 

@@ -34,9 +34,10 @@ from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidTree
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
-from ostraka.sharding._check import check, raise_errors, specs_by_path
+from ostraka.sharding._check import settle_checked
 from ostraka.sharding._data import array_leaves, parse_state
-from ostraka.sharding._follow import follow
+from ostraka.sharding._findings import raise_errors
+from ostraka.sharding._rules import follow_specs
 
 _ONE_DEVICE = MeshSpec((), (), (0,))
 
@@ -136,15 +137,14 @@ def _settle_specs(
     if mesh is None:
         raise ValueError("specs needs mesh=, the mesh that the specs cut along")
     parsed = parse_state(tree)
-    found, _ = specs_by_path(parsed, specs, mesh)
-    findings = check(tree, specs, mesh)
+    found, findings = settle_checked(parsed, specs, mesh)
     raise_errors("the specs do not fit", findings)
     problems = [Problem(finding.severity, finding.path, finding.message) for finding in findings]
     if optimizer is None:
         return found, problems
     leaves = list(array_leaves(parsed))
     optimizer_leaves = array_leaves(parse_state(abstract_optimizer(tree, optimizer)))
-    following = follow(optimizer_leaves, leaves, found)
+    following = follow_specs(optimizer_leaves, leaves, found)
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
     return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]

@@ -16,12 +16,18 @@ print(sharding.show(model))
 
 from __future__ import annotations
 
-from ostraka.sharding._check import Finding, check
-from ostraka.sharding._init import init
-from ostraka.sharding._picture import picture, show
-from ostraka.sharding._place import place
-from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
-from ostraka.sharding._rules import combine, logical, spec_tree
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ostraka.sharding._check import check
+    from ostraka.sharding._combine import combine, logical
+    from ostraka.sharding._findings import Finding
+    from ostraka.sharding._init import init
+    from ostraka.sharding._picture import picture, show
+    from ostraka.sharding._place import place
+    from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
+    from ostraka.sharding._rules import spec_tree
 
 __all__ = [
     "Finding",
@@ -38,3 +44,33 @@ __all__ = [
     "spec_tree",
     "tensor_parallel",
 ]
+
+# Looked up when first used: the planner takes presets and checks from here, and must not wait for
+# JAX.
+_HOMES = {
+    "Finding": "_findings",
+    "Preset": "_presets",
+    "check": "_check",
+    "combine": "_combine",
+    "data_parallel": "_presets",
+    "fsdp": "_presets",
+    "init": "_init",
+    "logical": "_combine",
+    "picture": "_picture",
+    "place": "_place",
+    "show": "_picture",
+    "spec_tree": "_rules",
+    "tensor_parallel": "_presets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ostraka.sharding' has no attribute {name!r}")
+    module = import_module(f"ostraka.sharding.{_HOMES[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

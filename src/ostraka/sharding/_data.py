@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from ostraka._document import Branch, Leaf, check_unique, leaves_of
 from ostraka._spec import MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidSharding
+from ostraka.sharding._leaf import every_dimension
 
 AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 """A mesh, or no more than the sizes of its axes."""
@@ -36,9 +37,13 @@ class ArrayLeaf:
         return prod(self.shape)
 
     @property
+    def is_key(self) -> bool:
+        return is_key(self.value)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the whole leaf; a PRNG key has no size to speak of."""
-        return 0 if is_key(self.value) else self.elements * self.value.dtype.itemsize
+        return 0 if self.is_key else self.elements * self.value.dtype.itemsize
 
 
 def mesh_spec(mesh: AnyMesh | None) -> MeshSpec:
@@ -112,8 +117,7 @@ def to_spec(path: str, given: Any) -> PartitionSpec:
 
 def partition_of(path: str, spec: Any, rank: int) -> Partition:
     """A spec as data, with an entry for every dimension."""
-    entries = spec_entries(path, spec)
-    return entries + ((),) * (rank - len(entries))
+    return every_dimension(spec_entries(path, spec), rank)
 
 
 def from_partition(partition: Partition) -> PartitionSpec:
@@ -122,28 +126,3 @@ def from_partition(partition: Partition) -> PartitionSpec:
     return PartitionSpec(
         *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in partition)
     )
-
-
-_KERNELS = ("kernel", "weight", "w")
-
-
-def kernel_of(path: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> Any:
-    """The kernel that a bias is added to, and the kernel's dimensions that the bias has.
-
-    None if the leaf is no bias, or lies beside no kernel whose last dimensions are its own. Where
-    layers are stacked, both have a first dimension for them.
-    """
-    above, _, name = path.rpartition("/")
-    rank = len(shape)
-    if name != "bias" or not rank:
-        return None
-    for kernel in (f"{above}/{name}" if above else name for name in _KERNELS):
-        found = tuple(shapes.get(kernel, ()))
-        for stacked in (0, 1):
-            dimensions = (
-                *range(stacked),
-                *range(len(found) - rank + stacked, len(found)),
-            )
-            if len(found) > rank and tuple(found[d] for d in dimensions) == tuple(shape):
-                return kernel, dimensions
-    return None

@@ -1,45 +1,45 @@
-"""Where an optimizer's arrays lie: with the parameters that they belong to."""
+"""Where an optimizer's arrays lie: with the parameters that they belong to. No JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
-from jax.sharding import PartitionSpec
-
 from ostraka._spec import Partition
-from ostraka.sharding._data import ArrayLeaf, from_partition, partition_of
+from ostraka.sharding._leaf import ShapedLeaf
+
+Dimensions = tuple[int | None, ...]
+"""For each dimension of a leaf the parameter's that it is; None in place of one that is gone."""
 
 
-def follow(
-    leaves: Iterable[ArrayLeaf],
-    parameters: Sequence[ArrayLeaf],
-    specs: Mapping[str, PartitionSpec],
-) -> dict[str, PartitionSpec]:
-    """The specs of arrays whose paths contain the path of a parameter, as far as shapes agree.
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """The parameter that a leaf belongs to, and what the leaf has of it."""
 
-    A moment has the parameter's shape and gets its spec. A factored one, as Adafactor's, has some
-    of the dimensions, and is cut in those as the parameter is. What has other dimensions stays
-    whole: it is not in the result.
+    path: str
+    dimensions: Dimensions
+
+
+def follow(leaves: Iterable[ShapedLeaf], parameters: Sequence[ShapedLeaf]) -> dict[str, Followed]:
+    """By path what arrays belong to whose paths contain that of a parameter, where shapes agree.
+
+    A moment has the parameter's shape. A factored one, as Adafactor's, has some of its dimensions,
+    and is to be cut in those as the parameter is. What has other dimensions stays whole: it is not
+    in the result.
     """
     by_path = {leaf.path: leaf for leaf in parameters}
-    found: dict[str, PartitionSpec] = {}
+    found: dict[str, Followed] = {}
     for leaf in leaves:
         parameter = _parameter_of(leaf.path, by_path)
-        if parameter is None:
-            continue
-        spec = specs[parameter.path]
-        if parameter.shape == leaf.shape:
-            found[leaf.path] = spec
-            continue
-        partition = partition_of(parameter.path, spec, len(parameter.shape))
-        kept = _kept_dimensions(leaf, parameter.shape)
-        if kept is not None:
-            found[leaf.path] = from_partition(_cut_as(partition, kept))
+        if parameter is not None:
+            dimensions = kept_dimensions(leaf.path, leaf.shape, parameter.shape)
+            if dimensions is not None:
+                found[leaf.path] = Followed(parameter.path, dimensions)
     return found
 
 
-def _parameter_of(path: str, parameters: Mapping[str, ArrayLeaf]) -> ArrayLeaf | None:
+def _parameter_of(path: str, parameters: Mapping[str, ShapedLeaf]) -> ShapedLeaf | None:
     """The parameter whose names come last in the path; of those the one with the most names."""
     names = path.split("/")
     for stop in range(len(names), 0, -1):
@@ -50,26 +50,28 @@ def _parameter_of(path: str, parameters: Mapping[str, ArrayLeaf]) -> ArrayLeaf |
     return None
 
 
-def _kept_dimensions(leaf: ArrayLeaf, shape: Sequence[int]) -> tuple[int | None, ...] | None:
-    """For each dimension of a leaf the parameter's that it is; None in place of one that is gone.
-
-    None if it has none of them for sure.
-    """
-    rank = len(shape)
-    if len(leaf.shape) == rank:
-        fits = all(mine in (1, its) for mine, its in zip(leaf.shape, shape, strict=True))
-        kept = [d if leaf.shape[d] == shape[d] else None for d in range(rank)]
+def kept_dimensions(
+    path: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]
+) -> Dimensions | None:
+    """What a leaf has of a parameter's dimensions; None if it has none of them for sure."""
+    rank = len(parameter_shape)
+    if shape == parameter_shape:
+        return tuple(range(rank))
+    if len(shape) == rank:
+        fits = all(mine in (1, its) for mine, its in zip(shape, parameter_shape, strict=True))
+        kept = [d if shape[d] == parameter_shape[d] else None for d in range(rank)]
         return tuple(kept) if fits else None
     ways = [
         dimensions
-        for dimensions in combinations(range(rank), len(leaf.shape))
-        if tuple(shape[d] for d in dimensions) == leaf.shape
+        for dimensions in combinations(range(rank), len(shape))
+        if tuple(parameter_shape[d] for d in dimensions) == shape
     ]
     if not ways:
         return None
     # Of dimensions of one size optax averages the later one for `v_row`, the earlier for `v_col`.
-    return ways[-1] if "v_col" in leaf.path.split("/") else ways[0]
+    return ways[-1] if "v_col" in path.split("/") else ways[0]
 
 
-def _cut_as(partition: Partition, dimensions: Sequence[int | None]) -> Partition:
-    return tuple(() if d is None else partition[d] for d in dimensions)
+def cut_as(partition: Partition, dimensions: Dimensions) -> Partition:
+    """The partition of a leaf that has these dimensions of what is cut so."""
+    return tuple(partition[d] if d is not None and d < len(partition) else () for d in dimensions)

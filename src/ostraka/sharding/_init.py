@@ -14,10 +14,11 @@ from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
 from ostraka._spec import partition_problems
 from ostraka.errors import InvalidSharding, InvalidTree
-from ostraka.sharding._check import check, raise_errors
+from ostraka.sharding._check import settle_checked
+from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
-from ostraka.sharding._follow import follow
-from ostraka.sharding._rules import settle
+from ostraka.sharding._findings import raise_errors
+from ostraka.sharding._rules import follow_specs
 
 
 def init(
@@ -135,12 +136,10 @@ def _settle_model(
             "no variable of the model says how it is cut (out_sharding): give rules, such as "
             'fsdp("data")'
         )
-    parsed = parse_state(model)
-    specs = settle(parsed, "metadata" if rules is None else rules, mesh)
-    raise_errors(
-        f"can't make the model on the mesh ({mesh_spec(mesh)})",
-        check(model, _tree_of(parsed, specs), mesh),
-    )
+    # Combined, a mapping is one of patterns, and no tree of specs.
+    settled = combine("metadata" if rules is None else rules)
+    specs, findings = settle_checked(parse_state(model), settled, mesh)
+    raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 
 
@@ -218,7 +217,7 @@ def _specs_of(
             found[leaf.path] = specs[leaf.path.removeprefix(model_place)]
         else:
             beside.append(leaf)
-    return found | follow(beside, parameters, specs)
+    return found | follow_specs(beside, parameters, specs)
 
 
 def _tree_of(parsed: Branch | Leaf, specs: Mapping[str, PartitionSpec]) -> Any:

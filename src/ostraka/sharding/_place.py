@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
-from ostraka.sharding._check import Finding, check, raise_errors, specs_by_path
+from ostraka.sharding._check import settle_checked
 from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
+from ostraka.sharding._findings import Finding, raise_errors
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
@@ -28,8 +29,8 @@ def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
         model = place(model, mesh, fsdp("data"))
     """
     parsed = parse(tree)
-    found, _ = specs_by_path(parse_state(tree), specs, mesh)
-    findings = [*check(tree, specs, mesh), *_narrowed(parsed)]
+    found, findings = settle_checked(parse_state(tree), specs, mesh)
+    findings += _narrowed(parsed)
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(mesh)})", findings)
     shardings = {path: NamedSharding(mesh, spec) for path, spec in found.items()}
     values = {

@@ -2,6 +2,7 @@
 
 A preset fills in what is left open: it is given what is settled of a leaf's spec, and may cut
 dimensions that are still whole, along axes that the leaf does not use. Thus presets combine.
+No JAX.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostraka._spec import MeshSpec, Partition
-from ostraka._tree import is_key
 from ostraka.errors import InvalidSharding, nearest
-from ostraka.sharding._data import ArrayLeaf
+from ostraka.sharding._leaf import ShapedLeaf
 
 
 class Preset(ABC):
@@ -31,20 +31,20 @@ class Preset(ABC):
         """The mesh axis that it cuts along."""
 
     @abstractmethod
-    def fill(self, leaf: ArrayLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
+    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
         """The leaf's partition, with more of it settled."""
 
-    def knows(self, leaf: ArrayLeaf) -> bool:
+    def knows(self, leaf: ShapedLeaf) -> bool:
         """Whether the preset has something to say of this leaf, fitting or not."""
         return True
 
     def __or__(self, other: Any) -> Any:
-        from ostraka.sharding._rules import combine
+        from ostraka.sharding._combine import combine
 
         return combine(self, other)
 
     def __ror__(self, other: Any) -> Any:
-        from ostraka.sharding._rules import combine
+        from ostraka.sharding._combine import combine
 
         return combine(other, self)
 
@@ -92,7 +92,7 @@ class _DataParallel(Preset):
     def axis(self) -> str | None:
         return None
 
-    def fill(self, leaf: ArrayLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
+    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
         return partition
 
 
@@ -106,8 +106,8 @@ class _Fsdp(Preset):
     def axis(self) -> str | None:
         return self.along
 
-    def fill(self, leaf: ArrayLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
-        if leaf.elements < self.min_size or is_key(leaf.value):
+    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
+        if leaf.elements < self.min_size or leaf.is_key:
             return partition
         by_size = sorted(range(len(leaf.shape)), key=lambda d: -leaf.shape[d])
         return _cut_first(leaf, partition, by_size, self.along, mesh)
@@ -147,13 +147,13 @@ class _TensorParallel(Preset):
     def axis(self) -> str | None:
         return self.along
 
-    def knows(self, leaf: ArrayLeaf) -> bool:
+    def knows(self, leaf: ShapedLeaf) -> bool:
         return bool(self._dimensions(leaf))
 
-    def fill(self, leaf: ArrayLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
+    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
         return _cut_first(leaf, partition, self._dimensions(leaf), self.along, mesh)
 
-    def _dimensions(self, leaf: ArrayLeaf) -> tuple[int, ...]:
+    def _dimensions(self, leaf: ShapedLeaf) -> tuple[int, ...]:
         """The dimensions to cut, best first."""
         names = leaf.path.split("/")
         rank = len(leaf.shape)
@@ -172,7 +172,7 @@ class _TensorParallel(Preset):
 
 
 def _cut_first(
-    leaf: ArrayLeaf, partition: Partition, dimensions: Sequence[int], axis: str, mesh: MeshSpec
+    leaf: ShapedLeaf, partition: Partition, dimensions: Sequence[int], axis: str, mesh: MeshSpec
 ) -> Partition:
     """Cut the first of the dimensions that is whole and divides, if the axis is not used yet."""
     if any(axis in axes for axes in partition):

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from jax.sharding import PartitionSpec
 
-from ostraka import _pattern
+from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
 from ostraka._nnx import physical_axes
-from ostraka.errors import InvalidSharding, nearest
+from ostraka.errors import InvalidSharding
+from ostraka.sharding._combine import Combined, Logical, Rules, ask, by_patterns, combined, fill
 from ostraka.sharding._data import (
     AnyMesh,
     ArrayLeaf,
     array_leaves,
     from_partition,
-    kernel_of,
     mesh_spec,
     parse_state,
-    partition_of,
     to_spec,
 )
-from ostraka.sharding._presets import Preset, check_axis
-
-Rules = Any
-"""A function, a mapping of patterns, "metadata", logical axes, a preset, or several of them."""
+from ostraka.sharding._follow import cut_as, follow
+from ostraka.sharding._presets import Preset
 
 
 def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
@@ -61,98 +57,33 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
     return rebuild(parsed, values)
 
 
-def combine(*rules: Rules) -> Rules:
-    """Several rules as one.
-
-    Where a function, a mapping or variable metadata names a spec, that holds; for the other leaves
-    the presets fill it in together: tensor parallelism first, then FSDP in what is left whole.
-
-        combine({"embed/**": P()}, fsdp("data"), tensor_parallel("model"))
-    """
-    explicit: list[Any] = []
-    presets: list[Preset] = []
-    for rule in rules:
-        if isinstance(rule, _Combined):
-            explicit += rule.explicit
-            presets += rule.presets
-        elif isinstance(rule, Preset):
-            presets.append(rule)
-        else:
-            explicit.append(rule)
-    return _Combined(tuple(explicit), tuple(sorted(presets, key=lambda preset: preset.order)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Combined:
-    explicit: tuple[Any, ...]
-    presets: tuple[Preset, ...]
-
-    def __or__(self, other: Any) -> Any:
-        return combine(self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return combine(other, self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Logical:
-    axes: Mapping[str, Any]
-
-    def __or__(self, other: Any) -> Any:
-        return combine(self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return combine(other, self)
-
-
-def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Rules:
-    """What the NNX variables themselves say, in names of which `axes` gives the mesh's axes.
-
-    An axis of None leaves the dimension whole, a tuple cuts it along several. Names that are not in
-    `axes` are axes of the mesh themselves. Variables that say nothing stay whole, or are left to
-    the rules that this is combined with.
-
-        init(make_model, mesh, logical({"embed": None, "mlp": "model", "batch": ("data", "fsdp")}))
-    """
-    return _Logical(dict(axes))
-
-
 def is_rules(value: Any) -> bool:
     """Whether a value is rules for sure, rather than a tree of specs."""
-    return isinstance(value, _Combined | _Logical | Preset | str) or inspect.isroutine(value)
+    return isinstance(value, Combined | Logical | Preset | str) or inspect.isroutine(value)
 
 
 def settle(parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
     """By path, the spec of each array."""
     leaves = list(array_leaves(parsed))
     cut = [leaf for leaf in leaves if leaf.shape]
-    specs = {leaf.path: PartitionSpec() for leaf in leaves if not leaf.shape}
-    combined = cast(_Combined, combine(rules))
-    for rule in combined.explicit:
-        decide = _decider(rule, cut)
-        for leaf in cut:
-            found = decide(leaf) if leaf.path not in specs else None
-            if found is not None:
-                specs[leaf.path] = to_spec(leaf.path, found)
-    rest = [leaf for leaf in cut if leaf.path not in specs]
-    if combined.presets:
-        specs.update(_fill(rest, cut, specs, combined.presets, mesh))
-    elif any(isinstance(rule, Mapping) for rule in combined.explicit):
-        _raise_unmatched(rest)
+    together = combined(rules)
+    said = ask(cut, together, _decider)
+    specs = {path: to_spec(path, spec) for path, spec in said.items()}
+    if together.presets:
+        settled = {path: spec_entries(path, spec) for path, spec in specs.items()}
+        filled = fill(cut, settled, together.presets, mesh_spec(mesh))
+        specs |= {path: from_partition(partition) for path, partition in filled.items()}
     # In the order of the tree.
     return {leaf.path: specs.get(leaf.path, PartitionSpec()) for leaf in leaves}
 
 
-def _decider(rule: Any, leaves: list[ArrayLeaf]) -> Callable[[ArrayLeaf], Any]:
+def _decider(rule: Any, leaves: Sequence[ArrayLeaf]) -> Callable[[ArrayLeaf], Any]:
     """What one rule says of a leaf; None if nothing."""
     if isinstance(rule, PartitionSpec):
         return lambda leaf: rule
     if isinstance(rule, Mapping):
-        table = cast("Mapping[str, Any]", rule)
-        _check_patterns(table, leaves)
-        whole = {pattern: PartitionSpec() if v is None else v for pattern, v in table.items()}
-        return lambda leaf: _pattern.lookup(whole, leaf.path)
-    if isinstance(rule, _Logical):
+        return by_patterns(cast("Mapping[str, Any]", rule), leaves)
+    if isinstance(rule, Logical):
         return lambda leaf: (
             None if leaf.named is None else PartitionSpec(*physical_axes(leaf.named, rule.axes))
         )
@@ -175,53 +106,19 @@ def _takes_path(function: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-def _check_patterns(table: Mapping[str, Any], leaves: list[ArrayLeaf]) -> None:
-    paths = [leaf.path for leaf in leaves]
-    for pattern in table:
-        if pattern != "**" and not any(_pattern.matches(pattern, path) for path in paths):
-            raise InvalidSharding(
-                f"no leaf with dimensions matches the pattern {pattern!r}{nearest(pattern, paths)}"
-            )
-
-
-def _raise_unmatched(leaves: list[ArrayLeaf]) -> None:
-    if leaves:
-        names = ", ".join(repr(leaf.path) for leaf in leaves[:3])
-        more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-        raise InvalidSharding(
-            f"no pattern matches {names}{more}: add one, or '**' with P() to leave the rest whole"
-        )
-
-
-def _fill(
-    rest: list[ArrayLeaf],
-    leaves: list[ArrayLeaf],
-    settled: Mapping[str, PartitionSpec],
-    presets: tuple[Preset, ...],
-    mesh: AnyMesh | None,
+def follow_specs(
+    leaves: Iterable[ArrayLeaf],
+    parameters: Sequence[ArrayLeaf],
+    specs: Mapping[str, PartitionSpec],
 ) -> dict[str, PartitionSpec]:
-    sizes = mesh_spec(mesh)
-    for preset in presets:
-        check_axis(preset, sizes)
-        if any(len(leaf.shape) > 1 for leaf in rest) and not any(map(preset.knows, rest)):
-            raise InvalidSharding(
-                "tensor_parallel knows none of the layers by name, such as "
-                f"{rest[0].path!r}: name them with column= and row="
-            )
-    partitions = {
-        leaf.path: partition_of(leaf.path, settled[leaf.path], len(leaf.shape))
-        for leaf in leaves
-        if leaf.path in settled
-    }
-    for leaf in rest:
-        partition = ((),) * len(leaf.shape)
-        for preset in presets:
-            partition = preset.fill(leaf, partition, sizes)
-        partitions[leaf.path] = partition
-    shapes = {leaf.path: leaf.shape for leaf in leaves}
-    for leaf in rest:
-        kernel = kernel_of(leaf.path, leaf.shape, shapes)
-        if kernel is not None:
-            path, dimensions = kernel
-            partitions[leaf.path] = tuple(partitions[path][d] for d in dimensions)
-    return {leaf.path: from_partition(partitions[leaf.path]) for leaf in rest}
+    """The specs of what belongs to parameters with these specs; see `follow`."""
+    shapes = {leaf.path: leaf.shape for leaf in parameters}
+    found: dict[str, PartitionSpec] = {}
+    for path, followed in follow(leaves, parameters).items():
+        spec = specs[followed.path]
+        if followed.dimensions == tuple(range(len(shapes[followed.path]))):
+            found[path] = spec  # word for word
+        else:
+            entries = spec_entries(followed.path, spec)
+            found[path] = from_partition(cut_as(entries, followed.dimensions))
+    return found

@@ -45,8 +45,12 @@ class Store(Protocol):
     location: str
     """What to call this place in messages."""
 
-    def prepare(self) -> None:
-        """Make the place itself exist."""
+    def prepare(self) -> bool:
+        """Make the place itself exist; returns whether it was not there before."""
+        ...
+
+    def remove_if_empty(self) -> None:
+        """Undo `prepare`, if nothing is in this place."""
         ...
 
     def exclusive(self) -> AbstractContextManager[None]:

@@ -29,9 +29,9 @@ class LocalStore:
     def __init__(self, directory: str):
         self.location = directory
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         try:
-            _make_directories(self.location)
+            is_new = _make_directories(self.location)
         except (FileExistsError, NotADirectoryError) as error:
             raise PathInTheWay(
                 f"can't make the directory {self.location}: a file of that name, or in the place "
@@ -40,8 +40,18 @@ class LocalStore:
         except OSError as error:
             raise store_error("make the directory", self.location, error) from error
         if not os.access(self.location, os.W_OK | os.X_OK):
-            refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            reason = errno.EROFS if _is_read_only(self.location) else errno.EACCES
+            refused = OSError(reason, os.strerror(reason))
             raise store_error("write to the directory", self.location, refused)
+        return is_new
+
+    def remove_if_empty(self) -> None:
+        try:
+            os.rmdir(self.location)
+            _sync_directory(os.path.dirname(self.location))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+                raise store_error("remove the directory", self.location, error) from error
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
@@ -60,6 +70,8 @@ class LocalStore:
                 ) from error
             except OSError:
                 pass  # Some network file systems can't lock: then two writers are on their own.
+            if not _is_at(held, self.location):
+                raise Busy(f"another save has just removed {self.location}; try again")
             yield
         finally:
             with suppress(OSError):
@@ -256,18 +268,38 @@ def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def _make_directories(path: str) -> None:
-    """Like os.makedirs, with every new name as durable as what will be put below it."""
+def _make_directories(path: str) -> bool:
+    """Like os.makedirs, with every new name as durable as what will be put below it.
+
+    Returns whether `path` was made by this call.
+    """
     if os.path.isdir(path):
-        return
+        return False
     parent = os.path.dirname(path)
     _make_directories(parent)
     try:
         os.mkdir(path)
     except FileExistsError:
-        if not os.path.isdir(path):  # else another process was faster
+        if not os.path.isdir(path):
             raise
+        return False  # another process was faster
     _sync_directory(parent)
+    return True
+
+
+def _is_read_only(path: str) -> bool:
+    """Whether the file system is, which root's own permissions don't tell."""
+    with suppress(OSError):
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    return False
+
+
+def _is_at(directory: int, path: str) -> bool:
+    """Whether an open directory is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(directory), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _unless_gone(function: Any, path: str, info: Any) -> None:

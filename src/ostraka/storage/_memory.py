@@ -24,9 +24,16 @@ class MemoryStore:
         self.location = f"memory://{name}"
         self._name = name
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         with _guard:
+            is_new = self._name not in _places
             _places.setdefault(self._name, {})
+            return is_new
+
+    def remove_if_empty(self) -> None:
+        with _guard:
+            if not _places.get(self._name, True):
+                del _places[self._name]
 
     @contextmanager
     def exclusive(self) -> Generator[None]:

@@ -1,0 +1,123 @@
+"""What is wrong, or unwise, about where leaves are cut. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ostraka._spec import MeshSpec, Partition, partition_problems, show_partition
+from ostraka.errors import InvalidSharding
+from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
+
+REPLICATED_LIMIT_BYTES = 64 << 20
+"""From this size on, a leaf that is whole on every device is worth a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about a spec: an error can't be placed, a warning can and costs something."""
+
+    severity: Literal["error", "warning"]
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def find_problems(
+    leaves: Sequence[ShapedLeaf],
+    partitions: Mapping[str, Partition],
+    mesh: MeshSpec,
+    *,
+    replicated_limit_bytes: int,
+) -> list[Finding]:
+    """Errors first: what does not fit; then, of the leaves that do, what is unwise."""
+    findings: list[Finding] = []
+    fits: set[object] = set()  # a model has few shapes, and many leaves
+    for leaf in leaves:
+        case = (leaf.shape, partitions[leaf.path])
+        if case not in fits:
+            found = list(_misfits(leaf, partitions[leaf.path], mesh))
+            findings += found
+            if not found:
+                fits.add(case)
+    wrong = {finding.path for finding in findings}
+    fitting = [leaf for leaf in leaves if leaf.path not in wrong]
+    findings += _disagreements(fitting, partitions)
+    findings += _replicated(fitting, partitions, mesh, replicated_limit_bytes)
+    return findings
+
+
+def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
+    """Raise InvalidSharding that lists every error, if there are any."""
+    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    if len(errors) == 1:
+        raise InvalidSharding(f"{subject}: {errors[0]}")
+    if errors:
+        shown = [f"  {error}" for error in errors[:50]]
+        if len(errors) > 50:
+            shown.append(f"  … and {len(errors) - 50} more")
+        raise InvalidSharding("\n".join([f"{subject}, for {len(errors)} reasons:", *shown]))
+
+
+def _misfits(leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Iterator[Finding]:
+    for sentence in partition_problems(leaf.path, leaf.shape, partition, mesh):
+        message = sentence + _nearest_size(sentence, leaf, partition, mesh)
+        yield Finding("error", leaf.path, message)
+
+
+def _nearest_size(sentence: str, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> str:
+    for dimension, (size, axes) in enumerate(zip(leaf.shape, partition, strict=False)):
+        if f"dimension {dimension}: {size} elements do not divide" in sentence:
+            parts = mesh.size_of(axes)
+            below = size // parts * parts
+            closest = below if below and size - below < below + parts - size else below + parts
+            return f"; the nearest size that does is {closest}"
+    return ""
+
+
+def _disagreements(
+    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition]
+) -> Iterator[Finding]:
+    shapes = {leaf.path: leaf.shape for leaf in leaves}
+    for leaf in leaves:
+        kernel = kernel_of(leaf.path, leaf.shape, shapes)
+        if kernel is None:
+            continue
+        path, dimensions = kernel
+        entries = every_dimension(partitions[path], len(shapes[path]))
+        expected = tuple(entries[dimension] for dimension in dimensions)
+        actual = every_dimension(partitions[leaf.path], len(leaf.shape))
+        if actual != expected:
+            yield Finding(
+                "warning",
+                leaf.path,
+                f"leaf {leaf.path!r} is cut as {_shown(actual)} and its kernel {path!r} as "
+                f"{_shown(entries)}: each step moves data to add them; "
+                f"{_shown(expected)} goes with it",
+            )
+
+
+def _shown(partition: Partition) -> str:
+    return show_partition(partition if any(partition) else ())
+
+
+def _replicated(
+    leaves: Sequence[ShapedLeaf],
+    partitions: Mapping[str, Partition],
+    mesh: MeshSpec,
+    limit_bytes: int,
+) -> Iterator[Finding]:
+    devices = len(mesh.devices)
+    for leaf in leaves:
+        if devices == 1 or leaf.nbytes <= limit_bytes:
+            continue
+        if mesh.size_of([axis for axes in partitions[leaf.path] for axis in axes]) == 1:
+            yield Finding(
+                "warning",
+                leaf.path,
+                f"leaf {leaf.path!r} {leaf.shape} has {leaf.nbytes:,} bytes and is whole on each "
+                f"of {devices} devices",
+            )

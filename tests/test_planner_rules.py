@@ -1,0 +1,254 @@
+"""Rules give plain leaves what they give arrays of JAX, and a config what they give its model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from nnx_models import Block, Sharded
+from ostraka import sharding
+from ostraka._spec import LeafSpec, MeshSpec, Partition
+from ostraka.errors import InvalidSharding
+from ostraka.planner import Plan, plan
+from ostraka.planner._models import parameters_of
+from ostraka.planner._names import MODELS
+from ostraka.planner._rules import (
+    _settle_with_jax,  # pyright: ignore[reportPrivateUsage]
+    read_rules,
+    settle_rules,
+)
+from ostraka.planner._sources import Options, plan_source
+from ostraka.planner._state import mesh_of_sizes
+from ostraka.sharding._combine import is_plain
+
+SIZES = {"data": 4, "model": 2}
+RULES: dict[str, Any] = {
+    "dp": sharding.data_parallel(),
+    "fsdp": sharding.fsdp("data", min_size=16),
+    "tp": sharding.tensor_parallel("model", column=["first", "up"], row=["down"]),
+    "fsdp+tp": sharding.fsdp("data", min_size=16)
+    | sharding.tensor_parallel("model", column=["first", "up"], row=["down"]),
+    "patterns": sharding.combine({"**/bias": (("data",),), "**": ()}),
+    "patterns and a preset": sharding.combine({"**/kernel": (("model",),)}, sharding.fsdp("data")),
+}
+
+
+class Keys(nnx.Module):
+    """An array of PRNG keys, large enough to be cut, were it not one of keys."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.keys = nnx.Variable(jax.random.split(rngs.params(), 8192))
+        self.first = nnx.Linear(64, 128, rngs=rngs)
+
+
+TREES: dict[str, Callable[[], nnx.Module]] = {
+    "block": lambda: Block(rngs=nnx.Rngs(0)),
+    "sharded": lambda: Sharded(rngs=nnx.Rngs(0)),
+    "keys": lambda: Keys(nnx.Rngs(0)),
+}
+
+
+def partitions_of(planned: Plan) -> dict[str, Partition]:
+    return {leaf.spec.path: leaf.spec.partition for leaf in planned.write.leaves}
+
+
+# `Sharded` has neither kernels nor biases for the patterns.
+CASES = [
+    (name, rules)
+    for name in TREES
+    for rules in RULES
+    if (name, rules[:8]) != ("sharded", "patterns")
+]
+
+
+@pytest.mark.parametrize(("name", "rules"), CASES)
+def test_plain_leaves_are_cut_as_those_of_a_tree(name: str, rules: str):
+    with nnx.use_eager_sharding(False):
+        model = nnx.eval_shape(TREES[name])
+    leaves = [leaf.spec for leaf in plan(model, mesh=SIZES, specs=P()).write.leaves]
+    assert is_plain(RULES[rules])
+    settled = settle_rules(leaves, RULES[rules], mesh_of_sizes(SIZES))
+    planned = plan(model, mesh=SIZES, specs=RULES[rules])
+    assert settled.partitions == partitions_of(planned)
+    assert settled.problems == planned.problems
+    if rules != "dp":
+        assert any(settled.partitions.values())
+
+
+def leaves_of(name: str, dtype: str = "bfloat16") -> list[LeafSpec]:
+    found = parameters_of(MODELS[name])
+    return [LeafSpec(f"model/{path}", "jax", dtype, shape) for path, shape in found]
+
+
+@pytest.mark.parametrize("rules", ["dp", "fsdp", "tp", "fsdp+tp"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b", "qwen2.5-0.5b", "pythia-12b"])
+@pytest.mark.parametrize("mesh", [SIZES, {"data": 3, "tensor": 7}], ids=["even", "odd"])
+def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: dict[str, int]):
+    target = mesh_of_sizes(mesh)
+    leaves = leaves_of(name, "int4" if name == "mixtral-8x7b" else "bfloat16")
+    found = read_rules(rules, target)
+    settled = settle_rules(leaves, found, target)
+    assert is_plain(found)
+    assert settled == _settle_with_jax(leaves, found, target)
+    assert settled.problems or rules != "dp"
+
+
+def raised(settle: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
+    with pytest.raises(InvalidSharding, match=".") as caught:
+        settle(leaves_of("pythia-70m"), rules, mesh)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        sharding.fsdp("dta"),
+        sharding.combine({"**": (("data",), ("data",))}),
+        sharding.combine({"**": (("data",), (), ())}),
+        sharding.combine({"**/kernel": ()}),
+        sharding.combine({"**/kernal": (), "**": ()}),
+        sharding.combine({"**/bias": (("x",),)}) | sharding.fsdp(),
+    ],
+    ids=["no such axis", "twice", "too long", "unmatched", "no such name", "axis of a pattern"],
+)
+def test_what_is_wrong_is_said_alike(rules: Any):
+    mesh = mesh_of_sizes({"data": 3})
+    assert raised(settle_rules, rules, mesh) == raised(_settle_with_jax, rules, mesh)
+
+
+def test_rules_with_types_of_jax_are_settled_by_jax():
+    mesh = mesh_of_sizes(SIZES)
+    leaves = leaves_of("pythia-70m")
+    functions = settle_rules(leaves, lambda leaf: P("data") if leaf.ndim > 1 else P(), mesh)
+    patterns = {"**/kernel": P("data"), "**/embedding": ("data", None), "**": None}
+    assert not is_plain(sharding.combine(patterns))
+    assert functions == settle_rules(leaves, sharding.combine(patterns), mesh)
+    assert settle_rules(leaves, P(), mesh) == settle_rules(leaves, sharding.data_parallel(), mesh)
+
+
+# A config and its model
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.q_proj = nnx.Linear(128, 256, use_bias=True, rngs=rngs)
+        self.k_proj = nnx.Linear(128, 128, use_bias=True, rngs=rngs)
+        self.v_proj = nnx.Linear(128, 128, use_bias=True, rngs=rngs)
+        self.o_proj = nnx.Linear(256, 128, use_bias=False, rngs=rngs)
+
+
+class Gated(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.gate_proj = nnx.Linear(128, 384, use_bias=False, rngs=rngs)
+        self.up_proj = nnx.Linear(128, 384, use_bias=False, rngs=rngs)
+        self.down_proj = nnx.Linear(384, 128, use_bias=False, rngs=rngs)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.input_layernorm = nnx.RMSNorm(128, rngs=rngs)
+        self.post_attention_layernorm = nnx.RMSNorm(128, rngs=rngs)
+        self.self_attn = Attention(rngs)
+        self.mlp = Gated(rngs)
+
+
+class Decoder(nnx.Module):
+    """Of `CONFIG`, so wide that Adafactor factors its moments; some kernels are square."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed_tokens = nnx.Embed(512, 128, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs)])
+        self.norm = nnx.RMSNorm(128, rngs=rngs)
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+PATTERNS = {
+    "**/k_proj/kernel": ["data", "model"],
+    "**/kernel": [["model", "data"], None],
+    "**/embedding": [None, "data"],
+    "**": None,
+}
+
+
+def plan_config(directory: Path, rules: str, optimizer: str) -> Plan:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    options = Options(mesh=mesh_of_sizes(SIZES), hosts=1, rules=rules, optimizer=optimizer)
+    return plan_source(str(directory / "config.json"), options)
+
+
+def rules_in(directory: Path, rules: str) -> str:
+    """The rules as `--rules` takes them."""
+    if rules != "patterns":
+        return rules
+    (directory / "rules.json").write_text(json.dumps(PATTERNS))
+    return str(directory / "rules.json")
+
+
+@pytest.mark.parametrize("rules", ["fsdp", "tp", "fsdp+tp", "patterns"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "sgd"])
+def test_a_config_is_cut_as_its_model(tmp_path: Path, optimizer: str, rules: str):
+    named = rules_in(tmp_path, rules)
+    by_config = plan_config(tmp_path, named, optimizer)
+    by_model = plan(
+        nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))),
+        mesh=SIZES,
+        specs=read_rules(named, mesh_of_sizes(SIZES)),
+        optimizer=optimizer,
+    )
+    assert partitions_of(by_config) == partitions_of(by_model)
+    assert by_config.write == by_model.write
+    assert by_config.files == by_model.files
+
+
+@pytest.fixture
+def hurry():
+    """Each program is compiled for one run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_factored_moments_are_cut_as_in_what_init_makes(tmp_path: Path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    rules = read_rules("fsdp+tp", mesh_of_sizes(SIZES))
+    transformation = optax.adafactor(1e-3)
+    model, state = sharding.init(lambda: Decoder(nnx.Rngs(0)), mesh, rules, transformation)
+    ostraka.save(tmp_path / "c", {"model": model, "optimizer": state})
+    planned = plan_config(tmp_path, "fsdp+tp", "adafactor")
+    saved = plan(tmp_path / "c")
+    assert partitions_of(planned) == partitions_of(saved)
+    assert planned.files == saved.files
+    assert partitions_of(saved)["optimizer/opt_state/0/v_row/embed_tokens/embedding"] == (
+        ("data",),
+    )
+
+
+def test_rules_go_by_the_shape_that_a_leaf_had():
+    """Neither the words of a key nor the processes that had a value of their own are cut."""
+    own = LeafSpec("own", "jax", "float32", (8, 4096, 6), per_process=True)
+    keys = LeafSpec("keys", "key", "uint32", (8192, 4), prng="rbg")
+    settled = settle_rules([own, keys], sharding.fsdp("data"), mesh_of_sizes({"data": 4}))
+    assert settled.partitions == {"own": (("data",),), "keys": ()}
+    assert settle_rules([keys], P(), mesh_of_sizes({"data": 4})).partitions == {"keys": ()}
+    huge = LeafSpec("huge", "jax", "int4", (1 << 27,))
+    (problem,) = settle_rules([huge], sharding.data_parallel(), mesh_of_sizes(SIZES)).problems
+    assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in problem.message
