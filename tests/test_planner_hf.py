@@ -125,9 +125,8 @@ def translate_experts(
     else:
         names = ["w2"] if is_mixtral else ["down_proj"]
     above = [*path[:-3], "block_sparse_moe"] if is_mixtral else path[:-2]
-    for expert in range(count):
-        for name in names:
-            yield [*above, "experts", str(expert), name, "kernel"], (inputs, outputs)
+    for name in names:
+        yield [*above, "experts", name, "kernel"], (count, inputs, outputs)
 
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "position_embedding")

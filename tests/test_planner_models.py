@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -147,19 +148,25 @@ class Gated(nnx.Module):
         self.down_proj = nnx.Linear(hidden, width, use_bias=bias, rngs=rngs)
 
 
-class Expert(nnx.Module):
-    def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
-        width, hidden = c["hidden_size"], c["intermediate_size"]
-        self.w1 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-        self.w2 = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
-        self.w3 = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+class Stacked(nnx.Module):
+    def __init__(self, count: int, inputs: int, outputs: int):
+        self.kernel = nnx.Param(jnp.zeros((count, inputs, outputs)))
+
+
+class Experts(nnx.Module):
+    def __init__(self, c: dict[str, Any]):
+        count, width, hidden = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+        self.w1 = Stacked(count, width, hidden)
+        self.w2 = Stacked(count, hidden, width)
+        self.w3 = Stacked(count, width, hidden)
 
 
 class Mixture(nnx.Module):
     def __init__(self, c: dict[str, Any], rngs: nnx.Rngs):
-        count = c["num_local_experts"]
-        self.router = nnx.Linear(c["hidden_size"], count, use_bias=False, rngs=rngs)
-        self.experts = nnx.List([Expert(c, rngs) for _ in range(count)])
+        self.router = nnx.Linear(
+            c["hidden_size"], c["num_local_experts"], use_bias=False, rngs=rngs
+        )
+        self.experts = Experts(c)
 
 
 class DecoderLayer(nnx.Module):

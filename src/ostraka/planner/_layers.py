@@ -135,13 +135,9 @@ def _gated(config: Config, at: str, hidden: int, *, bias: bool = False) -> Itera
 
 
 def mixtral_experts(config: Config, at: str, layer: int) -> Iterator[Parameter]:
-    width, hidden = config.number("hidden_size"), config.number("intermediate_size")
-    at, count = f"{at}/block_sparse_moe", config.number("num_local_experts")
-    yield from dense(f"{at}/router", width, count)
-    for expert in range(count):
-        yield from dense(f"{at}/experts/{expert}/w1", width, hidden)
-        yield from dense(f"{at}/experts/{expert}/w2", hidden, width)
-        yield from dense(f"{at}/experts/{expert}/w3", width, hidden)
+    hidden, count = config.number("intermediate_size"), config.number("num_local_experts")
+    names = ("w1", "w3", "w2")
+    yield from _experts(config, f"{at}/block_sparse_moe", count, hidden, names)
 
 
 def qwen2_experts(config: Config, at: str, layer: int) -> Iterator[Parameter]:
@@ -159,9 +155,20 @@ def qwen3_experts(config: Config, at: str, layer: int) -> Iterator[Parameter]:
         yield from gated(config, at, layer)
         return
     count, hidden = config.number("num_experts"), config.number("moe_intermediate_size")
-    yield from dense(f"{at}/mlp/router", config.number("hidden_size"), count)
-    for expert in range(count):
-        yield from _gated(config, f"{at}/mlp/experts/{expert}", hidden)
+    names = ("gate_proj", "up_proj", "down_proj")
+    yield from _experts(config, f"{at}/mlp", count, hidden, names)
+
+
+def _experts(
+    config: Config, at: str, count: int, hidden: int, names: tuple[str, str, str]
+) -> Iterator[Parameter]:
+    """The kernels of all experts in one array, as JAX multiplies them at once."""
+    width = config.number("hidden_size")
+    gate, up, down = names
+    yield from dense(f"{at}/router", width, count)
+    yield f"{at}/experts/{gate}/kernel", (count, width, hidden)
+    yield f"{at}/experts/{up}/kernel", (count, width, hidden)
+    yield f"{at}/experts/{down}/kernel", (count, hidden, width)
 
 
 def _is_sparse(config: Config, layer: int) -> bool:
