@@ -1,7 +1,7 @@
 """Well-known models by name: the numbers of their published configs. No JAX.
 
-Only models whose exact number of parameters is published are listed, and a test compares. GPT-3 is
-the exception: its paper has 174,600 million.
+Only models whose exact number of parameters can be found in public are listed, and a test compares.
+GPT-3 is the exception: its paper has 174,600 million.
 """
 
 from __future__ import annotations
