@@ -57,9 +57,9 @@ def decoder_cases() -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {
         "defaults": {},
         "default heads": LEFT_OUT,
-        "biases": SMALL | BIASES,
+        "default key heads": LEFT_OUT | {"num_attention_heads": 96},
+        "biases, head_dim, tied": SMALL | BIASES | {"head_dim": 20, "tie_word_embeddings": True},
         "no biases, untied": SMALL | NO_BIASES | {"tie_word_embeddings": False},
-        "head_dim, tied": SMALL | {"head_dim": 20, "tie_word_embeddings": True},
     }
     return {
         f"{kind}: {name}": {
