@@ -18,6 +18,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 112,
 }
+WITHOUT_HIDDEN = {name: size for name, size in SMALL.items() if name != "intermediate_size"}
 GPT2: dict[str, Any] = {
     "n_embd": 48,
     "n_layer": 2,
@@ -127,7 +128,8 @@ ODD: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "mlp_only_layers": [0],
     },
-    "qwen3_moe: no experts": {**SMALL, "model_type": "qwen3_moe", "num_experts": 0},
+    "qwen3_moe: no experts": {**WITHOUT_HIDDEN, "model_type": "qwen3_moe", "num_experts": 0},
+    "qwen2_moe: no experts": {**WITHOUT_HIDDEN, "model_type": "qwen2_moe", "num_experts": 0},
     "gemma3: defaults": {"model_type": "gemma3"},
     "gemma3: without a pooling head": {
         "model_type": "gemma3",
@@ -149,7 +151,6 @@ ODD: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 16,
     },
     "gpt2: defaults": {"model_type": "gpt2"},
-    "gpt2: small": {**GPT2, "model_type": "gpt2", "n_inner": None},
     "gpt2: n_inner, untied": {
         **GPT2,
         "model_type": "gpt2",
@@ -163,7 +164,12 @@ ODD: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "max_position_embeddings": 40,
     },
-    "gpt2: attention across": {**GPT2, "model_type": "gpt2", "add_cross_attention": True},
+    "gpt2: attention across": {
+        **GPT2,
+        "model_type": "gpt2",
+        "n_inner": None,
+        "add_cross_attention": True,
+    },
     "gpt_neox: defaults": {"model_type": "gpt_neox"},
     "gpt_neox: small": {**SMALL, "model_type": "gpt_neox", "rotary_pct": 1.0},
     "gpt_neox: no biases, tied": {

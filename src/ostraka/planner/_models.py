@@ -137,13 +137,28 @@ _OLMO2 = replace(
 )
 
 _SIGLIP = {
-    **_sizes(12, 768, 3072, 12, None, 0),
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
     "num_channels": 3,
     "image_size": 224,
     "patch_size": 16,
     "vision_use_head": True,
 }
-_GPT2_SIZES = {"n_layer": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
+_NEOX = {
+    "num_hidden_layers": 44,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "vocab_size": 50432,
+    "attention_bias": True,
+}
+_GPT2 = {
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "tie_word_embeddings": True,
+}
 _GPT2_ALIASES = {
     "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -205,8 +220,6 @@ FAMILIES: dict[str, Family] = {
         tie_word_embeddings=True,
     ),
     "olmo2": _decoder(_OLMO2, _sizes(32, 4096, 11008, 32, None, 50304)),
-    "gpt2": Family(gpt2, {**_GPT2_SIZES, "tie_word_embeddings": True}, _GPT2_ALIASES),
-    "gpt_neox": Family(
-        gpt_neox, {**_sizes(44, 6144, 24576, 64, None, 50432), "attention_bias": True}
-    ),
+    "gpt2": Family(gpt2, _GPT2, _GPT2_ALIASES),
+    "gpt_neox": Family(gpt_neox, _NEOX),
 }
