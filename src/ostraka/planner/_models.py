@@ -1,55 +1,53 @@
 """The parameters of the common decoder families, from their Hugging Face configs. No JAX.
 
 A parameter has the path and the shape that it has in a Flax NNX model: kernels are (in, out), and
-names are those of Hugging Face where the sharding presets know them.
+names are those of Hugging Face where the sharding presets know them. What a config leaves out is
+what the config class of `transformers` says; `tests/record_hf_shapes.py` asks the real models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.errors import nearest
-
-_MOST = 10_000_000
-"""A larger number is rather a mistake, and a plan for it would take for ever."""
-
-Parameter = tuple[str, tuple[int, ...]]
-"""A path below the model, and a shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """A `config.json`, read with the defaults of its family."""
-
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    traits: Mapping[str, Any]
-    """What tells the members of the family apart, which no config has a say in."""
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """A positive count, which must be there unless it has a default."""
-        found = self.get(name)
-        if found is None and default is not None:
-            return default
-        if type(found) is not int or not 0 < found <= _MOST:
-            what = "has no" if found is None else f"has {found!r} as its"
-            raise ValueError(
-                f"the config {what} {name!r}; it must be a positive integer, at most {_MOST:,}"
-            )
-        return found
-
-    def get(self, name: str) -> Any:
-        found = self.values.get(name)
-        return self.defaults.get(name) if found is None else found
-
-    def flag(self, name: str) -> bool:
-        return bool(self.get(name))
+from ostraka.planner._config import Config
+from ostraka.planner._gpt import gpt2, gpt_neox
+from ostraka.planner._layers import (
+    FOUR_NORMS,
+    Parameter,
+    Traits,
+    decoder,
+    gated,
+    gated_and_fused,
+    gated_with_bias,
+    mixtral_experts,
+    qwen2_experts,
+    qwen3_experts,
+    two_kernels,
+)
+from ostraka.planner._vision import gemma3
 
 
 def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
     """All parameters of the model that a config describes, ordered as NNX orders them."""
+    family = _family_of(values)
+    found = family.parameters(family.read(values))
+    return sorted(found, key=lambda parameter: _order(parameter[0]))
+
+
+def dtype_of(values: Mapping[str, Any]) -> str:
+    """The dtype that the weights are published in."""
+    within = values.get("text_config")
+    for fields in (values, within if isinstance(within, Mapping) else {}):
+        found = fields.get("torch_dtype") or fields.get("dtype")
+        if found:
+            return str(found)
+    return "float32"
+
+
+def _family_of(values: Mapping[str, Any]) -> Family:
     kind = values.get("model_type")
     if kind is None:
         raise ValueError(
@@ -60,14 +58,7 @@ def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
             f"the config is of the family {kind!r}{nearest(str(kind), list(FAMILIES))}; those that "
             f"can be planned are {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[kind]
-    found = list(family.parameters(Config(values, family.defaults, family.traits)))
-    return sorted(found, key=lambda parameter: _order(parameter[0]))
-
-
-def dtype_of(values: Mapping[str, Any]) -> str:
-    """The dtype that the weights are published in."""
-    return str(values.get("torch_dtype") or values.get("dtype") or "float32")
+    return FAMILIES[kind]
 
 
 def _order(path: str) -> list[tuple[bool, int, str]]:
@@ -77,137 +68,158 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    parameters: Callable[[Config], Iterator[Parameter]]
+class Family:
+    """The models of one `model_type`."""
+
+    parameters: Callable[[Config], Iterable[Parameter]]
     defaults: Mapping[str, Any]
-    traits: Mapping[str, Any]
+    """What the config class says where a config.json says nothing."""
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Other names of fields, which count as much."""
+
+    def read(self, values: Mapping[str, Any]) -> Config:
+        named = {self.aliases.get(name, name): value for name, value in values.items()}
+        return Config(named, self.defaults)
 
 
-def _dense(path: str, inputs: int, outputs: int, *, bias: bool = False) -> Iterator[Parameter]:
-    yield f"{path}/kernel", (inputs, outputs)
-    if bias:
-        yield f"{path}/bias", (outputs,)
+def _sizes(
+    layers: int, width: int, hidden: int, heads: int, grouped: int | None, vocabulary: int
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": grouped,
+        "vocab_size": vocabulary,
+    }
 
 
-def _layer_norm(path: str, width: int) -> Iterator[Parameter]:
-    yield f"{path}/scale", (width,)
-    yield f"{path}/bias", (width,)
+def _decoder(
+    traits: Traits,
+    sizes: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    **defaults: Any,
+) -> Family:
+    def parameters(config: Config) -> Iterator[Parameter]:
+        return decoder(config, traits)
+
+    return Family(parameters, {**sizes, **defaults}, aliases or {})
 
 
-def _decoder(config: Config) -> Iterator[Parameter]:
-    """Llama and its relatives: RMS norms, grouped queries, gated units."""
-    width = config.number("hidden_size")
-    vocabulary = config.number("vocab_size")
-    yield "embed_tokens/embedding", (vocabulary, width)
-    for layer in range(config.number("num_hidden_layers")):
-        at = f"layers/{layer}"
-        for norm in config.traits["norms"]:
-            yield f"{at}/{norm}/scale", (width,)
-        yield from _attention(config, f"{at}/self_attn", width)
-        if config.traits.get("experts"):
-            yield from _experts(config, f"{at}/block_sparse_moe", width)
-        else:
-            yield from _gated(config, f"{at}/mlp", width)
-    yield "norm/scale", (width,)
-    if not config.flag("tie_word_embeddings"):
-        yield "lm_head/kernel", (width, vocabulary)
+def _gemma3(config: Config) -> Iterator[Parameter]:
+    text = FAMILIES["gemma3_text"].read(config.section("text_config"))
+    vision = Config(config.section("vision_config"), _SIGLIP)
+    return gemma3(config, text=text, vision=vision, traits=_GEMMA3_TEXT)
 
 
-def _attention(config: Config, at: str, width: int) -> Iterator[Parameter]:
-    heads = config.number("num_attention_heads")
-    grouped = config.number("num_key_value_heads", heads)
-    size = config.number("head_dim", max(width // heads, 1))
-    bias = config.flag("attention_bias")
-    output_bias = bias and config.traits.get("output_bias") is not False
-    yield from _dense(f"{at}/q_proj", width, heads * size, bias=bias)
-    yield from _dense(f"{at}/k_proj", width, grouped * size, bias=bias)
-    yield from _dense(f"{at}/v_proj", width, grouped * size, bias=bias)
-    yield from _dense(f"{at}/o_proj", heads * size, width, bias=output_bias)
-    if config.traits.get("norms_of_heads"):
-        yield f"{at}/q_norm/scale", (size,)
-        yield f"{at}/k_norm/scale", (size,)
+_LLAMA = Traits(
+    feed_forward=gated_with_bias, input_bias="attention_bias", output_bias="attention_bias"
+)
+_MISTRAL = Traits(feed_forward=gated)
+_MIXTRAL = Traits(feed_forward=mixtral_experts)
+_QWEN2 = Traits(feed_forward=gated, input_bias=True)
+_QWEN2_MOE = Traits(feed_forward=qwen2_experts, input_bias="qkv_bias")
+_GEMMA = replace(_LLAMA, feed_forward=gated)
+_QWEN3 = replace(_GEMMA, head_norms="one for all heads")
+_QWEN3_MOE = replace(_QWEN3, feed_forward=qwen3_experts)
+_GEMMA2 = replace(_GEMMA, norms=FOUR_NORMS)
+_GEMMA3_TEXT = replace(_GEMMA2, head_norms="one for all heads")
+_PHI3 = Traits(feed_forward=gated_and_fused, is_fused=True)
+_STARCODER2 = Traits(
+    feed_forward=two_kernels, norms_have_bias=True, input_bias="use_bias", output_bias="use_bias"
+)
+_OLMO2 = replace(
+    _GEMMA,
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norms="one for each",
+)
 
+_SIGLIP = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "vision_use_head": True,
+}
+_NEOX = {
+    "num_hidden_layers": 44,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "vocab_size": 50432,
+    "attention_bias": True,
+}
+_GPT2 = {
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "tie_word_embeddings": True,
+}
+_GPT2_ALIASES = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
 
-def _gated(config: Config, at: str, width: int) -> Iterator[Parameter]:
-    hidden = config.number("intermediate_size")
-    bias = config.flag("mlp_bias")
-    yield from _dense(f"{at}/gate_proj", width, hidden, bias=bias)
-    yield from _dense(f"{at}/up_proj", width, hidden, bias=bias)
-    yield from _dense(f"{at}/down_proj", hidden, width, bias=bias)
-
-
-def _experts(config: Config, at: str, width: int) -> Iterator[Parameter]:
-    hidden = config.number("intermediate_size")
-    count = config.number("num_local_experts")
-    yield from _dense(f"{at}/router", width, count)
-    for expert in range(count):
-        yield from _dense(f"{at}/experts/{expert}/w1", width, hidden)
-        yield from _dense(f"{at}/experts/{expert}/w2", hidden, width)
-        yield from _dense(f"{at}/experts/{expert}/w3", width, hidden)
-
-
-def _gpt2(config: Config) -> Iterator[Parameter]:
-    width = config.number("n_embd")
-    hidden = config.number("n_inner", 4 * width)
-    vocabulary = config.number("vocab_size")
-    yield "wte/embedding", (vocabulary, width)
-    yield "wpe/embedding", (config.number("n_positions"), width)
-    for layer in range(config.number("n_layer")):
-        at = f"h/{layer}"
-        yield from _layer_norm(f"{at}/ln_1", width)
-        yield from _dense(f"{at}/attn/c_attn", width, 3 * width, bias=True)
-        yield from _dense(f"{at}/attn/c_proj", width, width, bias=True)
-        yield from _layer_norm(f"{at}/ln_2", width)
-        yield from _dense(f"{at}/mlp/c_fc", width, hidden, bias=True)
-        yield from _dense(f"{at}/mlp/c_proj", hidden, width, bias=True)
-    yield from _layer_norm("ln_f", width)
-    if not config.flag("tie_word_embeddings"):
-        yield "lm_head/kernel", (width, vocabulary)
-
-
-def _gpt_neox(config: Config) -> Iterator[Parameter]:
-    width = config.number("hidden_size")
-    hidden = config.number("intermediate_size")
-    bias = config.flag("attention_bias")
-    vocabulary = config.number("vocab_size")
-    yield "embed_in/embedding", (vocabulary, width)
-    for layer in range(config.number("num_hidden_layers")):
-        at = f"layers/{layer}"
-        yield from _layer_norm(f"{at}/input_layernorm", width)
-        yield from _layer_norm(f"{at}/post_attention_layernorm", width)
-        yield from _dense(f"{at}/attention/query_key_value", width, 3 * width, bias=bias)
-        yield from _dense(f"{at}/attention/out_proj", width, width, bias=bias)
-        yield from _dense(f"{at}/mlp/dense_h_to_4h", width, hidden, bias=True)
-        yield from _dense(f"{at}/mlp/dense_4h_to_h", hidden, width, bias=True)
-    yield from _layer_norm("final_layer_norm", width)
-    if not config.flag("tie_word_embeddings"):
-        yield "lm_head/kernel", (width, vocabulary)
-
-
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
-_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-# What Hugging Face's config classes say where a config.json says nothing; and the family's traits.
-FAMILIES: dict[str, _Family] = {
-    "llama": _Family(_decoder, {}, {"norms": _TWO_NORMS}),
-    "mistral": _Family(_decoder, {"num_key_value_heads": 8}, {"norms": _TWO_NORMS}),
-    "mixtral": _Family(
-        _decoder,
-        {"num_key_value_heads": 8, "num_local_experts": 8},
-        {"norms": _TWO_NORMS, "experts": True},
+FAMILIES: dict[str, Family] = {
+    "llama": _decoder(_LLAMA, _sizes(32, 4096, 11008, 32, None, 32000)),
+    "mistral": _decoder(_MISTRAL, _sizes(32, 4096, 14336, 32, 8, 32000)),
+    "mixtral": _decoder(
+        _MIXTRAL,
+        _sizes(32, 4096, 14336, 32, 8, 32000),
+        aliases={"num_experts": "num_local_experts"},
+        num_local_experts=8,
     ),
-    "qwen2": _Family(
-        _decoder, {"attention_bias": True}, {"norms": _TWO_NORMS, "output_bias": False}
+    "qwen2": _decoder(_QWEN2, _sizes(32, 4096, 22016, 32, 32, 151936)),
+    "qwen2_moe": _decoder(
+        _QWEN2_MOE,
+        _sizes(24, 2048, 5632, 16, 16, 151936),
+        num_experts=60,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        decoder_sparse_step=1,
+        qkv_bias=True,
     ),
-    "qwen3": _Family(_decoder, {"head_dim": 128}, {"norms": _TWO_NORMS, "norms_of_heads": True}),
-    "gemma": _Family(
-        _decoder, {"head_dim": 256, "tie_word_embeddings": True}, {"norms": _TWO_NORMS}
+    "qwen3": _decoder(_QWEN3, _sizes(32, 4096, 22016, 32, 32, 151936), head_dim=128),
+    "qwen3_moe": _decoder(
+        _QWEN3_MOE,
+        _sizes(24, 2048, 6144, 32, 4, 151936),
+        aliases={"num_local_experts": "num_experts"},
+        num_experts=128,
+        moe_intermediate_size=768,
+        decoder_sparse_step=1,
     ),
-    "gemma2": _Family(
-        _decoder, {"head_dim": 256, "tie_word_embeddings": True}, {"norms": _FOUR_NORMS}
+    "gemma": _decoder(
+        _GEMMA,
+        _sizes(28, 3072, 24576, 16, 16, 256000),
+        head_dim=256,
+        tie_word_embeddings=True,
     ),
-    "gpt2": _Family(
-        _gpt2, {"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": True}, {}
+    "gemma2": _decoder(
+        _GEMMA2,
+        _sizes(26, 2304, 9216, 8, 4, 256000),
+        head_dim=256,
+        tie_word_embeddings=True,
     ),
-    "gpt_neox": _Family(_gpt_neox, {"attention_bias": True}, {}),
+    "gemma3": Family(_gemma3, {"tie_word_embeddings": True}),
+    "gemma3_text": _decoder(
+        _GEMMA3_TEXT,
+        _sizes(26, 2304, 9216, 8, 4, 262208),
+        head_dim=256,
+        tie_word_embeddings=True,
+    ),
+    "phi3": _decoder(_PHI3, _sizes(32, 3072, 8192, 32, None, 32064)),
+    "starcoder2": _decoder(
+        _STARCODER2,
+        _sizes(30, 3072, 12288, 24, 2, 49152),
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "olmo2": _decoder(_OLMO2, _sizes(32, 4096, 11008, 32, None, 50304)),
+    "gpt2": Family(gpt2, _GPT2, _GPT2_ALIASES),
+    "gpt_neox": Family(gpt_neox, _NEOX),
 }

@@ -1,0 +1,68 @@
+"""A `config.json` of Hugging Face, read as `transformers` reads it. No JAX."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+_MOST = 10_000_000
+"""A larger number is rather a mistake, and a plan for it would take for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields of a config, with the defaults of its family for those that it leaves out."""
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        """The value of a field; null, which is None, takes the place of a default."""
+        return self.values[name] if name in self.values else self.defaults.get(name)
+
+    def number(self, name: str, null: int | None = None, *, least: int = 1) -> int:
+        """A count; `null` is what stands for null, if it may be that."""
+        found = self.get(name)
+        if found is None and null is not None:
+            return null
+        if type(found) is not int or not least <= found <= _MOST:
+            kind = "a positive integer" if least else "an integer, zero or more"
+            raise ValueError(
+                f"the config has {_shown(found)} as its {name!r}; it must be {kind}, "
+                f"at most {_MOST:,}"
+            )
+        return found
+
+    def flag(self, name: str) -> bool:
+        """A truth value; null is false."""
+        found = self.get(name)
+        if found is not None and type(found) is not bool:
+            raise ValueError(
+                f"the config has {_shown(found)} as its {name!r}; it must be true or false"
+            )
+        return bool(found)
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of integers; null is an empty one."""
+        found = self.get(name)
+        listed = cast("list[Any]", found) if isinstance(found, list) else []
+        if (found is not None and listed is not found) or any(type(n) is not int for n in listed):
+            raise ValueError(
+                f"the config has {_shown(found)} as its {name!r}; it must be a list of integers"
+            )
+        return listed
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A config within the config; null is an empty one."""
+        found = self.get(name)
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(
+                f"the config has {_shown(found)} as its {name!r}; it must be a JSON object"
+            )
+        return cast("dict[str, Any]", found or {})
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
