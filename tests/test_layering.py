@@ -27,7 +27,6 @@ LAYERS = (
     "storage",
     "_document",
     "_checkpoint",
-    "_memory",
     "_fetch",
     "_lazy",
     "_stream",

@@ -1,15 +1,16 @@
 """Execute a read plan: blocks of files into buffers in memory, each block checked. No JAX.
 
-Buffers are fresh and aligned, because JAX takes such memory as it is, without a copy; a buffer that
-was handed out is never written again. Those that are not large are cut from larger pieces of memory
-in the order in which their bytes lie in the files, so that one read fills many of them.
+Buffers are fresh and 64-byte aligned, because JAX takes such memory as it is, without a copy; a
+buffer that was handed out is never written again. Small buffers are cut from larger pieces of
+memory in the order in which their bytes lie in the files, so that one read fills many of them.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 from ostraka import _box, _format, _pack
 from ostraka._checkpoint import Source
 from ostraka._format import FileDigests
-from ostraka._memory import LARGE_BYTES, Supply
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan import Chunk, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
 from ostraka._spec import DTYPES, numpy_dtype
@@ -29,11 +29,17 @@ Array = np.ndarray[Any, Any]
 _READERS = max(2, min(os.cpu_count() or 1, 16))
 _CHUNK_BYTES = 8 << 20
 _OPEN_FILES = 64
+_ALIGNMENT = 64
+_ARENA_BYTES = 2 << 20
+_ARENA_LIMIT_BYTES = 1 << 20
+"""Buffers from this size on have memory of their own."""
+_ADVISED_BYTES = 4 << 20
+"""From this size on numpy asks the kernel for huge pages."""
 
 
 def fetch(source: Source, targets: Sequence[Target]) -> list[Array]:
     """The elements of each wanted box, in memory of its own."""
-    job = FetchJob(source, targets, apart=range(len(targets)))
+    job = FetchJob(source, targets, shared_memory=False)
     for _ in job.run(StopSignal()):
         pass
     return job.arrays
@@ -45,8 +51,7 @@ class FetchJob:
     Raises Damaged, naming the file and the leaves, for bytes that are missing or not as written.
     """
 
-    def __init__(self, source: Source, targets: Sequence[Target], *, apart: Container[int]):
-        """`apart`: the targets whose memory nothing else may be in."""
+    def __init__(self, source: Source, targets: Sequence[Target], *, shared_memory: bool):
         self._source = source
         self._targets = targets
         try:
@@ -56,7 +61,7 @@ class FetchJob:
                 _format.METADATA_NAME, f"it contradicts itself: {error}"
             ) from error
         self._files = [_File(source, read) for read in self.plan.files]
-        self._memory = _Memory(source, self.plan, apart)
+        self._memory = _Memory(source, self.plan, shared=shared_memory)
         self._waiting = [0] * len(targets)
         """Of each target: the files not yet looked at, and the moves that are yet to be made."""
         for file in self._files:
@@ -154,7 +159,6 @@ class FetchJob:
                 pieces.append(scratch[: start - position])
                 scratch = scratch[start - position :]
             if memory is not None:
-                self._memory.supply.make_ready(memory)
                 pieces.append(memory)
             position = stop
         file.read_into(chunk.start, chunk.stop, pieces)
@@ -191,7 +195,7 @@ class FetchJob:
         """Memory for this thread only, good until the thread asks again."""
         held: Array | None = getattr(self._scratch, "held", None)
         if held is None or held.size < nbytes:
-            held = self._scratch.held = self._memory.supply.allocate(nbytes)
+            held = self._scratch.held = _aligned(nbytes)
         return held[:nbytes]
 
 
@@ -272,15 +276,17 @@ _Task = tuple[_File, Chunk]
 class _Memory:
     """The buffers of a read plan."""
 
-    def __init__(self, source: Source, plan: ReadPlan, apart: Container[int]):
+    def __init__(self, source: Source, plan: ReadPlan, *, shared: bool):
         self._source = source
         self._plan = plan
-        self._apart = apart
-        self.supply = Supply()
+        self._arena = np.empty(0, np.uint8)
+        self._arena_used = 0
         self._shapes: dict[_box.Box, tuple[tuple[int, ...], int]] = {}
         self._places: dict[int, tuple[Array, int]] = {}
         """Small buffers: the arena that each was cut from, and where."""
-        self.arrays: list[Array] = [_EMPTY] * len(plan.targets)
+        count = len(plan.targets)
+        self._shared = shared
+        self.arrays: list[Array] = [_EMPTY] * count
 
     def allocate(self, targets: Iterable[int]) -> None:
         """Make memory for targets that have none yet, in the order in which they will be filled."""
@@ -295,15 +301,23 @@ class _Memory:
             box, (_box.shape_of(box), _box.count(box))
         )
         nbytes = elements * dtype.itemsize
-        if 0 < nbytes < LARGE_BYTES and number not in self._apart:
-            memory, start = self._places[number] = self.supply.cut(nbytes)
+        if self._shared and 0 < nbytes < _ARENA_LIMIT_BYTES:
+            memory, start = self._places[number] = self._cut(nbytes)
         else:
-            memory, start = self.supply.allocate(nbytes), 0
+            memory, start = _aligned(nbytes), 0
         self.arrays[number] = np.ndarray(shape, dtype, memory, start)
 
     def forget(self, number: int) -> None:
         self.arrays[number] = _EMPTY
         self._places.pop(number, None)
+
+    def _cut(self, nbytes: int) -> tuple[Array, int]:
+        start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
+        if start + nbytes > self._arena.size:
+            self._arena = _aligned(_ARENA_BYTES)
+            start = 0
+        self._arena_used = start + nbytes
+        return self._arena, start
 
     def flat(self, number: int) -> Array:
         """The bytes of a buffer."""
@@ -334,3 +348,22 @@ class _Memory:
 
 
 _EMPTY = np.empty(0, np.uint8)
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+def detached(array: Array) -> Array:
+    """An array that shares its memory with no other; for those that users may write to."""
+    return array if array.nbytes >= _ARENA_LIMIT_BYTES else array.copy()
+
+
+def _aligned(nbytes: int) -> Array:
+    """Fresh memory at an address that JAX can take as it is."""
+    if nbytes >= _ADVISED_BYTES and _PRIVATE:
+        # Whether huge pages are good for memory that is written once is for the system to say:
+        # where they must be made first, by compaction or by a hypervisor, asking for them makes a
+        # restore several times slower.
+        # Private, because the default would be memory that a forked process shares, and slower.
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), np.uint8)
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]

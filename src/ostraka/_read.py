@@ -10,13 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ostraka import _box
 from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
 from ostraka._checkpoint import Source, load
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
-from ostraka._fetch import FetchJob
+from ostraka._fetch import FetchJob, detached
 from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
@@ -29,8 +28,6 @@ from ostraka.errors import Busy, Damaged, RestoreFailed
 from ostraka.storage import PathLike, Store, open_store
 
 _ATTEMPTS = 10
-_COPIED_BYTES = 1 << 20
-"""Numpy arrays are read with other leaves, and copied, up to this size."""
 _NOT_GIVEN: Any = object()
 
 
@@ -207,13 +204,7 @@ def _read_arrays(
         for box in destination.boxes:
             targets.append(Target(destination.number, box))
             owner.append(number)
-    # Users may write to numpy arrays: they share their memory with no other.
-    apart = {
-        first[number]
-        for number, destination in enumerate(wanted.arrays)
-        if destination.kind == "numpy" and _nbytes(source, destination) >= _COPIED_BYTES
-    }
-    job = FetchJob(source, targets, apart=apart)
+    job = FetchJob(source, targets, shared_memory=True)
     assembler = Assembler()
     waiting = [len(destination.boxes) for destination in wanted.arrays]
     yield from (
@@ -255,8 +246,7 @@ def _place(
         arrays = [array.astype(numpy_dtype(destination.cast)) for array in arrays]
     match destination.kind:
         case "numpy":
-            is_alone = _nbytes(source, destination) >= _COPIED_BYTES or destination.cast
-            return arrays[0] if is_alone else arrays[0].copy()
+            return detached(arrays[0])
         case "scalar":
             return arrays[0][()]
         case "python":
@@ -268,12 +258,6 @@ def _place(
             if destination.kind == "key":
                 return jax.random.wrap_key_data(made, impl=spec.prng)
             return made
-
-
-def _nbytes(source: Source, destination: Destination) -> int:
-    """What a leaf of one box takes in memory, before it is cast."""
-    item_bytes = numpy_dtype(source.metadata.leaves[destination.number].spec.dtype).itemsize
-    return _box.count(destination.boxes[0]) * item_bytes
 
 
 def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:
