@@ -76,9 +76,7 @@ BARS = (
     Bar("stall_many", "orbax", 1.0, faster=False),
     Bar("stall_many", "orbax_best", 1.0, faster=False),
     Bar("verify_warm", "in_turn", 1.2, faster=False),
-    Bar("verify_warm", "bare", 1.2, faster=False),
     Bar("verify_cold", "in_turn", 1.2, faster=False),
-    Bar("verify_cold", "bare", 1.2, faster=False),
 )
 SHOW_S = 0.6
 

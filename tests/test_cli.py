@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -322,6 +323,34 @@ def test_completions(tmp_path: Path):
     assert complete("show", tmp_path / "nowhere", "mo") == []
     assert complete("rm", tmp_path / "runs", "") == ["5"]
     assert "--json" in complete("diff", "--")
+    assert complete("plan", "llama-3.1-")[:3] == ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
+    assert complete("plan", "gpt2", "--rules", "fs")[:2] == ["fsdp", "fsdp+tp"]
+    assert complete("plan", "gpt2", "--optimizer", "ada") == ["adam", "adamw", "adafactor"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "line", "expected"),
+    [
+        ("bash", "complete -p ostraka", "_ostraka_completion ostraka"),
+        ("fish", "complete -C 'ostraka sh'", "show"),
+        ("zsh", "echo $_comps[ostraka]", "_ostraka_completion"),
+    ],
+    ids=["bash", "fish", "zsh"],
+)
+def test_a_shell_takes_its_script(tmp_path: Path, shell: str, line: str, expected: str):
+    if shutil.which(shell) is None:
+        pytest.skip(f"NOT TESTED HERE: completion in {shell}, which is not installed")
+    (tmp_path / "script").write_text(run("completion", shell).stdout)
+    before = "autoload -U compinit; compinit -u;" if shell == "zsh" else ""
+    scripts = str(Path(sys.executable).parent)
+    result = subprocess.run(
+        [shell, "-c", f"{before} source {tmp_path}/script; {line}"],
+        env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert expected in result.stdout, result.stderr
 
 
 # What is not imported

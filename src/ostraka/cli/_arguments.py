@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 _MOST_OFFERS = 200
 
@@ -25,6 +26,35 @@ def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 def _complete_directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
     return click.Path(file_okay=False).shell_complete(ctx, param, incomplete)
+
+
+def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Built-in models, and files."""
+    from ostraka.planner._names import MODELS
+
+    return _words_or_files(ctx, param, incomplete, MODELS)
+
+
+def complete_rules(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Sets of rules, and files."""
+    from ostraka.planner._rules import RULES
+
+    return _words_or_files(ctx, param, incomplete, RULES)
+
+
+def complete_optimizers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Optimizers whose state can be planned."""
+    from ostraka.planner._optimizers import OPTIMIZERS
+
+    return [name for name in OPTIMIZERS if name.startswith(incomplete)]
+
+
+def _words_or_files(
+    ctx: click.Context, param: click.Parameter, incomplete: str, words: Iterable[str]
+) -> list[Any]:
+    found: list[Any] = [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    # A shell that is offered both shows them together.
+    return found + click.Path().shell_complete(ctx, param, incomplete)
 
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ostraka.cli._arguments import complete_models, complete_optimizers, complete_rules
 from ostraka.cli._units import parse_duration, parse_mesh, parse_size
 from ostraka.errors import OstrakaError, store_error
 
@@ -33,11 +34,19 @@ def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", shell_complete=complete_models)
 @click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
 @click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
-@click.option("--rules", help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.")
-@click.option("--optimizer", help="adamw, adam, sgd, adafactor, lion or none: adds its state.")
+@click.option(
+    "--rules",
+    shell_complete=complete_rules,
+    help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
+)
+@click.option(
+    "--optimizer",
+    shell_complete=complete_optimizers,
+    help="adamw, adam, sgd, adafactor, lion or none: adds its state.",
+)
 @click.option("--dtype", help="Of the parameters. Default: as published.")
 @click.option("--optimizer-dtype", help="Of the optimizer's state. Default: as the parameters.")
 @click.option(
