@@ -19,6 +19,7 @@ COLOURS = {
     "bare": "#b8b8b8",
     "in_turn": "#8f8f8f",
 }
+TITLE_INCHES = 0.5
 
 
 def write_results(folder: Path, rows: list[Row], run: dict[str, Any]) -> None:
@@ -109,15 +110,14 @@ def draw(path: Path, rows: list[Row]) -> None:
         return
     columns = min(2, len(shown))
     lines = -(-len(shown) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(6.5 * columns, 2.3 * lines + 0.6), squeeze=False
-    )
+    height = 2.3 * lines + TITLE_INCHES
+    figure, axes = plt.subplots(lines, columns, figsize=(6.5 * columns, height), squeeze=False)
     for axis, row in zip(axes.flat, shown, strict=False):
         _draw_row(axis, row)
     for axis in list(axes.flat)[len(shown) :]:
         axis.set_visible(False)
     figure.suptitle("Ostraka, Orbax, PyTorch DCP and bare I/O (log scale; shorter is better)")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - TITLE_INCHES / height))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
