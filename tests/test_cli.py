@@ -3,8 +3,10 @@
 import json
 import os
 import pty
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -175,6 +177,43 @@ def test_what_the_system_refuses_is_one_line(checkpoint: Path, monkeypatch: pyte
     assert result.stderr == (
         f"ostraka: can't read {checkpoint}/_METADATA: Permission denied; look at its permissions, "
         "or ask its owner\n"
+    )
+
+
+AS_NOBODY = """
+import os, sys
+from contextlib import redirect_stdout, suppress
+from ostraka.cli import main
+command, path = sys.argv[1:]
+with suppress(SystemExit), redirect_stdout(open(os.devnull, "w")):
+    main([command, path])  # loads what it needs, which nobody else may be allowed to read
+os.chmod(os.path.join(path, CLOSED), 0)
+if os.geteuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)  # root may read everything
+main([command, path])
+"""
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("closed", ["_METADATA", "."])
+def test_a_real_lack_of_permission(tmp_path: Path, command: str, closed: str):
+    checkpoint = save_model(tmp_path / "c")
+    for parent in checkpoint.parents:
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
+    result = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY.replace("CLOSED", repr(closed)), command, checkpoint],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    checkpoint.chmod(0o700)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(
+        f"ostraka: can't (read|list) {checkpoint}(/_METADATA)?: Permission denied; "
+        "look at its permissions, or ask its owner\n",
+        result.stderr,
     )
 
 
