@@ -514,11 +514,13 @@ def stop_while_writing(path: str) -> tuple[str, int | str, int | str, list[str]]
     ostraka.save(path, make_tree(1))
     real = LocalWriter.write
     stopped = Path(path + ".stopped")
+    once = threading.Lock()  # a second thread that stopped the process would stop it for good
 
     def write(writer: Any, offset: int, buffers: Any) -> None:
-        if jax.process_index() == 2 and not stopped.exists():
-            stopped.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
+        with once:
+            if jax.process_index() == 2 and not stopped.exists():
+                stopped.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
         real(writer, offset, buffers)
 
     said = "saved"
