@@ -233,8 +233,8 @@ def _raise_at_exit() -> None:
         raise error
 
 
-# Threads can't be started, nor given work, once the interpreter has begun to end them; what is
-# registered with `threading` runs before that, and must not raise, or others would not be told.
+# What is registered with `threading` runs before all that is registered with `atexit`, by which
+# others may close what a save still needs. It must not raise, or those after it would not be told.
 _before_threads_end: Callable[[Callable[[], None]], Any] = getattr(
     threading, "_register_atexit", atexit.register
 )

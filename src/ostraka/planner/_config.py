@@ -64,5 +64,19 @@ class Config:
         return cast("dict[str, Any]", found or {})
 
 
+def decoder_sizes(
+    layers: int, width: int, hidden: int, heads: int, grouped: int | None, vocabulary: int
+) -> dict[str, Any]:
+    """The fields that the config of every decoder has."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": grouped,
+        "vocab_size": vocabulary,
+    }
+
+
 def _shown(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

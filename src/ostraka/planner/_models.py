@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.errors import nearest
-from ostraka.planner._config import Config
+from ostraka.planner._config import Config, decoder_sizes
 from ostraka.planner._gpt import gpt2, gpt_neox
 from ostraka.planner._layers import (
     FOUR_NORMS,
@@ -80,19 +80,6 @@ class Family:
     def read(self, values: Mapping[str, Any]) -> Config:
         named = {self.aliases.get(name, name): value for name, value in values.items()}
         return Config(named, self.defaults)
-
-
-def _sizes(
-    layers: int, width: int, hidden: int, heads: int, grouped: int | None, vocabulary: int
-) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": grouped,
-        "vocab_size": vocabulary,
-    }
 
 
 def _decoder(
@@ -166,28 +153,28 @@ _GPT2_ALIASES = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": _decoder(_LLAMA, _sizes(32, 4096, 11008, 32, None, 32000)),
-    "mistral": _decoder(_MISTRAL, _sizes(32, 4096, 14336, 32, 8, 32000)),
+    "llama": _decoder(_LLAMA, decoder_sizes(32, 4096, 11008, 32, None, 32000)),
+    "mistral": _decoder(_MISTRAL, decoder_sizes(32, 4096, 14336, 32, 8, 32000)),
     "mixtral": _decoder(
         _MIXTRAL,
-        _sizes(32, 4096, 14336, 32, 8, 32000),
+        decoder_sizes(32, 4096, 14336, 32, 8, 32000),
         aliases={"num_experts": "num_local_experts"},
         num_local_experts=8,
     ),
-    "qwen2": _decoder(_QWEN2, _sizes(32, 4096, 22016, 32, 32, 151936)),
+    "qwen2": _decoder(_QWEN2, decoder_sizes(32, 4096, 22016, 32, 32, 151936)),
     "qwen2_moe": _decoder(
         _QWEN2_MOE,
-        _sizes(24, 2048, 5632, 16, 16, 151936),
+        decoder_sizes(24, 2048, 5632, 16, 16, 151936),
         num_experts=60,
         moe_intermediate_size=1408,
         shared_expert_intermediate_size=5632,
         decoder_sparse_step=1,
         qkv_bias=True,
     ),
-    "qwen3": _decoder(_QWEN3, _sizes(32, 4096, 22016, 32, 32, 151936), head_dim=128),
+    "qwen3": _decoder(_QWEN3, decoder_sizes(32, 4096, 22016, 32, 32, 151936), head_dim=128),
     "qwen3_moe": _decoder(
         _QWEN3_MOE,
-        _sizes(24, 2048, 6144, 32, 4, 151936),
+        decoder_sizes(24, 2048, 6144, 32, 4, 151936),
         aliases={"num_local_experts": "num_experts"},
         num_experts=128,
         moe_intermediate_size=768,
@@ -195,31 +182,31 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": _decoder(
         _GEMMA,
-        _sizes(28, 3072, 24576, 16, 16, 256000),
+        decoder_sizes(28, 3072, 24576, 16, 16, 256000),
         head_dim=256,
         tie_word_embeddings=True,
     ),
     "gemma2": _decoder(
         _GEMMA2,
-        _sizes(26, 2304, 9216, 8, 4, 256000),
+        decoder_sizes(26, 2304, 9216, 8, 4, 256000),
         head_dim=256,
         tie_word_embeddings=True,
     ),
     "gemma3": Family(_gemma3, {"tie_word_embeddings": True}),
     "gemma3_text": _decoder(
         _GEMMA3_TEXT,
-        _sizes(26, 2304, 9216, 8, 4, 262208),
+        decoder_sizes(26, 2304, 9216, 8, 4, 262208),
         head_dim=256,
         tie_word_embeddings=True,
     ),
-    "phi3": _decoder(_PHI3, _sizes(32, 3072, 8192, 32, None, 32064)),
+    "phi3": _decoder(_PHI3, decoder_sizes(32, 3072, 8192, 32, None, 32064)),
     "starcoder2": _decoder(
         _STARCODER2,
-        _sizes(30, 3072, 12288, 24, 2, 49152),
+        decoder_sizes(30, 3072, 12288, 24, 2, 49152),
         use_bias=True,
         tie_word_embeddings=True,
     ),
-    "olmo2": _decoder(_OLMO2, _sizes(32, 4096, 11008, 32, None, 50304)),
+    "olmo2": _decoder(_OLMO2, decoder_sizes(32, 4096, 11008, 32, None, 50304)),
     "gpt2": Family(gpt2, _GPT2, _GPT2_ALIASES),
     "gpt_neox": Family(gpt_neox, _NEOX),
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ostraka.errors import nearest
+from ostraka.planner._config import decoder_sizes
 
 
 def config_of(name: str) -> Mapping[str, Any]:
@@ -34,12 +35,7 @@ def _decoder(
 ) -> dict[str, Any]:
     return {
         "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": grouped,
-        "vocab_size": vocabulary,
+        **decoder_sizes(layers, width, hidden, heads, grouped, vocabulary),
         "torch_dtype": "bfloat16",
         **rest,
     }
