@@ -167,19 +167,6 @@ def test_an_error_is_one_line_on_stderr(arguments: list[str], message: str):
     assert result.stderr.count("\n") == 1
 
 
-def test_what_the_system_refuses_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", refuse)
-    result = run("show", checkpoint)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"ostraka: can't read {checkpoint}/_METADATA: Permission denied; look at its permissions, "
-        "or ask its owner\n"
-    )
-
-
 AS_NOBODY = """
 import os, sys
 from contextlib import redirect_stdout, suppress
