@@ -109,21 +109,16 @@ def save_and_say(path: str, number: int, nbytes: int, pipe: int) -> None:
     os.write(pipe, b"s")
 
 
-def time_a_save(path: str, nbytes: int, pipe: int) -> None:
-    """A save over another one, in a process that has saved nothing before."""
-    tree = make_tree(0, nbytes)
-    begin = time.monotonic()
-    ostraka.save(path, tree)
-    os.write(pipe, pickle.dumps(time.monotonic() - begin))
-
-
 def look(path: str, pipe: int) -> None:
     os.write(pipe, pickle.dumps(number_in(path)))
 
 
 def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
-    ostraka.save(path, make_tree(number, nbytes))
-    os.write(pipe, pickle.dumps((number_in(path), names_in(path))))
+    tree = make_tree(number, nbytes)
+    begin = time.monotonic()
+    ostraka.save(path, tree)
+    seconds = time.monotonic() - begin
+    os.write(pipe, pickle.dumps((number_in(path), names_in(path), seconds)))
 
 
 def kill_one_save(path: str, number: int, nbytes: int, wait: Callable[[], None]) -> bool:
@@ -162,9 +157,7 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
     rng = random.Random(seed)
     path = f"{root}/checkpoint"
     tally = {"returned": 0, "committed": 0, "kept": 0, "nothing": 0}
-    outcome_of(save_and_look, path, 0, nbytes)
-    usual_s = outcome_of(time_a_save, path, nbytes)
-    before = 0
+    before, _, save_s = outcome_of(save_and_look, path, 0, nbytes)
     for number in range(1, 2 * trials, 2):
         if rng.random() < 0.15:
             shutil.rmtree(path)
@@ -172,7 +165,8 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
         if rng.random() < 0.4:
             wait = near_the_commit(path, rng.uniform(0, 0.03))
         else:
-            delay_s = rng.uniform(0, 1.2) * usual_s
+            # Of the save just before: how long one takes differs by much from minute to minute.
+            delay_s = rng.uniform(0, 1.2) * save_s
             wait = lambda delay_s=delay_s: time.sleep(delay_s)  # noqa: E731
         returned = kill_one_save(path, number, nbytes, wait)
         found = outcome_of(look, path)
@@ -180,9 +174,9 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
         assert found == number if returned else found in (before, number), where
         kind = "committed" if found == number else "nothing" if found == NOTHING else "kept"
         tally["returned" if returned else kind] += 1
-        before, names = outcome_of(save_and_look, path, number + 1, nbytes)
+        before, names, save_s = outcome_of(save_and_look, path, number + 1, nbytes)
         assert (before, names) == (number + 1, CLEAN), where
-    return {**tally, "usual_s": usual_s}
+    return tally
 
 
 @pytest.mark.parametrize(
@@ -205,10 +199,9 @@ def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):
         devices_per_process=4,
         timeout_s=120 + 12 * trials,
     )
-    assert result.value["kept"] > 0
-    assert (
-        sum(result.value[name] for name in ("returned", "committed", "kept", "nothing")) == trials
-    )
+    tally = result.value
+    assert sum(tally.values()) == trials
+    assert tally["returned"] < trials, tally
 
 
 # Four processes
