@@ -21,6 +21,7 @@ from ostraka._spec import (
     MeshSpec,
     Partition,
     device_boxes,
+    dtype_name,
 )
 from ostraka._tree import check_savable, is_array, is_key, parse
 from ostraka._values import CastValue, HostValue, ProcessValue, ShardedValue, Value, flat_bytes
@@ -59,6 +60,8 @@ class Captured:
     process_of: tuple[int, ...]
     sole_process: dict[int, int] = field(default_factory=dict[int, int])
     """Of several processes, the one whose devices alone hold a leaf; host memory is this one's."""
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    """By path, the encoded states of this process's stateful objects."""
 
     def number_meshes(self) -> None:
         """Number the meshes in the order in which leaves use them, dropping those that none does.
@@ -73,9 +76,6 @@ class Captured:
             return
         self.leaves = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in self.leaves]
         self.meshes = [self.meshes[old] for old in numbers if old != HOST_LOCAL]
-
-    states: dict[str, Any] = field(default_factory=dict[str, Any])
-    """By path, the encoded states of this process's stateful objects."""
 
     def hold(self) -> None:
         """Make all values safe from what happens to the tree after this."""
@@ -169,9 +169,9 @@ class _Capture:
             return self._jax_array(leaf)
         kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
         array = np.asarray(leaf.value)
-        check_dtype(leaf.path, array.dtype)
+        dtype = savable_dtype(leaf.path, array.dtype)
         native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
-        spec = LeafSpec(leaf.path, kind, array.dtype.name, array.shape)
+        spec = LeafSpec(leaf.path, kind, dtype, array.shape)
         return spec, HostValue(native)
 
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
@@ -181,9 +181,9 @@ class _Capture:
         if is_key(array):
             kind, prng = "key", str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        check_dtype(leaf.path, array.dtype)
+        dtype = savable_dtype(leaf.path, array.dtype)
         mesh, partition, index_of = self._sharding(leaf.path, array)
-        spec = LeafSpec(leaf.path, kind, array.dtype.name, array.shape, mesh, partition, prng)
+        spec = LeafSpec(leaf.path, kind, dtype, array.shape, mesh, partition, prng)
         key = (mesh, partition, array.shape)
         boxes = self._boxes.get(key)
         if boxes is None:
@@ -213,12 +213,15 @@ class _Capture:
         return processes.pop() if len(processes) == 1 else None
 
 
-def check_dtype(path: str, dtype: Any) -> None:
-    if dtype.name not in DTYPES:
+def savable_dtype(path: str, dtype: Any) -> str:
+    """The name of a dtype. Raises InvalidTree if a leaf can't be saved for it."""
+    name = dtype_name(dtype)
+    if name not in DTYPES:
         raise InvalidTree(
             f"leaf {path!r} has the dtype {dtype}, which can't be saved; only numbers, booleans "
             "and PRNG keys can"
         )
+    return name
 
 
 def describe_sharding(path: str, sharding: Any, devices: Devices) -> tuple[MeshSpec, Partition]:

@@ -255,14 +255,15 @@ def header_capacity(leaf: LeafSpec) -> int:
     sizes be planned for thousands of devices at once.
     """
     dtype = DTYPES[leaf.dtype]
-    key = json.dumps(leaf.path)
+    key = encode_basestring_ascii(leaf.path)
+    quoted = len(encode_basestring_ascii(key))
     digits = sum(len(str(n)) + 1 for n in leaf.shape) + 3
     if dtype.packed:
         digits = _OFFSET_DIGITS
     tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
     tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
-    sharding = len(json.dumps(key)) + len(json.dumps('{"saved_offsets":[]},:')) + digits
-    named = len(json.dumps(key)) + len(json.dumps('"",:')) + len(leaf.dtype) if dtype.opaque else 0
+    sharding = quoted + len(encode_basestring_ascii('{"saved_offsets":[]},:')) + digits
+    named = quoted + len(encode_basestring_ascii('"",:')) + len(leaf.dtype) if dtype.opaque else 0
     return tensor + sharding + named
 
 

@@ -47,6 +47,7 @@ from ostraka._spec import (
     LeafSpec,
     MeshSpec,
     device_boxes,
+    dtype_name,
     partition_problems,
 )
 from ostraka._tree import is_array, is_key, parse
@@ -349,7 +350,7 @@ class Matcher:
         if tuple(wanted.shape) != saved_shape:
             found = _show_shape(wanted.shape)
             yield f"saved with shape {_show_shape(saved_shape)}, `like` has {found}"
-        if wanted.dtype.name != dtype:
+        if dtype_name(wanted.dtype) != dtype:
             was = f" (cast from {spec.cast_from} by the save)" if spec.cast_from else ""
             hint = ": pass dtype='like' to cast" if is_floating(wanted.dtype.name) else ""
             yield f"saved as {spec.dtype}{was}, `like` has {wanted.dtype.name}{hint}"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ostraka import _box
 from ostraka.errors import InvalidSharding
@@ -92,6 +92,12 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, which numpy puts together anew each time that it is asked."""
+    return dtype.name
 
 
 @dataclass(frozen=True, slots=True)

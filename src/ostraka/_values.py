@@ -9,7 +9,7 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import DTYPES, numpy_dtype
+from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -97,7 +97,7 @@ class ShardedValue:
         self._shape = array.shape
         self._index_of = index_of
         self._boxes = boxes
-        self._gives_views = array.platform() == "cpu" and not DTYPES[array.dtype.name].packed
+        self._gives_views = array.platform() == "cpu" and not DTYPES[dtype_name(array.dtype)].packed
         self.in_host_memory = self._gives_views
         self._held: dict[Box, Array] = {}
 

@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ostraka._capture import (
     Captured,
     Devices,
-    check_dtype,
     check_dtype_rule,
     describe_mesh,
     describe_sharding,
     describe_spec,
+    savable_dtype,
 )
 from ostraka._document import (
     Branch,
@@ -167,14 +167,12 @@ class _Places:
         kind: LeafKind = "jax"
         prng = None
         shape = tuple(value.shape)
-        name = str(value.dtype)
         if is_key(value):
             implementation: Any = value.dtype._impl
             kind, prng, name = "key", str(implementation.name), "uint32"
             shape = (*shape, *implementation.key_shape)
         else:
-            check_dtype(leaf.path, value.dtype)
-            name = value.dtype.name
+            name = savable_dtype(leaf.path, value.dtype)
         if isinstance(value, np.ndarray | np.generic):
             kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
             return LeafSpec(leaf.path, kind, name, shape)
