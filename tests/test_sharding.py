@@ -734,6 +734,26 @@ def measure_init(width: int, depth: int, cap_bytes: int) -> int:
     return memory_bytes("VmHWM") - before
 
 
+def init_with_keys() -> list[bytes]:
+    """The mesh that `jax.make_mesh` gives, whose axes are explicit, and a model with keys."""
+    mesh = jax.make_mesh((4,), ("data",))
+    model, optimizer = init(
+        lambda: Small(nnx.Rngs(0)), mesh, fsdp("data", min_size=4), optax.adam(1e-3)
+    )
+    key = model.dropout.rngs.key[...]
+    assert key.sharding == NamedSharding(mesh, P())
+    assert model.up.kernel[...].sharding == NamedSharding(mesh, P(None, "data"))
+    assert optimizer.opt_state[0].mu["up"]["kernel"][...].sharding.mesh == mesh
+    return [np.asarray(shard.data).tobytes() for shard in _words(key)]
+
+
+def test_init_in_several_processes():
+    alone = Small(nnx.Rngs(0)).dropout.rngs.key[...]
+    expected = np.asarray(jax.random.key_data(alone)).tobytes()
+    for result in run_processes(init_with_keys, processes=2, devices_per_process=2):
+        assert result.value == [expected, expected]
+
+
 def test_init_of_a_model_that_no_process_could_hold():
     """Two processes, each with half of 256 MiB and a cap below the whole.
 

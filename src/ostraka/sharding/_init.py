@@ -18,6 +18,7 @@ from ostraka.sharding._check import settle_checked
 from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
 from ostraka.sharding._findings import raise_errors
+from ostraka.sharding._place import put
 from ostraka.sharding._rules import follow_specs
 
 
@@ -75,7 +76,7 @@ class Prepared:
         """The objects. The arrays are in their places; their shardings get the caller's mesh."""
         from flax import nnx
 
-        placed = jax.device_put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
+        placed = put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
         objects: list[Any] = []
         for graphdef, treedef in self.structures:
             own, placed = placed[: treedef.num_leaves], placed[treedef.num_leaves :]

@@ -38,31 +38,16 @@ def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
         for leaf in leaves_of(parsed)
     }
     arrays = list(array_leaves(parsed))
-    values.update(_put(arrays, shardings))
+    values.update(_place_leaves(arrays, shardings))
     return rebuild(parsed, values)
 
 
-def _put(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
+def _place_leaves(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
     abstract = [leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct)]
     concrete = [leaf for leaf in leaves if not isinstance(leaf.value, jax.ShapeDtypeStruct)]
-    # JAX puts keys onto the devices of this process only, and their words anywhere.
-    in_words = {
-        leaf.path: jax.random.key_impl(leaf.value)
-        for leaf in concrete
-        if is_key(leaf.value) and not shardings[leaf.path].is_fully_addressable
-    }
-    placed = _device_put(
-        [
-            jax.random.key_data(leaf.value) if leaf.path in in_words else leaf.value
-            for leaf in concrete
-        ],
-        [shardings[leaf.path] for leaf in concrete],
-    )
-    arrays = {leaf.path: array for leaf, array in zip(concrete, placed, strict=True)}
-    for path, impl in in_words.items():
-        arrays[path] = jax.random.wrap_key_data(arrays[path], impl=impl)
+    placed = put([leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete])
     return {
-        **arrays,
+        **{leaf.path: array for leaf, array in zip(concrete, placed, strict=True)},
         **{
             leaf.path: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.value.dtype, sharding=shardings[leaf.path]
@@ -70,6 +55,23 @@ def _put(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[s
             for leaf in abstract
         },
     }
+
+
+def put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """Put arrays onto meshes, also onto ones that reach over several processes."""
+    # JAX puts keys onto the devices of this process only, and their words anywhere.
+    impls = [
+        jax.random.key_impl(array) if is_key(array) and not sharding.is_fully_addressable else None
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+    words = [
+        array if impl is None else jax.random.key_data(array)
+        for array, impl in zip(arrays, impls, strict=True)
+    ]
+    return [
+        array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+        for array, impl in zip(_device_put(words, shardings), impls, strict=True)
+    ]
 
 
 def _device_put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
