@@ -515,6 +515,26 @@ def test_disk_that_fills_up_in_the_middle(small_disk: Path):
     assert ostraka.verify(small_disk / "step_2").ok
 
 
+def test_disk_without_room_for_a_tree_of_no_arrays(small_disk: Path):
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    with pytest.raises(
+        SaveFailed,
+        match=r"_METADATA: No space left on device \(the file needs [\d,]+ bytes, 0 are free\)",
+    ):
+        ostraka.save(small_disk / "step_1", {"step": 1})
+
+
+def test_disk_that_takes_no_more_files(tmp_path: Path):
+    options = "size=4m,nr_inodes=4"  # the root's, the checkpoint's, its directory's, and a file's
+    with (
+        mounted(tmp_path / "disk", options=options, for_what="a disk without inodes") as place,
+        pytest.raises(SaveFailed, match=r"needs [\d,]+ bytes, and the file system takes no more"),
+    ):
+        ostraka.save(place / "step_1", {"x": put(np.arange(64.0), "x")})
+
+
 # Nothing is left behind
 
 

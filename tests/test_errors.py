@@ -869,6 +869,12 @@ def test_raised_exceptions_survive_a_pickle(tmp_path: Path, model: Path):
         assert getattr(twin, "errno", None) == getattr(error, "errno", None)
 
 
+def test_what_was_added_to_a_message_survives_a_pickle():
+    error = Damaged("/x", [Problem("a", "it is missing")])
+    error.args = (f"{error}; the step before it is 2",)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 def test_a_process_failure_names_the_process():
     assert "process 3" in str(SaveFailed("/x", 3, "why"))
     assert "process" not in str(SaveFailed("/x", None, "why"))

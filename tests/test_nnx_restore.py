@@ -246,8 +246,11 @@ def test_in_place_restores_a_state_and_a_variable(saved: Any):
     path, model, _ = saved
     target = make_block(1)
     params = nnx.state(target, nnx.Param)  # the model's own variables
-    with pytest.warns(PartialRestore, match="'model/norm/mean' is in the checkpoint but not in"):
+    with pytest.warns(
+        PartialRestore, match="'model/norm/mean' is in the checkpoint but not in"
+    ) as seen:
         ostraka.restore(path, into={"model": params}, strict=False)
+    assert seen[0].filename == __file__
     assert bits(nnx.state(target, nnx.Param)) == bits(nnx.state(model, nnx.Param))
     variable = nnx.Param(jnp.zeros((4, 8)))
     ostraka.save(path, {"kernel": model.first.kernel})

@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -422,3 +424,37 @@ def test_collection_comes_back_when_the_last_of_several_threads_is_done():
     leave.set()
     other.join()
     assert gc.isenabled()
+
+
+FORK_IN_A_PAUSE = """
+import gc, os, threading
+from ostraka._parallel import paused_gc
+
+entered, leave = threading.Event(), threading.Event()
+
+def pause():
+    with paused_gc():
+        entered.set()
+        leave.wait(60)
+
+other = threading.Thread(target=pause)
+other.start()
+entered.wait(60)
+with paused_gc():
+    child = os.fork()
+    found = [gc.isenabled()]
+if child == 0:
+    with paused_gc():
+        found.append(gc.isenabled())
+    found.append(gc.isenabled())
+    os._exit(0 if found == [True, False, True] else 1)
+leave.set()
+other.join()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert found == [False] and gc.isenabled()
+"""
+
+
+def test_a_process_forked_in_a_pause_collects():
+    """In a program of its own: JAX, which is loaded here, warns of forks."""
+    subprocess.run([sys.executable, "-c", FORK_IN_A_PAUSE], check=True)

@@ -51,7 +51,7 @@ from ostraka._spec import (
     partition_problems,
 )
 from ostraka._tree import is_array, is_key, parse
-from ostraka.errors import InvalidTree, Mismatch, PartialRestore, nearest
+from ostraka.errors import InvalidTree, Mismatch, PartialRestore, nearest, warn_caller
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
@@ -154,9 +154,7 @@ class Matcher:
             raise Mismatch(f"{what} {self._location}", self._differences)
         if self._tolerated:
             listed = "; ".join(self._tolerated)
-            warnings.warn(
-                PartialRestore(f"restored {self._location} in part: {listed}"), stacklevel=5
-            )
+            warn_caller(PartialRestore(f"restored {self._location} in part: {listed}"))
         return Wanted(wanted, tuple(arrays), values, tuple(self._states))
 
     # Which leaves there are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,8 +60,26 @@ class ByteBudget:
                 self._changed.notify_all()
 
 
-_gc_pauses = 0
-_gc_lock = Lock()
+class _Pauses:
+    """How many want no collection of cycles just now."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.count = 0
+
+
+_pauses = _Pauses()
+
+
+def _forget_pauses() -> None:
+    """In a forked process nobody is there who would end them."""
+    global _pauses
+    were, _pauses = _pauses, _Pauses()
+    if were.count:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_forget_pauses)
 
 
 @contextmanager
@@ -70,20 +89,19 @@ def paused_gc() -> Generator[None]:
     Beside a program's own objects each collection looks at all of ours, which costs more than
     everything else that is done for a small leaf.
     """
-    global _gc_pauses  # noqa: PLW0603
-    with _gc_lock:
-        was_enabled = gc.isenabled()
-        pausing = was_enabled or _gc_pauses > 0
+    pauses = _pauses
+    with pauses.lock:
+        pausing = gc.isenabled() or pauses.count > 0
         if pausing:
-            _gc_pauses += 1
+            pauses.count += 1
             gc.disable()
     try:
         yield
     finally:
-        if pausing:
-            with _gc_lock:
-                _gc_pauses -= 1
-                if _gc_pauses == 0:
+        if pausing and pauses is _pauses:
+            with pauses.lock:
+                pauses.count -= 1
+                if pauses.count == 0:
                     gc.enable()
 
 

@@ -120,11 +120,39 @@ def save_async(
     >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
     >>> handle.wait()
     """
-    watch = Stopwatch()
+    return begin_save(
+        path,
+        tree,
+        dtype=dtype,
+        metadata=metadata,
+        max_file_bytes=max_file_bytes,
+        if_busy=if_busy,
+        on_commit=on_commit,
+        on_record=on_record,
+        watch=Stopwatch(),
+    )
+
+
+def begin_save(
+    path: PathLike,
+    tree: Any,
+    *,
+    dtype: DtypeRule,
+    metadata: Mapping[str, Any] | None,
+    max_file_bytes: int,
+    if_busy: Literal["wait", "refuse"] = "wait",
+    on_commit: Callable[[], None] | None,
+    on_record: OnRecord | None,
+    watch: Stopwatch,
+    is_waited_for: bool = False,
+) -> SaveHandle:
+    """As `save_async`, for a caller that may have waited before, or will wait for the end."""
     with settled(if_busy):
         saving = _Save(path, watch, on_record, on_commit)
         with paused_gc():
             saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
+        if not is_waited_for:
+            watch.blocked_s = watch.total_s
         return start_in_background(str(path), saving.progress, saving.finish, saving.give_up)
 
 
@@ -179,7 +207,6 @@ class _Save:
             self._max_file_bytes = max_file_bytes
             if hold:
                 captured.hold()
-                self._watch.blocked_s = self._watch.total_s
             self._captured = captured
             self._values = captured.values
             self._watch.lap("capture")

@@ -20,7 +20,9 @@ what was expected and found, and what to do.
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -133,7 +135,8 @@ class Damaged(OstrakaError, ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.problems)
+        # What was added to the message since, a remedy for instance, goes along.
+        return type(self), (self.path, self.problems), {"args": self.args}
 
 
 class _ProcessFailure(OstrakaError, RuntimeError):
@@ -172,6 +175,15 @@ def describe(error: BaseException) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{type(error).__name__}: {error.strerror}{where}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def warn_caller(warning: Warning) -> None:
+    """Warn at the line that called Ostraka, however far above it is."""
+    frame = inspect.currentframe()
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "ostraka":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level)
 
 
 def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> StoreError:

@@ -106,7 +106,7 @@ class LocalStore:
                 raise
             _sync_directory(os.path.dirname(path))
         except OSError as error:
-            raise store_error("write", path, error) from error
+            raise _explain("write", path, len(data), error) from error
 
     def create(self, name: str, size: int) -> _LocalWriter:
         path = self._path(name)
@@ -114,7 +114,7 @@ class LocalStore:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return _LocalWriter(path, size)
         except OSError as error:
-            raise store_error("create", path, error) from error
+            raise _explain("create", path, size, error) from error
 
     def open(self, name: str) -> _LocalReader:
         path = self._path(name)
@@ -167,7 +167,7 @@ class _LocalWriter:
         try:
             end = _write_all(self._file, offset, buffers)
         except OSError as error:
-            raise self._explain(error) from error
+            raise _explain("write", self._path, self._size, error) from error
         _start_writing_out(self._file, offset, end - offset)
 
     def finish(self) -> None:
@@ -178,22 +178,12 @@ class _LocalWriter:
             finally:
                 os.close(file)
         except OSError as error:
-            raise self._explain(error) from error
+            raise _explain("write", self._path, self._size, error) from error
 
     def abandon(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def _explain(self, error: OSError) -> StoreError:
-        mapped = store_error("write", self._path, error)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return mapped
-        needs = f"the file needs {self._size:,} bytes"
-        if error.errno != errno.EFBIG:
-            place = os.statvfs(os.path.dirname(self._path))
-            needs += f", {place.f_bavail * place.f_frsize:,} are free"
-        return StoreError(f"{mapped} ({needs})", errno=error.errno, filename=self._path)
 
 
 class _LocalReader:
@@ -210,6 +200,27 @@ class _LocalReader:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _explain(action: str, path: str, size: int, error: OSError) -> StoreError:
+    """Why a file of `size` bytes can't be written, with what it lacks if that is room."""
+    mapped = store_error(action, path, error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return mapped
+    needs = f"the file needs {size:,} bytes"
+    if error.errno != errno.EFBIG:
+        needs += _room_beside(path)
+    return StoreError(f"{mapped} ({needs})", errno=error.errno, filename=path)
+
+
+def _room_beside(path: str) -> str:
+    """', … are free'; nothing where that can't be told, as of a directory that is gone."""
+    with suppress(OSError):
+        place = os.statvfs(os.path.dirname(path))
+        if place.f_files and not place.f_favail:
+            return ", and the file system takes no more files, however small"
+        return f", {place.f_bavail * place.f_frsize:,} are free"
+    return ""
 
 
 def _write_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
