@@ -161,6 +161,32 @@ print("exit code", child.exitcode, handle.done())
     assert_complete(tmp_path)
 
 
+def test_forked_process_does_not_wait_for_a_save_that_is_not_its_own(tmp_path: Path):
+    body = """
+import os, warnings
+warnings.simplefilter("ignore")
+manager = ostraka.Manager(path)
+manager.save(1, tree)
+handle = manager._pending._handle
+if os.fork() == 0:
+    print(type(handle.exception()).__name__, handle.exception(), handle.done(), flush=True)
+    try:
+        manager.close()
+    except RuntimeError as error:
+        print("closed:", error, flush=True)
+    os._exit(0)
+os.wait()
+manager.close()
+print(manager.steps())
+"""
+    code, out, err = run(body, tmp_path, seconds=0.3)
+    assert (code, err) == (0, "")
+    said = f"the save to {tmp_path}/step_00000001 goes on in process "
+    assert f"RuntimeError {said}" in out
+    assert f"closed: {said}" in out
+    assert out.endswith("[1]\n")
+
+
 def test_error_that_nobody_asked_for_is_printed_when_the_program_ends(tmp_path: Path):
     (tmp_path / "file").write_text("")
     body = """

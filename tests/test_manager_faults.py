@@ -17,7 +17,7 @@ import pytest
 
 import ostraka
 from ostraka import Best, Manager
-from ostraka.errors import Damaged, OstrakaError
+from ostraka.errors import Damaged, OstrakaError, PathInTheWay
 from ostraka.storage import LocalStore
 from ostraka.testing import run_processes
 
@@ -124,12 +124,64 @@ def test_a_run_does_not_begin_anew_because_no_step_can_be_read(tmp_path: Path):
     file = tmp_path / "step_00000020" / "_METADATA"
     file.write_bytes(file.read_bytes()[:-20])
     with Manager(tmp_path, asynchronous=False) as manager:
-        with pytest.raises(Damaged, match="step_00000020 is damaged.* no other step: mend it, or"):
+        with pytest.raises(Damaged, match="step_00000020 is damaged.* no step .* can be read"):
             manager.latest()
         manager.delete(20)
         assert manager.latest() is None
         manager.save(1, tree_of(1))
         assert manager.latest() == 1
+
+
+def damage(root: Path, step: int) -> None:
+    file = min((root / f"step_{step:08d}").glob("shards-*/shard_*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_falls_back_over_any_number_of_damaged_steps(tmp_path: Path):
+    fill(tmp_path, *range(15))
+    for step in range(1, 15):
+        damage(tmp_path, step)
+    with Manager(tmp_path, read_only=True) as manager:
+        with pytest.warns(UserWarning, match="can't be restored, so step") as said:
+            assert manager.restore(fallback=True)["step"] == 0
+        assert manager.restored == 0
+    assert len(said) == 14
+
+
+def test_steps_that_cannot_be_read_are_not_said_to_be_missing(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"step_{step:08d}" / "_METADATA").write_bytes(b"")
+    manager = Manager(tmp_path, read_only=True)
+    with pytest.raises(Damaged, match="no step in .* can be read: mend one, or delete them all"):
+        manager.latest()
+    with pytest.raises(Damaged, match="step_00000002 is damaged.* has no intact step before it"):
+        manager.restore(fallback=True)
+
+
+@pytest.mark.parametrize("name", ["step_00000001", "1"])
+def test_what_a_linked_step_leads_to_is_not_written_to(tmp_path: Path, name: str):
+    elsewhere = tmp_path / "elsewhere"
+    fill(elsewhere, 7)
+    with Manager(elsewhere) as other:
+        other.pin(7)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / name).symlink_to(elsewhere / "step_00000007")
+    with Manager(root, asynchronous=False) as manager:
+        with pytest.raises(PathInTheWay, match=f"{name} is a link.*delete step 1 first, which"):
+            manager.save(1, tree_of(1))
+        manager.unpin(1)
+        assert manager.restore()["step"] == 7
+        manager.delete(1)
+        assert manager.save(1, tree_of(1))
+        assert manager.restore()["step"] == 1
+    with Manager(elsewhere, keep=1, asynchronous=False) as other:
+        other.save(8, tree_of(8))
+        assert other.steps() == [7, 8]
+        assert other.restore(7)["step"] == 7
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_passed_over(

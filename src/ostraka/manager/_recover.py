@@ -59,9 +59,8 @@ def latest_step(root: Root) -> int | None:
     if "problems" not in found:
         return found["step"]
     damaged = Damaged(found["path"], _decode(found["problems"]))
-    damaged.args = (
-        f"{damaged}; {root.location} has no other step: mend it, or delete it to begin anew",
-    )
+    hint = f"no step in {root.location} can be read: mend one, or delete them all to begin anew"
+    damaged.args = (f"{damaged}; {hint}",)
     raise damaged
 
 
@@ -78,7 +77,8 @@ class Recovery:
 
     def run(self, restore: Callable[[str], Any]) -> tuple[int, Any]:
         """The step that was restored, and what `restore` made of its path."""
-        for _ in range(_ATTEMPTS + 1):
+        times_gone = 0
+        while times_gone <= _ATTEMPTS:
             choice = self._choose()
             outcome = self._try(choice, restore)
             match outcome.status:
@@ -87,7 +87,7 @@ class Recovery:
                 case "damaged":
                     self._go_on_without(choice, outcome)
                 case "gone" if self._step is None:
-                    continue  # Retention of another run was faster.
+                    times_gone += 1  # Retention of another run was faster.
                 case _ if outcome.error is not None:
                     raise outcome.error
                 case _:
@@ -149,7 +149,7 @@ class Recovery:
             )
             return
         if choice.before is None:
-            hint = f"{self._root.location} has no step before it"
+            hint = f"{self._root.location} has no intact step before it"
         else:
             hint = (
                 f"the step before it is {choice.before}: pass step={choice.before}, or "
