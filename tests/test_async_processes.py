@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -302,6 +304,23 @@ def slowed(seconds: float) -> Any:
     return patch.object(LocalWriter, "write", write)
 
 
+@contextmanager
+def held() -> Generator[threading.Event]:
+    """Have all writes wait until the event is set."""
+    go_on = threading.Event()
+    real = LocalWriter.write
+
+    def write(self: Any, offset: int, buffers: Any) -> None:
+        go_on.wait()
+        real(self, offset, buffers)
+
+    with patch.object(LocalWriter, "write", write):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
 def caught(work: Callable[[], Any]) -> tuple[str, str, float]:
     """The type and the words of what `work` raises, and how long it took."""
     began = time.monotonic()
@@ -319,7 +338,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
     tree = make_tree(1)
     step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
     path = f"{folder}/a"
-    with slowed(1.5):
+    with held() as go_on:
         handle = ostraka.save_async(path, tree, on_commit=lambda: commits.append(path))
         arrays = {name: tree[name] for name in ("sharded", "replicated")}
         for _ in range(3):
@@ -334,6 +353,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
             with Operation("count") as operation:
                 found["sums"].append(operation.exchange("sum", number, sum))
         found["was_running"] = not handle.done()
+        go_on.set()
         handle.wait()
     found["record"] = handle.record
     found["commits"] = commits
