@@ -50,7 +50,7 @@ def fill(root: Path, *steps: int, **options: Any) -> None:
         ({"when": 5}, "when must be a function, not 5"),
         ({"on_record": 5}, "on_record must be a function, not 5"),
         ({"at": 5}, "at must be a list of steps, not 5"),
-        ({"at": [1.5]}, "a step must be a whole number, not 1.5"),
+        ({"at": [1.5]}, "at: a step must be a whole number, not 1.5"),
         ({"every_s": "5"}, "every_s must be a number of seconds, not '5'"),
     ],
     ids=str,
@@ -97,6 +97,18 @@ def test_metrics_that_are_no_numbers(tmp_path: Path, value: Any):
         assert manager.save(1, tree_of(1), metrics={"loss": jnp.bfloat16(2), "n": np.float16(1)})
         manager.wait()
         assert manager.metrics(1) == {"loss": 2, "n": 1}
+
+
+def test_metrics_and_metadata_that_are_no_dict(tmp_path: Path):
+    odd: Any = [("loss", 1.0)]
+    with Manager(tmp_path) as manager:
+        with pytest.raises(
+            TypeError, match=r"metrics must be a dict, such as .*, not \[\('loss', 1.0\)\]"
+        ):
+            manager.save(1, tree_of(1), metrics=odd)
+        with pytest.raises(TypeError, match=r"metadata must be a dict, not \[\('loss', 1.0\)\]"):
+            manager.save(1, tree_of(1), metadata=odd)
+        assert manager.steps() == []
 
 
 # Going on
