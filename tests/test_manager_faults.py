@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ostraka
 from ostraka import Best, Manager
@@ -160,6 +161,37 @@ def test_falls_back_over_any_number_of_damaged_steps(tmp_path: Path):
             assert manager.restore(fallback=True)["step"] == 0
         assert manager.restored == 0
     assert len(said) == 14
+
+
+def lose_sectors_of(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the disk say EIO for every shard of a step."""
+    lost = {file.stat().st_ino for file in step.glob("shards-*/shard_*.safetensors")}
+    read = os.preadv
+
+    def preadv(file: int, *args: Any) -> int:
+        if os.fstat(file).st_ino in lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_step_that_the_disk_has_lost_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
+):
+    for step in (1, 2):
+        ostraka.save(tmp_path / str(step), {"state": nnx.Param(jnp.full(8, step))})
+    lose_sectors_of(tmp_path / "2", monkeypatch)
+    into = {"state": nnx.Param(jnp.zeros(8, int))}
+    with Manager(tmp_path) as manager:
+        said = r"/2 is damaged: shards-\w+/shard_00000.safetensors: it can't be read: Input/output"
+        with pytest.raises(Damaged, match=f"{said} error; the step before it is 1"):
+            manager.restore(into=into)
+        with pytest.warns(UserWarning, match=f"step 2 can't be restored, so step 1 is: .*{said}"):
+            manager.restore(into=into, strict=not lenient, fallback=True)
+        assert manager.restored == 1
+    assert into["state"][...].tolist() == [1] * 8
 
 
 def test_steps_that_cannot_be_read_are_not_said_to_be_missing(tmp_path: Path):
