@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -161,6 +163,32 @@ print("exit code", child.exitcode, handle.done())
     assert_complete(tmp_path)
 
 
+def test_forked_process_does_not_wait_for_a_save_that_is_not_its_own(tmp_path: Path):
+    body = """
+import os, warnings
+warnings.simplefilter("ignore")
+manager = ostraka.Manager(path)
+manager.save(1, tree)
+handle = manager._pending._handle
+if os.fork() == 0:
+    print(type(handle.exception()).__name__, handle.exception(), handle.done(), flush=True)
+    try:
+        manager.close()
+    except RuntimeError as error:
+        print("closed:", error, flush=True)
+    os._exit(0)
+os.wait()
+manager.close()
+print(manager.steps())
+"""
+    code, out, err = run(body, tmp_path, seconds=0.3)
+    assert (code, err) == (0, "")
+    said = f"the save to {tmp_path}/step_00000001 goes on in process "
+    assert f"RuntimeError {said}" in out
+    assert f"closed: {said}" in out
+    assert out.endswith("[1]\n")
+
+
 def test_error_that_nobody_asked_for_is_printed_when_the_program_ends(tmp_path: Path):
     (tmp_path / "file").write_text("")
     body = """
@@ -276,6 +304,23 @@ def slowed(seconds: float) -> Any:
     return patch.object(LocalWriter, "write", write)
 
 
+@contextmanager
+def held() -> Generator[threading.Event]:
+    """Have all writes wait until the event is set."""
+    go_on = threading.Event()
+    real = LocalWriter.write
+
+    def write(self: Any, offset: int, buffers: Any) -> None:
+        go_on.wait()
+        real(self, offset, buffers)
+
+    with patch.object(LocalWriter, "write", write):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
 def caught(work: Callable[[], Any]) -> tuple[str, str, float]:
     """The type and the words of what `work` raises, and how long it took."""
     began = time.monotonic()
@@ -293,7 +338,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
     tree = make_tree(1)
     step = jax.jit(lambda t: jax.tree.map(lambda a: a + 1, t), donate_argnums=0)
     path = f"{folder}/a"
-    with slowed(1.5):
+    with held() as go_on:
         handle = ostraka.save_async(path, tree, on_commit=lambda: commits.append(path))
         arrays = {name: tree[name] for name in ("sharded", "replicated")}
         for _ in range(3):
@@ -308,6 +353,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
             with Operation("count") as operation:
                 found["sums"].append(operation.exchange("sum", number, sum))
         found["was_running"] = not handle.done()
+        go_on.set()
         handle.wait()
     found["record"] = handle.record
     found["commits"] = commits

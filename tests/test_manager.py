@@ -410,7 +410,7 @@ def test_a_damaged_newest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         damage(tmp_path, 10)
         with (
             pytest.warns(UserWarning, match="can't be restored, so step"),
-            pytest.raises(Damaged, match="step_00000010 is damaged.* has no step before it"),
+            pytest.raises(Damaged, match="step_00000010 is damaged.* no intact step before it"),
         ):
             manager.restore(fallback=True)
 

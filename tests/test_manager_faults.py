@@ -14,10 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ostraka
 from ostraka import Best, Manager
-from ostraka.errors import Damaged, OstrakaError
+from ostraka.errors import Damaged, OstrakaError, PathInTheWay
 from ostraka.storage import LocalStore
 from ostraka.testing import run_processes
 
@@ -50,7 +51,7 @@ def fill(root: Path, *steps: int, **options: Any) -> None:
         ({"when": 5}, "when must be a function, not 5"),
         ({"on_record": 5}, "on_record must be a function, not 5"),
         ({"at": 5}, "at must be a list of steps, not 5"),
-        ({"at": [1.5]}, "a step must be a whole number, not 1.5"),
+        ({"at": [1.5]}, "at: a step must be a whole number, not 1.5"),
         ({"every_s": "5"}, "every_s must be a number of seconds, not '5'"),
     ],
     ids=str,
@@ -99,6 +100,18 @@ def test_metrics_that_are_no_numbers(tmp_path: Path, value: Any):
         assert manager.metrics(1) == {"loss": 2, "n": 1}
 
 
+def test_metrics_and_metadata_that_are_no_dict(tmp_path: Path):
+    odd: Any = [("loss", 1.0)]
+    with Manager(tmp_path) as manager:
+        with pytest.raises(
+            TypeError, match=r"metrics must be a dict, such as .*, not \[\('loss', 1.0\)\]"
+        ):
+            manager.save(1, tree_of(1), metrics=odd)
+        with pytest.raises(TypeError, match=r"metadata must be a dict, not \[\('loss', 1.0\)\]"):
+            manager.save(1, tree_of(1), metadata=odd)
+        assert manager.steps() == []
+
+
 # Going on
 
 
@@ -124,12 +137,95 @@ def test_a_run_does_not_begin_anew_because_no_step_can_be_read(tmp_path: Path):
     file = tmp_path / "step_00000020" / "_METADATA"
     file.write_bytes(file.read_bytes()[:-20])
     with Manager(tmp_path, asynchronous=False) as manager:
-        with pytest.raises(Damaged, match="step_00000020 is damaged.* no other step: mend it, or"):
+        with pytest.raises(Damaged, match="step_00000020 is damaged.* no step .* can be read"):
             manager.latest()
         manager.delete(20)
         assert manager.latest() is None
         manager.save(1, tree_of(1))
         assert manager.latest() == 1
+
+
+def damage(root: Path, step: int) -> None:
+    file = min((root / f"step_{step:08d}").glob("shards-*/shard_*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_falls_back_over_any_number_of_damaged_steps(tmp_path: Path):
+    fill(tmp_path, *range(15))
+    for step in range(1, 15):
+        damage(tmp_path, step)
+    with Manager(tmp_path, read_only=True) as manager:
+        with pytest.warns(UserWarning, match="can't be restored, so step") as said:
+            assert manager.restore(fallback=True)["step"] == 0
+        assert manager.restored == 0
+    assert len(said) == 14
+
+
+def lose_sectors_of(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the disk say EIO for every shard of a step."""
+    lost = {file.stat().st_ino for file in step.glob("shards-*/shard_*.safetensors")}
+    read = os.preadv
+
+    def preadv(file: int, *args: Any) -> int:
+        if os.fstat(file).st_ino in lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_step_that_the_disk_has_lost_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
+):
+    for step in (1, 2):
+        ostraka.save(tmp_path / str(step), {"state": nnx.Param(jnp.full(8, step))})
+    lose_sectors_of(tmp_path / "2", monkeypatch)
+    into = {"state": nnx.Param(jnp.zeros(8, int))}
+    with Manager(tmp_path) as manager:
+        said = r"/2 is damaged: shards-\w+/shard_00000.safetensors: it can't be read: Input/output"
+        with pytest.raises(Damaged, match=f"{said} error; the step before it is 1"):
+            manager.restore(into=into)
+        with pytest.warns(UserWarning, match=f"step 2 can't be restored, so step 1 is: .*{said}"):
+            manager.restore(into=into, strict=not lenient, fallback=True)
+        assert manager.restored == 1
+    assert into["state"][...].tolist() == [1] * 8
+
+
+def test_steps_that_cannot_be_read_are_not_said_to_be_missing(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"step_{step:08d}" / "_METADATA").write_bytes(b"")
+    manager = Manager(tmp_path, read_only=True)
+    with pytest.raises(Damaged, match="no step in .* can be read: mend one, or delete them all"):
+        manager.latest()
+    with pytest.raises(Damaged, match="step_00000002 is damaged.* has no intact step before it"):
+        manager.restore(fallback=True)
+
+
+@pytest.mark.parametrize("name", ["step_00000001", "1"])
+def test_what_a_linked_step_leads_to_is_not_written_to(tmp_path: Path, name: str):
+    elsewhere = tmp_path / "elsewhere"
+    fill(elsewhere, 7)
+    with Manager(elsewhere) as other:
+        other.pin(7)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / name).symlink_to(elsewhere / "step_00000007")
+    with Manager(root, asynchronous=False) as manager:
+        with pytest.raises(PathInTheWay, match=f"{name} is a link.*delete step 1 first, which"):
+            manager.save(1, tree_of(1))
+        manager.unpin(1)
+        assert manager.restore()["step"] == 7
+        manager.delete(1)
+        assert manager.save(1, tree_of(1))
+        assert manager.restore()["step"] == 1
+    with Manager(elsewhere, keep=1, asynchronous=False) as other:
+        other.save(8, tree_of(8))
+        assert other.steps() == [7, 8]
+        assert other.restore(7)["step"] == 7
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_passed_over(

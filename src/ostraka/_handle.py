@@ -95,6 +95,17 @@ class SaveHandle:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
 
+    def _lose(self) -> None:
+        """After a fork, in the child: the thread that sees it through is in the parent alone."""
+        self._error = RuntimeError(
+            f"the save to {self.path} goes on in process {os.getppid()}, which began it; wait for "
+            "it there"
+        )
+        self._is_error_seen = True
+        # A new one: a thread that is not here may have held the old one's lock.
+        self._ended = threading.Event()
+        self._ended.set()
+
     def _take_unseen(self) -> BaseException | None:
         """The error, if it has ended with one that nobody has been told of yet."""
         if self._is_error_seen or not self.done():
@@ -121,10 +132,16 @@ class _Background:
         self.turn = threading.RLock()
         self.current: SaveHandle | None = None
 
+    def forget_after_fork(self) -> None:
+        current = self.current
+        self.forget()
+        if current is not None and not current.done():
+            current._lose()  # pyright: ignore[reportPrivateUsage]
+
 
 _background = _Background()
 # In a forked process no thread is there that would ever end the save.
-os.register_at_fork(after_in_child=_background.forget)
+os.register_at_fork(after_in_child=_background.forget_after_fork)
 
 
 def settle(if_busy: Literal["wait", "refuse"] = "wait") -> None:

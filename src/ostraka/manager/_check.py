@@ -23,7 +23,10 @@ def check_steps(name: str, steps: Iterable[SupportsIndex]) -> frozenset[int]:
         listed = list(steps)
     except TypeError as error:
         raise TypeError(f"{name} must be a list of steps, not {steps!r}") from error
-    return frozenset(check_step(step) for step in listed)
+    try:
+        return frozenset(check_step(step) for step in listed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def check_count(name: str, count: SupportsIndex | None) -> int | None:

@@ -96,6 +96,8 @@ class Manager:
         self._pending = PendingSave()
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
+        self._links: set[int] = set()
+        """Steps that were links when the manager was opened."""
         self._newest: int | None = None
         self._closed = False
         self._lock = RootLock(self._root.location)
@@ -299,6 +301,7 @@ class Manager:
             steps = self._root.scan()
             return {
                 "names": [[s.step, s.names[0]] for s in steps],
+                "links": [s.step for s in steps if self._root.is_link(s.names[0])],
                 "newest": max((s.step for s in steps if not s.problems), default=None),
             }
 
@@ -308,6 +311,7 @@ class Manager:
             self._lock.release()
             raise
         self._names = dict(found["names"])
+        self._links = set(found["links"])
         self._newest = found["newest"]
 
     def _described(self) -> dict[str, str]:
@@ -325,8 +329,11 @@ class Manager:
         self._pending.settle()
         if not force:
             self._check_order(step)
+        name = self._names.get(step, name_of(step))
+        if step in self._links:
+            decide_together(f"look at step {step}", lambda: self._root.refuse_link(name))
         self._schedule.note_save()
-        path = self._root.path(self._names.get(step, name_of(step)))
+        path = self._root.path(name)
         self._newest = max(step, step if self._newest is None else self._newest)
         self._pending.begin(
             lambda: save_async(

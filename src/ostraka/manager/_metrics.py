@@ -17,6 +17,8 @@ def with_metrics(
     metadata: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, step: int
 ) -> dict[str, Any]:
     """The user's metadata, and beside it what the manager will want to know."""
+    _check_dict("metadata", metadata, "")
+    _check_dict("metrics", metrics, ", such as {'loss': 0.5}")
     user = dict(metadata or {})
     if RESERVED_KEY in user:
         raise ValueError(
@@ -39,6 +41,11 @@ def metrics_in(user: Mapping[str, Any]) -> Mapping[str, float]:
         except (TypeError, ValueError, OverflowError):
             continue
     return MappingProxyType(found)
+
+
+def _check_dict(name: str, given: Any, example: str) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict{example}, not {given!r}")
 
 
 def _encode(name: Any, value: Any) -> float | str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ostraka._record import logger as log
-from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed
+from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed, StoreError
 from ostraka.integrity import verify
 from ostraka.manager._steps import Root, no_such_step
 from ostraka.manager._together import agree, decide_together
 
 _ATTEMPTS = 10
+_LOST = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
+"""What the system says of bytes that a disk can no longer give; asking again does not help."""
 _STACK_LEVEL = 4
 """From here to the line that called the manager."""
 
@@ -59,9 +63,8 @@ def latest_step(root: Root) -> int | None:
     if "problems" not in found:
         return found["step"]
     damaged = Damaged(found["path"], _decode(found["problems"]))
-    damaged.args = (
-        f"{damaged}; {root.location} has no other step: mend it, or delete it to begin anew",
-    )
+    hint = f"no step in {root.location} can be read: mend one, or delete them all to begin anew"
+    damaged.args = (f"{damaged}; {hint}",)
     raise damaged
 
 
@@ -78,7 +81,8 @@ class Recovery:
 
     def run(self, restore: Callable[[str], Any]) -> tuple[int, Any]:
         """The step that was restored, and what `restore` made of its path."""
-        for _ in range(_ATTEMPTS + 1):
+        times_gone = 0
+        while times_gone <= _ATTEMPTS:
             choice = self._choose()
             outcome = self._try(choice, restore)
             match outcome.status:
@@ -87,7 +91,7 @@ class Recovery:
                 case "damaged":
                     self._go_on_without(choice, outcome)
                 case "gone" if self._step is None:
-                    continue  # Retention of another run was faster.
+                    times_gone += 1  # Retention of another run was faster.
                 case _ if outcome.error is not None:
                     raise outcome.error
                 case _:
@@ -117,7 +121,7 @@ class Recovery:
         path = self._root.path(chosen.names[0])
         problems = chosen.problems
         if self._verify_first and not problems:
-            problems = verify(path, raises=False).problems
+            problems = _look_for_problems(path)
         return {
             "step": chosen.step,
             "path": path,
@@ -149,7 +153,7 @@ class Recovery:
             )
             return
         if choice.before is None:
-            hint = f"{self._root.location} has no step before it"
+            hint = f"{self._root.location} has no intact step before it"
         else:
             hint = (
                 f"the step before it is {choice.before}: pass step={choice.before}, or "
@@ -170,8 +174,29 @@ def _attempt(path: str, restore: Callable[[str], Any]) -> _Outcome:
         return _Outcome("gone", (), None, error)
     except RestoreFailed as error:
         return _Outcome("follows", (), None, error)
+    except StoreError as error:
+        lost = _lost_in(path, error)
+        return _Outcome("damaged" if lost else "failed", lost, None, error)
     except Exception as error:
         return _Outcome("failed", (), None, error)
+
+
+def _look_for_problems(path: str) -> tuple[Problem, ...]:
+    try:
+        return tuple(verify(path, raises=False).problems)
+    except StoreError as error:
+        lost = _lost_in(path, error)
+        if not lost:
+            raise
+        return lost
+
+
+def _lost_in(path: str, error: StoreError) -> tuple[Problem, ...]:
+    """What a refusal of the store says about the checkpoint; nothing if it is no fault of that."""
+    code, file = error.errno, error.filename
+    if code is None or code not in _LOST or file is None:
+        return ()
+    return (Problem(os.path.relpath(file, path), f"it can't be read: {os.strerror(code)}"),)
 
 
 def _sum_up(outcomes: list[Any]) -> list[Any]:

@@ -103,6 +103,18 @@ class Root:
     def path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
+    def is_link(self, name: str) -> bool:
+        """Whether what lies under this name is elsewhere, and not the manager's to change."""
+        return os.path.islink(self.path(name))
+
+    def refuse_link(self, name: str) -> None:
+        """Raise PathInTheWay where saving would replace what a link leads to."""
+        if self.is_link(name):
+            raise PathInTheWay(
+                f"{self.path(name)} is a link, and saving would replace what it leads to; delete "
+                f"step {step_of(name)} first, which removes the link alone"
+            )
+
     def scan(self) -> list[Step]:
         """All steps in ascending order, those that can't be read included."""
         with self._lock:
@@ -146,6 +158,8 @@ class Root:
     def unpin(self, number: int) -> None:
         with self._lock:
             for name in self.find(number).names:
+                if self.is_link(name):
+                    continue  # Another run may have pinned what it leads to.
                 store = self._open(name)
                 store.delete(PIN_NAME)
                 store.settle("")
@@ -154,7 +168,7 @@ class Root:
         """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
         with self._lock:
             for name in self._store.list() or []:
-                if step_of(name) is None or os.path.islink(self.path(name)):
+                if step_of(name) is None or self.is_link(name):
                     continue
                 try:
                     self._clean(name)
@@ -176,8 +190,7 @@ class Root:
 
     def _is_pinned(self, name: str) -> bool:
         # What a link leads to is not the manager's to delete.
-        path = self.path(name)
-        return os.path.islink(path) or os.path.lexists(os.path.join(path, PIN_NAME))
+        return self.is_link(name) or os.path.lexists(os.path.join(self.path(name), PIN_NAME))
 
     def _known(self, name: str) -> _Found:
         found = self._cache[name][1]
@@ -211,9 +224,8 @@ class Root:
         return self._cache[name][1]
 
     def _remove(self, name: str) -> None:
-        path = self.path(name)
-        if os.path.islink(path):
-            os.unlink(path)
+        if self.is_link(name):
+            os.unlink(self.path(name))
             return
         store = self._open(name)
         with store.exclusive():
