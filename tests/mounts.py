@@ -1,10 +1,13 @@
-"""A file system of a test's own: a small one, or one that nobody may write to."""
+"""A file system of a test's own: small, read-only, or with sectors that are lost."""
 
+import errno
+import os
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +23,17 @@ def mounted(place: Path, *, options: str, for_what: str) -> Generator[Path]:
         yield place
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+def lose_sectors(files: Iterable[Path], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> None:
+    """Have the system say what it says of files whose disk can't give byte `at` any more."""
+    lost = {file.stat().st_ino for file in files}
+    read = os.preadv
+
+    def preadv(file: int, buffers: list[Any], offset: int) -> int:
+        count = read(file, buffers, offset)
+        if offset <= at < offset + count and os.fstat(file).st_ino in lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)

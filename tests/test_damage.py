@@ -1,5 +1,6 @@
 """Bytes that were changed, lost, added or swapped: always found, always named, never returned."""
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka.errors import CheckpointNotFound, Damaged
+from mounts import lose_sectors
+from ostraka.errors import CheckpointNotFound, Damaged, store_error
+from ostraka.storage import LocalStore
 from ostraka.testing import run_processes
 
 FLIPS = 600
@@ -509,6 +512,39 @@ def test_verify_lists_every_damaged_block(tmp_path: Path):
             assert {(p.file, p.leaves) for p in problems} == {(region.file, (region.leaf,))}
             with pytest.raises(Damaged, match=f"{region.leaf!r}"):
                 ostraka.restore(path)
+
+
+def test_what_the_disk_can_not_give_any_more_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "checkpoint"
+    ostraka.save(path, {"a": np.zeros(5 << 20, np.uint8), "b": np.ones(9 << 20, np.uint8)})
+    files = [str(file.relative_to(path)) for file in path.glob("shards-*/*.safetensors")]
+    b = next(r for file in files for r in shard_regions(path, file) if r.leaf == "b")
+    lose_sectors([path / b.file], monkeypatch, at=b.stop - 1)
+    said = "it can't be read: Input/output error"
+    (problem,) = ostraka.verify(path, raises=False).problems
+    assert (problem.file, problem.leaves, problem.found) == (b.file, ("b",), said)
+    with pytest.raises(Damaged, match=f"{b.file} .*'b'\\): {said}"):
+        ostraka.restore(path)
+    assert not ostraka.open(path)["a"][...].any()
+
+
+@pytest.mark.parametrize("lost", ["_METADATA", "process_00000.json"])
+def test_small_files_that_the_disk_can_not_give_any_more(
+    single: Subject, monkeypatch: pytest.MonkeyPatch, lost: str
+):
+    get = LocalStore.get
+
+    def refuse(store: LocalStore, name: str) -> bytes:
+        if name.endswith(lost):
+            raise store_error("read", name, OSError(errno.EIO, os.strerror(errno.EIO)))
+        return get(store, name)
+
+    monkeypatch.setattr(LocalStore, "get", refuse)
+    for read in (ostraka.verify, ostraka.restore):
+        with pytest.raises(Damaged, match=f"{lost}: it can't be read: Input/output error"):
+            read(single.path)
 
 
 def test_a_report_of_a_whole_checkpoint(subject: Subject):

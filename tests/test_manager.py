@@ -725,6 +725,25 @@ def test_saves_and_restores_are_recorded(tmp_path: Path):
     ]
 
 
+def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path):
+    """For the end, where that was asked for, and for the save before."""
+    records: list[ostraka.Record] = []
+    goes_on = threading.Event()
+
+    def slow(record: ostraka.Record) -> None:
+        records.append(record)
+        goes_on.wait(60)
+
+    with Manager(tmp_path, on_record=slow) as manager:
+        manager.save(1, tree_of(1))
+        threading.Timer(0.3, goes_on.set).start()
+        manager.save(2, tree_of(2))
+        manager.save(3, tree_of(3), asynchronous=False)
+    _, second, third = records
+    assert 0.2 < second.phases["wait"] < second.blocked_s < second.total_s
+    assert third.blocked_s == pytest.approx(third.total_s, rel=0.1)
+
+
 def test_callback_that_raises_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def call_back(record: ostraka.Record) -> None:
         raise OSError("of the callback's own")

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import ostraka
+from mounts import lose_sectors
 from ostraka import Best, Manager
 from ostraka.errors import Damaged, OstrakaError, PathInTheWay
 from ostraka.storage import LocalStore
@@ -163,26 +164,13 @@ def test_falls_back_over_any_number_of_damaged_steps(tmp_path: Path):
     assert len(said) == 14
 
 
-def lose_sectors_of(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the disk say EIO for every shard of a step."""
-    lost = {file.stat().st_ino for file in step.glob("shards-*/shard_*.safetensors")}
-    read = os.preadv
-
-    def preadv(file: int, *args: Any) -> int:
-        if os.fstat(file).st_ino in lost:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(file, *args)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-
-
 @pytest.mark.parametrize("lenient", [False, True])
 def test_a_step_that_the_disk_has_lost_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
 ):
     for step in (1, 2):
         ostraka.save(tmp_path / str(step), {"state": nnx.Param(jnp.full(8, step))})
-    lose_sectors_of(tmp_path / "2", monkeypatch)
+    lose_sectors((tmp_path / "2").glob("shards-*/shard_*.safetensors"), monkeypatch)
     into = {"state": nnx.Param(jnp.zeros(8, int))}
     with Manager(tmp_path) as manager:
         said = r"/2 is damaged: shards-\w+/shard_00000.safetensors: it can't be read: Input/output"

@@ -9,7 +9,14 @@ from functools import cached_property
 from ostraka import _format
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._format import FileDigests, FileEntry, Metadata
-from ostraka.errors import CheckpointNotFound, Damaged, NotACheckpoint, Problem, UnsupportedFormat
+from ostraka.errors import (
+    CheckpointNotFound,
+    Damaged,
+    NotACheckpoint,
+    Problem,
+    StoreError,
+    UnsupportedFormat,
+)
 from ostraka.storage import LocalStore, Store
 
 
@@ -77,6 +84,10 @@ class Source:
             data = self.store.get(name)
         except FileNotFoundError as error:
             raise self.damaged(name, "it is missing") from error
+        except StoreError as error:
+            if error.loss is None:
+                raise
+            raise self.damaged(name, error.loss) from error
         if len(data) != expected.size:
             raise self.damaged(
                 name, f"it has {len(data):,} bytes where {expected.size:,} were written"
@@ -98,6 +109,10 @@ def load(store: Store) -> Source:
         data = store.get(_format.METADATA_NAME)
     except FileNotFoundError as error:
         raise _nothing_there(store) from error
+    except StoreError as error:
+        if error.loss is None:
+            raise
+        raise Damaged(store.location, [Problem(_format.METADATA_NAME, error.loss)]) from error
     if not _format.metadata_is_intact(data):
         if not _looks_like_ours(store, data):
             raise NotACheckpoint(

@@ -22,6 +22,7 @@ from ostraka._format import FileDigests
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan import Chunk, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
 from ostraka._spec import DTYPES, numpy_dtype
+from ostraka.errors import StoreError
 from ostraka.storage import FileReader
 
 Array = np.ndarray[Any, Any]
@@ -244,7 +245,12 @@ class _File:
 
     def read_into(self, start: int, stop: int, pieces: Sequence[Array]) -> None:
         assert self._reader is not None
-        count = self._reader.read_into(start, pieces)
+        try:
+            count = self._reader.read_into(start, pieces)
+        except StoreError as error:
+            if error.loss is None:
+                raise
+            raise self._damaged(error.loss, start, stop) from error
         if count != stop - start:
             raise self._damaged(f"it ends at byte {start + count:,}", start + count, stop)
 

@@ -20,6 +20,7 @@ what was expected and found, and what to do.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import warnings
@@ -45,6 +46,9 @@ __all__ = [
     "StoreError",
     "UnsupportedFormat",
 ]
+
+
+_LOST = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
 
 
 class OstrakaError(Exception):
@@ -95,6 +99,13 @@ class StoreError(OstrakaError, OSError):
         self.message = message
         self.errno = errno
         self.filename = filename
+
+    @property
+    def loss(self) -> str | None:
+        """What is to be said of bytes that the disk can't give any more; None if it is not that."""
+        if self.errno is None or self.errno not in _LOST:
+            return None
+        return f"it can't be read: {os.strerror(self.errno)}"
 
     def __str__(self) -> str:
         return self.message

@@ -15,7 +15,7 @@ from ostraka._checkpoint import Source, load
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._spec import DTYPES
-from ostraka.errors import Damaged, Problem, count_of
+from ostraka.errors import Damaged, Problem, StoreError, count_of
 from ostraka.storage import FileReader, PathLike, open_store
 
 _THREADS = max(4, min(os.cpu_count() or 1, 16))
@@ -180,7 +180,12 @@ class _FileCheck:
             for number in range(first, last):
                 stop = at + digests.lengths[number]
                 check = self._header_problems if number == 0 else self._block_problems
-                problems += check(reader, at, stop, digests.digests[number], scratch)
+                try:
+                    problems += check(reader, at, stop, digests.digests[number], scratch)
+                except StoreError as error:
+                    if error.loss is None:
+                        raise
+                    problems.append(self._problem(error.loss, at, stop))
                 at = stop
         except _Ended as ended:
             problems.append(self._problem(f"it ends at byte {ended.at:,}", ended.at, at + 1))

@@ -13,9 +13,9 @@ import jax
 from ostraka._capture import DtypeRule
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._read import restore
-from ostraka._record import Record
+from ostraka._record import Record, Stopwatch
 from ostraka._record import logger as log
-from ostraka._write import save_async
+from ostraka._write import begin_save
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import check_function, check_seconds, check_step
@@ -326,6 +326,7 @@ class Manager:
     def _begin(
         self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
     ) -> None:
+        watch = Stopwatch()  # it counts that the save before is waited for
         self._pending.settle()
         if not force:
             self._check_order(step)
@@ -335,15 +336,18 @@ class Manager:
         self._schedule.note_save()
         path = self._root.path(name)
         self._newest = max(step, step if self._newest is None else self._newest)
+        background = background and not self.reached_preemption(step)
         self._pending.begin(
-            lambda: save_async(
+            lambda: begin_save(
                 path,
                 tree,
                 on_commit=lambda: self._retain(step),
                 on_record=self._on_record,
+                watch=watch,
+                is_waited_for=not background,
                 **options,
             ),
-            background=background and not self.reached_preemption(step),
+            background=background,
         )
 
     def _check_order(self, step: int) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ostraka._record import logger as log
-from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed, StoreError
+from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed, warn_caller
 from ostraka.integrity import verify
 from ostraka.manager._steps import Root, no_such_step
 from ostraka.manager._together import agree, decide_together
 
 _ATTEMPTS = 10
-_LOST = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
-"""What the system says of bytes that a disk can no longer give; asking again does not help."""
-_STACK_LEVEL = 4
-"""From here to the line that called the manager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ class Recovery:
         path = self._root.path(chosen.names[0])
         problems = chosen.problems
         if self._verify_first and not problems:
-            problems = _look_for_problems(path)
+            problems = verify(path, raises=False).problems
         return {
             "step": chosen.step,
             "path": path,
@@ -146,11 +139,8 @@ class Recovery:
         damaged = Damaged(choice.path, outcome.problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
         if self._fallback and choice.before is not None:
-            warnings.warn(
-                f"step {choice.step} can't be restored, so step {choice.before} is: {damaged}",
-                UserWarning,
-                stacklevel=_STACK_LEVEL,
-            )
+            what = f"step {choice.step} can't be restored, so step {choice.before} is: {damaged}"
+            warn_caller(UserWarning(what))
             return
         if choice.before is None:
             hint = f"{self._root.location} has no intact step before it"
@@ -174,29 +164,8 @@ def _attempt(path: str, restore: Callable[[str], Any]) -> _Outcome:
         return _Outcome("gone", (), None, error)
     except RestoreFailed as error:
         return _Outcome("follows", (), None, error)
-    except StoreError as error:
-        lost = _lost_in(path, error)
-        return _Outcome("damaged" if lost else "failed", lost, None, error)
     except Exception as error:
         return _Outcome("failed", (), None, error)
-
-
-def _look_for_problems(path: str) -> tuple[Problem, ...]:
-    try:
-        return tuple(verify(path, raises=False).problems)
-    except StoreError as error:
-        lost = _lost_in(path, error)
-        if not lost:
-            raise
-        return lost
-
-
-def _lost_in(path: str, error: StoreError) -> tuple[Problem, ...]:
-    """What a refusal of the store says about the checkpoint; nothing if it is no fault of that."""
-    code, file = error.errno, error.filename
-    if code is None or code not in _LOST or file is None:
-        return ()
-    return (Problem(os.path.relpath(file, path), f"it can't be read: {os.strerror(code)}"),)
 
 
 def _sum_up(outcomes: list[Any]) -> list[Any]:
