@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, cast
@@ -126,6 +126,31 @@ def abstract_optimizer(tree: Any, optimizer: Any) -> Any:
         return jax.eval_shape(optimizer.init, tree)
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(lambda m: nnx.Optimizer(m, optimizer, wrt=nnx.Param), tree)
+
+
+def shapes_of(make: Callable[[], Any]) -> Any:
+    """What a function returns, with shapes in the place of JAX's arrays, none of which is made.
+
+    Numbers, text and numpy arrays stay what they are, as a save would find them.
+    """
+    from flax import nnx
+
+    kept: list[Any] = []
+    structures: list[Any] = []
+
+    def is_object(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree | nnx.Variable)
+
+    def trace() -> list[Any]:
+        leaves, structure = jax.tree.flatten(make(), is_leaf=is_object)
+        structures[:] = [structure]
+        kept[:] = [None if is_object(x) or isinstance(x, jax.Array) else x for x in leaves]
+        return [leaf if keep is None else None for leaf, keep in zip(leaves, kept, strict=True)]
+
+    with nnx.use_eager_sharding(False):
+        shapes: list[Any] = nnx.eval_shape(trace)
+    found = [shape if keep is None else keep for shape, keep in zip(shapes, kept, strict=True)]
+    return jax.tree.unflatten(structures[0], found)
 
 
 def _settle_specs(
