@@ -150,8 +150,11 @@ def _peak_rows(work: dict[str, Any]) -> Iterator[Row]:
 
 def _restore_rows(work: dict[str, Any]) -> Iterator[Row]:
     read, looked_at = work["read_bytes"], work["hosts_worked_out"]
-    sampled = "" if looked_at == work["hosts"] else f"worked out for {_count(looked_at, 'host')}"
-    yield "a host reads, at most", human_bytes(read["most"]), sampled
+    is_sampled = looked_at < work["hosts"]
+    sampled = "" if not is_sampled else f"worked out for {_count(looked_at, 'host')}"
+    # Of those that were not looked at, one may read a little more.
+    title = "a host reads, about" if is_sampled else "a host reads, at most"
+    yield title, human_bytes(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
     yield (
         "reads of a host",

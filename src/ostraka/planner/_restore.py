@@ -88,7 +88,7 @@ def plan_restore(
     if mesh is not None:
         target = _target_mesh(mesh)
         meshes = [target]
-        process_of = share_devices(max(target.devices) + 1, processes or 1)
+        process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
         numbered = _moved(numbered, specs, target)
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")

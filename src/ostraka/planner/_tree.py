@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any, cast
@@ -111,21 +112,34 @@ def _describe_abstract(mesh: AbstractMesh) -> MeshSpec:
 
 def abstract_optimizer(tree: Any, optimizer: Any) -> Any:
     """The state of an optax transformation for a tree, with shapes and dtypes only."""
+    transformation = _transformation(optimizer)
+    try:
+        from flax import nnx
+    except ImportError:
+        return jax.eval_shape(transformation.init, tree)
+    if not isinstance(tree, nnx.Module):
+        return jax.eval_shape(transformation.init, tree)
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda m: nnx.Optimizer(m, transformation, wrt=nnx.Param), tree)
+
+
+def _transformation(optimizer: Any) -> Any:
+    """An optax transformation, or that of a name."""
+    made: Any = optimizer
     if isinstance(optimizer, str):
         import optax
 
         make: Any = getattr(optax, optimizer, None)
         if make is None:
             raise ValueError(f"optimizer is {optimizer!r}, which optax does not have")
-        optimizer = make(1e-3)
-    try:
-        from flax import nnx
-    except ImportError:
-        return jax.eval_shape(optimizer.init, tree)
-    if not isinstance(tree, nnx.Module):
-        return jax.eval_shape(optimizer.init, tree)
-    with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda m: nnx.Optimizer(m, optimizer, wrt=nnx.Param), tree)
+        with suppress(TypeError):
+            made = make(1e-3)
+    if not callable(getattr(made, "init", None)):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; it must be an optax transformation, or the name of one "
+            "that needs just a learning rate, such as 'adamw'"
+        )
+    return made
 
 
 def shapes_of(make: Callable[[], Any]) -> Any:
@@ -213,7 +227,7 @@ class _Places:
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
             return jax.process_count()
-        return self._processes or 1
+        return 1 if self._processes is None else self._processes
 
     def _place(self, leaf: Leaf) -> tuple[MeshSpec, Partition]:
         sharding = getattr(leaf.value, "sharding", None)
@@ -251,8 +265,8 @@ class _Places:
         if self._devices is not None:
             count = max(count, len(self._devices.all))
         if not known and self._mesh is None:
-            count = max(count, self._processes or 1)
-        return share_devices(count, self._processes or 1)
+            count = max(count, self._process_count())
+        return share_devices(count, 1 if self._processes is None else self._processes)
 
 
 def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
