@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -31,9 +31,10 @@ from ostraka._document import (
     fill_in_states,
     leaves_of,
 )
+from ostraka._match import _SpecTree as SpecTree  # pyright: ignore[reportPrivateUsage]
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
-from ostraka.errors import InvalidTree
+from ostraka.errors import InvalidTree, Mismatch
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
 from ostraka.sharding._check import settle_checked
 from ostraka.sharding._data import array_leaves, parse_state
@@ -187,6 +188,27 @@ def _settle_specs(
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
     return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]
+
+
+def partitions_given(
+    leaves: Sequence[LeafSpec], specs: Any, known: Sequence[str]
+) -> dict[str, Partition]:
+    """By path, what the `specs` of a restore say: one spec, or a tree that may leave leaves out.
+
+    `known` are the paths of all that was saved, host arrays included.
+    """
+    given = SpecTree(specs)
+    unknown = given.unused(dict.fromkeys(known))
+    found: dict[str, Partition] = {}
+    for leaf in leaves:
+        spec = given.find(leaf.path)
+        if isinstance(spec, PartitionSpec):
+            found[leaf.path] = describe_spec(leaf.path, spec)
+        elif spec is not None:
+            unknown.append(f"specs has a {type(spec).__name__} for {leaf.path!r}, not a spec")
+    if unknown:
+        raise Mismatch("can't plan the restore", unknown)
+    return found
 
 
 class _Places:
