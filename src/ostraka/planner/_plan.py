@@ -152,7 +152,8 @@ def plan(
     a checkpoint that is there, planned as it is.
 
     `mesh` is where it will lie: a mesh, an abstract one, or axis sizes such as `{"data": 64}`.
-    `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`.
+    `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`
+    and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`.
     Without them each array is where its own sharding says. `processes` share the devices evenly.
 
     `optimizer`, an optax transformation or the name of one, adds the state that it has for the
