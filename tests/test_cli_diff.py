@@ -125,3 +125,12 @@ def test_a_directory_of_steps_is_no_checkpoint(tmp_path: Path):
     result = run("diff", a.parent, a)
     assert result.exit_code == 2
     assert f"did you mean {a}?" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--rtol", "--atol"])
+def test_a_tolerance_that_is_no_number(tmp_path: Path, option: str):
+    """It would make every element differ from itself."""
+    a = save(tmp_path / "a", x=np.ones(3))
+    result = run("diff", a, a, option, "nan")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"'{option}': nan is no tolerance; give a number such as 1e-5" in result.stderr

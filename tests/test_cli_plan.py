@@ -380,6 +380,7 @@ def test_an_error_is_one_line_on_stderr(arguments: list[str], message: str):
     [
         ("[]", "must be a JSON object of patterns and specs"),
         ("{", "are not JSON"),
+        pytest.param("[" * 100_000, "are not JSON", id="deep"),
         ('{"**": "x"}', "a spec is a list with an axis"),
         ('{"**": [[1]]}', "a spec is a list with an axis"),
         ('{"**/kernal": ["x"], "**": null}', "no leaf with dimensions matches the pattern"),
@@ -496,7 +497,8 @@ def test_keys_of_a_config_that_mean_nothing(tmp_path: Path):
 def test_configs_that_can_not_be_planned(tmp_path: Path):
     config = tmp_path / "config.json"
     for text, message in (
-        ("{", "can't read the config"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "is not a JSON object"),
         ("{}", "has no 'model_type'"),
         ('{"model_type": "bert"}', "those that can be planned are llama"),

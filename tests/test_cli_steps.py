@@ -90,6 +90,26 @@ def test_ls_tells_of_a_step_that_can_not_be_read(root: Path):
     assert "damaged: _METADATA: its digest is not" in result.stdout
 
 
+def test_ls_does_not_take_a_lack_of_permission_for_damage(root: Path):
+    assert run("ls", root).exit_code == 0
+    open_to_all = 0o055
+    for directory in (root, *root.glob("step_*"), *root.parents):
+        if directory.stat().st_mode & open_to_all != open_to_all:
+            directory.chmod(directory.stat().st_mode | open_to_all)
+    (root / "step_00000200").chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root may read everything
+        result = run("ls", root)
+    finally:
+        os.seteuid(user)
+        (root / "step_00000200").chmod(0o700)
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert "forbidden: _METADATA: PermissionError" in result.stdout
+    assert "damaged" not in result.stdout
+
+
 def test_ls_of_an_empty_directory(tmp_path: Path):
     result = run("ls", tmp_path)
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\nno steps\n")

@@ -245,8 +245,10 @@ def held_by_process(plan: WritePlan) -> tuple[list[int], list[int]]:
         if key not in tables:
             tables[key] = _cells_by_process(plan.meshes, process_of, count, *key)
         cells, held_cells, sole_cells = tables[key]
-        held += held_cells * (leaf.nbytes // cells)
-        sole += sole_cells * (leaf.nbytes // cells)
+        # By the cell: where several elements share a byte, each begins with a byte of its own.
+        cell_bytes = DTYPES[leaf.dtype].nbytes(prod(leaf.shape) // cells)
+        held += held_cells * cell_bytes
+        sole += sole_cells * cell_bytes
     return held.tolist(), sole.tolist()
 
 

@@ -52,6 +52,7 @@ def main(context: click.Context) -> None:
       2    wrong usage, or it can't be done: nothing there, no permission
       3    a limit that was given is exceeded
       130  interrupted
+      141  whoever was to read the output has gone
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -37,12 +38,31 @@ from ostraka.storage import open_store
 _VALUE_WIDTH = 40
 
 
+def _a_number(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        # It compares with nothing, so it has passed for one that is not below 0.
+        raise click.BadParameter("nan is no tolerance; give a number such as 1e-5", ctx, param)
+    return value
+
+
 @click.command()
 @path_argument("a")
 @path_argument("b")
 @click.argument("pattern", nargs=-1)
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Relative tolerance.")
-@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute tolerance.")
+@click.option(
+    "--rtol",
+    type=click.FloatRange(0),
+    callback=_a_number,
+    default=0.0,
+    help="Relative tolerance.",
+)
+@click.option(
+    "--atol",
+    type=click.FloatRange(0),
+    callback=_a_number,
+    default=0.0,
+    help="Absolute tolerance.",
+)
 @click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
 @click.option("--ignore-sharding", is_flag=True, help="It does not matter how arrays were cut.")
 @click.option("--all", "everything", is_flag=True, help="List the leaves that are the same, too.")

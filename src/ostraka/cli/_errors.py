@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from errno import EACCES, EPERM
 from importlib import import_module
 from typing import Any
@@ -19,6 +21,10 @@ DIFFERENT = 1
 DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell says of a program that was ended by a pipe which nobody reads any more."""
+
+_REASONS_SHOWN = 3
 
 _VERBOSE = "ostraka.verbose"
 
@@ -64,8 +70,12 @@ class Commands(click.Group):
             # Here, because click takes those that are also OSErrors for its own.
             _fail(f"{error}{_remedy(error)}", ctx)
             ctx.exit(DAMAGED if isinstance(error, Damaged) else FAILED)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:
+            # Not click's 1, which would say that damage was found.
+            _forget_stdout()
+            ctx.exit(READER_GONE)
         except Exception as error:
             # A bug, or an answer of the system that nobody thought of.
             hint = "" if ctx.meta.get(_VERBOSE) else "; -v shows where it comes from"
@@ -82,6 +92,7 @@ class Commands(click.Group):
         **extra: Any,
     ) -> Any:
         name = prog_name or "ostraka"
+        _print_what_can_be()
         try:
             code = super().main(
                 args, name, complete_var, False, windows_expand_args=windows_expand_args, **extra
@@ -96,6 +107,18 @@ class Commands(click.Group):
             _fail("interrupted", None)
             code = INTERRUPTED
         sys.exit(code)
+
+
+def _print_what_can_be() -> None:
+    """Where the output lacks a character of the text, a mark for it is better than nothing."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _forget_stdout() -> None:
+    """Let what is still to be written go nowhere, or Python would complain when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _verbose_option() -> click.Option:
@@ -117,7 +140,9 @@ def _wants_colour() -> bool | None:
     """What the environment says; None leaves it to whether the output is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
-    return True if os.environ.get("FORCE_COLOR") else None
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return False if os.environ.get("TERM") == "dumb" else None
 
 
 def _remedy(error: OstrakaError) -> str:
@@ -134,4 +159,15 @@ def _remedy(error: OstrakaError) -> str:
 def _fail(message: str, ctx: click.Context | None) -> None:
     if ctx is not None and ctx.meta.get(_VERBOSE):
         click.echo(traceback.format_exc(), err=True, nl=False)
-    click.echo(f"ostraka: {printable(' '.join(message.split()))}", err=True)
+    click.echo(f"ostraka: {printable(' '.join(_few_reasons(message).split()))}", err=True)
+
+
+def _few_reasons(message: str) -> str:
+    """The sentence that a message begins with, and the first of the reasons on lines of their own.
+
+    All of them on one line nobody would read, and there may be as many as leaves.
+    """
+    sentence, *reasons = message.splitlines() or [""]
+    if len(reasons) > _REASONS_SHOWN:
+        reasons = [*reasons[:_REASONS_SHOWN], "and more, which -v shows"]
+    return f"{sentence} {'; '.join(reasons)}"

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from ostraka.cli._arguments import path_argument
-from ostraka.cli._errors import DAMAGED
-from ostraka.cli._roots import file_bytes, open_root
+from ostraka.cli._errors import DAMAGED, FAILED
+from ostraka.cli._roots import file_bytes, is_forbidden, open_root
 from ostraka.cli._text import (
     Table,
     count_of,
@@ -38,7 +38,8 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 
     Each with its size, its age, its metrics, whether it is pinned, and its state: "complete" means
     that it was committed, "intact" that all of it has just been read and verified (--verify),
-    "damaged" that it can't be used. The exit code is 1 if any is damaged.
+    "damaged" that it can't be used, "forbidden" that you may not read it. The exit code is 1 if any
+    is damaged, else 2 if any is forbidden.
 
     \b
     Examples:
@@ -50,7 +51,7 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 
 
 def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
-    """Print the steps of a directory; exit with 1 if any is damaged."""
+    """Print the steps of a directory; the exit code tells if any can't be used."""
     root = open_root(path)
     entries = [_Entry(root, step, verified) for step in root.scan()]
     if as_json:
@@ -58,8 +59,10 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
         click.echo(json.dumps(document, indent=1))
     else:
         _print(root, entries)
-    if any(entry.problems for entry in entries):
-        click.get_current_context().exit(DAMAGED)
+    bad = [entry for entry in entries if entry.problems]
+    if bad:
+        forbidden = all(entry.forbidden for entry in bad)
+        click.get_current_context().exit(FAILED if forbidden else DAMAGED)
 
 
 class _Entry:
@@ -71,11 +74,13 @@ class _Entry:
         self.nbytes = file_bytes(root, step)
         self.verdict: Verdict | None = check(self.path) if verified and not step.problems else None
         self.problems = self.verdict.problems if self.verdict else step.problems
+        self.forbidden = bool(step.problems) and is_forbidden(root, step)
 
     @property
     def state(self) -> str:
         if self.problems:
-            return f"damaged: {shorten(printable(str(self.problems[0])), _PROBLEM_WIDTH)}"
+            word = "forbidden" if self.forbidden else "damaged"
+            return f"{word}: {shorten(printable(str(self.problems[0])), _PROBLEM_WIDTH)}"
         return "intact" if self.verdict else "complete"
 
     def describe(self) -> dict[str, Any]:

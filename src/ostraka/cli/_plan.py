@@ -25,16 +25,8 @@ LIMIT_EXCEEDED = 3
 # The planner is imported where it is used: the other commands must not wait for it.
 
 
-def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        from ostraka.planner._names import MODELS
-
-        click.echo("\n".join(MODELS))
-        context.exit(0)
-
-
 @click.command()
-@click.argument("source", shell_complete=complete_models)
+@click.argument("source", required=False, metavar="SOURCE", shell_complete=complete_models)
 @click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
 @click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
 @click.option(
@@ -86,14 +78,7 @@ def _print_names(context: click.Context, _: Any, wanted: bool) -> None:
 @click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
-@click.option(
-    "--names",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_names,
-    help="List the built-in models.",
-)
+@click.option("--names", is_flag=True, help="List the built-in models.")
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
     """Tell what a checkpoint of SOURCE will cost, to the byte; nothing is written.
@@ -111,6 +96,11 @@ def plan(context: click.Context, **given: Any) -> None:
       ostraka plan my.models:make --mesh data=8 --rules fsdp --max-file 5GiB
       ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
     """
+    if given["names"]:
+        _print_names(as_json=given["as_json"])
+        return
+    if given["source"] is None:
+        raise click.MissingParameter(ctx=context, param=context.command.params[0])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is needed
     try:
         document = _answer(context, given)
@@ -129,6 +119,13 @@ def plan(context: click.Context, **given: Any) -> None:
         print_document(document)
     if not all(limit["ok"] for variant in document["variants"] for limit in variant["limits"]):
         context.exit(LIMIT_EXCEEDED)
+
+
+def _print_names(*, as_json: bool) -> None:
+    from ostraka.planner._names import MODELS
+
+    names = list(MODELS)
+    click.echo(json.dumps(names, indent=1) if as_json else "\n".join(names))
 
 
 def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +160,11 @@ def _title(given: dict[str, Any], text: str | None) -> str:
 
 def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[str, Any]:
     """The options of the command, with those of a variant in their place."""
-    arguments = shlex.split(text)
-    if not {"-h", "--help", "--names"}.isdisjoint(arguments):
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"the variant {text!r} has a quote that is not closed") from error
+    if not {"-h", "--help"}.isdisjoint(arguments):
         raise ValueError(f"the variant {text!r} can't have options of the whole command")
     own = context.command.make_context("plan", [given["source"], *arguments], parent=context.parent)
     changed = {
@@ -172,7 +172,7 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
         for name, value in own.params.items()
         if own.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    for name in ("compare", "as_json", "output", "probed"):
+    for name in ("compare", "as_json", "output", "probed", "names"):
         if name in changed:
             raise ValueError(f"the variant {text!r} can't have options of the whole command")
     if len(changed) < 2:  # the source, and what is different

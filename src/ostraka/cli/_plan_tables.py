@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import sys
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,16 +21,20 @@ Row = tuple[str, str, str]
 
 def print_document(document: dict[str, Any]) -> None:
     """Print every variant, and which wins on what."""
-    # Where the output has fewer characters than the text, a mark for one is better than nothing.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
+        console = _Console(highlight=False, width=_PIPE_WIDTH)
     for variant in document["variants"]:
         _print_variant(console, variant)
     if document["comparison"]:
         _print_comparison(console, document)
+
+
+class _Console(Console):
+    """A console that leaves it to the command what becomes of a reader that has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def _print_variant(console: Console, variant: dict[str, Any]) -> None:
@@ -146,10 +150,17 @@ def _peak_rows(work: dict[str, Any]) -> Iterator[Row]:
 
 def _restore_rows(work: dict[str, Any]) -> Iterator[Row]:
     read, looked_at = work["read_bytes"], work["hosts_worked_out"]
-    sampled = "" if looked_at == work["hosts"] else f"worked out for {looked_at} hosts"
-    yield "a host reads, at most", human_bytes(read["most"]), sampled
+    is_sampled = looked_at < work["hosts"]
+    sampled = "" if not is_sampled else f"worked out for {_count(looked_at, 'host')}"
+    # Of those that were not looked at, one may read a little more.
+    title = "a host reads, about" if is_sampled else "a host reads, at most"
+    yield title, human_bytes(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
-    yield "reads of a host", f"{work['ranges']['most']:,}", f"in {work['files']['most']:,} files"
+    yield (
+        "reads of a host",
+        f"{work['ranges']['most']:,}",
+        f"in {_count(work['files']['most'], 'file')}",
+    )
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
     yield "time", _seconds(work["seconds"]), _hint(work["seconds"])
     yield from _peak_rows(work)

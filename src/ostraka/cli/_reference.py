@@ -12,8 +12,9 @@ _HEAD = """# The command
 
 Everything that a command prints for people it also gives as JSON, with `--json`. What was asked for
 goes to stdout; an error is one line on stderr, and `-v` adds where it comes from. Progress bars are
-drawn on a terminal only. Colours are left out when the output is not a terminal or `NO_COLOR` is
-set, and forced by `FORCE_COLOR`. No command imports JAX to look at a checkpoint.
+drawn on a terminal only. Colours are left out when the output is not a terminal, on one with
+`TERM=dumb`, and when `NO_COLOR` is set, and forced by `FORCE_COLOR`. No command imports JAX to look
+at a checkpoint.
 """
 _WIDTH = 90
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from errno import EACCES, EPERM
+
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka.errors import CheckpointNotFound
@@ -47,6 +49,17 @@ def file_bytes(root: Root, step: Step) -> int | None:
     except (OSError, ValueError):
         return None
     return sum(file.size for file in metadata.files)
+
+
+def is_forbidden(root: Root, step: Step) -> bool:
+    """Whether a step may be as good as any, and only this user may not read it."""
+    try:
+        load(open_store(root.path(step.names[0])))
+    except OSError as error:
+        return error.errno in (EACCES, EPERM)
+    except ValueError:
+        return False
+    return False
 
 
 def newest_good(steps: list[Step]) -> int | None:

@@ -27,6 +27,7 @@ _EXACT_ENTRIES = 200_000
 _PHASES = ("wait", "capture", "agree", "plan", "write")
 """What `save` has timed when it writes `_METADATA`."""
 _SOME_SECONDS = 0.1234
+_MOST_BYTES = 1 << 62
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 
 
@@ -151,7 +152,8 @@ def plan(
     a checkpoint that is there, planned as it is.
 
     `mesh` is where it will lie: a mesh, an abstract one, or axis sizes such as `{"data": 64}`.
-    `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`.
+    `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`
+    and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`.
     Without them each array is where its own sharding says. `processes` share the devices evenly.
 
     `optimizer`, an optax transformation or the name of one, adds the state that it has for the
@@ -190,6 +192,12 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
     if max_file_bytes < _LEAST_FILE_BYTES:
         raise ValueError(
             f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
+        )
+    if sum(leaf.nbytes for leaf in state.leaves) > _MOST_BYTES:
+        largest = max(state.leaves, key=lambda leaf: leaf.nbytes)
+        raise ValueError(
+            f"the state is too large to be planned: leaf {largest.path!r} {largest.shape} alone "
+            f"has {largest.nbytes:,} bytes, and {_MOST_BYTES:,} is the most in all"
         )
     _check_fit(state.leaves, state.meshes)
     with paused_gc():

@@ -8,6 +8,7 @@ from typing import Any
 
 from ostraka._account import Spread
 from ostraka._spec import MeshSpec
+from ostraka.errors import InvalidSharding
 from ostraka.planner._plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, advise_interval
 
@@ -136,7 +137,13 @@ def _describe_onto(plan: Plan, mesh: MeshSpec, questions: Questions) -> Document
     if hosts is None:
         each = len(plan.write.process_of) // plan.process_count
         hosts = max(len(mesh.devices) // each, 1) if len(mesh.devices) % each == 0 else 1
-    restore = plan.restore(mesh=mesh, processes=hosts)
+    try:
+        restore = plan.restore(mesh=mesh, processes=hosts)
+    except InvalidSharding as error:
+        raise InvalidSharding(
+            f"{error}; a restore keeps the specs: name the axes as they are named for the save, "
+            "with sizes that divide"
+        ) from error
     return _describe_restore(restore, questions.bandwidths)
 
 

@@ -13,6 +13,7 @@ from ostraka._pattern import matches
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
 from ostraka.errors import Mismatch
 from ostraka.planner._state import SAMPLED_PROCESSES, mesh_of_sizes, share_devices
+from ostraka.sharding._combine import is_plain
 
 _EXACT_TARGETS = 100_000
 _MAX_PIECES = 2_000_000
@@ -88,8 +89,9 @@ def plan_restore(
     if mesh is not None:
         target = _target_mesh(mesh)
         meshes = [target]
-        process_of = share_devices(max(target.devices) + 1, processes or 1)
-        numbered = _moved(numbered, specs, target)
+        process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
+        known = [leaf.spec.path for leaf in saved.metadata.leaves]
+        numbered = _moved(numbered, specs, target, known)
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")
     count = max(process_of) + 1
@@ -116,14 +118,11 @@ def _target_mesh(mesh: Any) -> MeshSpec:
 
 
 def _moved(
-    numbered: Sequence[tuple[int, LeafSpec]], specs: Any, mesh: MeshSpec
+    numbered: Sequence[tuple[int, LeafSpec]], specs: Any, mesh: MeshSpec, known: Sequence[str]
 ) -> list[tuple[int, LeafSpec]]:
     """The leaves on another mesh: as `specs` say, or cut as they were. Host arrays stay such."""
-    found: Mapping[str, Partition] = {}
-    if specs is not None:
-        from ostraka.planner._rules import settle_rules
-
-        found = settle_rules([leaf for _, leaf in numbered], specs, mesh).partitions
+    placed = [leaf for _, leaf in numbered if leaf.kind in ("jax", "key")]
+    found = {} if specs is None else _settle(placed, specs, mesh, known)
     moved: list[tuple[int, LeafSpec]] = []
     for number, leaf in numbered:
         if leaf.kind in ("jax", "key"):
@@ -133,6 +132,23 @@ def _moved(
             check_partition(leaf.path, logical, leaf.partition, mesh)
         moved.append((number, leaf))
     return moved
+
+
+def _settle(
+    leaves: Sequence[LeafSpec], specs: Any, mesh: MeshSpec, known: Sequence[str]
+) -> Mapping[str, Partition]:
+    """How leaves are cut that `specs` say something of: rules, or what `ostraka.restore` takes."""
+    from ostraka.planner._rules import settle_rules
+
+    if is_plain(specs):
+        return settle_rules(leaves, specs, mesh).partitions
+    # All others have to do with JAX's types.
+    from ostraka.planner._tree import partitions_given
+    from ostraka.sharding._rules import is_rules
+
+    if is_rules(specs):
+        return settle_rules(leaves, specs, mesh).partitions
+    return partitions_given(leaves, specs, known)
 
 
 def _check_own_values(saved: Saved, numbered: Sequence[tuple[int, LeafSpec]], count: int) -> None:

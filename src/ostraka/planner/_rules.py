@@ -141,7 +141,7 @@ def _read_file(name: str) -> Any:
             loaded: Any = json.load(file)
     except OSError as error:
         raise store_error("read the rules in", name, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the rules in {name} are not JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the rules in {name} must be a JSON object of patterns and specs")

@@ -15,7 +15,7 @@ from ostraka import _checkpoint, _format
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec
-from ostraka.errors import InvalidTree, describe, nearest
+from ostraka.errors import InvalidSharding, InvalidTree, describe, nearest, store_error
 from ostraka.planner._models import dtype_of
 from ostraka.planner._named import state_of_config
 from ostraka.planner._names import MODELS
@@ -76,8 +76,10 @@ def _config_of(source: str) -> Mapping[str, Any] | None:
     try:
         with open(name, encoding="utf-8") as file:
             loaded: Any = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"can't read the config {name}: {error}") from error
+    except OSError as error:
+        raise store_error("read the config", name, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the config {name} is not JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"the config {name} is not a JSON object")
     return cast("dict[str, Any]", loaded)
@@ -102,7 +104,7 @@ def _plan_config(config: Mapping[str, Any], options: Options) -> Plan:
 
 
 def _plan_saved(source: str, options: Options) -> Plan:
-    if options.optimizer or options.optimizer_dtype:
+    if options.optimizer not in (None, "none") or options.optimizer_dtype:
         raise ValueError("a checkpoint has the optimizer that it was saved with: leave that out")
     if options.mesh is None:
         is_cut = options.max_file_bytes != MAX_FILE_BYTES
@@ -131,7 +133,15 @@ def _plan_saved(source: str, options: Options) -> Plan:
         user=found.user,
         problems=problems,
     )
-    return plan_state(state, max_file_bytes=options.max_file_bytes)
+    try:
+        return plan_state(state, max_file_bytes=options.max_file_bytes)
+    except InvalidSharding as error:
+        if options.rules is not None:
+            raise
+        raise InvalidSharding(
+            f"{error}; without --rules everything is cut as it was: give --rules, or a mesh that "
+            "fits"
+        ) from error
 
 
 def _without_place(leaf: LeafSpec, dtype: str | None) -> LeafSpec:
@@ -141,11 +151,24 @@ def _without_place(leaf: LeafSpec, dtype: str | None) -> LeafSpec:
             f"leaf {leaf.path!r} has a value of its own for each process, and can't be planned on "
             "another mesh"
         )
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"there is no dtype {dtype!r}; give one such as bfloat16 or float32")
-    if dtype is not None and leaf.shape and leaf.dtype.startswith(("float", "bfloat")):
-        leaf = replace(leaf, dtype=dtype, cast_from=leaf.cast_from or leaf.dtype)
+    if dtype is not None:
+        leaf = _saved_as(leaf, dtype)
     return replace(leaf, mesh=0) if leaf.kind in ("jax", "key") else leaf
+
+
+def _saved_as(leaf: LeafSpec, dtype: str) -> LeafSpec:
+    """What `save(dtype=…)` makes of a leaf."""
+    if dtype not in DTYPES or not _is_floating(dtype):
+        raise ValueError(
+            f"there is no floating-point dtype {dtype!r}; give one such as bfloat16 or float32"
+        )
+    if leaf.shape and _is_floating(leaf.dtype) and leaf.dtype != dtype:
+        return replace(leaf, dtype=dtype, cast_from=leaf.cast_from or leaf.dtype)
+    return leaf
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
 
 
 # Python factories
@@ -206,12 +229,12 @@ def evaluate_factory(source: str) -> Any:
             raise ValueError(f"{module} has no {name!r}{nearest(part, dir(found))}")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"{source} is a {type(found).__name__}; it must be a function")
-    from flax import nnx
+        raise ValueError(f"{source} is of type {type(found).__name__}; it must be a function")
+    from ostraka.planner._tree import shapes_of
 
     try:
-        with _talking_aside(), nnx.use_eager_sharding(False):
-            made: Any = nnx.eval_shape(found)
+        with _talking_aside():
+            made = shapes_of(found)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{source} raised {type(error).__name__}: {error}") from error
     if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:

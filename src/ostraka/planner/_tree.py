@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any, cast
@@ -30,9 +31,10 @@ from ostraka._document import (
     fill_in_states,
     leaves_of,
 )
+from ostraka._match import _SpecTree as SpecTree  # pyright: ignore[reportPrivateUsage]
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
-from ostraka.errors import InvalidTree
+from ostraka.errors import InvalidTree, Mismatch
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
 from ostraka.sharding._check import settle_checked
 from ostraka.sharding._data import array_leaves, parse_state
@@ -111,21 +113,59 @@ def _describe_abstract(mesh: AbstractMesh) -> MeshSpec:
 
 def abstract_optimizer(tree: Any, optimizer: Any) -> Any:
     """The state of an optax transformation for a tree, with shapes and dtypes only."""
+    transformation = _transformation(optimizer)
+    try:
+        from flax import nnx
+    except ImportError:
+        return jax.eval_shape(transformation.init, tree)
+    if not isinstance(tree, nnx.Module):
+        return jax.eval_shape(transformation.init, tree)
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda m: nnx.Optimizer(m, transformation, wrt=nnx.Param), tree)
+
+
+def _transformation(optimizer: Any) -> Any:
+    """An optax transformation, or that of a name."""
+    made: Any = optimizer
     if isinstance(optimizer, str):
         import optax
 
         make: Any = getattr(optax, optimizer, None)
         if make is None:
             raise ValueError(f"optimizer is {optimizer!r}, which optax does not have")
-        optimizer = make(1e-3)
-    try:
-        from flax import nnx
-    except ImportError:
-        return jax.eval_shape(optimizer.init, tree)
-    if not isinstance(tree, nnx.Module):
-        return jax.eval_shape(optimizer.init, tree)
+        with suppress(TypeError):
+            made = make(1e-3)
+    if not callable(getattr(made, "init", None)):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; it must be an optax transformation, or the name of one "
+            "that needs just a learning rate, such as 'adamw'"
+        )
+    return made
+
+
+def shapes_of(make: Callable[[], Any]) -> Any:
+    """What a function returns, with shapes in the place of JAX's arrays, none of which is made.
+
+    Numbers, text and numpy arrays stay what they are, as a save would find them.
+    """
+    from flax import nnx
+
+    kept: list[Any] = []
+    structures: list[Any] = []
+
+    def is_object(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree | nnx.Variable)
+
+    def trace() -> list[Any]:
+        leaves, structure = jax.tree.flatten(make(), is_leaf=is_object)
+        structures[:] = [structure]
+        kept[:] = [None if is_object(x) or isinstance(x, jax.Array) else x for x in leaves]
+        return [leaf if keep is None else None for leaf, keep in zip(leaves, kept, strict=True)]
+
     with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda m: nnx.Optimizer(m, optimizer, wrt=nnx.Param), tree)
+        shapes: list[Any] = nnx.eval_shape(trace)
+    found = [shape if keep is None else keep for shape, keep in zip(shapes, kept, strict=True)]
+    return jax.tree.unflatten(structures[0], found)
 
 
 def _settle_specs(
@@ -148,6 +188,27 @@ def _settle_specs(
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
     return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]
+
+
+def partitions_given(
+    leaves: Sequence[LeafSpec], specs: Any, known: Sequence[str]
+) -> dict[str, Partition]:
+    """By path, what the `specs` of a restore say: one spec, or a tree that may leave leaves out.
+
+    `known` are the paths of all that was saved, host arrays included.
+    """
+    given = SpecTree(specs)
+    unknown = given.unused(dict.fromkeys(known))
+    found: dict[str, Partition] = {}
+    for leaf in leaves:
+        spec = given.find(leaf.path)
+        if isinstance(spec, PartitionSpec):
+            found[leaf.path] = describe_spec(leaf.path, spec)
+        elif spec is not None:
+            unknown.append(f"specs has a {type(spec).__name__} for {leaf.path!r}, not a spec")
+    if unknown:
+        raise Mismatch("can't plan the restore", unknown)
+    return found
 
 
 class _Places:
@@ -186,7 +247,7 @@ class _Places:
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
             return jax.process_count()
-        return self._processes or 1
+        return 1 if self._processes is None else self._processes
 
     def _place(self, leaf: Leaf) -> tuple[MeshSpec, Partition]:
         sharding = getattr(leaf.value, "sharding", None)
@@ -224,8 +285,8 @@ class _Places:
         if self._devices is not None:
             count = max(count, len(self._devices.all))
         if not known and self._mesh is None:
-            count = max(count, self._processes or 1)
-        return share_devices(count, self._processes or 1)
+            count = max(count, self._process_count())
+        return share_devices(count, 1 if self._processes is None else self._processes)
 
 
 def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:

@@ -1,0 +1,74 @@
+"""What becomes of the command's output: readers that have gone, few characters, dumb terminals."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_runs import run, save_model
+
+PROGRAM = "from ostraka.cli import main; main()"
+
+
+def start(*arguments: object, stdout: int, **environment: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("command", ["verify", "plan"])
+def test_a_reader_that_has_gone_is_not_taken_for_damage(tmp_path: Path, command: str):
+    checkpoint = save_model(tmp_path / "c")
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(command, checkpoint, stdout=writer)
+    os.close(writer)
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (141, b"")
+
+
+def test_show_where_the_output_has_few_characters(tmp_path: Path):
+    checkpoint = save_model(tmp_path / "c")
+    process = start(
+        "show", checkpoint, "kernel", stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1"
+    )
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, b"")
+    assert "64 × 32".encode("latin-1") in stdout
+    assert b"???" in stdout  # the lines of the picture
+
+
+@pytest.mark.parametrize(("term", "colours"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_without_colours(tmp_path: Path, term: str, colours: bool):
+    checkpoint = save_model(tmp_path / "c")
+    terminal, end = pty.openpty()
+    process = start("show", checkpoint, stdout=end, TERM=term, NO_COLOR="", FORCE_COLOR="")
+    os.close(end)
+    seen = b""
+    try:
+        while piece := os.read(terminal, 1 << 16):
+            seen += piece
+    except OSError:  # how Linux tells that the other end is closed
+        pass
+    finally:
+        os.close(terminal)
+    assert process.communicate()[1] == b""
+    assert b"kernel" in seen
+    assert (b"\x1b[" in seen) == colours
+
+
+def test_of_very_many_reasons_a_line_has_a_few(tmp_path: Path):
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"**": ["nope"]}')
+    arguments = ["plan", "gpt2", "--mesh", "data=4", "--rules", rules]
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.count("has no axis 'nope'") == 3
+    assert result.stderr.endswith("; and more, which -v shows\n")
+    assert run(*arguments, "-v").stderr.count("has no axis 'nope'") > 20
