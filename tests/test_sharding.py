@@ -401,6 +401,14 @@ def test_check_lists_everything():
     }
 
 
+def test_patterns_that_are_taken_for_a_tree():
+    found = [str(finding) for finding in check({"a": np.ones(8)}, {"**/a": P("data")}, SIZES)]
+    assert found[1].endswith(
+        "which is no leaf: a mapping alone is a tree of specs; make patterns of it with "
+        "sharding.combine"
+    )
+
+
 @pytest.mark.parametrize(("size", "closest"), [(9, 8), (11, 12), (10, 12), (1, 4), (3, 4), (5, 4)])
 def test_the_nearest_size(size: int, closest: int):
     (finding,) = check({"a": np.ones(size)}, P("model"), SIZES)
@@ -740,6 +748,7 @@ def init_with_keys() -> list[bytes]:
     model, optimizer = init(
         lambda: Small(nnx.Rngs(0)), mesh, fsdp("data", min_size=4), optax.adam(1e-3)
     )
+    assert model.dropout.rngs is not None
     key = model.dropout.rngs.key[...]
     assert key.sharding == NamedSharding(mesh, P())
     assert model.up.kernel[...].sharding == NamedSharding(mesh, P(None, "data"))
@@ -748,8 +757,9 @@ def init_with_keys() -> list[bytes]:
 
 
 def test_init_in_several_processes():
-    alone = Small(nnx.Rngs(0)).dropout.rngs.key[...]
-    expected = np.asarray(jax.random.key_data(alone)).tobytes()
+    dropout = Small(nnx.Rngs(0)).dropout
+    assert dropout.rngs is not None
+    expected = np.asarray(jax.random.key_data(dropout.rngs.key[...])).tobytes()
     for result in run_processes(init_with_keys, processes=2, devices_per_process=2):
         assert result.value == [expected, expected]
 

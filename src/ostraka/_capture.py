@@ -22,6 +22,7 @@ from ostraka._spec import (
     Partition,
     device_boxes,
     dtype_name,
+    is_floating,
 )
 from ostraka._tree import check_savable, is_array, is_key, parse
 from ostraka._values import CastValue, HostValue, ProcessValue, ShardedValue, Value, flat_bytes
@@ -118,10 +119,6 @@ def floating_dtype(rule: DtypeRule, path: str) -> str | None:
     if name not in DTYPES or not is_floating(name):
         raise ValueError(f"dtype is {name!r}; it must be a floating-point dtype, as bfloat16 is")
     return name
-
-
-def is_floating(name: str) -> bool:
-    return name.startswith(("float", "bfloat")) and not DTYPES[name].packed
 
 
 def capture(tree: Any) -> Captured:

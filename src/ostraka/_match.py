@@ -23,7 +23,6 @@ from ostraka._capture import (
     describe_mesh,
     describe_sharding,
     floating_dtype,
-    is_floating,
     spec_entries,
 )
 from ostraka._checkpoint import Source
@@ -48,6 +47,7 @@ from ostraka._spec import (
     MeshSpec,
     device_boxes,
     dtype_name,
+    is_floating,
     partition_problems,
 )
 from ostraka._tree import is_array, is_key, parse
@@ -115,7 +115,7 @@ class Matcher:
         self._location = source.location
         self._mesh = choices.mesh
         self._choices = choices
-        self._specs = _SpecTree(choices.specs)
+        self._specs = SpecTree(choices.specs)
         self._process = process
         self._process_count = process_count
         self._devices = Devices()
@@ -475,7 +475,7 @@ class _Unfit(Exception):
         super().__init__(*problems)
 
 
-class _SpecTree:
+class SpecTree:
     """`specs`: one spec for all, or a tree whose entries hold for all leaves below them."""
 
     def __init__(self, specs: Any):
@@ -486,7 +486,7 @@ class _SpecTree:
             if value is not None and not isinstance(value, PartitionSpec | jax.sharding.Sharding):
                 raise InvalidTree(
                     f"specs has a {type(value).__name__} at {path!r}; it takes PartitionSpec, "
-                    "Sharding or None"
+                    "Sharding or None; of rules, sharding.spec_tree makes a tree of them"
                 )
 
     def find(self, path: str) -> Any:

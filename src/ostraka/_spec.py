@@ -100,6 +100,11 @@ def dtype_name(dtype: Any) -> str:
     return dtype.name
 
 
+def is_floating(name: str) -> bool:
+    """Whether a save or a restore may cast from and to this dtype, if asked to."""
+    return name.startswith(("float", "bfloat")) and not DTYPES[name].packed
+
+
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
     """A mesh as data: axis names, sizes, and the device numbers in row-major order.

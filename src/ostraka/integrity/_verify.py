@@ -45,9 +45,8 @@ class Report:
         return not self.problems
 
     def __str__(self) -> str:
-        size = (
-            f"{self.leaves:,} arrays in {count_of(self.files, 'file')}, {self.bytes_read:,} bytes"
-        )
+        arrays, files = count_of(self.leaves, "array"), count_of(self.files, "file")
+        size = f"{arrays} in {files}, {self.bytes_read:,} bytes"
         state = "intact" if self.ok else count_of(len(self.problems), "problem")
         return f"{self.path}: {state} ({size}, {self.seconds:.2f} s)"
 

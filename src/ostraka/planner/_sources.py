@@ -14,7 +14,7 @@ from typing import Any, cast
 from ostraka import _checkpoint, _format
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES
-from ostraka._spec import DTYPES, LeafSpec, MeshSpec
+from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
 from ostraka.errors import InvalidSharding, InvalidTree, describe, nearest, store_error
 from ostraka.planner._models import dtype_of
 from ostraka.planner._named import state_of_config
@@ -158,17 +158,13 @@ def _without_place(leaf: LeafSpec, dtype: str | None) -> LeafSpec:
 
 def _saved_as(leaf: LeafSpec, dtype: str) -> LeafSpec:
     """What `save(dtype=…)` makes of a leaf."""
-    if dtype not in DTYPES or not _is_floating(dtype):
+    if dtype not in DTYPES or not is_floating(dtype):
         raise ValueError(
             f"there is no floating-point dtype {dtype!r}; give one such as bfloat16 or float32"
         )
-    if leaf.shape and _is_floating(leaf.dtype) and leaf.dtype != dtype:
+    if leaf.shape and is_floating(leaf.dtype) and leaf.dtype != dtype:
         return replace(leaf, dtype=dtype, cast_from=leaf.cast_from or leaf.dtype)
     return leaf
-
-
-def _is_floating(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
 
 
 # Python factories

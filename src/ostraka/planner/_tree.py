@@ -31,7 +31,7 @@ from ostraka._document import (
     fill_in_states,
     leaves_of,
 )
-from ostraka._match import _SpecTree as SpecTree  # pyright: ignore[reportPrivateUsage]
+from ostraka._match import SpecTree
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidTree, Mismatch

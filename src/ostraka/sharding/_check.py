@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -76,7 +76,7 @@ def _specs_by_path(
         found[leaf.path] = to_spec(leaf.path, given[entry])
     paths = [leaf.path for leaf in leaves_of(parsed)]
     findings += [
-        Finding("error", path, f"specs has {path!r}, which is no leaf{nearest(path, paths)}")
+        Finding("error", path, f"specs has {path!r}, which is no leaf{_hint(path, paths)}")
         for path in given
         if path not in used
     ]
@@ -89,3 +89,9 @@ def _above(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition("/")[0]
     yield ROOT
+
+
+def _hint(path: str, paths: Sequence[str]) -> str:
+    if "*" in path:
+        return ": a mapping alone is a tree of specs; make patterns of it with sharding.combine"
+    return nearest(path, paths)
