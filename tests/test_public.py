@@ -88,12 +88,6 @@ def test_an_unknown_name():
     assert not hasattr(ostraka, "tests")
 
 
-@pytest.mark.parametrize("first", ["import jax", ""])
-def test_the_first_save_waits_for_no_import_where_jax_is_loaded(first: str):
-    code = f"{first}\nimport ostraka, json, sys\nprint(json.dumps(list(vars(ostraka))))"
-    assert ({"save", "save_async", "restore"} <= set(run_python(code))) == bool(first)
-
-
 def test_a_star_import():
     names = run_python("from ostraka import *\nimport json\nprint(json.dumps(dir()))")
     assert set(ostraka.__all__) <= set(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,7 @@ __all__ = [
 _MODULES = ("exercises", "sharding")
 
 # Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
-# call. What a training loop calls is looked up at once where JAX is there already, as in most
-# programs: the first save should not stall the loop with imports.
+# call.
 _HOMES = {
     "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
@@ -77,8 +75,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-if "jax" in sys.modules:
-    for _name in ("restore", "save", "save_async"):
-        __getattr__(_name)
