@@ -204,6 +204,26 @@ class Counter:
         self.state = state
 
 
+def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(tmp_path: Path):
+    numbers = np.arange(3 << 20)  # 24 MiB
+    mutable: dict[str, Any] = {
+        "one_dimension": numbers.copy(),
+        "rows": numbers.reshape(1024, -1).copy(),
+        "fortran": np.asfortranarray(numbers.reshape(512, 8, -1)),
+        "one_row": numbers.reshape(1, -1).copy(),
+        "every_second": np.repeat(numbers, 2)[::2],
+        "backwards": numbers.copy()[::-1],
+        "small": {str(n): np.full(n, n) for n in range(40)},
+    }
+    want = jax.tree.map(np.copy, mutable)
+    with writes_held():
+        handle = ostraka.save_async(tmp_path / "c", mutable)
+        for array in jax.tree.leaves(mutable):
+            array[...] = -1
+    handle.wait()
+    assert_same(ostraka.restore(tmp_path / "c"), want)
+
+
 def test_has_the_state_of_an_iterator_before_it_moves_on(tmp_path: Path):
     data = Counter()
     next(data)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from ostraka import _format, _pattern
 from ostraka._box import Box
 from ostraka._document import Leaf, Stateful, check_unique, encode, encode_state, leaves_of
+from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -25,8 +27,20 @@ from ostraka._spec import (
     is_floating,
 )
 from ostraka._tree import check_savable, is_array, is_key, parse
-from ostraka._values import CastValue, HostValue, ProcessValue, ShardedValue, Value, flat_bytes
+from ostraka._values import (
+    CastValue,
+    Copy,
+    HostValue,
+    ProcessValue,
+    ShardedValue,
+    Value,
+    flat_bytes,
+)
 from ostraka.errors import InvalidTree
+
+_COPIERS = max(2, min(os.cpu_count() or 1, 16))
+_BATCH_BYTES = 4 << 20
+"""What a thread copies at a time, at least."""
 
 
 class Devices:
@@ -83,8 +97,11 @@ class Captured:
         for value in self.values:
             if isinstance(value, ShardedValue):
                 value.start_copying()
-        for value in self.values:
-            value.hold()
+        batches = list(_batched(copy for value in self.values for copy in value.hold()))
+        if len(batches) == 1:
+            _copy(batches[0])  # done before a thread would have begun
+        else:
+            run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
 
     def save_as(self, dtype: DtypeRule) -> None:
         """Have floating-point arrays written as another dtype; scalars and others stay as they are.
@@ -98,6 +115,23 @@ class Captured:
             if leaf.kind in ("jax", "numpy") and is_floating(leaf.dtype):
                 self.values[number] = CastValue(self.values[number], wanted)
                 self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
+
+
+def _batched(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    batch: list[Copy] = []
+    nbytes = 0
+    for copy in copies:
+        batch.append(copy)
+        nbytes += copy[0].nbytes
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+def _copy(batch: Iterable[Copy]) -> None:
+    for to, given in batch:
+        np.copyto(to, given)
 
 
 DtypeRule = Any

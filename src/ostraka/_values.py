@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,6 +13,11 @@ from ostraka._box import Box
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]
+Copy = tuple[Array, Array]
+"""Where elements are to be, and where they are."""
+
+_COPIED_BYTES = 8 << 20
+"""What is copied at a time: parts of a large array by several threads."""
 
 
 class Value(Protocol):
@@ -24,8 +30,11 @@ class Value(Protocol):
         """The elements of a box that `device` holds; a view where that can be."""
         ...
 
-    def hold(self) -> None:
-        """Make the elements safe from all that happens later: donation, deletion, writing."""
+    def hold(self) -> Sequence[Copy]:
+        """Make the elements safe from all that happens later: donation, deletion, writing.
+
+        They are, once the copies that this returns have been made.
+        """
         ...
 
     def whole(self) -> Array:
@@ -44,8 +53,9 @@ class HostValue:
     def read(self, device: int, box: Box) -> Array:
         return self._array[_box.slices(box, _box.full(self._array.shape))]
 
-    def hold(self) -> None:
-        self._array = self._array.copy()
+    def hold(self) -> Sequence[Copy]:
+        given, self._array = self._array, np.empty_like(self._array)
+        return _copies(self._array, given)
 
     def whole(self) -> Array:
         return self._array
@@ -63,8 +73,9 @@ class ProcessValue:
         within = _box.slices(box[1:], _box.full(self._array.shape))
         return self._array[within][np.newaxis]
 
-    def hold(self) -> None:
-        self._array = self._array.copy()
+    def hold(self) -> Sequence[Copy]:
+        given, self._array = self._array, np.empty_like(self._array)
+        return _copies(self._array, given)
 
     def whole(self) -> Array:
         return self._array
@@ -82,8 +93,8 @@ class CastValue:
     def read(self, device: int, box: Box) -> Array:
         return self._value.read(device, box).astype(self._dtype)
 
-    def hold(self) -> None:
-        self._value.hold()
+    def hold(self) -> Sequence[Copy]:
+        return self._value.hold()
 
     def whole(self) -> Array:
         return self._value.whole().astype(self._dtype)
@@ -113,11 +124,12 @@ class ShardedValue:
             for device in self._device_of_box().values():
                 self._data(device).copy_to_host_async()
 
-    def hold(self) -> None:
+    def hold(self) -> Sequence[Copy]:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
         self._held = {box: self._shard(device) for box, device in self._device_of_box().items()}
         self._array = None
         self.in_host_memory = True
+        return ()
 
     def whole(self) -> Array:
         if not self._held:
@@ -139,6 +151,18 @@ class ShardedValue:
 
     def _device_of_box(self) -> dict[Box, int]:
         return {self._boxes[device]: device for device in self._index_of}
+
+
+def _copies(to: Array, given: Array) -> list[Copy]:
+    """What is to be copied, in parts that each lie in one piece of memory."""
+    if given.nbytes <= _COPIED_BYTES:
+        return [(to, given)]
+    axis = int(np.argmax(np.abs(given.strides)))
+    rows = given.shape[axis]
+    step = max(_COPIED_BYTES * rows // given.nbytes, 1)
+    whole = (slice(None),) * axis
+    parts = [(*whole, slice(start, start + step)) for start in range(0, rows, step)]
+    return [(to[part], given[part]) for part in parts]
 
 
 def flat_bytes(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
