@@ -18,8 +18,8 @@ from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, Problem, StoreError, count_of
 from ostraka.storage import FileReader, PathLike, open_store
 
-_THREADS = max(4, min(os.cpu_count() or 1, 16))
-"""More than there are cores, if those are few: some wait for the disk while others compare."""
+_THREADS = min((os.cpu_count() or 1) + 1, 16)
+"""One more than there are cores: it waits for the disk while the others compare."""
 _TASK_BYTES = 32 << 20
 """What a thread takes at a time: parts of a large file are read by several threads."""
 _PIECE_BYTES = _format.BLOCK_BYTES
