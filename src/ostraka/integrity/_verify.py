@@ -22,8 +22,9 @@ _THREADS = min((os.cpu_count() or 1) + 1, 16)
 """One more than there are cores: it waits for the disk while the others compare."""
 _TASK_BYTES = 32 << 20
 """What a thread takes at a time: parts of a large file are read by several threads."""
-_PIECE_BYTES = _format.BLOCK_BYTES
-"""What is read at a time, whatever a stranger's index says of the length of blocks."""
+_PIECE_BYTES = 2 << 20
+"""What is read at a time, whatever a stranger's index says of the length of blocks: larger pieces
+have the processor wait for the disk, smaller ones it for the interpreter."""
 
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that have been read so far, and those that there are in all."""
