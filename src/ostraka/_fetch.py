@@ -7,8 +7,10 @@ memory in the order in which their bytes lie in the files, so that one read fill
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ _ALIGNMENT = 64
 _ARENA_BYTES = 2 << 20
 _ARENA_LIMIT_BYTES = 1 << 20
 """Buffers from this size on have memory of their own."""
+_MAPPED_BYTES = 64 << 10
+"""Less is not worth asking for."""
 _ADVISED_BYTES = 4 << 20
 """From this size on numpy asks the kernel for huge pages."""
 
@@ -162,6 +166,8 @@ class FetchJob:
             if memory is not None:
                 pieces.append(memory)
             position = stop
+        for piece in pieces:
+            _map_pages(piece)
         file.read_into(chunk.start, chunk.stop, pieces)
         file.check(chunk, pieces)
 
@@ -171,10 +177,10 @@ class FetchJob:
         file.read_into(chunk.start, chunk.stop, [scratch])
         file.check(chunk, [scratch])
         for move in chunk.direct:
-            memory = self._memory.flat(move.buffer)
-            memory[move.buffer_start : move.buffer_start + move.stop - move.start] = scratch[
-                move.start - chunk.start : move.stop - chunk.start
-            ]
+            size = move.stop - move.start
+            memory = self._memory.flat(move.buffer)[move.buffer_start : move.buffer_start + size]
+            _map_pages(memory)
+            memory[:] = scratch[move.start - chunk.start : move.stop - chunk.start]
         boxes: dict[tuple[int, int], Array] = {}
         for move in chunk.strided:
             rows = boxes.get((move.start, move.stop))
@@ -182,7 +188,10 @@ class FetchJob:
                 data = scratch[move.start - chunk.start : move.stop - chunk.start]
                 rows = boxes[move.start, move.stop] = self._elements(move, data)
             within = _box.slices(move.shared, self._targets[move.buffer].box)
-            self.arrays[move.buffer][within] = rows[_box.slices(move.shared, move.box)]
+            memory = self.arrays[move.buffer][(*within, ...)]  # a view, also of no dimensions
+            if memory.flags.c_contiguous:
+                _map_pages(memory)
+            memory[...] = rows[_box.slices(move.shared, move.box)]
 
     def _elements(self, move: Strided, data: Array) -> Array:
         name = self._source.metadata.leaves[self._targets[move.buffer].leaf].spec.dtype
@@ -360,6 +369,30 @@ _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 def detached(array: Array) -> Array:
     """An array that shares its memory with no other; for those that users may write to."""
     return array if array.nbytes >= _ARENA_LIMIT_BYTES else array.copy()
+
+
+def _find_madvise() -> Any:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (AttributeError, OSError):  # pragma: no cover
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+_madvise = _find_madvise() if sys.platform == "linux" else None
+_MADV_POPULATE_WRITE = 23
+
+
+def _map_pages(memory: Array) -> None:
+    """Have the kernel map fresh memory in one go, and not page by page as it is filled.
+
+    Only faster: where the kernel does not know how (before Linux 5.14), the pages come one by one.
+    """
+    if _madvise is not None and memory.nbytes >= _MAPPED_BYTES:
+        address = memory.__array_interface__["data"][0]
+        start = address - address % mmap.PAGESIZE
+        _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE)
 
 
 def _aligned(nbytes: int) -> Array:
