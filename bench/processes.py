@@ -53,6 +53,7 @@ def four_processes(options: Options) -> list[Row]:
     try:
         teams = _gather(size, options, save, groups)
         _measure(teams, options, save, restore)
+        restore.note(f"{restore.id}: DCP loads into tensors that exist; the others fill new memory")
     finally:
         for group in groups:
             group.close()
