@@ -736,12 +736,12 @@ def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path):
 
     with Manager(tmp_path, on_record=slow) as manager:
         manager.save(1, tree_of(1))
-        threading.Timer(0.3, goes_on.set).start()
+        threading.Timer(1.5, goes_on.set).start()
         manager.save(2, tree_of(2))
         manager.save(3, tree_of(3), asynchronous=False)
     _, second, third = records
-    assert 0.2 < second.phases["wait"] < second.blocked_s < second.total_s
-    assert third.blocked_s == pytest.approx(third.total_s, rel=0.1)
+    assert 0.1 < second.phases["wait"] < second.blocked_s < second.total_s
+    assert third.blocked_s == third.total_s
 
 
 def test_callback_that_raises_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -92,13 +92,14 @@ def report(
 ) -> Record:
     """Log what was done and tell whoever asked for it."""
     total, least_bytes, most_bytes, least_s, most_s = summary
+    total_s = watch.total_s
     record = Record(
         operation,
         path,
         int(total),
         dict(watch.phases),
-        watch.blocked_s or watch.total_s,
-        watch.total_s,
+        watch.blocked_s or total_s,
+        total_s,
         Spread(least_bytes, most_bytes),
         Spread(least_s, most_s),
     )
