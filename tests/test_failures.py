@@ -661,15 +661,15 @@ def test_a_damaged_block_on_one_process(tmp_path: Path):
             assert "on process 2" in outcome["said"], outcome
 
 
-def restore_with_fault(path: str) -> tuple[str, str, float, int | str]:
-    """An error that says nothing about the bytes, on one process."""
+def restore_with_fault(path: str, code: int) -> tuple[str, str, float, int | str]:
+    """What the system says on one process, which may or may not be about the bytes."""
     me = jax.process_index()
     like = make_tree(0)
     ostraka.save(path, make_tree(1))
     begin = time.monotonic()
     said = kind = ""
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    with broken(os, "preadv", stale) if me == 1 else nullcontext():
+    refusal = OSError(code, os.strerror(code))
+    with broken(os, "preadv", refusal) if me == 1 else nullcontext():
         try:
             ostraka.restore(path, like=like)
         except Exception as error:
@@ -678,12 +678,13 @@ def restore_with_fault(path: str) -> tuple[str, str, float, int | str]:
     return said, kind, seconds, number_in(ostraka.restore(path, like=like))
 
 
-def test_a_read_error_on_one_process(tmp_path: Path):
-    results = run_processes(restore_with_fault, str(tmp_path / "checkpoint"), processes=4)
+@pytest.mark.parametrize(("code", "raised"), [(errno.ESTALE, "StoreError"), (errno.EIO, "Damaged")])
+def test_a_read_error_on_one_process(tmp_path: Path, code: int, raised: str):
+    results = run_processes(restore_with_fault, str(tmp_path / "checkpoint"), code, processes=4)
     for result in results:
         said, kind, seconds, again = result.value
-        assert os.strerror(errno.ESTALE) in said
-        assert kind == ("StoreError" if result.process == 1 else "RestoreFailed")
+        assert os.strerror(code) in said
+        assert kind == (raised if result.process == 1 else "RestoreFailed")
         if result.process != 1:
             assert "on process 1" in said
         assert seconds < WITHIN_S

@@ -38,31 +38,24 @@ from ostraka.storage import open_store
 _VALUE_WIDTH = 40
 
 
-def _a_number(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if math.isnan(value):
-        # It compares with nothing, so it has passed for one that is not below 0.
-        raise click.BadParameter("nan is no tolerance; give a number such as 1e-5", ctx, param)
-    return value
+class _Tolerance(click.FloatRange):
+    """A number from 0 on; nan compares with nothing, and would pass for one."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("nan is no tolerance; give a number such as 1e-5", param, ctx)
+        return number
 
 
 @click.command()
 @path_argument("a")
 @path_argument("b")
 @click.argument("pattern", nargs=-1)
-@click.option(
-    "--rtol",
-    type=click.FloatRange(0),
-    callback=_a_number,
-    default=0.0,
-    help="Relative tolerance.",
-)
-@click.option(
-    "--atol",
-    type=click.FloatRange(0),
-    callback=_a_number,
-    default=0.0,
-    help="Absolute tolerance.",
-)
+@click.option("--rtol", type=_Tolerance(0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=_Tolerance(0), default=0.0, help="Absolute tolerance.")
 @click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
 @click.option("--ignore-sharding", is_flag=True, help="It does not matter how arrays were cut.")
 @click.option("--all", "everything", is_flag=True, help="List the leaves that are the same, too.")
