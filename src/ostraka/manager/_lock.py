@@ -15,6 +15,9 @@ except ImportError:  # pragma: no cover - Windows has no flock; managers there h
     fcntl = None
 
 _LOOK_EVERY_S = 0.1
+# A child that its dead parent had just forked has a copy of the lock until it first runs: it lets
+# go then (or starts another program, which closes it). A moment's patience tells it from a writer.
+_PATIENCE_S = 0.5
 
 
 class RootLock:
@@ -31,13 +34,14 @@ class RootLock:
     def acquire(self, *, wait: bool) -> None:
         """Take the lock; raises Busy if another manager has it, or waits until it lets go."""
         said = False
+        give_up = time.monotonic() + _PATIENCE_S
         while not self._try():
-            if not wait:
+            if not wait and time.monotonic() >= give_up:
                 raise Busy(
                     f"another Manager is writing to {self._location}, and only one may at a time; "
                     "end it, or open this one with read_only=True or if_locked='wait'"
                 )
-            if not said:
+            if wait and not said:
                 log.warning("waiting for another Manager to end its work in %s", self._location)
                 said = True
             time.sleep(_LOOK_EVERY_S)
