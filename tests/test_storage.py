@@ -372,12 +372,24 @@ with LocalStore(sys.argv[1]).exclusive():
     sys.stdin.read()
 """
 
+HOLD_AND_FORK = """
+import os, sys, time
+from ostraka.storage import LocalStore
+with LocalStore(sys.argv[1]).exclusive():
+    if os.fork() == 0:
+        print("held", flush=True)
+        os.close(1)
+        sys.stdin.read()  # outlives its parent, as a data worker may, until the test ends
+        os._exit(0)
+    time.sleep(600)
+"""
+
 
 @contextmanager
-def holder(location):
+def holder(location, script=HOLD):
     """Another process that holds a place until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, location],
+        [sys.executable, "-c", script, location],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -391,8 +403,9 @@ def holder(location):
         process.communicate()
 
 
-def test_another_process_holds_a_place_until_it_is_killed(local):
-    with holder(local.location) as process:
+@pytest.mark.parametrize("script", [HOLD, HOLD_AND_FORK], ids=["alone", "with a child"])
+def test_another_process_holds_a_place_until_it_is_killed(local, script):
+    with holder(local.location, script) as process:
         with pytest.raises(Busy, match="another save to"), local.exclusive():
             pass
         process.send_signal(signal.SIGKILL)

@@ -13,11 +13,7 @@ from typing import Any
 
 from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
 from ostraka.storage._base import byte_views
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - Windows has no flock; saves there hold nothing
-    fcntl = None
+from ostraka.storage._hold import DirectoryHold
 
 _MAX_BUFFERS = 1024
 """What one vectored call takes (IOV_MAX)."""
@@ -55,29 +51,17 @@ class LocalStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        # The lock is on the directory itself: no lock file is left behind, and the kernel lets go
-        # of it when its process dies.
-        if fcntl is None:  # pragma: no cover
-            yield
-            return
-        held = os.open(self.location, os.O_RDONLY)
+        hold = DirectoryHold(self.location)
         try:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not hold.take():
                 raise Busy(
                     f"another save to {self.location} is under way; wait for it, or save elsewhere"
-                ) from error
-            except OSError:
-                pass  # Some network file systems can't lock: then two writers are on their own.
-            if not _is_at(held, self.location):
+                )
+            if not hold.is_in_place():
                 raise Busy(f"another save has just removed {self.location}; try again")
             yield
         finally:
-            with suppress(OSError):
-                # By name: a process that was forked meanwhile has a copy, and would hold on.
-                fcntl.flock(held, fcntl.LOCK_UN)
-            os.close(held)
+            hold.let_go()
 
     def get(self, name: str) -> bytes:
         path = self._path(name)
@@ -303,14 +287,6 @@ def _is_read_only(path: str) -> bool:
     with suppress(OSError):
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     return False
-
-
-def _is_at(directory: int, path: str) -> bool:
-    """Whether an open directory is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(directory), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _unless_gone(function: Any, path: str, info: Any) -> None:
