@@ -189,16 +189,23 @@ print(manager.steps())
     assert out.endswith("[1]\n")
 
 
-def test_error_that_nobody_asked_for_is_printed_when_the_program_ends(tmp_path: Path):
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "sys.stderr = None"])
+def test_error_that_nobody_asked_for_is_told_when_the_program_ends(tmp_path: Path, ending: str):
     (tmp_path / "file").write_text("")
-    body = """
-import logging
+    body = f"""
+import atexit, logging
+atexit.register(print, "others are called", flush=True)
 logging.disable()
 ostraka.save_async(path, tree)
+{ending}
 """
-    code, _, err = run(body, tmp_path / "file" / "c")
-    assert code == 0
-    assert len(re.findall(r"PathInTheWay: can't make the directory .*/file/c", err)) == 1
+    code, out, err = run(body, tmp_path / "file" / "c")
+    assert code == 120
+    assert out.endswith("others are called\n")
+    if ending == "sys.stderr = None":  # nobody to tell: the exit status does
+        assert err == ""
+    else:
+        assert len(re.findall(r"PathInTheWay: can't make the directory .*/file/c", err)) == 1
 
 
 def test_error_that_was_seen_is_not_printed_again(tmp_path: Path):

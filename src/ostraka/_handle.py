@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, cast
 
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._record import Record, logger
@@ -247,7 +248,35 @@ def _raise_at_exit() -> None:
     _background.is_ending = True
     error = _background.current and _background.current._take_unseen()  # pyright: ignore[reportPrivateUsage]
     if error is not None:
+        _have_exit_status_tell()
         raise error
+
+
+def _have_exit_status_tell() -> None:
+    """Have Python end with status 120, its own for an error while it ends.
+
+    It prints what a function registered with `atexit` raises, but would still end with 0, and a
+    scheduler would take the run for a success. What it does look at is the last flush.
+    """
+    stream = cast(TextIO | None, sys.stderr)
+    if stream is None or stream.closed:
+        stream = open(os.devnull, "w")  # noqa: SIM115 - until the end of the program
+    sys.stderr = cast(TextIO, _FailsLastFlush(stream))
+
+
+class _FailsLastFlush:
+    """A stream as it was, but that Python's flush of it after all else fails."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save failed and nobody asked for its error")
 
 
 # What is registered with `threading` runs before all that is registered with `atexit`, by which
