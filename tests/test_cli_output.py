@@ -22,7 +22,7 @@ def start(*arguments: object, stdout: int, **environment: str) -> subprocess.Pop
     )
 
 
-@pytest.mark.parametrize("command", ["verify", "plan"])
+@pytest.mark.parametrize("command", ["verify", "plan", "--help"])
 def test_a_reader_that_has_gone_is_not_taken_for_damage(tmp_path: Path, command: str):
     checkpoint = save_model(tmp_path / "c")
     reader, writer = os.pipe()

@@ -111,8 +111,9 @@ def save_async(
     Otherwise it is as `save` does it: nothing shows before all of it is there.
 
     An error is raised by `wait()` of the handle; if nobody asks, by the next save, or when the
-    program ends. The program does not end before the save has; a second Ctrl-C gives it up. One
-    save is under way at a time: the next one waits for it, or with `if_busy="refuse"` raises Busy.
+    program ends, which then has the exit code 120. The program does not end before the save has; a
+    second Ctrl-C gives it up. One save is under way at a time: the next one waits for it, or with
+    `if_busy="refuse"` raises Busy.
 
     `on_commit` is called in the background, on process 0, once the checkpoint is there. The rest of
     the arguments are those of `save`.

@@ -62,6 +62,19 @@ class Commands(click.Group):
             cmd.params.append(_verbose_option())
         super().add_command(cmd, name)
 
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except BrokenPipeError:  # while it printed its help
+            _forget_stdout()
+            raise click.exceptions.Exit(READER_GONE) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         ctx.color = _wants_colour()
         try:
