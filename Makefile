@@ -2,6 +2,7 @@ PYTHON ?= python3
 TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SHAKE_ARGS ?=
 TORCH := torch==2.13.0
 
 BIN := .venv/bin
@@ -17,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench torch soak clean
+.PHONY: help venv demo test check format bench torch soak shake clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,11 @@ test: $(FULL) ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
 # Each test may take an hour, and runs alone: soak tests kill processes and fill disks.
 soak: $(FULL) ## the long tests: kills, faults, many rounds
 	@$(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS)
+
+# A test that fails here is right only if nobody is late.
+shake: $(FULL) ## the test suite, its processes stopped for moments at random (SHAKE_ARGS=--seed 1)
+	@$(BIN)/python tests/shake.py $(SHAKE_ARGS) -- \
+	  $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 check: $(FULL) ## ruff, formatting, pyright
 	@failed=0; \
