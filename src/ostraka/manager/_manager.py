@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -100,6 +101,7 @@ class Manager:
         """Steps that were links when the manager was opened."""
         self._newest: int | None = None
         self._closed = False
+        self._process = os.getpid()
         self._lock = RootLock(self._root.location)
         self._preemption: Preemption | None = None
         self.restored: int | None = None
@@ -387,6 +389,12 @@ class Manager:
         if self._read_only:
             raise StoreError(
                 f"the manager of {self.root} was opened with read_only=True, and writes nothing",
+                filename=self.root,
+            )
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the manager of {self.root} writes in process {self._process} alone, and this is "
+                f"{os.getpid()}, forked from it; open one with read_only=True here, or save there",
                 filename=self.root,
             )
 

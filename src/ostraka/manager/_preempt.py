@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -72,6 +74,7 @@ class Preemption:
         before = signal.signal(signal.SIGTERM, self._on_signal)
         self._before = signal.SIG_DFL if before is None else before  # None: not Python's
         self._catches = True
+        _catching.add(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._caught = True
@@ -81,6 +84,19 @@ class Preemption:
         elif not self._catches:
             signal.signal(number, heir)
             signal.raise_signal(number)
+
+
+_catching: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+def _stop_after_fork() -> None:
+    """A child saves nothing: SIGTERM must end it, or whoever ends a data worker waits for ever."""
+    for preemption in list(_catching):
+        preemption.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_after_fork)
 
 
 def _ask_jax() -> bool | None:
