@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,6 +21,8 @@ Copy = tuple[Array, Array]
 
 _COPIED_BYTES = 8 << 20
 """What is copied at a time: parts of a large array by several threads."""
+_PATIENCE_S = 5.0
+"""How long another thread may take to list an array's shards."""
 
 
 class Value(Protocol):
@@ -111,6 +116,7 @@ class ShardedValue:
         self._gives_views = array.platform() == "cpu" and not DTYPES[dtype_name(array.dtype)].packed
         self.in_host_memory = self._gives_views
         self._held: dict[Box, Array] = {}
+        self._is_apart = False
 
     def read(self, device: int, box: Box) -> Array:
         outer = self._boxes[device]
@@ -133,6 +139,8 @@ class ShardedValue:
 
     def whole(self) -> Array:
         if not self._held:
+            assert self._array is not None
+            take_apart(self._array)
             return np.asarray(self._array)
         if len(self._held) == 1:
             return next(iter(self._held.values()))
@@ -147,10 +155,53 @@ class ShardedValue:
 
     def _data(self, device: int) -> jax.Array:
         assert self._array is not None
+        if not self._is_apart:
+            take_apart(self._array)
+            self._is_apart = True
         return self._array.addressable_data(self._index_of[device])
 
     def _device_of_box(self) -> dict[Box, int]:
         return {self._boxes[device]: device for device in self._index_of}
+
+
+class _TakingApart:
+    """Holds a lock that a forked child finds open: a thread that is not there may have had it."""
+
+    def __init__(self) -> None:
+        self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self.lock = threading.Lock()
+
+
+_taking_apart = _TakingApart()
+
+
+def take_apart(array: jax.Array) -> None:
+    """Have JAX list the shards of an array, before anyone asks for one.
+
+    JAX makes the list when it is first asked for a shard, and two threads that ask at once may get
+    the shard of another device, or none. So it is made by one thread at a time, and counted:
+    threads of the program itself may be at it, too.
+    """
+    count = len(array.sharding.addressable_devices)
+    give_up = time.monotonic() + _PATIENCE_S
+    with _taking_apart.lock:
+        while (found := _count_shards(array)) != count:
+            if time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"JAX lists {found} shards on {count} devices for an array of the shape "
+                    f"{array.shape}: two threads of this program have first looked at it at the "
+                    "same time; save a copy of it"
+                )
+            time.sleep(0.001)  # Somebody else's list is not complete yet.
+
+
+def _count_shards(array: Any) -> int:
+    shards = getattr(array, "_arrays", None)
+    return len(array.addressable_shards if shards is None else shards)
 
 
 def _copies(to: Array, given: Array) -> list[Copy]:
