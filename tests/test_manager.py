@@ -495,12 +495,24 @@ def test_a_second_writer_is_refused(tmp_path: Path):
     Manager(tmp_path).close()
 
 
-def test_a_second_writer_may_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_second_writer_may_wait(tmp_path: Path):
+    """The first one ends its work when the second says that it waits, and not before."""
+
+    class End(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            first.close()
+
+    said: list[str] = []
     first = Manager(tmp_path)
-    threading.Timer(0.3, first.close).start()
-    with Manager(tmp_path, if_locked="wait") as second:
-        assert second.save(1, tree_of(1))
-    assert "waiting for another Manager to end its work" in caplog.text
+    end = End(logging.WARNING)
+    logging.getLogger("ostraka").addHandler(end)
+    try:
+        with Manager(tmp_path, if_locked="wait") as second:
+            assert second.save(1, tree_of(1))
+    finally:
+        logging.getLogger("ostraka").removeHandler(end)
+    assert said == [f"waiting for another Manager to end its work in {tmp_path}"]
 
 
 HOLD = """
