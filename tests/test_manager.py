@@ -524,12 +524,12 @@ manager = ostraka.Manager(sys.argv[1], on_preemption=False)
 if sys.argv[2] == "alone" or os.fork():
     if sys.argv[2] != "fork":
         print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until the test is over
 else:
     if sys.argv[2] == "fork":
         print("held", flush=True)  # by the parent: the child has let go before it comes here
     os.close(1)
-    time.sleep(60)  # outlives its parent, as a data worker may
+    sys.stdin.read()  # outlives its parent, as a data worker may
     os._exit(0)
 """
 
@@ -540,6 +540,7 @@ def test_the_lock_of_a_dead_process_does_not_block(
 ):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), kind],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -556,7 +557,9 @@ def test_the_lock_of_a_dead_process_does_not_block(
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if kind != "alone" else holder.kill()
         holder.wait()
+        assert holder.stdin is not None
         assert holder.stdout is not None
+        holder.stdin.close()
         holder.stdout.close()
 
 
