@@ -750,18 +750,26 @@ def test_saves_and_restores_are_recorded(tmp_path: Path):
     ]
 
 
-def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path):
+def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For the end, where that was asked for, and for the save before."""
     records: list[ostraka.Record] = []
     goes_on = threading.Event()
 
     def slow(record: ostraka.Record) -> None:
         records.append(record)
-        goes_on.wait(60)
+        goes_on.wait()
 
+    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
+        # Only now: the loop has come to where it waits, however slow it was on the way.
+        timer = threading.Timer(0.2, goes_on.set)
+        timer.start()
+        real(self, timeout)
+        timer.join()
+
+    real = ostraka.SaveHandle._wait_for_end
+    monkeypatch.setattr(ostraka.SaveHandle, "_wait_for_end", wait_for_end)
     with Manager(tmp_path, on_record=slow) as manager:
         manager.save(1, tree_of(1))
-        threading.Timer(1.5, goes_on.set).start()
         manager.save(2, tree_of(2))
         manager.save(3, tree_of(3), asynchronous=False)
     _, second, third = records
