@@ -46,7 +46,7 @@ def writes_held() -> Generator[threading.Event]:
     real = LocalWriter.write
 
     def write(self: Any, offset: int, buffers: Any) -> None:
-        gate.wait(60)
+        gate.wait()
         real(self, offset, buffers)
 
     with patch.object(LocalWriter, "write", write):
@@ -56,6 +56,21 @@ def writes_held() -> Generator[threading.Event]:
             gate.set()
             with suppress(Exception):
                 _handle.settle()
+
+
+@contextmanager
+def set_when_waited_for(gate: threading.Event) -> Generator[None]:
+    """Set the event a moment after somebody has begun to wait for a save, and not before."""
+    real = ostraka.SaveHandle._wait_for_end
+
+    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        real(self, timeout)
+        timer.join()
+
+    with patch.object(ostraka.SaveHandle, "_wait_for_end", wait_for_end):
+        yield
 
 
 def make_mesh() -> Mesh:
@@ -385,8 +400,8 @@ def test_failed_save_lets_go_of_its_values(tmp_path: Path):
 def test_second_save_waits_for_the_first(tmp_path: Path):
     with writes_held() as gate:
         first = ostraka.save_async(tmp_path / "a", make_arrays())
-        threading.Timer(0.2, gate.set).start()
-        second = ostraka.save_async(tmp_path / "b", make_arrays())
+        with set_when_waited_for(gate):
+            second = ostraka.save_async(tmp_path / "b", make_arrays())
         assert first.done()
         second.wait()
     assert second.record is not None
@@ -397,8 +412,8 @@ def test_second_save_waits_for_the_first(tmp_path: Path):
 def test_blocking_save_waits_for_one_in_the_background(tmp_path: Path):
     with writes_held() as gate:
         first = ostraka.save_async(tmp_path / "a", make_arrays())
-        threading.Timer(0.2, gate.set).start()
-        ostraka.save(tmp_path / "a", {"x": 2})
+        with set_when_waited_for(gate):
+            ostraka.save(tmp_path / "a", {"x": 2})
         assert first.done()
     assert ostraka.restore(tmp_path / "a") == {"x": 2}
 
