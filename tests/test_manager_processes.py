@@ -245,7 +245,7 @@ def test_a_process_that_went_away_because_of_the_error(tmp_path: Path):
 def run_until_told(root: str) -> tuple[int, list[int]]:
     process = jax.process_index()
     rng = random.Random(process)
-    with Manager(root, every=1000) as manager:
+    with Manager(root, every=1_000_000) as manager:  # one may run far ahead of another
         for step in range(1, 100_000):
             time.sleep(rng.uniform(0, 0.004))  # each at its own pace
             manager.save(step, tree_of(step))
