@@ -299,8 +299,11 @@ class Small(nnx.Module):
         return self.down(self.dropout(jax.nn.relu(self.up(x))))
 
 
-def train_on(root: str, steps: int, every: int) -> tuple[int, str]:
-    """Train up to `steps`, from where it was left; returns where that was, and what came out."""
+def train_on(root: str, steps: int, every: int, stop: int | None = None) -> tuple[int, str]:
+    """Train up to `steps`, from where it was left; returns where that was, and what came out.
+
+    At the step `stop` it waits to be killed, if it has not been by then.
+    """
     mesh = mesh_of_all()
     rules = sharding.fsdp("data", min_size=16)
     model, optimizer = sharding.init(lambda: Small(nnx.Rngs(0)), mesh, rules, ADAM)
@@ -315,6 +318,8 @@ def train_on(root: str, steps: int, every: int) -> tuple[int, str]:
             manager.save(step, state, metrics={"loss": float(loss)})
             if jax.process_index() == 0:
                 Path(f"{root}.at{step}").touch()
+            if step == stop:
+                signal.pause()
     return begun, digest_of(state)
 
 
@@ -373,12 +378,15 @@ def kill_and_resume(
     for number in range(rounds):
         # The second save begins when the first is there: from then on one must always be.
         reached = stride * number + rng.randint(2 * every, stride)
+        # Before any step that the next round may reach, in case that the kill comes late.
+        stop = stride * (number + 1) + 2 * every - 1
         mark = f"{root}.at{reached}"
         results = run_processes(
             train_on,
             root,
             steps,
             every,
+            stop,
             processes=4,
             env=HURRY,
             check=False,
@@ -394,6 +402,7 @@ def kill_and_resume(
     assert ([r.value[1] for r in results], Manager(root, read_only=True).steps()) == expected
 
 
+@pytest.mark.timeout(1200)  # for 24 processes that compile, on a machine that has much else to do
 def test_training_killed_and_resumed(tmp_path: Path):
     expected = train_undisturbed(tmp_path / "whole", 60, 3)
     kill_and_resume(tmp_path, expected, rounds=4, stride=12, every=3, seed=1)
