@@ -39,8 +39,11 @@ from ostraka.storage import _local
 
 path = sys.argv[1]
 write = _local._LocalWriter.write
+go_on = threading.Event()
+go_on.set()
 
 def write_slowly(self, offset, buffers):
+    go_on.wait()
     print("writing", flush=True)
     time.sleep(SECONDS)
     write(self, offset, buffers)
@@ -51,7 +54,7 @@ tree = {f"w{n}": np.full(1 << 18, n, np.float32) for n in range(16)}
 
 
 def start(body: str, path: Path, *more: str, seconds: float = 0.1) -> "subprocess.Popen[str]":
-    """Start a program whose every write of a block takes so long."""
+    """Start a program whose every write of a block takes so long, and waits for `go_on`."""
     program = PROGRAM_START.replace("SECONDS", str(seconds)) + body
     return subprocess.Popen(
         [sys.executable, "-c", program, str(path), *more],
@@ -75,9 +78,15 @@ def assert_complete(path: Path) -> None:
 
 
 def test_program_that_ends_finishes_its_save(tmp_path: Path):
-    code, out, err = run("ostraka.save_async(path, tree)\nprint('last line', flush=True)", tmp_path)
+    body = """
+go_on.clear()
+ostraka.save_async(path, tree)
+print("last line", flush=True)
+go_on.set()
+"""
+    code, out, err = run(body, tmp_path)
     assert (code, err) == (0, "")
-    assert out.startswith("last line") or out.index("last line") < out.rindex("writing")
+    assert out.startswith("last line\nwriting")
     assert_complete(tmp_path)
 
 
