@@ -241,17 +241,25 @@ def test_second_interrupt_gives_the_save_up(tmp_path: Path):
     body = """
 import logging
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-ostraka.save_async(path, tree)
+go_on.clear()
+handle = ostraka.save_async(path, tree)
+give_up = handle._give_up
+
+def give_up_and_go_on():
+    give_up()
+    go_on.set()
+
+handle._give_up = give_up_and_go_on
+print("begun", flush=True)
 while True:
     time.sleep(0.01)
 """
-    with start(body, tmp_path, seconds=0.5) as program:
+    with start(body, tmp_path) as program:
         assert program.stdout is not None
-        program.stdout.readline()
+        assert program.stdout.readline() == "begun\n"
         program.send_signal(signal.SIGINT)
-        while "waiting for the save" not in program.stdout.readline():
-            pass
-        time.sleep(0.1)
+        assert program.stdout.readline() == f"waiting for the save to {tmp_path}\n"
+        time.sleep(0.1)  # rather while it waits than while it is still saying so
         program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=120)
     assert "it was interrupted, and gave the save up" in err
