@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import jax
@@ -315,16 +315,6 @@ def number_in(tree: dict[str, Any]) -> float | str:
     return found.pop() if len(found) == 1 else f"a mix of {sorted(found)}"
 
 
-def slowed(seconds: float) -> Any:
-    real = LocalWriter.write
-
-    def write(self: Any, offset: int, buffers: Any) -> None:
-        time.sleep(seconds)
-        real(self, offset, buffers)
-
-    return patch.object(LocalWriter, "write", write)
-
-
 @contextmanager
 def held() -> Generator[threading.Event]:
     """Have all writes wait until the event is set."""
@@ -456,14 +446,23 @@ def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
         assert (found["old"], found["kept"], found["last"]) == (1, 4, 6)
 
 
+def wait_until_given_up(handle: ostraka.SaveHandle) -> None:
+    """Until this process knows it; one that went on before could still have committed."""
+    saving = cast(Any, handle._give_up).__self__
+    while saving._operation._verdict is None:
+        time.sleep(0.01)
+
+
 def give_up_on_one(folder: str) -> dict[str, Any]:
     """Process 1 gives up a save, as a second Ctrl-C does; then it is too late to."""
     path = f"{folder}/a"
     ostraka.save(path, make_tree(1))
-    with slowed(0.5):
+    with held() as go_on:
         handle = ostraka.save_async(path, make_tree(2))
         if jax.process_index() == 1:
             handle._give_up()
+        wait_until_given_up(handle)
+        go_on.set()
         given_up = caught(handle.wait)
     handle = ostraka.save_async(path, make_tree(3))
     handle.wait()
