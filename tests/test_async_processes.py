@@ -20,13 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from ostraka import _coordinate
 from ostraka._coordinate import Operation
 from ostraka.storage import _local
 from ostraka.testing import free_port, run_processes
 
 LocalWriter = _local._LocalWriter
-WITHIN_S = 10.0
-"""From the failure of one process until all have raised."""
 
 # Programs of one process
 
@@ -332,14 +331,22 @@ def held() -> Generator[threading.Event]:
             go_on.set()
 
 
-def caught(work: Callable[[], Any]) -> tuple[str, str, float]:
-    """The type and the words of what `work` raises, and how long it took."""
-    began = time.monotonic()
+def have_endless_patience() -> None:
+    """What is heard of then was said by somebody; what is not would be waited for until too late.
+
+    So no clock need tell whether a failure was told of at once, or found out in the end.
+    """
+    _coordinate.DEAD_AFTER_S = _coordinate.ARRIVE_WITHIN_S = 3600.0
+    _coordinate._VERDICT_WITHIN_S = 3600.0
+
+
+def caught(work: Callable[[], Any]) -> tuple[str, str]:
+    """The type and the words of what `work` raises."""
     try:
         work()
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def save_and_step(folder: str) -> dict[str, Any]:
@@ -380,7 +387,7 @@ def test_four_processes_save_while_they_go_on(tmp_path: Path):
     results = run_processes(save_and_step, str(tmp_path), processes=4, devices_per_process=2)
     for result in results:
         found = result.value
-        assert found["refused"][:2] == (
+        assert found["refused"] == (
             "Busy",
             f"a save to {tmp_path}/a is still under way; wait for it first",
         )
@@ -396,6 +403,7 @@ def test_four_processes_save_while_they_go_on(tmp_path: Path):
 
 def fail_on_one(folder: str) -> dict[str, Any]:
     """Process 2 can't write; everybody hears of it at the next call, seen or not."""
+    have_endless_patience()
     me = jax.process_index()
     path = f"{folder}/a"
     found: dict[str, Any] = {}
@@ -437,11 +445,10 @@ def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
     for result in results:
         found = result.value
         for when in ("next", "wait", "uneven"):
-            kind, words, seconds = found[when]
+            kind, words = found[when]
             assert kind == "SaveFailed"
             assert "No space left on device: the disk of process 2" in words
             assert "on process 2" in words
-            assert seconds < WITHIN_S
         assert found["exception"] == "SaveFailed"
         assert (found["old"], found["kept"], found["last"]) == (1, 4, 6)
 
@@ -455,6 +462,7 @@ def wait_until_given_up(handle: ostraka.SaveHandle) -> None:
 
 def give_up_on_one(folder: str) -> dict[str, Any]:
     """Process 1 gives up a save, as a second Ctrl-C does; then it is too late to."""
+    have_endless_patience()
     path = f"{folder}/a"
     ostraka.save(path, make_tree(1))
     with held() as go_on:
@@ -481,8 +489,7 @@ def give_up_on_one(folder: str) -> dict[str, Any]:
 def test_process_that_gives_up_and_process_that_comes_late(tmp_path: Path):
     results = run_processes(give_up_on_one, str(tmp_path), processes=2, devices_per_process=2)
     for result in results:
-        kind, words, seconds = result.value["given_up"]
+        kind, words = result.value["given_up"]
         assert (kind, result.value["kept"]) == ("SaveFailed", 3)
         assert "failed on process 1: it was interrupted, and gave the save up" in words
-        assert seconds < WITHIN_S
         assert result.value["late"] == ["SaveFailed"] * 18
