@@ -23,7 +23,7 @@ import ostraka
 from ostraka import _coordinate
 from ostraka._coordinate import Operation
 from ostraka.storage import _local
-from ostraka.testing import free_port, run_processes
+from ostraka.testing import _reserve_port, run_processes
 
 LocalWriter = _local._LocalWriter
 
@@ -275,12 +275,13 @@ if jax.process_index() == 1:
     time.sleep(0.5)
 ostraka.save_async(path, tree)
 """
-    port = str(free_port())
-    programs = [start(body, tmp_path, port, str(number)) for number in range(2)]
-    for program in programs:
-        with program:
-            _, err = program.communicate(timeout=120)
-        assert (program.returncode, err) == (0, "")
+    with _reserve_port() as reservation:  # as long as they run: others choose ports, too
+        port = str(reservation.getsockname()[1])
+        programs = [start(body, tmp_path, port, str(number)) for number in range(2)]
+        for program in programs:
+            with program:
+                _, err = program.communicate(timeout=120)
+            assert (program.returncode, err) == (0, "")
     assert_complete(tmp_path)
 
 
