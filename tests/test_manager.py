@@ -495,12 +495,24 @@ def test_a_second_writer_is_refused(tmp_path: Path):
     Manager(tmp_path).close()
 
 
-def test_a_second_writer_may_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_second_writer_may_wait(tmp_path: Path):
+    """The first one ends its work when the second says that it waits, and not before."""
+
+    class End(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            first.close()
+
+    said: list[str] = []
     first = Manager(tmp_path)
-    threading.Timer(0.3, first.close).start()
-    with Manager(tmp_path, if_locked="wait") as second:
-        assert second.save(1, tree_of(1))
-    assert "waiting for another Manager to end its work" in caplog.text
+    end = End(logging.WARNING)
+    logging.getLogger("ostraka").addHandler(end)
+    try:
+        with Manager(tmp_path, if_locked="wait") as second:
+            assert second.save(1, tree_of(1))
+    finally:
+        logging.getLogger("ostraka").removeHandler(end)
+    assert said == [f"waiting for another Manager to end its work in {tmp_path}"]
 
 
 HOLD = """
@@ -512,12 +524,12 @@ manager = ostraka.Manager(sys.argv[1], on_preemption=False)
 if sys.argv[2] == "alone" or os.fork():
     if sys.argv[2] != "fork":
         print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until the test is over
 else:
     if sys.argv[2] == "fork":
         print("held", flush=True)  # by the parent: the child has let go before it comes here
     os.close(1)
-    time.sleep(60)  # outlives its parent, as a data worker may
+    sys.stdin.read()  # outlives its parent, as a data worker may
     os._exit(0)
 """
 
@@ -528,6 +540,7 @@ def test_the_lock_of_a_dead_process_does_not_block(
 ):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), kind],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -544,7 +557,9 @@ def test_the_lock_of_a_dead_process_does_not_block(
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if kind != "alone" else holder.kill()
         holder.wait()
+        assert holder.stdin is not None
         assert holder.stdout is not None
+        holder.stdin.close()
         holder.stdout.close()
 
 
@@ -735,18 +750,26 @@ def test_saves_and_restores_are_recorded(tmp_path: Path):
     ]
 
 
-def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path):
+def test_a_record_tells_how_long_the_loop_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For the end, where that was asked for, and for the save before."""
     records: list[ostraka.Record] = []
     goes_on = threading.Event()
 
     def slow(record: ostraka.Record) -> None:
         records.append(record)
-        goes_on.wait(60)
+        goes_on.wait()
 
+    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
+        # Only now: the loop has come to where it waits, however slow it was on the way.
+        timer = threading.Timer(0.2, goes_on.set)
+        timer.start()
+        real(self, timeout)
+        timer.join()
+
+    real = ostraka.SaveHandle._wait_for_end
+    monkeypatch.setattr(ostraka.SaveHandle, "_wait_for_end", wait_for_end)
     with Manager(tmp_path, on_record=slow) as manager:
         manager.save(1, tree_of(1))
-        threading.Timer(1.5, goes_on.set).start()
         manager.save(2, tree_of(2))
         manager.save(3, tree_of(3), asynchronous=False)
     _, second, third = records
