@@ -26,6 +26,8 @@ from ostraka.storage import _local
 from ostraka.testing import _reserve_port, run_processes
 
 LocalWriter = _local._LocalWriter
+WITHIN_S = 10.0
+"""From the failure of one process until all have raised."""
 
 # Programs of one process
 
@@ -348,13 +350,14 @@ def have_endless_patience() -> None:
     _coordinate._VERDICT_WITHIN_S = 3600.0
 
 
-def caught(work: Callable[[], Any]) -> tuple[str, str]:
-    """The type and the words of what `work` raises."""
+def caught(work: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and the words of what `work` raises, and how long it took."""
+    began = time.monotonic()
     try:
         work()
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
 
 
 def save_and_step(folder: str) -> dict[str, Any]:
@@ -395,7 +398,7 @@ def test_four_processes_save_while_they_go_on(tmp_path: Path):
     results = run_processes(save_and_step, str(tmp_path), processes=4, devices_per_process=2)
     for result in results:
         found = result.value
-        assert found["refused"] == (
+        assert found["refused"][:2] == (
             "Busy",
             f"a save to {tmp_path}/a is still under way; wait for it first",
         )
@@ -448,17 +451,26 @@ def fail_on_one(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
-    results = run_processes(fail_on_one, str(tmp_path), processes=4, devices_per_process=2)
+def slowest_to_hear(folder: str) -> float:
+    """How long the last of four processes took to hear of the failure of one."""
+    results = run_processes(fail_on_one, folder, processes=4, devices_per_process=2)
+    slowest = 0.0
     for result in results:
         found = result.value
         for when in ("next", "wait", "uneven"):
-            kind, words = found[when]
+            kind, words, seconds = found[when]
             assert kind == "SaveFailed"
             assert "No space left on device: the disk of process 2" in words
             assert "on process 2" in words
+            slowest = max(slowest, seconds)
         assert found["exception"] == "SaveFailed"
         assert (found["old"], found["kept"], found["last"]) == (1, 4, 6)
+    return slowest
+
+
+def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
+    # A process that the machine does not let run may be late once or twice, but not each time.
+    assert any(slowest_to_hear(f"{tmp_path}/{attempt}") < WITHIN_S for attempt in range(3))
 
 
 def wait_until_given_up(handle: ostraka.SaveHandle) -> None:
@@ -497,7 +509,7 @@ def give_up_on_one(folder: str) -> dict[str, Any]:
 def test_process_that_gives_up_and_process_that_comes_late(tmp_path: Path):
     results = run_processes(give_up_on_one, str(tmp_path), processes=2, devices_per_process=2)
     for result in results:
-        kind, words = result.value["given_up"]
+        kind, words, _ = result.value["given_up"]
         assert (kind, result.value["kept"]) == ("SaveFailed", 3)
         assert "failed on process 1: it was interrupted, and gave the save up" in words
         assert result.value["late"] == ["SaveFailed"] * 18
