@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import numpy as np
@@ -124,8 +125,19 @@ def test_ls_of_a_checkpoint(root: Path):
 # show and verify
 
 
-def test_show_of_steps_lists_them(root: Path):
-    assert run("show", root).stdout == run("ls", root).stdout
+class StoppedClock(datetime):
+    """Always the same moment, so that nothing grows older between two looks at it."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "StoppedClock":
+        return cls(2100, 1, 1, tzinfo=tz)
+
+
+def test_show_of_steps_lists_them(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ostraka.cli._text.datetime", StoppedClock)
+    shown = run("show", root).stdout
+    assert shown.count(" ago ") == 3
+    assert shown == run("ls", root).stdout
     assert len(json.loads(run("show", root, "--json").stdout)["steps"]) == 3
 
 
