@@ -2,11 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from datetime import datetime, tzinfo
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -90,7 +94,15 @@ def test_ls_tells_of_a_step_that_can_not_be_read(root: Path):
     assert "damaged: _METADATA: its digest is not" in result.stdout
 
 
-def test_ls_does_not_take_a_lack_of_permission_for_damage(root: Path):
+@pytest.fixture
+def outside(root: Path) -> Iterator[Path]:
+    """The same not below pytest's own directory, which each start of a pytest closes to others."""
+    with TemporaryDirectory() as place:
+        yield Path(shutil.copytree(root, Path(place) / "runs"))
+
+
+def test_ls_does_not_take_a_lack_of_permission_for_damage(outside: Path):
+    root = outside
     assert run("ls", root).exit_code == 0
     open_to_all = 0o055
     for directory in (root, *root.glob("step_*"), *root.parents):
@@ -124,8 +136,19 @@ def test_ls_of_a_checkpoint(root: Path):
 # show and verify
 
 
-def test_show_of_steps_lists_them(root: Path):
-    assert run("show", root).stdout == run("ls", root).stdout
+class StoppedClock(datetime):
+    """Always the same moment, so that nothing grows older between two looks at it."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "StoppedClock":
+        return cls(2100, 1, 1, tzinfo=tz)
+
+
+def test_show_of_steps_lists_them(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ostraka.cli._text.datetime", StoppedClock)
+    shown = run("show", root).stdout
+    assert shown.count(" ago ") == 3
+    assert shown == run("ls", root).stdout
     assert len(json.loads(run("show", root, "--json").stdout)["steps"]) == 3
 
 

@@ -294,11 +294,13 @@ class CountingStore:
 
     def get(self, name: str) -> bytes:
         data = self._store.get(name)
-        self.other_bytes += len(data)
+        with self._lock:
+            self.other_bytes += len(data)
         return data
 
     def open(self, name: str) -> Any:
-        self.opened += 1
+        with self._lock:
+            self.opened += 1
         return CountingReader(self, self._store.open(name))
 
     def count(self, size: int) -> None:
