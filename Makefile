@@ -46,7 +46,7 @@ test: $(FULL) ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
 
 # Each test may take an hour, and runs alone: soak tests kill processes and fill disks.
 soak: $(FULL) ## the long tests: kills, faults, many rounds
-	@$(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS)
+	@OSTRAKA_NEW_EXAMPLES=1 $(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS)
 
 # A test that fails here is right only if nobody is late.
 shake: $(FULL) ## the test suite, its processes stopped for moments at random (SHAKE_ARGS=--seed 1)

@@ -131,10 +131,11 @@ class Operation:
         """Tell the others; returns the verdict, which may be another process's earlier error."""
         mine = ProcessFailed(self.process, describe(error))
         if self._verdict is None:
-            if self.process == 0:
-                self._post_verdict(mine)
-            else:
-                self._set(f"error/{self.process}", json.dumps(mine.reason))
+            with suppress(Exception):  # The service may have gone: not in the place of the error.
+                if self.process == 0:
+                    self._post_verdict(mine)
+                else:
+                    self._set(f"error/{self.process}", json.dumps(mine.reason))
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while self._verdict is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
