@@ -45,11 +45,14 @@ _MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported _
 _POLL_S = 0.01
 _TAIL_LINES = 40
 _STACK_LINES = 200
-_STACK_DUMP_S = 2.0
+_STACK_DUMP_S = 10.0
+_OUTERMOST = ("in _run_module_as_main\n", "...\n")
+"""How the dump of a process's stacks ends: with its main thread, or where it became too long."""
 # JAX aborts every process as soon as process 0 is gone. When the function fails on all of
 # them, process 0 stays this long, so that the others come to report their own errors.
 _COORDINATOR_LINGER_S = 2.0
-_JAX_SHUTDOWN_TIMEOUT_S = 15
+# All have returned by then: who does not come to the end may just not have had its turn.
+_JAX_SHUTDOWN_TIMEOUT_S = 100
 # Settings of the caller's own cluster, which would leak into the children's.
 _DROPPED_VARIABLES = (
     "JAX_COORDINATOR_BIND_ADDRESS",
@@ -139,6 +142,7 @@ class _Child:
     seconds: float = 0.0
     report: _Report | None = None
     failed_at_s: float | None = None
+    ended: bool = False
     killed: bool = False
     stacks: str = ""
 
@@ -216,7 +220,8 @@ def run_processes(
             )
         finally:
             for child in children:
-                _kill_group(child.popen)
+                if not child.ended:  # else its number may be another program's by now
+                    _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
         raise ProcessesFailed(_describe_failure(job.target, children, results, reason), results)
@@ -368,6 +373,7 @@ def _supervise(
 
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
+    child.ended = True
     child.seconds = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):
@@ -393,11 +399,11 @@ def _dump_stacks(children: list[_Child], job_dir: Path) -> None:
     deadline = time.monotonic() + _STACK_DUMP_S
     for child in children:
         path = job_dir / f"stacks.{child.index}"
-        while time.monotonic() < deadline:
-            before = child.stacks
+        while time.monotonic() < deadline and not child.stacks.endswith(_OUTERMOST):
+            is_over = child.popen.poll() is not None
             with contextlib.suppress(FileNotFoundError):
                 child.stacks = path.read_text(errors="replace")
-            if before and child.stacks == before:
+            if is_over:
                 break
             time.sleep(0.05)
 
