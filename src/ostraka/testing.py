@@ -50,7 +50,7 @@ _OUTERMOST = ("in _run_module_as_main\n", "...\n")
 """How the dump of a process's stacks ends: with its main thread, or where it became too long."""
 # JAX aborts every process as soon as process 0 is gone. When the function fails on all of
 # them, process 0 stays this long, so that the others come to report their own errors.
-_COORDINATOR_LINGER_S = 2.0
+_COORDINATOR_LINGER_S = 10.0
 # All have returned by then: who does not come to the end may just not have had its turn.
 _JAX_SHUTDOWN_TIMEOUT_S = 100
 # Settings of the caller's own cluster, which would leak into the children's.
@@ -152,7 +152,7 @@ def run_processes(
     *args: Any,
     processes: int = 2,
     devices_per_process: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
     heartbeat_timeout_s: int = 100,
     check: bool = True,
@@ -174,7 +174,7 @@ def run_processes(
     - After `timeout_s` all processes are killed and `ProcessesFailed` is raised, with or
       without `check`. In no case does a process outlive this call.
     - A process whose function raised ends with exit code 1 and waits for no other, except that
-      process 0 gives the others 2 s to end: JAX aborts them once process 0 is gone.
+      process 0 gives the others 10 s to end: JAX aborts them once process 0 is gone.
     - `heartbeat_timeout_s` is JAX's: so long after a process died, JAX aborts the others.
     - `on_start` gets the started processes, in this thread; see `kill_when`.
 
