@@ -192,8 +192,8 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("trials", "nbytes"),
     [
-        (15, 1 << 20),
-        (15, 32 << 20),
+        pytest.param(15, 1 << 20, marks=pytest.mark.timeout(900)),
+        pytest.param(15, 32 << 20, marks=pytest.mark.timeout(900)),
         pytest.param(250, 4 << 20, marks=pytest.mark.soak),
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
@@ -207,7 +207,7 @@ def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):
         trials + nbytes,
         processes=1,
         devices_per_process=4,
-        timeout_s=120 + 12 * trials,
+        timeout_s=600 + 12 * trials,
     )
     tally = result.value
     assert sum(tally.values()) == trials
