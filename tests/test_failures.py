@@ -610,15 +610,24 @@ def be_stopped_while_writing(path: str) -> int | str:
     """The machine is suspended for longer than it takes to count as dead."""
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    real = LocalWriter.finish
+    real_finish, real_look = LocalWriter.finish, _coordinate.Operation._first_failure
 
     def finish(writer: Any) -> None:
         Path(f"{path}.writing").touch()
         while not os.path.exists(f"{path}.awake"):
             time.sleep(0.01)
-        real(writer)
+        real_finish(writer)
 
-    with patch.object(LocalWriter, "finish", finish):
+    def look(operation: Any, seen: dict[int, Any], awake_s: float) -> Any:
+        failure = real_look(operation, seen, awake_s)
+        if len(seen) == 2:
+            Path(f"{path}.heard").touch()
+        return failure
+
+    with (
+        patch.object(LocalWriter, "finish", finish),
+        patch.object(_coordinate.Operation, "_first_failure", look),
+    ):
         ostraka.save(path, make_tree(1))
     return number_in(ostraka.restore(path, like=make_tree(0)))
 
@@ -627,7 +636,9 @@ def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
     path = tmp_path / "checkpoint"
 
     def suspend(popens: list[Any]) -> None:
-        while not Path(f"{path}.writing").exists():
+        while not (Path(f"{path}.writing").exists() and Path(f"{path}.heard").exists()):
+            if any(popen.returncode is not None for popen in popens):
+                return
             time.sleep(0.01)
         for popen in popens:
             popen.send_signal(signal.SIGSTOP)
