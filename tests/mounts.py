@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,17 @@ def mounted(place: Path, *, options: str, for_what: str) -> Generator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        _unmount(place)
+
+
+def _unmount(place: Path) -> None:
+    """Anyone may be looking at it for a moment, and then it is busy."""
+    deadline = time.monotonic() + 60
+    while subprocess.call(["umount", str(place)], stderr=subprocess.DEVNULL):
+        if time.monotonic() > deadline:
+            subprocess.run(["umount", str(place)], check=True)
+            return
+        time.sleep(0.1)
 
 
 def lose_sectors(files: Iterable[Path], monkeypatch: pytest.MonkeyPatch, at: int = 0) -> None:

@@ -28,9 +28,11 @@ from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import run_processes
 
-WITHIN_S = 10.0
-"""From the failure of one process until all have raised."""
-DEAD_AFTER_S = 3.0
+WITHIN_S = 60.0
+"""From the failure of one process until all have raised: no waiting ends so soon, see `NEVER_S`."""
+NEVER_S = 1000.0
+DEAD_AFTER_S = 10.0
+"""Long enough for a process that lives and does not get its turn for a while."""
 
 LocalWriter = _local._LocalWriter
 
@@ -69,6 +71,20 @@ def names_in(path: str | Path) -> list[str]:
 CLEAN = ["_METADATA", "shards"]
 
 
+def wait_for_ever() -> None:
+    """Nobody is given up because of the time: who hears of a failure was told of it."""
+    _coordinate.ARRIVE_WITHIN_S = NEVER_S
+    _coordinate.DEAD_AFTER_S = NEVER_S
+
+
+def meet(name: str) -> None:
+    """Wait for all processes; a collective of JAX's would wait for 30 s only."""
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.wait_at_barrier(name, timeout_in_ms=200_000)
+
+
 # Faults, each on one process
 
 
@@ -86,7 +102,7 @@ def broken(
         calls += 1
         if calls <= after:
             return real(*args, **options)
-        raised_at.append(time.time())
+        raised_at.append(time.monotonic())
         raise error
 
     with patch.object(owner, name, fail):
@@ -99,7 +115,7 @@ def small_files(nbytes: int) -> Generator[list[float], None, None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        yield [time.time()]
+        yield [time.monotonic()]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -112,7 +128,7 @@ def no_metadata() -> Generator[list[float], None, None]:
 
     def put(store: Any, name: str, data: bytes) -> None:
         if name == "_METADATA":
-            raised_at.append(time.time())
+            raised_at.append(time.monotonic())
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(store, name, data)
 
@@ -129,7 +145,7 @@ def sync_after_commit() -> Generator[list[float], None, None]:
     def put(store: Any, name: str, data: bytes) -> None:
         real(store, name, data)
         if name == "_METADATA":
-            raised_at.append(time.time())
+            raised_at.append(time.monotonic())
             raise eio("directory")
 
     with patch.object(_local.LocalStore, "put", put):
@@ -142,7 +158,7 @@ def held(path: str) -> Generator[list[float], None, None]:
     directory = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        yield [time.time()]
+        yield [time.monotonic()]
     finally:
         os.close(directory)
 
@@ -226,7 +242,7 @@ def save_with_fault(path: str, fault: str) -> dict[str, Any]:
             ostraka.save(path, tree)
         except BaseException as error:
             said, kind, cause = str(error), type(error).__name__, getattr(error, "process", None)
-        caught_at = time.time()
+        caught_at = time.monotonic()
         raised_at = list(times)
     intact = number_in(ostraka.restore(path, like=tree))
     ostraka.save(path, make_tree(3))
@@ -243,6 +259,7 @@ def save_with_fault(path: str, fault: str) -> dict[str, Any]:
 
 
 def save_with_faults(root: str, faults: list[str]) -> dict[str, dict[str, Any]]:
+    wait_for_ever()
     return {fault: save_with_fault(f"{root}/{fault.replace('/', '')}", fault) for fault in faults}
 
 
@@ -275,9 +292,11 @@ def test_a_failure_on_one_of_four_processes(tmp_path: Path, half: int):
 
 
 def save_unsavable(path: str) -> tuple[str, float]:
+    wait_for_ever()
     tree = make_tree(1)
     if jax.process_index() == 2:
         tree["odd"] = Unsavable()
+    meet("begin")
     begin = time.monotonic()
     try:
         ostraka.save(path, tree)
@@ -297,7 +316,7 @@ def test_a_leaf_that_can_not_be_saved_on_one_process(tmp_path: Path):
 
 def save_to_nowhere(path: str) -> list[str]:
     """Process 2 does not know where to save; a later save of all must still work."""
-    _coordinate.ARRIVE_WITHIN_S = 20.0
+    wait_for_ever()
     said: list[str] = []
     try:
         ostraka.save("" if jax.process_index() == 2 else path, make_tree(1))
@@ -312,14 +331,12 @@ def save_to_nowhere(path: str) -> list[str]:
 
 
 def test_a_process_without_a_path(tmp_path: Path):
-    begin = time.monotonic()
     results = run_processes(save_to_nowhere, str(tmp_path / "checkpoint"), processes=4, check=False)
     for result in results:
         assert result.error is None, result.traceback
         said, later = result.value
         assert "path is empty" in said, result.process
         assert later == "saved", result.process
-    assert time.monotonic() - begin < 40
 
 
 def save_twice_with_slow_clean_up(path: str) -> tuple[str, int | str]:
@@ -371,6 +388,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill_disk(path: str) -> tuple[str, int | str, int | str, list[str]]:
+    _coordinate._VERDICT_WITHIN_S = WITHIN_S  # several fail, and say the same once they are told
     like = make_tree(0, rows=10_000)
     ostraka.save(path, make_tree(1, rows=10_000))  # 6 MiB
     said = "saved"
@@ -407,26 +425,45 @@ def test_a_full_disk_with_one_process(small_disk: Path):
 # A process that dies
 
 
-def die_while_writing(path: str, dying: int) -> tuple[str, float, str]:
-    """One process kills itself in the middle of its shard."""
+def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
+    """One process kills itself in the middle of its shard; how long ago it was heard of, and died.
+
+    The first is at least as long as since its last pulse, whatever the processes were kept from.
+    """
+    _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
     me = jax.process_index()
     ostraka.save(path, make_tree(1))
     mark = Path(path + ".died")
-    real = LocalWriter.write
+    heard_s = time.monotonic()
+    real_write, real_set = LocalWriter.write, _coordinate.Operation._set
 
     def write(writer: Any, offset: int, buffers: Any) -> None:
-        real(writer, offset, buffers)
+        real_write(writer, offset, buffers)
         if me == dying:
-            mark.write_text(str(time.time()))
+            mark.write_text(f"{heard_s} {time.monotonic()}")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch.object(LocalWriter, "write", write):
+    def set_and_note(operation: Any, key: str, value: str) -> None:
+        nonlocal heard_s
+        begin = time.monotonic()
+        real_set(operation, key, value)
+        if key.startswith("pulse/"):
+            heard_s = begin
+
+    with (
+        patch.object(LocalWriter, "write", write),
+        patch.object(_coordinate.Operation, "_set", set_and_note),
+    ):
         try:
             ostraka.save(path, make_tree(2))
         except SaveFailed as error:
-            return str(error), time.time() - float(mark.read_text()), type(error.__cause__).__name__
-    return "saved", 0.0, ""
+            if dying == 0:
+                time.sleep(NEVER_S)  # JAX is about to end this process too
+            caught_at = time.monotonic()
+            heard_at, died_at = map(float, mark.read_text().split())
+            return str(error), caught_at - heard_at, caught_at - died_at
+    return "saved", 0.0, 0.0
 
 
 def assert_intact(path: Path) -> None:
@@ -446,10 +483,11 @@ def test_a_process_that_is_killed(tmp_path: Path):
     for result in results:
         if result.process == 2:
             continue
-        said, seconds, _ = result.value
-        assert "on process 2: it has not been heard of for 3 s" in said
+        said, unheard_s, dead_s = result.value
+        assert "on process 2: it has not been heard of for 10 s" in said
         assert str(path) in said
-        assert DEAD_AFTER_S - 1.5 < seconds < DEAD_AFTER_S + 7
+        assert unheard_s > DEAD_AFTER_S
+        assert dead_s < DEAD_AFTER_S + WITHIN_S
     assert_intact(path)
 
 
@@ -487,17 +525,22 @@ def test_a_process_that_never_comes(tmp_path: Path):
 
 def write_slowly(path: str) -> int | str:
     """One process takes longer than the others would wait for one that does not come at all."""
-    _coordinate.ARRIVE_WITHIN_S = 1.0
+    wait_for_ever()
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
     real = LocalWriter.finish
+    begin = time.monotonic()
 
     def finish(writer: Any) -> None:
+        _coordinate.ARRIVE_WITHIN_S = 1.0  # by now all have come
         if jax.process_index() == 1:
-            time.sleep(DEAD_AFTER_S + 1)
+            time.sleep(max(0.0, begin + DEAD_AFTER_S + 1 - time.monotonic()))
         real(writer)
 
+    meet("begin")
+    begin = time.monotonic()
     with patch.object(LocalWriter, "finish", finish):
         ostraka.save(path, make_tree(1))
+    wait_for_ever()
     return number_in(ostraka.restore(path, like=make_tree(0)))
 
 
@@ -508,8 +551,8 @@ def test_a_slow_process_is_waited_for(tmp_path: Path):
 
 def stop_while_writing(path: str) -> tuple[str, int | str, int | str, list[str]]:
     """One process stands still for so long that it counts as dead, and then goes on."""
+    wait_for_ever()
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    _coordinate.ARRIVE_WITHIN_S = 60.0
     like = make_tree(0)
     ostraka.save(path, make_tree(1))
     real = LocalWriter.write
@@ -529,16 +572,18 @@ def stop_while_writing(path: str) -> tuple[str, int | str, int | str, list[str]]
             ostraka.save(path, make_tree(2))
         except SaveFailed as error:
             said = str(error)
+    Path(f"{path}.over{jax.process_index()}").touch()
     before = number_in(ostraka.restore(path, like=like))
     ostraka.save(path, make_tree(3))
     return said, before, number_in(ostraka.restore(path, like=like)), names_in(path)
 
 
-def wake(process: int, mark: Path, after_s: float) -> Callable[[list[Any]], None]:
+def wake(process: int, marks: list[Path]) -> Callable[[list[Any]], None]:
+    """Once all files are there."""
+
     def watch(popen: Any) -> None:
-        while not mark.exists() and popen.returncode is None:
+        while not all(mark.exists() for mark in marks) and popen.returncode is None:
             time.sleep(0.01)
-        time.sleep(after_s)
         popen.send_signal(signal.SIGCONT)
 
     return lambda popens: threading.Thread(
@@ -552,7 +597,8 @@ def test_a_process_that_stands_still_and_comes_back(tmp_path: Path):
         stop_while_writing,
         str(path),
         processes=4,
-        on_start=wake(2, Path(f"{path}.stopped"), DEAD_AFTER_S + 3),
+        # Process 0 waits for it a little, before it cleans up.
+        on_start=wake(2, [Path(f"{path}.over1"), Path(f"{path}.over3")]),
     )
     for result in results:
         said, before, after, names = result.value
@@ -562,16 +608,26 @@ def test_a_process_that_stands_still_and_comes_back(tmp_path: Path):
 
 def be_stopped_while_writing(path: str) -> int | str:
     """The machine is suspended for longer than it takes to count as dead."""
+    _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    real = LocalWriter.finish
+    real_finish, real_look = LocalWriter.finish, _coordinate.Operation._first_failure
 
     def finish(writer: Any) -> None:
         Path(f"{path}.writing").touch()
         while not os.path.exists(f"{path}.awake"):
             time.sleep(0.01)
-        real(writer)
+        real_finish(writer)
 
-    with patch.object(LocalWriter, "finish", finish):
+    def look(operation: Any, seen: dict[int, Any], awake_s: float) -> Any:
+        failure = real_look(operation, seen, awake_s)
+        if len(seen) == 2:
+            Path(f"{path}.heard").touch()
+        return failure
+
+    with (
+        patch.object(LocalWriter, "finish", finish),
+        patch.object(_coordinate.Operation, "_first_failure", look),
+    ):
         ostraka.save(path, make_tree(1))
     return number_in(ostraka.restore(path, like=make_tree(0)))
 
@@ -580,7 +636,9 @@ def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
     path = tmp_path / "checkpoint"
 
     def suspend(popens: list[Any]) -> None:
-        while not Path(f"{path}.writing").exists():
+        while not (Path(f"{path}.writing").exists() and Path(f"{path}.heard").exists()):
+            if any(popen.returncode is not None for popen in popens):
+                return
             time.sleep(0.01)
         for popen in popens:
             popen.send_signal(signal.SIGSTOP)
@@ -606,11 +664,13 @@ def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
 
 def restore_damaged(path: str) -> dict[str, Any]:
     """Each process needs its own shard, and no other."""
+    wait_for_ever()
     me = jax.process_index()
     like = {"sharded": make_tree(0)["sharded"]}
     ostraka.save(path, {"sharded": make_tree(1)["sharded"]})
     shards = sorted(Path(path).glob("shards-*/shard_*.safetensors"))
     flip_last_byte(shards[2], only=me == 0)
+    meet("flipped")
     begin = time.monotonic()
     said = kind = process = None
     try:
@@ -619,6 +679,7 @@ def restore_damaged(path: str) -> dict[str, Any]:
         said, kind, process = str(error), type(error).__name__, getattr(error, "process", None)
     seconds = time.monotonic() - begin
     flip_last_byte(shards[2], only=me == 0)
+    meet("flipped back")
     again = ostraka.restore(path, like=like)["sharded"].addressable_data(0)
     return {
         "said": said,
@@ -631,16 +692,13 @@ def restore_damaged(path: str) -> dict[str, Any]:
 
 
 def flip_last_byte(file: Path, *, only: bool) -> None:
-    """On one process; the others wait for it."""
-    from jax.experimental import multihost_utils
-
+    """On one process."""
     if only:
         with file.open("r+b") as opened:
             opened.seek(-1, os.SEEK_END)
             (byte,) = opened.read(1)
             opened.seek(-1, os.SEEK_END)
             opened.write(bytes([byte ^ 1]))
-    multihost_utils.sync_global_devices("flipped")
 
 
 def test_a_damaged_block_on_one_process(tmp_path: Path):
@@ -663,9 +721,11 @@ def test_a_damaged_block_on_one_process(tmp_path: Path):
 
 def restore_with_fault(path: str, code: int) -> tuple[str, str, float, int | str]:
     """What the system says on one process, which may or may not be about the bytes."""
+    wait_for_ever()
     me = jax.process_index()
     like = make_tree(0)
     ostraka.save(path, make_tree(1))
+    meet("begin")
     begin = time.monotonic()
     said = kind = ""
     refusal = OSError(code, os.strerror(code))
@@ -693,8 +753,6 @@ def test_a_read_error_on_one_process(tmp_path: Path, code: int, raised: str):
 
 def restore_while_replaced(path: str) -> int | str:
     """Another save is committed after process 0 has read `_METADATA`, and before the others do."""
-    from jax.experimental import multihost_utils
-
     from ostraka import _read
 
     me = jax.process_index()
@@ -716,7 +774,7 @@ def restore_while_replaced(path: str) -> int | str:
         Path(path + ".replaced").touch()
         return found
 
-    multihost_utils.sync_global_devices("start")
+    meet("start")
     with patch.object(_read, "load", load):
         return number_in(ostraka.restore(path, like=like))
 
@@ -742,7 +800,38 @@ def test_processes_restore_the_same_save(tmp_path: Path):
 
 
 def ostraka_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ostraka")]
+    """Those that don't end; one that was just being started is given the time to."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("ostraka")]
+        if not names or time.monotonic() > deadline:
+            return names
+        time.sleep(0.001)
+
+
+@contextmanager
+def interrupt(delay_s: float | None) -> Generator[None]:
+    """Ctrl-C after a time, however late, or without one for sure while a shard is written."""
+    real = LocalWriter.write
+    once = threading.Lock()
+
+    def write(writer: Any, offset: int, buffers: Any) -> None:
+        real(writer, offset, buffers)
+        if once.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if delay_s is None:
+        with patch.object(LocalWriter, "write", write):
+            yield
+        return
+    timer = threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    try:
+        yield
+        timer.join()
+        time.sleep(0.01)  # an interrupt that comes late
+    finally:
+        timer.join()
 
 
 def interrupt_saves(path: str, trials: int, seed: int) -> dict[str, Any]:
@@ -764,27 +853,23 @@ def interrupt_saves(path: str, trials: int, seed: int) -> dict[str, Any]:
     committed, interrupted = 0, 0
     wrong: list[Any] = []
     for number in range(1, trials + 1):
-        timer = threading.Timer(
-            rng.uniform(0, 1.1) * usual_s, os.kill, [os.getpid(), signal.SIGINT]
-        )
+        wanted = tree(number)
+        # A timer may come too late each time: of every four one is made sure of.
+        delay_s = None if number % 4 == 0 else rng.uniform(0, 1.1) * usual_s
         returned = False
         try:
-            wanted = tree(number)
-            timer.start()
-            begin = time.monotonic()
-            ostraka.save(path, wanted)
-            usual_s = time.monotonic() - begin  # it differs by much from minute to minute
-            returned = True
-            timer.join()
-            time.sleep(0.01)  # an interrupt that comes late
+            with interrupt(delay_s):
+                begin = time.monotonic()
+                ostraka.save(path, wanted)
+                usual_s = time.monotonic() - begin  # it differs by much from minute to minute
+                returned = True
         except KeyboardInterrupt:
             interrupted += not returned
-        timer.join()
         found = read_number(path)
         if found not in ((number,) if returned else (committed, number)):
             wrong.append((number, committed, returned, found))
-        if ostraka_threads():
-            wrong.append((number, ostraka_threads()))
+        if threads := ostraka_threads():
+            wrong.append((number, threads))
         committed = found if isinstance(found, int) else committed
     ostraka.save(path, tree(-1))
     return {
@@ -808,7 +893,7 @@ def read_number(path: str) -> int | str:
 def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
     path = str(tmp_path / "checkpoint")
     (result,) = run_processes(
-        interrupt_saves, path, trials, 3, processes=1, timeout_s=60 + 2 * trials
+        interrupt_saves, path, trials, 3, processes=1, timeout_s=200 + 3 * trials
     )
     outcome = result.value
     assert outcome["wrong"] == []
@@ -874,7 +959,7 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
     interrupted = Path(path + ".interrupted")
 
     def wait_for(mark: Path) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WITHIN_S
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -901,9 +986,7 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
             said = f"{type(error).__name__}: {error}"
         if me == 1:
             interrupted.touch()
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices("done")
+    meet("done")
     return said, number_in(ostraka.restore(path, like=like))
 
 
@@ -994,9 +1077,11 @@ def overwrite_or_read(root: str, seconds: float, leaves: int, nbytes: int) -> di
         ostraka.save(path, tree(0))
         Path(f"{root}/ready").touch()
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or count < 4 or not have_read(root, 2):
             count += 1
             ostraka.save(path, tree(count))
+            if time.monotonic() > end:
+                time.sleep(0.2)  # for a reader that is too slow
         Path(f"{root}/over").touch()
         return {"role": "writer", "count": count}
     while not Path(f"{root}/ready").exists():
@@ -1004,7 +1089,11 @@ def overwrite_or_read(root: str, seconds: float, leaves: int, nbytes: int) -> di
     last, versions = 0, set[int]()
     while not Path(f"{root}/over").exists():
         number = read_number(path)
+        if str(number).startswith("Busy: "):
+            continue  # it was kept from reading for long, and nothing wrong was returned
         count += 1
+        if count == 4:
+            Path(f"{root}/reader {role}").touch()
         if not isinstance(number, int) or number < last:
             found.append((last, number))
         else:
@@ -1015,6 +1104,10 @@ def overwrite_or_read(root: str, seconds: float, leaves: int, nbytes: int) -> di
                 report = ostraka.verify(path, raises=False)
                 found += [str(problem) for problem in report.problems[:1]]
     return {"role": "reader", "count": count, "versions": len(versions), "wrong": found[:5]}
+
+
+def have_read(root: str, readers: int) -> bool:
+    return len(list(Path(root).glob("reader *"))) == readers
 
 
 def take_turn(root: str) -> int:
@@ -1046,7 +1139,7 @@ def test_reading_while_another_process_overwrites(
         nbytes,
         processes=3,
         distributed=False,
-        timeout_s=seconds + 100,
+        timeout_s=seconds + 200,
     )
     outcomes = [result.value for result in results]
     (writer,) = [outcome for outcome in outcomes if outcome["role"] == "writer"]

@@ -45,11 +45,14 @@ _MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported _
 _POLL_S = 0.01
 _TAIL_LINES = 40
 _STACK_LINES = 200
-_STACK_DUMP_S = 2.0
+_STACK_DUMP_S = 10.0
+_OUTERMOST = ("in _run_module_as_main\n", "...\n")
+"""How the dump of a process's stacks ends: with its main thread, or where it became too long."""
 # JAX aborts every process as soon as process 0 is gone. When the function fails on all of
 # them, process 0 stays this long, so that the others come to report their own errors.
-_COORDINATOR_LINGER_S = 2.0
-_JAX_SHUTDOWN_TIMEOUT_S = 15
+_COORDINATOR_LINGER_S = 10.0
+# All have returned by then: who does not come to the end may just not have had its turn.
+_JAX_SHUTDOWN_TIMEOUT_S = 100
 # Settings of the caller's own cluster, which would leak into the children's.
 _DROPPED_VARIABLES = (
     "JAX_COORDINATOR_BIND_ADDRESS",
@@ -139,6 +142,7 @@ class _Child:
     seconds: float = 0.0
     report: _Report | None = None
     failed_at_s: float | None = None
+    ended: bool = False
     killed: bool = False
     stacks: str = ""
 
@@ -148,7 +152,7 @@ def run_processes(
     *args: Any,
     processes: int = 2,
     devices_per_process: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
     heartbeat_timeout_s: int = 100,
     check: bool = True,
@@ -170,7 +174,7 @@ def run_processes(
     - After `timeout_s` all processes are killed and `ProcessesFailed` is raised, with or
       without `check`. In no case does a process outlive this call.
     - A process whose function raised ends with exit code 1 and waits for no other, except that
-      process 0 gives the others 2 s to end: JAX aborts them once process 0 is gone.
+      process 0 gives the others 10 s to end: JAX aborts them once process 0 is gone.
     - `heartbeat_timeout_s` is JAX's: so long after a process died, JAX aborts the others.
     - `on_start` gets the started processes, in this thread; see `kill_when`.
 
@@ -216,7 +220,8 @@ def run_processes(
             )
         finally:
             for child in children:
-                _kill_group(child.popen)
+                if not child.ended:  # else its number may be another program's by now
+                    _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
         raise ProcessesFailed(_describe_failure(job.target, children, results, reason), results)
@@ -368,6 +373,7 @@ def _supervise(
 
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
+    child.ended = True
     child.seconds = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):
@@ -393,11 +399,11 @@ def _dump_stacks(children: list[_Child], job_dir: Path) -> None:
     deadline = time.monotonic() + _STACK_DUMP_S
     for child in children:
         path = job_dir / f"stacks.{child.index}"
-        while time.monotonic() < deadline:
-            before = child.stacks
+        while time.monotonic() < deadline and not child.stacks.endswith(_OUTERMOST):
+            is_over = child.popen.poll() is not None
             with contextlib.suppress(FileNotFoundError):
                 child.stacks = path.read_text(errors="replace")
-            if before and child.stacks == before:
+            if is_over:
                 break
             time.sleep(0.05)
 
