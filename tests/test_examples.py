@@ -26,8 +26,6 @@ import tiny_transformer  # noqa: E402
 import train_processes  # noqa: E402
 from tiny_transformer import make_mesh, run  # noqa: E402
 
-pytestmark = pytest.mark.timeout(900)  # compiling takes most of it, on what is free of the machine
-
 FSDP = sharding.fsdp("data", min_size=256)
 STRATEGIES = {
     "data parallel": ({"data": 8}, sharding.data_parallel()),

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -30,6 +31,8 @@ from ostraka.testing import run_processes
 
 WITHIN_S = 60.0
 """From the failure of one process until all have raised: no waiting ends so soon, see `NEVER_S`."""
+MOSTLY_WITHIN_S = 10.0
+"""The same, of most: a process that the machine does not let run is late now and then."""
 NEVER_S = 1000.0
 DEAD_AFTER_S = 10.0
 """Long enough for a process that lives and does not get its turn for a while."""
@@ -263,7 +266,8 @@ def save_with_faults(root: str, faults: list[str]) -> dict[str, dict[str, Any]]:
     return {fault: save_with_fault(f"{root}/{fault.replace('/', '')}", fault) for fault in faults}
 
 
-def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> None:
+def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> float:
+    """Returns how long it took until all had raised."""
     process, cause, _ = FAULTS[fault]
     (raised_at,) = outcomes[process]["raised at"]
     for me, outcome in enumerate(outcomes):
@@ -281,14 +285,18 @@ def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> None:
         assert outcome["before"] in ((1, 2) if fault == "after the commit" else (1,)), where
         assert outcome["after"] == 3, where
         assert outcome["names"] == CLEAN, where
+    return max(outcome["caught at"] for outcome in outcomes) - raised_at
 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_failure_on_one_of_four_processes(tmp_path: Path, half: int):
     faults = list(FAULTS)[half::2]
     results = run_processes(save_with_faults, str(tmp_path), faults, processes=4)
-    for fault in faults:
+    seconds = [
         check_fault(tmp_path, fault, [result.value[fault] for result in results])
+        for fault in faults
+    ]
+    assert statistics.median(seconds) < MOSTLY_WITHIN_S, seconds
 
 
 def save_unsavable(path: str) -> tuple[str, float]:
