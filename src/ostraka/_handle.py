@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TextIO, cast
 
 from ostraka._coordinate import Operation, ProcessFailed
+from ostraka._parallel import after_fork
 from ostraka._record import Record, logger
 from ostraka._shards import Progress
 from ostraka.errors import Busy, describe
@@ -142,7 +143,7 @@ class _Background:
 
 _background = _Background()
 # In a forked process no thread is there that would ever end the save.
-os.register_at_fork(after_in_child=_background.forget_after_fork)
+after_fork(_background.forget_after_fork)
 
 
 def settle(if_busy: Literal["wait", "refuse"] = "wait") -> None:

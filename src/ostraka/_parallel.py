@@ -18,6 +18,12 @@ _AHEAD = 2
 """How many items a thread may have, being worked on and waiting."""
 
 
+def after_fork(action: Callable[[], None]) -> None:
+    """Have every forked child do this first, on systems that fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=action)
+
+
 class Stopped(Exception):
     """Other work of the same call failed, so this has no purpose any more."""
 
@@ -79,7 +85,7 @@ def _forget_pauses() -> None:
         gc.enable()
 
 
-os.register_at_fork(after_in_child=_forget_pauses)
+after_fork(_forget_pauses)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
+from ostraka._parallel import after_fork
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -169,8 +169,7 @@ class _TakingApart:
 
     def __init__(self) -> None:
         self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)
+        after_fork(self.renew)
 
     def renew(self) -> None:
         self.lock = threading.Lock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from ostraka._parallel import after_fork
 from ostraka._record import logger as log
 
 _questions = itertools.count(1)
@@ -95,8 +95,7 @@ def _stop_after_fork() -> None:
         preemption.stop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_stop_after_fork)
+after_fork(_stop_after_fork)
 
 
 def _ask_jax() -> bool | None:

@@ -6,6 +6,8 @@ import os
 import weakref
 from contextlib import suppress
 
+from ostraka._parallel import after_fork
+
 try:
     import fcntl
 except ImportError:  # pragma: no cover - Windows has no flock; nothing is held there
@@ -75,5 +77,4 @@ def _close_after_fork() -> None:
         hold.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_after_fork)
+after_fork(_close_after_fork)
