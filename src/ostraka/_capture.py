@@ -35,7 +35,7 @@ from ostraka._values import (
     ShardedValue,
     Value,
     flat_bytes,
-    take_apart,
+    taken_apart,
 )
 from ostraka.errors import InvalidTree
 
@@ -231,10 +231,9 @@ class _Capture:
             return known
         mesh, partition = describe_sharding(path, array.sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        take_apart(array)
         index_of = {
             self._devices.number(shard.device): index
-            for index, shard in enumerate(array.addressable_shards)
+            for index, shard in enumerate(taken_apart(array).addressable_shards)
         }
         known = self._shardings[array.sharding] = (number, partition, index_of)
         return known

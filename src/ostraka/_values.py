@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,6 +11,7 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
+from ostraka._parallel import RenewedLock
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -139,9 +138,7 @@ class ShardedValue:
 
     def whole(self) -> Array:
         if not self._held:
-            assert self._array is not None
-            take_apart(self._array)
-            return np.asarray(self._array)
+            return np.asarray(self._apart())
         if len(self._held) == 1:
             return next(iter(self._held.values()))
         whole = np.empty(self._shape, next(iter(self._held.values())).dtype)
@@ -154,29 +151,34 @@ class ShardedValue:
         return np.asarray(data) if self._gives_views else _host_copy(data)
 
     def _data(self, device: int) -> jax.Array:
-        assert self._array is not None
-        if not self._is_apart:
-            take_apart(self._array)
-            self._is_apart = True
-        return self._array.addressable_data(self._index_of[device])
+        return self._apart().addressable_data(self._index_of[device])
+
+    def _apart(self) -> jax.Array:
+        with _taking_apart.lock:
+            assert self._array is not None
+            if not self._is_apart:
+                self._array = taken_apart(self._array)
+                self._is_apart = True
+            return self._array
 
     def _device_of_box(self) -> dict[Box, int]:
         return {self._boxes[device]: device for device in self._index_of}
 
 
-class _TakingApart:
-    """Holds a lock that a forked child finds open: a thread that is not there may have had it."""
-
-    def __init__(self) -> None:
-        self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)
-
-    def renew(self) -> None:
-        self.lock = threading.Lock()
+_taking_apart = RenewedLock()
 
 
-_taking_apart = _TakingApart()
+def taken_apart(array: jax.Array) -> jax.Array:
+    """The same array, its buffers shared, with a list of shards that nobody else has.
+
+    So neither do threads of the program that look at the array meanwhile mix up our list, nor we
+    theirs.
+    """
+    clone = getattr(array, "clone", None)
+    # A deleted array would end the program; it is left to raise.
+    twin: jax.Array = array if clone is None or array.is_deleted() else clone()
+    take_apart(twin)
+    return twin
 
 
 def take_apart(array: jax.Array) -> None:
