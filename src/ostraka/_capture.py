@@ -204,7 +204,7 @@ class _Capture:
         dtype = savable_dtype(leaf.path, array.dtype)
         native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
         spec = LeafSpec(leaf.path, kind, dtype, array.shape)
-        return spec, HostValue(native)
+        return spec, HostValue(native, may_change=True)
 
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         array = cast(jax.Array, leaf.value)
@@ -321,7 +321,8 @@ def make_common(captured: Captured, numbers: Sequence[int]) -> None:
     for number in numbers:
         leaf = captured.leaves[number]
         captured.leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=())
-        captured.values[number] = HostValue(captured.values[number].whole())
+        value = captured.values[number]
+        captured.values[number] = HostValue(value.whole(), may_change=value.may_change)
 
 
 def make_per_process(captured: Captured, numbers: Sequence[int], process_count: int) -> None:
@@ -335,4 +336,5 @@ def make_per_process(captured: Captured, numbers: Sequence[int], process_count: 
             shape=(process_count, *leaf.shape),
             per_process=True,
         )
-        captured.values[number] = ProcessValue(captured.values[number].whole())
+        value = captured.values[number]
+        captured.values[number] = ProcessValue(value.whole(), may_change=value.may_change)

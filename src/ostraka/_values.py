@@ -29,6 +29,8 @@ class Value(Protocol):
 
     in_host_memory: bool
     """Whether reading costs no memory, because it gives views."""
+    may_change: bool
+    """Whether threads of the program may write to what those views show."""
 
     def read(self, device: int, box: Box) -> Array:
         """The elements of a box that `device` holds; a view where that can be."""
@@ -51,14 +53,16 @@ class HostValue:
 
     in_host_memory = True
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, *, may_change: bool):
         self._array = array
+        self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
         return self._array[_box.slices(box, _box.full(self._array.shape))]
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
+        self.may_change = False
         return _copies(self._array, given)
 
     def whole(self) -> Array:
@@ -70,8 +74,9 @@ class ProcessValue:
 
     in_host_memory = True
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, *, may_change: bool):
         self._array = array
+        self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
         within = _box.slices(box[1:], _box.full(self._array.shape))
@@ -79,6 +84,7 @@ class ProcessValue:
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
+        self.may_change = False
         return _copies(self._array, given)
 
     def whole(self) -> Array:
@@ -89,6 +95,7 @@ class CastValue:
     """A value that is saved as another dtype."""
 
     in_host_memory = False
+    may_change = False
 
     def __init__(self, value: Value, dtype: str):
         self._value = value
@@ -106,6 +113,8 @@ class CastValue:
 
 class ShardedValue:
     """A jax.Array: each local device gives what lies in its own shard."""
+
+    may_change = False
 
     def __init__(self, array: jax.Array, index_of: dict[int, int], boxes: dict[int, Box]):
         self._array: jax.Array | None = array
