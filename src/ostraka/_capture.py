@@ -35,7 +35,7 @@ from ostraka._values import (
     ShardedValue,
     Value,
     flat_bytes,
-    take_apart,
+    taken_apart,
 )
 from ostraka.errors import InvalidTree
 
@@ -204,7 +204,7 @@ class _Capture:
         dtype = savable_dtype(leaf.path, array.dtype)
         native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
         spec = LeafSpec(leaf.path, kind, dtype, array.shape)
-        return spec, HostValue(native)
+        return spec, HostValue(native, may_change=True)
 
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         array = cast(jax.Array, leaf.value)
@@ -231,10 +231,9 @@ class _Capture:
             return known
         mesh, partition = describe_sharding(path, array.sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        take_apart(array)
         index_of = {
             self._devices.number(shard.device): index
-            for index, shard in enumerate(array.addressable_shards)
+            for index, shard in enumerate(taken_apart(array).addressable_shards)
         }
         known = self._shardings[array.sharding] = (number, partition, index_of)
         return known
@@ -322,7 +321,8 @@ def make_common(captured: Captured, numbers: Sequence[int]) -> None:
     for number in numbers:
         leaf = captured.leaves[number]
         captured.leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=())
-        captured.values[number] = HostValue(captured.values[number].whole())
+        value = captured.values[number]
+        captured.values[number] = HostValue(value.whole(), may_change=value.may_change)
 
 
 def make_per_process(captured: Captured, numbers: Sequence[int], process_count: int) -> None:
@@ -336,4 +336,5 @@ def make_per_process(captured: Captured, numbers: Sequence[int], process_count: 
             shape=(process_count, *leaf.shape),
             per_process=True,
         )
-        captured.values[number] = ProcessValue(captured.values[number].whole())
+        value = captured.values[number]
+        captured.values[number] = ProcessValue(value.whole(), may_change=value.may_change)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from functools import cached_property
 
 from ostraka import _format
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._format import FileDigests, FileEntry, Metadata
+from ostraka._parallel import RenewedLock
 from ostraka.errors import (
     CheckpointNotFound,
     Damaged,
@@ -29,7 +29,7 @@ class Source:
         self.metadata_bytes = metadata_bytes
         self._directory = _format.shards_directory(metadata.id)
         self._indexes: dict[int, dict[str, FileDigests]] = {}
-        self._lock = threading.Lock()
+        self._reading = RenewedLock()
 
     @property
     def location(self) -> str:
@@ -50,7 +50,7 @@ class Source:
     def digests_of(self, file: FileEntry) -> FileDigests:
         """The digested blocks of a file. Raises Damaged if the index that has them is."""
         process = self.metadata.process_of[file.device]
-        with self._lock:
+        with self._reading.lock:
             index = self._indexes.get(process)
             if index is None:
                 index = self._indexes[process] = self._read_index(process)

@@ -30,6 +30,8 @@ class SaveHandle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._is_error_seen = False
+        self._earlier: SaveHandle | None = None
+        """One that a signal handler began while this one was being begun."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is there. Raises the save's error, or TimeoutError."""
@@ -80,6 +82,8 @@ class SaveHandle:
     def _run(self, work: Callable[[], Record]) -> None:
         self._thread = threading.current_thread()
         try:
+            if self._earlier is not None:
+                self._earlier._wait_for_end()
             self.record = work()
         except BaseException as error:
             self._error = error
@@ -110,10 +114,14 @@ class SaveHandle:
 
     def _take_unseen(self) -> BaseException | None:
         """The error, if it has ended with one that nobody has been told of yet."""
-        if self._is_error_seen or not self.done():
+        if not self.done():
             return None
-        self._is_error_seen = True
-        return self._error
+        earlier, self._earlier = self._earlier, None
+        error = None if earlier is None else earlier._take_unseen()
+        if error is None and not self._is_error_seen:
+            self._is_error_seen = True
+            error = self._error
+        return error
 
 
 def _with_path(error: BaseException, path: str) -> str:
@@ -165,10 +173,11 @@ def settled(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     if current is not None and threading.current_thread() is current._thread:  # pyright: ignore[reportPrivateUsage]
         current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
     with _turn(if_busy):
-        current = _background.current
-        if current is not None:
+        # While it waits for one, a signal handler may begin another.
+        while (current := _background.current) is not None:
             current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
-            _background.current = None
+            if _background.current is current:
+                _background.current = None
             error = current._take_unseen()  # pyright: ignore[reportPrivateUsage]
             if error is not None:
                 _raise_together(error)
@@ -219,7 +228,8 @@ def start_in_background(
     path: str, progress: Progress, work: Callable[[], Record], give_up: Callable[[], None]
 ) -> SaveHandle:
     """Do `work` in a thread; to be called inside `settled`."""
-    handle = _background.current = SaveHandle(path, progress, give_up)
+    handle = SaveHandle(path, progress, give_up)
+    handle._earlier, _background.current = _background.current, handle  # pyright: ignore[reportPrivateUsage]
     if _background.is_ending:
         # The program would not wait for a thread any more, nor ask how it went.
         handle._run(work)  # pyright: ignore[reportPrivateUsage]

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Lock, RLock, Thread
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,6 +41,31 @@ class StopSignal:
     def check(self) -> None:
         if self._event.is_set():
             raise Stopped
+
+
+class RenewedLock:
+    """Has a lock that a forked child finds open: the thread that held it is not there.
+
+    A signal handler that comes while it is held may take it again, in the same thread.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        _renewed.add(self)
+
+    def renew(self) -> None:
+        self.lock = RLock()
+
+
+_renewed: WeakSet[RenewedLock] = WeakSet()
+
+
+def _renew_locks() -> None:
+    for renewed in list(_renewed):
+        renewed.renew()
+
+
+after_fork(_renew_locks)
 
 
 class ByteBudget:

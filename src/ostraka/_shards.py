@@ -32,6 +32,8 @@ _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
+_LIVE_BYTES = 1 << 20
+"""How much of what the program may write to meanwhile is copied at a time."""
 
 
 class Progress:
@@ -203,7 +205,9 @@ def _stream(
         if entry.leaf not in copied:
             array = value.read(device, entry.box)
             _check_size(array, entry, leaves)
-            if array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
+            if value.may_change:
+                yield from _snapshots(array)
+            elif array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
                 yield flat_bytes(array)
             else:
                 yield from _bands(array)
@@ -224,6 +228,13 @@ def _check_size(array: Array, entry: Entry, leaves: Sequence[StoredLeaf]) -> Non
             f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
             f"{entry.box}, and {entry.nbytes:,} were planned"
         )
+
+
+def _snapshots(array: Array) -> Iterator[Array]:
+    """Copies of an array's bytes: what is digested must be what is written, whoever changes it."""
+    for band in _bands(array):
+        for start in range(0, band.size, _LIVE_BYTES):
+            yield band[start : start + _LIVE_BYTES].copy()
 
 
 def _bands(array: Array) -> Iterator[Array]:

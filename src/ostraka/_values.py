@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._parallel import after_fork
+from ostraka._parallel import RenewedLock
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +29,8 @@ class Value(Protocol):
 
     in_host_memory: bool
     """Whether reading costs no memory, because it gives views."""
+    may_change: bool
+    """Whether threads of the program may write to what those views show."""
 
     def read(self, device: int, box: Box) -> Array:
         """The elements of a box that `device` holds; a view where that can be."""
@@ -52,14 +53,16 @@ class HostValue:
 
     in_host_memory = True
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, *, may_change: bool):
         self._array = array
+        self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
         return self._array[_box.slices(box, _box.full(self._array.shape))]
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
+        self.may_change = False
         return _copies(self._array, given)
 
     def whole(self) -> Array:
@@ -71,8 +74,9 @@ class ProcessValue:
 
     in_host_memory = True
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, *, may_change: bool):
         self._array = array
+        self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
         within = _box.slices(box[1:], _box.full(self._array.shape))
@@ -80,6 +84,7 @@ class ProcessValue:
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
+        self.may_change = False
         return _copies(self._array, given)
 
     def whole(self) -> Array:
@@ -90,6 +95,7 @@ class CastValue:
     """A value that is saved as another dtype."""
 
     in_host_memory = False
+    may_change = False
 
     def __init__(self, value: Value, dtype: str):
         self._value = value
@@ -107,6 +113,8 @@ class CastValue:
 
 class ShardedValue:
     """A jax.Array: each local device gives what lies in its own shard."""
+
+    may_change = False
 
     def __init__(self, array: jax.Array, index_of: dict[int, int], boxes: dict[int, Box]):
         self._array: jax.Array | None = array
@@ -139,9 +147,7 @@ class ShardedValue:
 
     def whole(self) -> Array:
         if not self._held:
-            assert self._array is not None
-            take_apart(self._array)
-            return np.asarray(self._array)
+            return np.asarray(self._apart())
         if len(self._held) == 1:
             return next(iter(self._held.values()))
         whole = np.empty(self._shape, next(iter(self._held.values())).dtype)
@@ -154,28 +160,34 @@ class ShardedValue:
         return np.asarray(data) if self._gives_views else _host_copy(data)
 
     def _data(self, device: int) -> jax.Array:
-        assert self._array is not None
-        if not self._is_apart:
-            take_apart(self._array)
-            self._is_apart = True
-        return self._array.addressable_data(self._index_of[device])
+        return self._apart().addressable_data(self._index_of[device])
+
+    def _apart(self) -> jax.Array:
+        with _taking_apart.lock:
+            assert self._array is not None
+            if not self._is_apart:
+                self._array = taken_apart(self._array)
+                self._is_apart = True
+            return self._array
 
     def _device_of_box(self) -> dict[Box, int]:
         return {self._boxes[device]: device for device in self._index_of}
 
 
-class _TakingApart:
-    """Holds a lock that a forked child finds open: a thread that is not there may have had it."""
-
-    def __init__(self) -> None:
-        self.renew()
-        after_fork(self.renew)
-
-    def renew(self) -> None:
-        self.lock = threading.Lock()
+_taking_apart = RenewedLock()
 
 
-_taking_apart = _TakingApart()
+def taken_apart(array: jax.Array) -> jax.Array:
+    """The same array, its buffers shared, with a list of shards that nobody else has.
+
+    So neither do threads of the program that look at the array meanwhile mix up our list, nor we
+    theirs.
+    """
+    clone = getattr(array, "clone", None)
+    # A deleted array would end the program; it is left to raise.
+    twin: jax.Array = array if clone is None or array.is_deleted() else clone()
+    take_apart(twin)
+    return twin
 
 
 def take_apart(array: jax.Array) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import weakref
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ostraka._parallel import after_fork
 from ostraka._record import logger as log
 
 _questions = itertools.count(1)
@@ -87,15 +87,36 @@ class Preemption:
 
 
 _catching: weakref.WeakSet[Preemption] = weakref.WeakSet()
+_forking = threading.local()
+"""The signals that a thread which is about to fork had blocked before."""
+
+
+def _block_before_fork() -> None:
+    """A signal that comes to a child before its handler is gone must wait: Python would drop it."""
+    if _catching:
+        _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_after_fork() -> None:
+    blocked = getattr(_forking, "blocked", None)
+    if blocked is not None:
+        _forking.blocked = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _stop_after_fork() -> None:
     """A child saves nothing: SIGTERM must end it, or whoever ends a data worker waits for ever."""
     for preemption in list(_catching):
         preemption.stop()
+    _unblock_after_fork()
 
 
-after_fork(_stop_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_block_before_fork,
+        after_in_parent=_unblock_after_fork,
+        after_in_child=_stop_after_fork,
+    )
 
 
 def _ask_jax() -> bool | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
 from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
 from ostraka.errors import (
     Busy,
@@ -95,7 +95,7 @@ class Root:
         self._store = store
         self._cache: dict[str, tuple[Any, _Found | None]] = {}
         # Retention runs in the background while the training loop asks what is there.
-        self._lock = threading.RLock()
+        self._looking = RenewedLock()
 
     def prepare(self) -> None:
         self._store.prepare()
@@ -117,7 +117,7 @@ class Root:
 
     def scan(self) -> list[Step]:
         """All steps in ascending order, those that can't be read included."""
-        with self._lock:
+        with self._looking.lock:
             there = self._store.list() or []
             named = self._look_at(there)
             for _ in range(_LOOK_AGAIN):
@@ -143,12 +143,12 @@ class Root:
 
     def remove(self, number: int) -> None:
         """Delete a step, under all its names. A crash on the way never leaves half a step."""
-        with self._lock:
+        with self._looking.lock:
             for name in self.find(number).names:
                 self._remove(name)
 
     def pin(self, number: int) -> None:
-        with self._lock:
+        with self._looking.lock:
             step = self.find(number)
             if not step.pinned:
                 store = self._open(step.names[0])
@@ -156,7 +156,7 @@ class Root:
                 store.settle("")
 
     def unpin(self, number: int) -> None:
-        with self._lock:
+        with self._looking.lock:
             for name in self.find(number).names:
                 if self.is_link(name):
                     continue  # Another run may have pinned what it leads to.
@@ -166,7 +166,7 @@ class Root:
 
     def clean(self) -> None:
         """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
-        with self._lock:
+        with self._looking.lock:
             for name in self._store.list() or []:
                 if step_of(name) is None or self.is_link(name):
                     continue

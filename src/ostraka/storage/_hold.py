@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 from ostraka._parallel import after_fork
@@ -56,16 +57,16 @@ class DirectoryHold:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self.close()
 
-    def close(self) -> None:
+    def close(self, close_file: Callable[[int], None] = os.close) -> None:
         """Let go of it, unless another process has a copy: in a child, its parent's lock stays."""
         file, self._file = self._file, -1
         if file >= 0:
-            os.close(file)
+            close_file(file)
 
     def __del__(self) -> None:
-        # At the very end of a program modules are emptied first; the kernel lets go by itself.
-        if _held is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            self.close()
+        # At the very end of a program modules have been emptied, `os` among them: hence the default
+        # argument.
+        self.close()
 
 
 _held: weakref.WeakSet[DirectoryHold] = weakref.WeakSet()

@@ -1,0 +1,282 @@
+"""Threads, forks and signals that come in the middle of a save, a look or a read."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka import _format
+
+START = """
+import os, signal, sys, threading, time, warnings
+warnings.simplefilter("ignore")  # JAX warns of forks
+"""
+IMPORTS = """
+import jax
+import numpy as np
+import ostraka
+from ostraka import _values
+from ostraka.storage import LocalStore
+root = sys.argv[1]
+tree = {"w": np.arange(1000.0)}
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # what can't go on is ended
+        work()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def run(body: str, root: Path, *, start: str = START) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", start + IMPORTS + body, str(root)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# Threads of the program
+
+
+def test_a_numpy_array_that_is_written_to_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    live = np.zeros((1 << 20, 3), np.float32)
+    tree = {"contiguous": live, "not": live.T, "one": live[5]}
+    real = _format.block_digest
+
+    def digest_and_change(pieces: Any) -> str:
+        digest = real(pieces)
+        np.add(live, 1, out=live)
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_format, "block_digest", digest_and_change)
+        ostraka.save(tmp_path, tree)
+    assert live[0, 0] > 0
+    assert ostraka.verify(tmp_path).ok
+
+
+@pytest.fixture
+def threads_switch_often() -> Generator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_switch_often")
+@pytest.mark.parametrize("begin", ["save", "save_async"])
+def test_arrays_that_a_thread_looks_at_during_a_save(begin: str, tmp_path: Path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    numbers = np.arange(64, dtype=np.float32)
+    path = f"memory://{tmp_path}"
+    for _ in range(40):
+        tree = [jax.device_put(numbers + n, NamedSharding(mesh, P("x"))) for n in range(40)]
+        barrier = threading.Barrier(2)
+
+        def look(tree: list[jax.Array] = tree, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            for array in tree:
+                array.addressable_data(0)
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        barrier.wait()
+        if begin == "save":
+            ostraka.save(path, tree)
+        else:
+            ostraka.save_async(path, tree).wait()
+        looker.join()
+        found = ostraka.open(path)
+        assert [found[str(n)][0] for n in range(40)] == list(range(40))
+        assert all(np.array_equal(found[str(n)][...], numbers + n) for n in range(40))
+
+
+# Signal handlers that save
+
+
+def test_a_handler_that_saves_while_an_array_is_taken_apart(tmp_path: Path):
+    body = """
+array = jax.numpy.arange(10)
+count = _values._count_shards
+
+def interrupted(array):
+    _values._count_shards = count
+    signal.raise_signal(signal.SIGUSR1)
+    return count(array)
+
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save(root + "/handler", [array]))
+_values._count_shards = interrupted
+signal.alarm(60)
+ostraka.save(root + "/loop", [array])
+print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
+"""
+    assert run(body, tmp_path) == "True True\n"
+
+
+SLOW = """
+put = LocalStore.put
+
+def slow(self, name, data):
+    if self.location.endswith("handler"):
+        time.sleep(2)  # far longer than the program would go on
+    put(self, name, data)
+
+LocalStore.put = slow
+"""
+
+
+def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(tmp_path: Path):
+    body = """
+class Data:
+    def get_state(self):
+        signal.raise_signal(signal.SIGUSR1)
+        return {}
+
+    def set_state(self, state):
+        pass
+
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
+ostraka.save_async(root + "/loop", {"data": Data(), **tree})
+"""
+    run(SLOW + body, tmp_path)
+    assert ostraka.verify(tmp_path / "handler").ok
+    assert ostraka.verify(tmp_path / "loop").ok
+
+
+def test_a_save_that_a_handler_begins_while_another_is_waited_for_is_not_lost(tmp_path: Path):
+    body = """
+from ostraka import _handle
+wait = _handle.SaveHandle._wait_for_end
+
+def interrupted(self, timeout=None):
+    _handle.SaveHandle._wait_for_end = wait
+    signal.raise_signal(signal.SIGUSR1)
+    wait(self, timeout)
+
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
+ostraka.save_async(root + "/first", tree)
+_handle.SaveHandle._wait_for_end = interrupted
+ostraka.save_async(root + "/second", tree)
+"""
+    run(SLOW + body, tmp_path)
+    for name in ("first", "handler", "second"):
+        assert ostraka.verify(tmp_path / name).ok
+
+
+def test_the_error_of_a_save_that_a_handler_has_begun_is_not_lost(tmp_path: Path):
+    body = """
+class Data:
+    def get_state(self):
+        signal.raise_signal(signal.SIGUSR1)
+        return {}
+
+    def set_state(self, state):
+        pass
+
+import logging
+logging.getLogger("ostraka").addHandler(logging.NullHandler())
+os.mkdir(root + "/handler")
+open(root + "/handler/other", "w").close()
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
+ostraka.save_async(root + "/loop", {"data": Data(), **tree}).wait()
+try:
+    ostraka.save_async(root + "/next", tree)
+except ostraka.errors.PathInTheWay:
+    print("told")
+ostraka.save(root + "/next", tree)
+"""
+    assert run(body, tmp_path) == "told\n"
+
+
+# Forks
+
+
+def test_sigterm_that_comes_to_a_child_before_it_has_begun(tmp_path: Path):
+    # Before the child has got rid of the manager's handler, as it is with start(); terminate().
+    early = """
+children = []
+
+def end_child():
+    if children:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(after_in_child=end_child)
+"""
+    body = """
+manager = ostraka.Manager(root)
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+children.append(True)
+in_child(lambda: None)
+print(manager.reached_preemption(1), signal.pthread_sigmask(signal.SIG_BLOCK, []) == before)
+os.kill(os.getpid(), signal.SIGTERM)
+print(manager.reached_preemption(2))
+"""
+    assert run(body, tmp_path, start=START + early) == "-15\nFalse True\nTrue\n"
+
+
+def test_a_child_that_is_forked_during_retention_can_look(tmp_path: Path):
+    body = """
+deleting, go_on = threading.Event(), threading.Event()
+delete = LocalStore.delete
+
+def stop_at(self, name):
+    deleting.set()
+    go_on.wait()
+    delete(self, name)
+
+manager = ostraka.Manager(root, keep=1)
+manager.save(1, tree, asynchronous=False)
+LocalStore.delete = stop_at
+manager.save(2, tree)
+deleting.wait()
+in_child(lambda: print(manager.steps(), flush=True))
+go_on.set()
+manager.close()
+"""
+    assert run(body, tmp_path) == "[1, 2]\n0\n"
+
+
+def test_a_child_that_is_forked_while_a_checkpoint_is_read_can_read_it(tmp_path: Path):
+    body = """
+ostraka.save(root, tree)
+checkpoint = ostraka.open(root)
+reading, go_on = threading.Event(), threading.Event()
+get = LocalStore.get
+
+def stop_at(self, name):
+    reading.set()
+    go_on.wait()
+    return get(self, name)
+
+LocalStore.get = stop_at
+reader = threading.Thread(target=lambda: checkpoint["w"][:3])
+reader.start()
+reading.wait()
+
+def read():
+    LocalStore.get = get
+    print(checkpoint["w"][:3], flush=True)
+
+in_child(read)
+go_on.set()
+reader.join()
+"""
+    assert run(body, tmp_path) == "[0. 1. 2.]\n0\n"
