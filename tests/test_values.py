@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka._box import Box
-from ostraka._values import ShardedValue, take_apart
+from ostraka._values import ShardedValue, taken_apart
+from ostraka.errors import InvalidTree
 
 BOXES: dict[int, Box] = {device: ((device, device + 1), (0, 8)) for device in range(8)}
 NUMBERS = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -57,9 +58,11 @@ def read_by_four_threads(value: ShardedValue) -> list[Any]:
 
 
 @pytest.mark.usefixtures("threads_switch_often")
-def test_threads_that_ask_at_once_get_the_shards_they_ask_for():
-    for _ in range(500):
-        value = ShardedValue(sharded(NUMBERS), {device: device for device in range(8)}, BOXES)
+@pytest.mark.parametrize("in_company", [True, False])
+def test_threads_that_ask_at_once_get_the_shards_they_ask_for(in_company: bool):
+    for _ in range(300):
+        index_of = {device: device for device in range(8)}
+        value = ShardedValue(sharded(NUMBERS), index_of, BOXES, in_company=in_company)
         assert read_by_four_threads(value) == NUMBERS.tolist()
 
 
@@ -76,7 +79,7 @@ def test_a_save_whose_threads_all_look_at_the_arrays(tmp_path: Path):
 
 
 class MixedUp:
-    """An array as threads of the program may leave it: its list of shards is not what it should be.
+    """An array as threads of the program may leave it, with more or fewer shards than devices.
 
     JAX makes no such array on demand.
     """
@@ -84,30 +87,45 @@ class MixedUp:
     shape = (8, 8)
     sharding = SimpleNamespace(addressable_devices=frozenset(range(8)))
 
-    def __init__(self, *lengths: int):
-        self._lengths = iter(lengths)
-        self._length = 0
+    def __init__(self, length: int, twin: "MixedUp | None" = None):
+        self._arrays = [0] * length
+        self._twin = twin
 
-    @property
-    def _arrays(self) -> list[int]:
-        self._length = next(self._lengths, self._length)
-        return [0] * self._length
+    def is_deleted(self) -> bool:
+        return False
 
-
-def test_a_list_of_shards_that_another_thread_makes_is_waited_for():
-    array: Any = MixedUp(1, 3, 8, 16)
-    take_apart(array)
-    assert len(array._arrays) == 16
+    def clone(self) -> "MixedUp | None":
+        return self._twin
 
 
 @pytest.mark.parametrize("length", [7, 16])
-def test_an_array_that_other_threads_have_mixed_up_is_refused(
-    length: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("ostraka._values._PATIENCE_S", 0.01)
-    array: Any = MixedUp(length)
+@pytest.mark.parametrize("in_company", [True, False])
+def test_an_array_that_threads_have_mixed_up_is_taken_apart_anew(length: int, in_company: bool):
+    whole: Any = MixedUp(8)
+    mixed_up: Any = MixedUp(length, whole)
+    assert taken_apart(mixed_up, in_company=in_company) is whole
+
+
+@pytest.mark.parametrize("length", [7, 16])
+def test_an_array_that_can_not_be_taken_apart_is_refused(length: int):
+    mixed_up: Any = MixedUp(length, MixedUp(length))
     with pytest.raises(
-        RuntimeError,
-        match=rf"JAX lists {length} shards on 8 devices .* shape \(8, 8\).*save a copy of it",
+        RuntimeError, match=rf"JAX lists {length} shards on 8 devices .* \(8, 8\); save a copy"
     ):
-        take_apart(array)
+        taken_apart(mixed_up, in_company=False)
+
+
+def test_an_array_is_copied_by_no_way_of_looking_at_it():
+    array = sharded(NUMBERS)
+    for in_company in (True, False):
+        parts = taken_apart(array, in_company=in_company)
+        for device in range(8):
+            part, mine = parts.addressable_data(device), array.addressable_data(device)
+            assert part.unsafe_buffer_pointer() == mine.unsafe_buffer_pointer()
+
+
+def test_a_deleted_array_says_so(tmp_path: Path):
+    array = sharded(NUMBERS)
+    array.delete()
+    with pytest.raises(InvalidTree, match="leaf 'a' .*deleted"):
+        ostraka.save(tmp_path / "c", {"a": array})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -168,6 +169,7 @@ class _Capture:
         self._shardings: dict[Any, tuple[int, Partition, dict[int, int]]] = {}
         self._boxes: dict[tuple[int, Partition, tuple[int, ...]], dict[int, Box]] = {}
         self._several = jax.process_count() > 1
+        self._in_company = _has_other_threads()
         self._me = jax.process_index()
 
     def run(self, tree: Any) -> Captured:
@@ -223,7 +225,7 @@ class _Capture:
             boxes = device_boxes(array.shape, mesh_spec, partition)
             self._boxes[key] = {d: boxes[d] for d in index_of}
             boxes = self._boxes[key]
-        return spec, ShardedValue(array, index_of, boxes)
+        return spec, ShardedValue(array, index_of, boxes, in_company=self._in_company)
 
     def _sharding(self, path: str, array: jax.Array) -> tuple[int, Partition, dict[int, int]]:
         known = self._shardings.get(array.sharding)
@@ -231,9 +233,10 @@ class _Capture:
             return known
         mesh, partition = describe_sharding(path, array.sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
+        parts = taken_apart(array, in_company=self._in_company)
         index_of = {
             self._devices.number(shard.device): index
-            for index, shard in enumerate(taken_apart(array).addressable_shards)
+            for index, shard in enumerate(parts.addressable_shards)
         }
         known = self._shardings[array.sharding] = (number, partition, index_of)
         return known
@@ -243,6 +246,15 @@ class _Capture:
             return self._me
         processes = {device.process_index for device in value.sharding.device_set}
         return processes.pop() if len(processes) == 1 else None
+
+
+def _has_other_threads() -> bool:
+    """Whether the program has threads besides this one; those of the library look at no arrays."""
+    me = threading.current_thread()
+    return any(
+        thread is not me and not thread.name.startswith("ostraka")
+        for thread in threading.enumerate()
+    )
 
 
 def savable_dtype(path: str, dtype: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,8 +19,6 @@ Copy = tuple[Array, Array]
 
 _COPIED_BYTES = 8 << 20
 """What is copied at a time: parts of a large array by several threads."""
-_PATIENCE_S = 5.0
-"""How long another thread may take to list an array's shards."""
 
 
 class Value(Protocol):
@@ -116,8 +113,16 @@ class ShardedValue:
 
     may_change = False
 
-    def __init__(self, array: jax.Array, index_of: dict[int, int], boxes: dict[int, Box]):
+    def __init__(
+        self,
+        array: jax.Array,
+        index_of: dict[int, int],
+        boxes: dict[int, Box],
+        *,
+        in_company: bool = True,
+    ):
         self._array: jax.Array | None = array
+        self._in_company = in_company
         self._shape = array.shape
         self._index_of = index_of
         self._boxes = boxes
@@ -166,7 +171,7 @@ class ShardedValue:
         with _taking_apart.lock:
             assert self._array is not None
             if not self._is_apart:
-                self._array = taken_apart(self._array)
+                self._array = taken_apart(self._array, in_company=self._in_company)
                 self._is_apart = True
             return self._array
 
@@ -177,37 +182,27 @@ class ShardedValue:
 _taking_apart = RenewedLock()
 
 
-def taken_apart(array: jax.Array) -> jax.Array:
-    """The same array, its buffers shared, with a list of shards that nobody else has.
+def taken_apart(array: jax.Array, *, in_company: bool) -> jax.Array:
+    """The same array, with a list of shards that is whole and in order.
 
-    So neither do threads of the program that look at the array meanwhile mix up our list, nor we
-    theirs.
-    """
-    clone = getattr(array, "clone", None)
-    # A deleted array would end the program; it is left to raise.
-    twin: jax.Array = array if clone is None or array.is_deleted() else clone()
-    take_apart(twin)
-    return twin
-
-
-def take_apart(array: jax.Array) -> None:
-    """Have JAX list the shards of an array, before anyone asks for one.
-
-    JAX makes the list when it is first asked for a shard, and two threads that ask at once may get
-    the shard of another device, or none. So it is made by one thread at a time, and counted:
-    threads of the program itself may be at it, too.
+    JAX makes that list when it is first asked for a shard, and two threads that ask at once may get
+    the shard of another device, or none. So ours ask one after another; and where the program has
+    threads of its own (`in_company`), or has had, a twin is asked, which shares the buffers and has
+    a list that nobody else looks at.
     """
     count = len(array.sharding.addressable_devices)
-    give_up = time.monotonic() + _PATIENCE_S
     with _taking_apart.lock:
-        while (found := _count_shards(array)) != count:
-            if time.monotonic() > give_up:
-                raise RuntimeError(
-                    f"JAX lists {found} shards on {count} devices for an array of the shape "
-                    f"{array.shape}: two threads of this program have first looked at it at the "
-                    "same time; save a copy of it"
-                )
-            time.sleep(0.001)  # Somebody else's list is not complete yet.
+        # A deleted array has no twin, and says so when it is asked.
+        if array.is_deleted() or (not in_company and _count_shards(array) == count):
+            return array
+        twin: jax.Array = getattr(array, "clone", lambda: array)()
+        found = _count_shards(twin)
+    if found != count:
+        raise RuntimeError(
+            f"JAX lists {found} shards on {count} devices for an array of the shape {array.shape}; "
+            "save a copy of it"
+        )
+    return twin
 
 
 def _count_shards(array: Any) -> int:
