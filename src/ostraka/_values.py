@@ -181,11 +181,13 @@ def taken_apart(array: jax.Array) -> jax.Array:
     """The same array, its buffers shared, with a list of shards that nobody else has.
 
     So neither do threads of the program that look at the array meanwhile mix up our list, nor we
-    theirs.
+    theirs. Of an array that spans processes JAX makes no twin: that is taken apart itself.
     """
     clone = getattr(array, "clone", None)
+    twin = array
     # A deleted array would end the program; it is left to raise.
-    twin: jax.Array = array if clone is None or array.is_deleted() else clone()
+    if clone is not None and array.is_fully_addressable and not array.is_deleted():
+        twin = clone()
     take_apart(twin)
     return twin
 
