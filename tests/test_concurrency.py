@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka import _format
+from ostraka.testing import run_processes
 
 START = """
 import os, signal, sys, threading, time, warnings
@@ -115,16 +116,16 @@ def test_arrays_that_a_thread_looks_at_during_a_save(begin: str, tmp_path: Path)
 def test_a_handler_that_saves_while_an_array_is_taken_apart(tmp_path: Path):
     body = """
 array = jax.numpy.arange(10)
-count = _values._count_shards
+listed = _values._listed
 
 def interrupted(array):
-    _values._count_shards = count
+    _values._listed = listed
     signal.raise_signal(signal.SIGUSR1)
-    return count(array)
+    return listed(array)
 
 signal.signal(signal.SIGUSR1, lambda *_: ostraka.save(root + "/handler", [array]))
-_values._count_shards = interrupted
-signal.alarm(60)
+_values._listed = interrupted
+signal.alarm(30)
 ostraka.save(root + "/loop", [array])
 print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
 """
@@ -204,6 +205,114 @@ except ostraka.errors.PathInTheWay:
 ostraka.save(root + "/next", tree)
 """
     assert run(body, tmp_path) == "told\n"
+
+
+# Interrupts
+
+
+def test_an_interrupt_in_the_middle_of_a_wait_breaks_no_later_wait(tmp_path: Path):
+    body = """
+leave, main = threading.Condition.__exit__, threading.get_ident()
+
+def interrupted(self, *error):
+    if threading.get_ident() != main:
+        return leave(self, *error)
+    threading.Condition.__exit__ = leave
+    raise KeyboardInterrupt
+
+signal.alarm(30)
+handle = ostraka.save_async(root + "/first", tree, on_commit=lambda: time.sleep(1))
+threading.Condition.__exit__ = interrupted
+try:
+    handle.wait()
+except KeyboardInterrupt:
+    pass
+threading.Condition.__exit__ = leave
+ostraka.save(root + "/second", tree)
+print(handle.done())
+"""
+    assert run(body, tmp_path) == "True\n"
+
+
+def test_a_close_that_was_interrupted_can_be_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(self: Any) -> None:
+        raise KeyboardInterrupt("Ctrl-C")
+
+    manager = ostraka.Manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("ostraka.manager._preempt.Preemption.stop", interrupt)
+        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+            manager.close()
+    ostraka.Manager(tmp_path).close()
+    manager.close()
+
+
+def save_interrupted(root: str, place: str, who: int) -> list[str]:
+    """Interrupt a save on one process, then save again on all."""
+    from ostraka import _coordinate, _write
+
+    told: list[str] = []
+    tree = {"w": np.arange(10)}
+    start, begin = _coordinate.Operation._start, _write.start_in_background
+    interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
+
+    def interrupt_threads(self: Any, work: Any) -> None:
+        start(self, work)
+        if interrupts:
+            raise interrupts.pop()
+
+    def interrupt_background(*args: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return begin(*args)
+
+    if place == "in_the_background":
+        _write.start_in_background = interrupt_background
+    else:
+        _coordinate.Operation._start = interrupt_threads
+    try:
+        if place == "in_the_manager":
+            ostraka.Manager(f"{root}/manager")
+        else:
+            ostraka.save_async(f"{root}/first", tree).wait()
+    except BaseException as error:
+        told.append(type(error).__name__)
+    ostraka.save(f"{root}/second", tree)
+    told += [t.name for t in threading.enumerate() if t.name.startswith("ostraka")]
+    return told
+
+
+@pytest.mark.parametrize("place", ["in_the_background", "in_the_manager"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_between_the_parts_of_a_save_reaches_all(place: str, who: int, tmp_path: Path):
+    results = run_processes(save_interrupted, str(tmp_path), place, who)
+    other = "SaveFailed" if place == "in_the_background" else "OstrakaError"
+    expected = [["KeyboardInterrupt"] if number == who else [other] for number in range(2)]
+    assert [result.value for result in results] == expected
+    assert ostraka.verify(tmp_path / "second").ok
+
+
+def save_without_threads(root: str) -> str:
+    start = threading.Thread.start
+
+    def fail(self: threading.Thread) -> None:
+        if self.name.startswith("ostraka_pulse") and jax.process_index() == 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    threading.Thread.start = fail
+    try:
+        ostraka.save(root, {"w": np.arange(10)})
+    except ostraka.errors.SaveFailed as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_process_that_can_start_no_thread_says_so(tmp_path: Path):
+    said = [result.value for result in run_processes(save_without_threads, str(tmp_path / "x"))]
+    assert all("process 1: RuntimeError: can't start new thread" in text for text in said), said
 
 
 # Forks

@@ -36,7 +36,7 @@ from ostraka._values import (
     ShardedValue,
     Value,
     flat_bytes,
-    taken_apart,
+    shards_of,
 )
 from ostraka.errors import InvalidTree
 
@@ -162,11 +162,15 @@ def capture(tree: Any) -> Captured:
     return _Capture(Devices()).run(tree)
 
 
+_Placement = tuple[int, Partition, list[Any], dict[int, int]]
+"""A mesh's number, a partition, this process's devices in JAX's order, and the places in that."""
+
+
 class _Capture:
     def __init__(self, devices: Devices):
         self._devices = devices
         self._meshes: dict[MeshSpec, int] = {}
-        self._shardings: dict[Any, tuple[int, Partition, dict[int, int]]] = {}
+        self._shardings: dict[Any, _Placement] = {}
         self._boxes: dict[tuple[int, Partition, tuple[int, ...]], dict[int, Box]] = {}
         self._several = jax.process_count() > 1
         self._in_company = _has_other_threads()
@@ -216,7 +220,7 @@ class _Capture:
             kind, prng = "key", str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
         dtype = savable_dtype(leaf.path, array.dtype)
-        mesh, partition, index_of = self._sharding(leaf.path, array)
+        mesh, partition, devices, index_of = self._sharding(leaf.path, array)
         spec = LeafSpec(leaf.path, kind, dtype, array.shape, mesh, partition, prng)
         key = (mesh, partition, array.shape)
         boxes = self._boxes.get(key)
@@ -225,20 +229,19 @@ class _Capture:
             boxes = device_boxes(array.shape, mesh_spec, partition)
             self._boxes[key] = {d: boxes[d] for d in index_of}
             boxes = self._boxes[key]
-        return spec, ShardedValue(array, index_of, boxes, in_company=self._in_company)
+        value = ShardedValue(array, devices, index_of, boxes, in_company=self._in_company)
+        return spec, value
 
-    def _sharding(self, path: str, array: jax.Array) -> tuple[int, Partition, dict[int, int]]:
+    def _sharding(self, path: str, array: jax.Array) -> _Placement:
         known = self._shardings.get(array.sharding)
         if known is not None:
             return known
         mesh, partition = describe_sharding(path, array.sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        parts = taken_apart(array, in_company=self._in_company)
-        index_of = {
-            self._devices.number(shard.device): index
-            for index, shard in enumerate(parts.addressable_shards)
-        }
-        known = self._shardings[array.sharding] = (number, partition, index_of)
+        shards = shards_of(array, in_company=self._in_company)
+        devices = [shard.device for shard in shards]
+        index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
+        known = self._shardings[array.sharding] = (number, partition, devices, index_of)
         return known
 
     def _sole_process(self, value: Any) -> int | None:

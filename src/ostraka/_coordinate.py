@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from ostraka._parallel import Latch
 from ostraka.errors import OstrakaError, describe
 
 DEAD_AFTER_S = 30.0
@@ -95,18 +97,23 @@ class Operation:
         self._deciding = threading.Lock()
         self._is_decided = False
         """On process 0: the last stage has its answer, which nothing may contradict any more."""
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._threads: list[threading.Thread] = []
         self._prefix = ""
         if client is not None:
             self._prefix = f"ostraka/{next(_numbers)}"
 
     def __enter__(self) -> Self:
-        if self._client is not None:
-            self._start(self._pulse)
-            if self.process == 0:
-                self._forget_old(self._client)
-                self._start(self._watch)
+        try:
+            if self._client is not None:
+                self._start(self._pulse)
+                if self.process == 0:
+                    self._forget_old(self._client)
+                    self._start(self._watch)
+        except BaseException:
+            # Nobody else will, and a pulse that goes on would have the others wait for ever.
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(
@@ -115,12 +122,15 @@ class Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._closed.is_set():
+            return
         failure = None
         if error is not None and not isinstance(error, ProcessFailed) and self._client is not None:
             failure = self._report(error)
         self._closed.set()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # else the system had none left
+                thread.join()
         if self.process == 0 and self._client is not None:
             _ended.append(self._prefix)
         keep = self._own_errors and isinstance(error, OstrakaError)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TextIO, cast
 
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._parallel import after_fork
+from ostraka._parallel import Latch, after_fork
 from ostraka._record import Record, logger
 from ostraka._shards import Progress
 from ostraka.errors import Busy, describe
@@ -27,7 +27,7 @@ class SaveHandle:
         self._progress = progress
         self._give_up = give_up
         self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._error: BaseException | None = None
         self._is_error_seen = False
         self._earlier: SaveHandle | None = None
@@ -64,7 +64,7 @@ class SaveHandle:
         return f"<SaveHandle {self.path}: {state}, {self.bytes_written:,}/{self.bytes_total:,} B>"
 
     def _start(self, work: Callable[[], Record]) -> None:
-        is_called = threading.Event()
+        is_called = Latch()
 
         def run() -> None:
             # The caller would wait for its turn at the interpreter: let it return first.
@@ -109,7 +109,7 @@ class SaveHandle:
         )
         self._is_error_seen = True
         # A new one: a thread that is not here may have held the old one's lock.
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._ended.set()
 
     def _take_unseen(self) -> BaseException | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Condition, Event, Lock, RLock, Thread
+from threading import Condition, Lock, RLock, Thread
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ Result = TypeVar("Result")
 
 _AHEAD = 2
 """How many items a thread may have, being worked on and waiting."""
+_LOOK_EVERY_S = 1.0
 
 
 def after_fork(action: Callable[[], None]) -> None:
@@ -33,14 +35,47 @@ class StopSignal:
     """Asked between steps of long work."""
 
     def __init__(self) -> None:
-        self._event = Event()
+        self._is_set = False
 
     def set(self) -> None:
-        self._event.set()
+        self._is_set = True
 
     def check(self) -> None:
-        if self._event.is_set():
+        if self._is_set:
             raise Stopped
+
+
+class Latch:
+    """An event that comes once.
+
+    Not threading.Event: Ctrl-C at the wrong moment in there leaves its lock held for good, and all
+    who ask for the event wait for ever. Here an interrupt may cost another waiter a moment.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = Lock()
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """To be called by one thread; again is as good as once."""
+        if not self._is_set:
+            self._is_set = True
+            self._gate.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has come, at the latest after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if self._gate.acquire(timeout=min(left, _LOOK_EVERY_S)):
+                self._gate.release()  # for the next
+        return True
 
 
 class RenewedLock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ Copy = tuple[Array, Array]
 
 _COPIED_BYTES = 8 << 20
 """What is copied at a time: parts of a large array by several threads."""
+_PATIENCE_S = 5.0
+"""How long a thread of the program may take to list an array's shards."""
 
 
 class Value(Protocol):
@@ -116,12 +119,15 @@ class ShardedValue:
     def __init__(
         self,
         array: jax.Array,
+        devices: Sequence[Any],
         index_of: dict[int, int],
         boxes: dict[int, Box],
         *,
-        in_company: bool = True,
+        in_company: bool,
     ):
         self._array: jax.Array | None = array
+        self._shards: Sequence[jax.Array] | None = None
+        self._devices = devices
         self._in_company = in_company
         self._shape = array.shape
         self._index_of = index_of
@@ -129,7 +135,6 @@ class ShardedValue:
         self._gives_views = array.platform() == "cpu" and not DTYPES[dtype_name(array.dtype)].packed
         self.in_host_memory = self._gives_views
         self._held: dict[Box, Array] = {}
-        self._is_apart = False
 
     def read(self, device: int, box: Box) -> Array:
         outer = self._boxes[device]
@@ -145,35 +150,32 @@ class ShardedValue:
 
     def hold(self) -> Sequence[Copy]:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
-        self._held = {box: self._shard(device) for box, device in self._device_of_box().items()}
-        self._array = None
+        self._held = self._by_box()
+        self._array = self._shards = None
         self.in_host_memory = True
         return ()
 
     def whole(self) -> Array:
-        if not self._held:
-            return np.asarray(self._apart())
-        if len(self._held) == 1:
-            return next(iter(self._held.values()))
-        whole = np.empty(self._shape, next(iter(self._held.values())).dtype)
-        for box, shard in self._held.items():
+        shards = self._held or self._by_box()
+        if len(shards) == 1:
+            return next(iter(shards.values()))
+        whole = np.empty(self._shape, next(iter(shards.values())).dtype)
+        for box, shard in shards.items():
             whole[_box.slices(box, _box.full(self._shape))] = shard
         return whole
+
+    def _by_box(self) -> dict[Box, Array]:
+        return {box: self._shard(device) for box, device in self._device_of_box().items()}
 
     def _shard(self, device: int) -> Array:
         data = self._data(device)
         return np.asarray(data) if self._gives_views else _host_copy(data)
 
     def _data(self, device: int) -> jax.Array:
-        return self._apart().addressable_data(self._index_of[device])
-
-    def _apart(self) -> jax.Array:
-        with _taking_apart.lock:
+        if self._shards is None:
             assert self._array is not None
-            if not self._is_apart:
-                self._array = taken_apart(self._array, in_company=self._in_company)
-                self._is_apart = True
-            return self._array
+            self._shards = shards_of(self._array, self._devices, in_company=self._in_company)
+        return self._shards[self._index_of[device]]
 
     def _device_of_box(self) -> dict[Box, int]:
         return {self._boxes[device]: device for device in self._index_of}
@@ -182,32 +184,50 @@ class ShardedValue:
 _taking_apart = RenewedLock()
 
 
-def taken_apart(array: jax.Array, *, in_company: bool) -> jax.Array:
-    """The same array, with a list of shards that is whole and in order.
+def shards_of(
+    array: jax.Array, devices: Sequence[Any] | None = None, *, in_company: bool
+) -> Sequence[jax.Array]:
+    """The shards on this process's devices, in the order of `devices`, or else in JAX's.
 
-    JAX makes that list when it is first asked for a shard, and two threads that ask at once may get
-    the shard of another device, or none. So ours ask one after another; and where the program has
+    JAX makes a list of them when it is first asked for one, and two threads that ask at once may
+    get the shard of another device, or none. So ours ask one after another. Where the program has
     threads of its own (`in_company`), or has had, a twin is asked, which shares the buffers and has
-    a list that nobody else looks at.
+    a list that nobody else looks at. JAX makes no twin of an array that spans processes: there each
+    shard is asked for its device.
     """
-    count = len(array.sharding.addressable_devices)
     with _taking_apart.lock:
-        # A deleted array has no twin, and says so when it is asked.
-        if array.is_deleted() or (not in_company and _count_shards(array) == count):
-            return array
-        twin: jax.Array = getattr(array, "clone", lambda: array)()
-        found = _count_shards(twin)
-    if found != count:
-        raise RuntimeError(
-            f"JAX lists {found} shards on {count} devices for an array of the shape {array.shape}; "
-            "save a copy of it"
-        )
-    return twin
+        if array.is_deleted() or not in_company:  # a deleted array says so
+            shards = _listed(array)
+            if len(shards) == len(array.sharding.addressable_devices):
+                return shards
+        if array.is_fully_addressable:
+            return _listed(cast(Any, array).clone())
+        return _by_device(array, devices)
 
 
-def _count_shards(array: Any) -> int:
+def _listed(array: Any) -> Sequence[jax.Array]:
     shards = getattr(array, "_arrays", None)
-    return len(array.addressable_shards if shards is None else shards)
+    return [shard.data for shard in array.addressable_shards] if shards is None else shards
+
+
+def _by_device(array: jax.Array, devices: Sequence[Any] | None) -> Sequence[jax.Array]:
+    """Whatever is in a list that several threads have made, is a shard."""
+    count = len(array.sharding.addressable_devices)
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        shards = _listed(array)
+        found = {shard.device: shard for shard in shards}
+        if devices is not None and len(found) == count:
+            return [found[device] for device in devices]
+        if devices is None and len(shards) == len(found) == count:
+            return shards
+        if time.monotonic() > give_up:
+            raise RuntimeError(
+                f"JAX lists {len(shards)} shards on {count} devices for an array of the shape "
+                f"{array.shape}: two threads of this program have first looked at it at the same "
+                "time; save a copy of it"
+            )
+        time.sleep(0.001)  # The list of another thread is not complete yet.
 
 
 def _copies(to: Array, given: Array) -> list[Copy]:

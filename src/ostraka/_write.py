@@ -89,8 +89,9 @@ def save(
     settle()
     with paused_gc():
         saving = _Save(path, watch, on_record)
-        saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=False)
-        saving.finish()
+        with saving.not_forgotten():
+            saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=False)
+            saving.finish()
 
 
 def save_async(
@@ -150,11 +151,12 @@ def begin_save(
     """As `save_async`, for a caller that may have waited before, or will wait for the end."""
     with settled(if_busy):
         saving = _Save(path, watch, on_record, on_commit)
-        with paused_gc():
-            saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
-        if not is_waited_for:
-            watch.blocked_s = watch.total_s
-        return start_in_background(str(path), saving.progress, saving.finish, saving.give_up)
+        with saving.not_forgotten():
+            with paused_gc():
+                saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
+            if not is_waited_for:
+                watch.blocked_s = watch.total_s
+            return start_in_background(str(path), saving.progress, saving.finish, saving.give_up)
 
 
 class _Save:
@@ -180,6 +182,8 @@ class _Save:
         self._made_place = False
         """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
+        self._unclaimed = [True]
+        """Empty once somebody sees it to its end. A list, since that is popped by one alone."""
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
 
@@ -215,6 +219,7 @@ class _Save:
     def finish(self) -> Record:
         """Agree, plan, write, commit."""
         with self._failing():
+            self._unclaimed.pop()
             captured = self._captured
             self._save_id = self._begin(captured, (self._user, repr(self._dtype)))
             self._watch.lap("agree")
@@ -242,6 +247,18 @@ class _Save:
             call_safely(self._on_commit)
         return report("save", str(self._path), self._watch, summary, self._on_record)
 
+    @contextmanager
+    def not_forgotten(self) -> Generator[None]:
+        """An interrupt before anybody finishes it ends it, or the others would wait for ever."""
+        try:
+            yield
+        except BaseException:
+            with suppress(IndexError):
+                self._unclaimed.pop()
+                with self._failing():
+                    raise
+            raise
+
     def give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
         self._operation.give_up("it was interrupted, and gave the save up")
@@ -258,6 +275,7 @@ class _Save:
         except BaseException as error:
             # By now every process knows that this save has failed.
             has_begun = bool(self._save_id)
+            self._unclaimed.clear()
             # The error may be kept for long, and would keep the values with it.
             self._values.clear()
             with self._held:

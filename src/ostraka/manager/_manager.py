@@ -399,7 +399,10 @@ class Manager:
             )
 
     def _leave(self) -> None:
-        self._closed = True
-        if self._preemption is not None:
-            self._preemption.stop()
-        self._lock.release()
+        # Ctrl-C may come at any line: what is left over then, another `close` does.
+        try:
+            if self._preemption is not None:
+                self._preemption.stop()
+        finally:
+            self._lock.release()
+            self._closed = True
