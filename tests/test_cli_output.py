@@ -33,6 +33,16 @@ def test_a_reader_that_has_gone_is_not_taken_for_damage(tmp_path: Path, command:
     assert (process.returncode, stderr) == (141, b"")
 
 
+def test_a_shell_that_has_gone_while_it_completes():
+    reader, writer = os.pipe()
+    os.close(reader)
+    asked = {"_OSTRAKA_COMPLETE": "bash_complete", "COMP_WORDS": "ostraka sh", "COMP_CWORD": "1"}
+    process = start(stdout=writer, **asked)
+    os.close(writer)
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (141, b"")
+
+
 def test_show_where_the_output_has_few_characters(tmp_path: Path):
     checkpoint = save_model(tmp_path / "c")
     process = start(

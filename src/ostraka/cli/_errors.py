@@ -119,6 +119,9 @@ class Commands(click.Group):
         except click.Abort:
             _fail("interrupted", None)
             code = INTERRUPTED
+        except BrokenPipeError:  # a shell that does not wait for what it could complete
+            _forget_stdout()
+            code = READER_GONE
         sys.exit(code)
 
 
