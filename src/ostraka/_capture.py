@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -173,7 +172,6 @@ class _Capture:
         self._shardings: dict[Any, _Placement] = {}
         self._boxes: dict[tuple[int, Partition, tuple[int, ...]], dict[int, Box]] = {}
         self._several = jax.process_count() > 1
-        self._in_company = _has_other_threads()
         self._me = jax.process_index()
 
     def run(self, tree: Any) -> Captured:
@@ -229,8 +227,7 @@ class _Capture:
             boxes = device_boxes(array.shape, mesh_spec, partition)
             self._boxes[key] = {d: boxes[d] for d in index_of}
             boxes = self._boxes[key]
-        value = ShardedValue(array, devices, index_of, boxes, in_company=self._in_company)
-        return spec, value
+        return spec, ShardedValue(array, devices, index_of, boxes)
 
     def _sharding(self, path: str, array: jax.Array) -> _Placement:
         known = self._shardings.get(array.sharding)
@@ -238,7 +235,7 @@ class _Capture:
             return known
         mesh, partition = describe_sharding(path, array.sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        shards = shards_of(array, in_company=self._in_company)
+        shards = shards_of(array)
         devices = [shard.device for shard in shards]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
         known = self._shardings[array.sharding] = (number, partition, devices, index_of)
@@ -249,15 +246,6 @@ class _Capture:
             return self._me
         processes = {device.process_index for device in value.sharding.device_set}
         return processes.pop() if len(processes) == 1 else None
-
-
-def _has_other_threads() -> bool:
-    """Whether the program has threads besides this one; those of the library look at no arrays."""
-    me = threading.current_thread()
-    return any(
-        thread is not me and not thread.name.startswith("ostraka")
-        for thread in threading.enumerate()
-    )
 
 
 def savable_dtype(path: str, dtype: Any) -> str:

@@ -122,13 +122,10 @@ class ShardedValue:
         devices: Sequence[Any],
         index_of: dict[int, int],
         boxes: dict[int, Box],
-        *,
-        in_company: bool,
     ):
         self._array: jax.Array | None = array
         self._shards: Sequence[jax.Array] | None = None
         self._devices = devices
-        self._in_company = in_company
         self._shape = array.shape
         self._index_of = index_of
         self._boxes = boxes
@@ -174,7 +171,7 @@ class ShardedValue:
     def _data(self, device: int) -> jax.Array:
         if self._shards is None:
             assert self._array is not None
-            self._shards = shards_of(self._array, self._devices, in_company=self._in_company)
+            self._shards = shards_of(self._array, self._devices)
         return self._shards[self._index_of[device]]
 
     def _device_of_box(self) -> dict[Box, int]:
@@ -184,25 +181,33 @@ class ShardedValue:
 _taking_apart = RenewedLock()
 
 
-def shards_of(
-    array: jax.Array, devices: Sequence[Any] | None = None, *, in_company: bool
-) -> Sequence[jax.Array]:
+def shards_of(array: jax.Array, devices: Sequence[Any] | None = None) -> Sequence[jax.Array]:
     """The shards on this process's devices, in the order of `devices`, or else in JAX's.
 
-    JAX makes a list of them when it is first asked for one, and two threads that ask at once may
-    get the shard of another device, or none. So ours ask one after another. Where the program has
-    threads of its own (`in_company`), or has had, a twin is asked, which shares the buffers and has
-    a list that nobody else looks at. JAX makes no twin of an array that spans processes: there each
-    shard is asked for its device.
+    JAX makes a list of them when it is first asked for one, and if two threads ask at once, both
+    add to it, or one gets what the other has so far. So ours ask one after another, and what
+    threads of the program have mixed up is recognised: then a twin is asked, which shares the
+    buffers and has a list of its own. JAX makes no twin of an array that spans processes: there
+    each shard is asked for its device.
     """
     with _taking_apart.lock:
-        if array.is_deleted() or not in_company:  # a deleted array says so
-            shards = _listed(array)
-            if len(shards) == len(array.sharding.addressable_devices):
-                return shards
+        shards = _listed(array)
+        if _is_whole(shards, devices, len(array.sharding.addressable_devices)):
+            return shards
         if array.is_fully_addressable:
             return _listed(cast(Any, array).clone())
         return _by_device(array, devices)
+
+
+def _is_whole(shards: Sequence[jax.Array], devices: Sequence[Any] | None, count: int) -> bool:
+    """Whether one thread alone has made the list, to its end.
+
+    Each begins with the first device: where several were at it, that comes more than once. And who
+    comes to the last device has added as many as there are.
+    """
+    if devices is None:
+        return len({shard.device for shard in shards}) == len(shards) == count
+    return len(shards) == count and (not shards or shards[-1].device == devices[-1])
 
 
 def _listed(array: Any) -> Sequence[jax.Array]:
@@ -219,7 +224,7 @@ def _by_device(array: jax.Array, devices: Sequence[Any] | None) -> Sequence[jax.
         found = {shard.device: shard for shard in shards}
         if devices is not None and len(found) == count:
             return [found[device] for device in devices]
-        if devices is None and len(shards) == len(found) == count:
+        if _is_whole(shards, devices, count):
             return shards
         if time.monotonic() > give_up:
             raise RuntimeError(
