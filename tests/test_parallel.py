@@ -248,8 +248,10 @@ def test_leaving_early_waits_for_the_threads():
 
     def work(number: int) -> int:
         begun.append(number)
-        if number:
-            wait_until(stop._event.is_set)
+        if number == 0:
+            wait_until(lambda: len(begun) == THREADS)
+        else:
+            wait_until(lambda: stop._is_set)
             time.sleep(0.05)
         finished.append(number)
         return number
