@@ -7,11 +7,11 @@ import json
 import os
 import resource
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +29,9 @@ from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import run_processes
 
-WITHIN_S = 60.0
-"""From the failure of one process until all have raised: no waiting ends so soon, see `NEVER_S`."""
-MOSTLY_WITHIN_S = 10.0
-"""The same, of most: a process that the machine does not let run is late now and then."""
+WITHIN_S = 10.0
+"""From the failure of one process until all have raised."""
+LONG_S = 60.0
 NEVER_S = 1000.0
 DEAD_AFTER_S = 10.0
 """Long enough for a process that lives and does not get its turn for a while."""
@@ -78,6 +77,14 @@ def wait_for_ever() -> None:
     """Nobody is given up because of the time: who hears of a failure was told of it."""
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = NEVER_S
+
+
+def in_time(attempt: Callable[[Path], float], folder: Path, limit_s: float = WITHIN_S) -> bool:
+    """Whether one of three tries took less.
+
+    A process that the machine does not let run is late once or twice, but not each time.
+    """
+    return any(attempt(folder / str(number)) < limit_s for number in range(3))
 
 
 def meet(name: str) -> None:
@@ -281,7 +288,6 @@ def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> float
             assert cause in outcome["said"], where
             assert str(root) in outcome["said"], where
             assert "\n" not in outcome["said"], where
-        assert outcome["caught at"] - raised_at < WITHIN_S, where
         assert outcome["before"] in ((1, 2) if fault == "after the commit" else (1,)), where
         assert outcome["after"] == 3, where
         assert outcome["names"] == CLEAN, where
@@ -292,11 +298,17 @@ def check_fault(root: Path, fault: str, outcomes: list[dict[str, Any]]) -> float
 def test_a_failure_on_one_of_four_processes(tmp_path: Path, half: int):
     faults = list(FAULTS)[half::2]
     results = run_processes(save_with_faults, str(tmp_path), faults, processes=4)
-    seconds = [
-        check_fault(tmp_path, fault, [result.value[fault] for result in results])
+    late = {
+        fault
         for fault in faults
-    ]
-    assert statistics.median(seconds) < MOSTLY_WITHIN_S, seconds
+        if check_fault(tmp_path, fault, [result.value[fault] for result in results]) >= WITHIN_S
+    }
+    assert all(in_time(partial(fail_once, fault), tmp_path / "again") for fault in late), late
+
+
+def fail_once(fault: str, folder: Path) -> float:
+    results = run_processes(save_with_faults, str(folder), [fault], processes=4)
+    return check_fault(folder, fault, [result.value[fault] for result in results])
 
 
 def save_unsavable(path: str) -> tuple[str, float]:
@@ -313,13 +325,16 @@ def save_unsavable(path: str) -> tuple[str, float]:
     return "saved", 0.0
 
 
-def test_a_leaf_that_can_not_be_saved_on_one_process(tmp_path: Path):
-    path = tmp_path / "checkpoint"
-    for result in run_processes(save_unsavable, str(path), processes=4):
-        said, seconds = result.value
-        assert "on process 2: leaf 'odd' is a" in said
-        assert seconds < WITHIN_S
+def seconds_until_unsavable_is_heard_of(folder: Path) -> float:
+    path = folder / "checkpoint"
+    results = run_processes(save_unsavable, str(path), processes=4)
+    assert all("on process 2: leaf 'odd' is a" in result.value[0] for result in results)
     assert not path.exists()
+    return max(result.value[1] for result in results)
+
+
+def test_a_leaf_that_can_not_be_saved_on_one_process(tmp_path: Path):
+    assert in_time(seconds_until_unsavable_is_heard_of, tmp_path)
 
 
 def save_to_nowhere(path: str) -> list[str]:
@@ -338,13 +353,19 @@ def save_to_nowhere(path: str) -> list[str]:
     return said
 
 
-def test_a_process_without_a_path(tmp_path: Path):
-    results = run_processes(save_to_nowhere, str(tmp_path / "checkpoint"), processes=4, check=False)
+def seconds_without_a_path(folder: Path) -> float:
+    begin = time.monotonic()
+    results = run_processes(save_to_nowhere, str(folder / "checkpoint"), processes=4, check=False)
     for result in results:
         assert result.error is None, result.traceback
         said, later = result.value
         assert "path is empty" in said, result.process
         assert later == "saved", result.process
+    return time.monotonic() - begin
+
+
+def test_a_process_without_a_path(tmp_path: Path):
+    assert in_time(seconds_without_a_path, tmp_path, 40)
 
 
 def save_twice_with_slow_clean_up(path: str) -> tuple[str, int | str]:
@@ -396,7 +417,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill_disk(path: str) -> tuple[str, int | str, int | str, list[str]]:
-    _coordinate._VERDICT_WITHIN_S = WITHIN_S  # several fail, and say the same once they are told
+    _coordinate._VERDICT_WITHIN_S = LONG_S  # several fail, and say the same once they are told
     like = make_tree(0, rows=10_000)
     ostraka.save(path, make_tree(1, rows=10_000))  # 6 MiB
     said = "saved"
@@ -484,10 +505,12 @@ def assert_intact(path: Path) -> None:
     assert names_in(path) == CLEAN
 
 
-def test_a_process_that_is_killed(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def seconds_until_a_death_is_heard_of(folder: Path) -> float:
+    path = folder / "checkpoint"
+    folder.mkdir()
     results = run_processes(die_while_writing, str(path), 2, processes=4, check=False)
     assert [result.exit_code for result in results] == [0, 0, -9, 0]
+    slowest = 0.0
     for result in results:
         if result.process == 2:
             continue
@@ -495,8 +518,13 @@ def test_a_process_that_is_killed(tmp_path: Path):
         assert "on process 2: it has not been heard of for 10 s" in said
         assert str(path) in said
         assert unheard_s > DEAD_AFTER_S
-        assert dead_s < DEAD_AFTER_S + WITHIN_S
+        slowest = max(slowest, dead_s)
     assert_intact(path)
+    return slowest
+
+
+def test_a_process_that_is_killed(tmp_path: Path):
+    assert in_time(seconds_until_a_death_is_heard_of, tmp_path, DEAD_AFTER_S + 7)
 
 
 def test_process_0_is_killed(tmp_path: Path):
@@ -709,15 +737,14 @@ def flip_last_byte(file: Path, *, only: bool) -> None:
             opened.write(bytes([byte ^ 1]))
 
 
-def test_a_damaged_block_on_one_process(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def seconds_until_damage_is_heard_of(folder: Path) -> float:
+    path = folder / "checkpoint"
     results = run_processes(restore_damaged, str(path), processes=4)
     for result in results:
         outcome = result.value
         assert outcome["file"] in outcome["said"], outcome
         assert str(path) in outcome["said"], outcome
         assert "not as they were written" in outcome["said"], outcome
-        assert outcome["seconds"] < WITHIN_S
         assert outcome["again"] == [1]
         if result.process == 2:
             assert outcome["kind"] == "Damaged"
@@ -725,6 +752,11 @@ def test_a_damaged_block_on_one_process(tmp_path: Path):
         else:
             assert (outcome["kind"], outcome["process"]) == ("RestoreFailed", 2)
             assert "on process 2" in outcome["said"], outcome
+    return max(result.value["seconds"] for result in results)
+
+
+def test_a_damaged_block_on_one_process(tmp_path: Path):
+    assert in_time(seconds_until_damage_is_heard_of, tmp_path)
 
 
 def restore_with_fault(path: str, code: int) -> tuple[str, str, float, int | str]:
@@ -746,17 +778,21 @@ def restore_with_fault(path: str, code: int) -> tuple[str, str, float, int | str
     return said, kind, seconds, number_in(ostraka.restore(path, like=like))
 
 
-@pytest.mark.parametrize(("code", "raised"), [(errno.ESTALE, "StoreError"), (errno.EIO, "Damaged")])
-def test_a_read_error_on_one_process(tmp_path: Path, code: int, raised: str):
-    results = run_processes(restore_with_fault, str(tmp_path / "checkpoint"), code, processes=4)
+def seconds_until_a_read_error_is_heard_of(code: int, raised: str, folder: Path) -> float:
+    results = run_processes(restore_with_fault, str(folder / "checkpoint"), code, processes=4)
     for result in results:
-        said, kind, seconds, again = result.value
+        said, kind, _, again = result.value
         assert os.strerror(code) in said
         assert kind == (raised if result.process == 1 else "RestoreFailed")
         if result.process != 1:
             assert "on process 1" in said
-        assert seconds < WITHIN_S
         assert again == 1
+    return max(result.value[2] for result in results)
+
+
+@pytest.mark.parametrize(("code", "raised"), [(errno.ESTALE, "StoreError"), (errno.EIO, "Damaged")])
+def test_a_read_error_on_one_process(tmp_path: Path, code: int, raised: str):
+    assert in_time(partial(seconds_until_a_read_error_is_heard_of, code, raised), tmp_path)
 
 
 def restore_while_replaced(path: str) -> int | str:
@@ -809,7 +845,7 @@ def test_processes_restore_the_same_save(tmp_path: Path):
 
 def ostraka_threads() -> list[str]:
     """Those that don't end; one that was just being started is given the time to."""
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + LONG_S
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("ostraka")]
         if not names or time.monotonic() > deadline:
@@ -967,7 +1003,7 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
     interrupted = Path(path + ".interrupted")
 
     def wait_for(mark: Path) -> None:
-        deadline = time.monotonic() + WITHIN_S
+        deadline = time.monotonic() + LONG_S
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
