@@ -1,6 +1,5 @@
 """Threads, forks and signals that come in the middle of a save, a look or a read."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Generator
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka import _format
 from ostraka.testing import run_processes
+from programs import run_quietly
 
 START = """
 import os, signal, sys, threading, time, warnings
@@ -41,15 +41,7 @@ def in_child(work):
 
 
 def run(body: str, root: Path, *, start: str = START) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", start + IMPORTS + body, str(root)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return run_quietly(start + IMPORTS + body, root)
 
 
 # Threads of the program
@@ -132,6 +124,16 @@ print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
     assert run(body, tmp_path) == "True True\n"
 
 
+DATA = """
+class Data:
+    def get_state(self):
+        signal.raise_signal(signal.SIGUSR1)
+        return {}
+
+    def set_state(self, state):
+        pass
+"""
+
 SLOW = """
 put = LocalStore.put
 
@@ -146,18 +148,10 @@ LocalStore.put = slow
 
 def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(tmp_path: Path):
     body = """
-class Data:
-    def get_state(self):
-        signal.raise_signal(signal.SIGUSR1)
-        return {}
-
-    def set_state(self, state):
-        pass
-
 signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
 ostraka.save_async(root + "/loop", {"data": Data(), **tree})
 """
-    run(SLOW + body, tmp_path)
+    run(SLOW + DATA + body, tmp_path)
     assert ostraka.verify(tmp_path / "handler").ok
     assert ostraka.verify(tmp_path / "loop").ok
 
@@ -184,14 +178,6 @@ ostraka.save_async(root + "/second", tree)
 
 def test_the_error_of_a_save_that_a_handler_has_begun_is_not_lost(tmp_path: Path):
     body = """
-class Data:
-    def get_state(self):
-        signal.raise_signal(signal.SIGUSR1)
-        return {}
-
-    def set_state(self, state):
-        pass
-
 import logging
 logging.getLogger("ostraka").addHandler(logging.NullHandler())
 os.mkdir(root + "/handler")
@@ -204,7 +190,7 @@ except ostraka.errors.PathInTheWay:
     print("told")
 ostraka.save(root + "/next", tree)
 """
-    assert run(body, tmp_path) == "told\n"
+    assert run(DATA + body, tmp_path) == "told\n"
 
 
 # Interrupts

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ostraka
+from programs import run_quietly
 
 START = """
 import multiprocessing, os, signal, sys, time, warnings
@@ -34,15 +35,7 @@ def start_worker():
 
 
 def run(body: str, root: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", START + body, str(root)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return run_quietly(START + body, root)
 
 
 def test_a_worker_of_a_run_with_a_manager_can_be_terminated(tmp_path: Path):

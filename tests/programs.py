@@ -1,0 +1,18 @@
+"""Programs of one process that tests run to their end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_quietly(program: str, root: Path) -> str:
+    """What it prints; it must end well and say nothing on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(root)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
