@@ -207,7 +207,7 @@ class _Save:
             self._store = open_store(self._path)
             captured = capture(tree)
             self._user = _json_only(user)
-            check_dtype_rule(dtype)
+            check_dtype_rule(dtype, captured.leaves)
             self._dtype = dtype
             self._max_file_bytes = max_file_bytes
             if hold:
