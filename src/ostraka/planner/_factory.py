@@ -35,7 +35,7 @@ def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -
         with _talking_aside():
             made, is_placed = shapes_on_mesh(make, mesh, annotations=annotations)
     except (Exception, SystemExit) as error:
-        message = f"{source} raised {type(error).__name__}: {error}"
+        message = f"{source} raised {type(error).__name__}: {error}".rstrip(". ")
         raise ValueError(f"{message}{_mesh_remedy(error, mesh)}") from error
     if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:
         model, optimizer = cast("tuple[Any, Any]", made)
@@ -50,8 +50,8 @@ def _mesh_remedy(error: BaseException, mesh: MeshSpec | None) -> str:
     if "mesh" not in str(error):
         return ""
     if mesh is None:
-        return "; give --mesh, such as --mesh data=8, which is set while the function runs"
-    return f"; the mesh ({mesh}) is set while the function runs, which need not make or set one"
+        return "; give a mesh (--mesh data=8), which is then set while the function runs"
+    return f"; the function runs with the mesh ({mesh}) set, and need not make or set one"
 
 
 def _find(source: str) -> Any:

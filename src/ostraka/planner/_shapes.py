@@ -21,7 +21,8 @@ def shapes_on_mesh(
 
     Code is written for axes of one type, explicit or auto, and under the other it may raise. With
     `annotations`, NNX variables also place themselves as theirs say; if that can't be, they are
-    left as they are, and whoever looks at the annotations tells what is wrong with them.
+    left as they are, and whoever looks at the annotations tells what is wrong with them. The last
+    resort is no mesh at all, for boxes of Linen that name axes of another one.
     """
     if mesh is None:
         return shapes_of(make, eager=False), False
@@ -34,8 +35,11 @@ def shapes_on_mesh(
                 return shapes_of(make, eager=eager), eager
         except Exception as error:
             failure = error
-    assert failure is not None
-    raise failure
+    try:
+        return shapes_of(make, eager=False), False
+    except Exception:
+        assert failure is not None
+        raise failure from None
 
 
 _AXIS_TYPES = (AxisType.Explicit, AxisType.Auto)

@@ -217,18 +217,23 @@ def _plan_factory(source: str, options: Options) -> Plan:
             "--optimizer-dtype out, or have --optimizer add one"
         )
     tree, is_placed = evaluate_factory(source, mesh, annotations=options.rules is None)
-    specs = None
-    if mesh is not None:
-        specs = own_specs(tree, is_placed=is_placed) if options.rules is None else None
-        specs = options.rules_on(mesh) if specs is None else specs
-    state = state_of_tree(
-        tree,
-        mesh=None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
-        specs=specs,
-        processes=None if mesh is None else host_count(mesh, options.hosts),
-        optimizer=options.optimizer if options.adds_optimizer else None,
-        optimizer_dtype=options.optimizer_dtype,
-        dtype=options.dtype,
-        metadata=options.metadata or {},
-    )
+    own = own_specs(tree, is_placed=is_placed) if options.rules is None else None
+    try:
+        state = state_of_tree(
+            tree,
+            mesh=None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+            specs=None if mesh is None else own or options.rules_on(mesh),
+            processes=None if mesh is None else host_count(mesh, options.hosts),
+            optimizer=options.optimizer if options.adds_optimizer else None,
+            optimizer_dtype=options.optimizer_dtype,
+            dtype=options.dtype,
+            metadata=options.metadata or {},
+        )
+    except InvalidSharding as error:
+        if own is None:
+            raise
+        raise InvalidSharding(
+            "without rules arrays are cut as they say themselves: give some (--rules, specs=), or "
+            f"a mesh with the axes that they name; {error}"
+        ) from error
     return plan_state(state, max_file_bytes=options.max_file_bytes)

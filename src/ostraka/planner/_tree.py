@@ -147,8 +147,12 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
 
     def make(model: Any) -> Any:
         graph, parameters, rest = nnx.split(model, nnx.Param, ...)
-        cast_model = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
-        return nnx.Optimizer(cast_model, transformation, wrt=nnx.Param)
+        own = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
+        for _, part in nnx.iter_graph(own):
+            if isinstance(part, nnx.Variable):
+                # Or its moments would place themselves, here where there is no mesh.
+                part.set_metadata("eager_sharding", False)
+        return nnx.Optimizer(own, transformation, wrt=nnx.Param)
 
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(make, tree)
