@@ -274,8 +274,6 @@ def test_a_checkpoint_is_its_own_plan(tmp_path: Path):
     ostraka.save(tmp_path / "c", live(0))
     assert_as_planned(plan(tmp_path / "c"), tmp_path / "c")
     assert plan(str(tmp_path / "c")).write == plan(live(0)).write
-    with pytest.raises(ValueError, match="planned as it is; ask plan"):
-        plan(tmp_path / "c", processes=3)
 
 
 # Restoring

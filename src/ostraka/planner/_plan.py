@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from ostraka import _account, _format
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
@@ -197,6 +197,8 @@ class Plan:
         )
         if bandwidths == Bandwidths():
             raise ValueError("times need a bandwidth, such as write_bandwidth='2GB/s', or probe=")
+        if mtbf_s is not None and not isinstance(cast(Any, mtbf_s), int | float):
+            raise TypeError(f"mtbf_s is {mtbf_s!r}; it must be a number of seconds")
         if mtbf_s is not None and bandwidths.peak_write(1) is None:
             raise ValueError(
                 "mtbf_s needs to know how long a save takes: give write_bandwidth, "

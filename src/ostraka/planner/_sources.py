@@ -127,7 +127,7 @@ def _dtype_name(dtype: Any) -> str | None:
         return dtype
     try:
         return np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"{dtype!r} is no dtype; give one such as 'bfloat16'") from None
 
 
