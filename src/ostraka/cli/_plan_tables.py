@@ -108,10 +108,10 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[Row]:
         yield f"  {name}", human_bytes(group["bytes"]), note
     wider = variant["data_bytes_in_float32"]
     if wider is not None and wider["optimizer"] > variant["data_bytes"]:
-        note = "--optimizer-dtype float32; unless told, optax gives moments the parameters' dtype"
+        note = "--optimizer-dtype float32; optax takes the parameters' dtype"
         yield "with float32 moments", human_bytes(wider["optimizer"]), note
     if wider is not None:
-        note = "--dtype float32: float32 parameters, cast to compute with them"
+        note = "--dtype float32, if the parameters are kept in float32"
         yield "all in float32", human_bytes(wider["everything"]), note
 
 
