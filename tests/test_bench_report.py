@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench.bars import median
 from bench.report import make_figure
 from bench.rounds import Row

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from ostraka._document import Branch, Leaf, leaves_of
+from ostraka._document import branches_of, leaves_of
 from ostraka._spec import MeshSpec
 from ostraka.sharding._data import array_leaves, parse_state
 
@@ -75,7 +75,8 @@ def own_specs(tree: Any, *, is_placed: bool) -> Callable[[str, Any], PartitionSp
     have become axes by rules that are no longer in force. Elsewhere a name counts first.
     """
     parsed = parse_state(tree)
-    placed = set(_in_variables(parsed)) if is_placed else set[str]()
+    variables = [branch for branch in branches_of(parsed) if branch.kind == "variable"]
+    placed = {leaf.path for variable in variables for leaf in leaves_of(variable) if is_placed}
     found: dict[str, PartitionSpec | None] = {}
     says_something = False
     for leaf in array_leaves(parsed):
@@ -87,14 +88,3 @@ def own_specs(tree: Any, *, is_placed: bool) -> Callable[[str, Any], PartitionSp
             own = leaf.named
         found[leaf.path] = own
     return (lambda path, leaf: found.get(path)) if says_something else None
-
-
-def _in_variables(node: Branch | Leaf) -> Iterator[str]:
-    """The paths of what NNX variables hold."""
-    if isinstance(node, Leaf):
-        return
-    if "variable" in node.kind:
-        yield from (leaf.path for leaf in leaves_of(node))
-        return
-    for child in node.children:
-        yield from _in_variables(child)
