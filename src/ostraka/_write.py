@@ -77,9 +77,9 @@ def save(
     `dtype` writes floating-point arrays as another dtype: `"bfloat16"` for all, or by path,
     `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.
 
-    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`
-    (a number, or text such as "1GB"), unless a single element or its name needs more. `on_record` is called with what was done and
-    how long it took, which is also logged.
+    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`, a
+    number or a text such as "1GB", unless a single element or its name needs more. `on_record` is
+    called with what was done and how long it took, which is also logged.
 
     Waits for a `save_async` that is under way, and raises its error if nobody has seen it yet.
     Raises SaveFailed on every process if any of them failed.
