@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import click
 
 from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
 from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, UnsupportedFormat
-from ostraka.manager._steps import step_of
 from ostraka.storage import LocalStore, open_store
 
 

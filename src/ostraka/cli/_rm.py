@@ -6,10 +6,11 @@ import json
 
 import click
 
+from ostraka._step_names import step_of
 from ostraka.cli._arguments import complete_steps, path_argument
 from ostraka.cli._roots import file_bytes, newest_good, open_root
 from ostraka.cli._text import Table, count_of, echo_lines, human_age, human_bytes, printable
-from ostraka.manager._steps import Root, Step, no_such_step, step_of
+from ostraka.manager._steps import Root, Step, no_such_step
 
 
 def _parse_steps(

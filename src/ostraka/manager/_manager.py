@@ -16,6 +16,7 @@ from ostraka._plan import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import Record, Stopwatch
 from ostraka._record import logger as log
+from ostraka._step_names import name_of
 from ostraka._write import begin_save
 from ostraka.errors import StoreError
 from ostraka.manager._advice import Advice, CostMeter
@@ -27,7 +28,7 @@ from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery, latest_step
 from ostraka.manager._retain import retain
-from ostraka.manager._steps import Root, Step, name_of
+from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
 from ostraka.manager._when import Schedule, check_when
 from ostraka.storage import PathLike

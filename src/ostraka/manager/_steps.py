@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ostraka._format import Metadata
 from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
+from ostraka._step_names import step_of, steps_among
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -43,8 +43,6 @@ _LOOK_AGAIN = 10
 
 _NAMED_STEPS = 10
 """A message that lists the steps lists no more of them."""
-
-_STEP_NAME = re.compile(r"(?:step_)?([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +67,6 @@ class _Found:
     saved_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
     problems: tuple[Problem, ...] = ()
-
-
-def name_of(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step that a directory of this name holds: `step_00000100`, `step_100`, `0100`, `100`."""
-    match = _STEP_NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class Root:
@@ -200,10 +188,10 @@ class Root:
     def _look_at(self, there: Sequence[str]) -> dict[int, list[str]]:
         """The names of each step, the manager's own first."""
         named: dict[int, list[str]] = {}
-        for name in sorted(there, key=_preference):
-            step = step_of(name)
-            if step is not None and self._look(name) is not None:
-                named.setdefault(step, []).append(name)
+        for step, names in steps_among(there).items():
+            found = [name for name in names if self._look(name) is not None]
+            if found:
+                named[step] = found
         return named
 
     def _look(self, name: str) -> _Found | None:
@@ -261,12 +249,6 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
     else:
         found = ", ".join(str(step) for step in there) or "none"
     return CheckpointNotFound(f"there is no step {number} in {root}; it has {found}")
-
-
-def _preference(name: str) -> tuple[bool, str]:
-    """Of several names for one step the manager's own comes first."""
-    step = step_of(name)
-    return (step is None or name != name_of(step), name)
 
 
 def _read(store: LocalStore) -> _Found | None:
