@@ -114,7 +114,7 @@ def load(store: Store) -> Source:
             raise
         raise Damaged(store.location, [Problem(_format.METADATA_NAME, error.loss)]) from error
     if not _format.metadata_is_intact(data):
-        if not _looks_like_ours(store, data):
+        if not looks_like_ours(store, data):
             raise NotACheckpoint(
                 f"{store.location} is not an Ostraka checkpoint: its {_format.METADATA_NAME} was "
                 "written by something else"
@@ -133,7 +133,8 @@ def load(store: Store) -> Source:
         ) from error
 
 
-def _looks_like_ours(store: Store, data: bytes) -> bool:
+def looks_like_ours(store: Store, data: bytes) -> bool:
+    """Whether a `_METADATA` that can't be read was probably written by a save."""
     named = any(_format.is_shards_directory(name) for name in store.list() or [])
     return named or data.startswith(b'{"format":"ostraka"')
 
