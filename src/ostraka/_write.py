@@ -183,7 +183,7 @@ class _Save:
         """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
         self._unclaimed = [True]
-        """Empty once somebody sees it to its end. A list, since that is popped by one alone."""
+        """Token: whoever pops it must finish or fail the save."""
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
 
@@ -216,10 +216,11 @@ class _Save:
             self._values = captured.values
             self._watch.lap("capture")
 
-    def finish(self) -> Record:
-        """Agree, plan, write, commit."""
+    def finish(self) -> Record | None:
+        """Agree, plan, write, commit; nothing, if an interrupt of its caller has ended it."""
         with self._failing():
-            self._unclaimed.pop()
+            if not self._claim():
+                return None
             captured = self._captured
             self._save_id = self._begin(captured, (self._user, repr(self._dtype)))
             self._watch.lap("agree")
@@ -253,11 +254,17 @@ class _Save:
         try:
             yield
         except BaseException:
-            with suppress(IndexError):
-                self._unclaimed.pop()
+            if self._claim():
                 with self._failing():
                     raise
             raise
+
+    def _claim(self) -> bool:
+        """Whether this thread is the one that sees it to its end."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
 
     def give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
