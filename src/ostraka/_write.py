@@ -147,10 +147,14 @@ def begin_save(
     on_record: OnRecord | None,
     watch: Stopwatch,
     is_waited_for: bool = False,
+    check_place: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """As `save_async`, for a caller that may have waited before, or will wait for the end."""
+    """As `save_async`, for a caller that may have waited before, or will wait for the end.
+
+    `check_place` is called on process 0 before anything is written, and may refuse.
+    """
     with settled(if_busy):
-        saving = _Save(path, watch, on_record, on_commit)
+        saving = _Save(path, watch, on_record, on_commit, check_place)
         with saving.not_forgotten():
             with paused_gc():
                 saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
@@ -168,7 +172,9 @@ class _Save:
         watch: Stopwatch,
         on_record: OnRecord | None,
         on_commit: Callable[[], None] | None = None,
+        check_place: Callable[[], None] | None = None,
     ):
+        self._check_place = check_place
         self.progress = Progress()
         self._path = path
         self._on_record = on_record
@@ -326,6 +332,8 @@ class _Save:
     def _decide_begin(self, described: list[Any]) -> dict[str, Any]:
         found = compare_trees(described)
         self._states = found.states
+        if self._check_place is not None:
+            self._check_place()
         self._made_place = self._store.prepare()
         self._held.enter_context(self._store.exclusive())
         remove_leftovers(self._store)
