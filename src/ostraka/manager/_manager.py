@@ -167,7 +167,8 @@ class Manager:
         next call; with `asynchronous=False`, and when the run is about to be ended, the step is on
         disk when this returns.
 
-        A step that is there already is replaced, in one atomic event. A step lower than the latest
+        A step that is there already is replaced, in one atomic event; one that is a link, or a root
+        that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
         raises ValueError: a restart would go on from the other. `force` saves it all the same.
         """
         self._check_writable()
@@ -233,8 +234,9 @@ class Manager:
     def restore(
         self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
     ) -> Any:
-        """Restore a step, or else the newest; `options` are those of `ostraka.restore`.
+        """Restore a step, or else the newest; returns what `ostraka.restore` returns.
 
+        `options` are those of `ostraka.restore`: `like`, `into`, `mesh`, `only` and the others.
         Every byte that is read is verified. If a step is damaged that is logged, and raises
         Damaged, which names the step before it; with `fallback` a warning says so and that one is
         restored, and so on. `restored` is the step it came to. Raises CheckpointNotFound if there
