@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ostraka import _format
-from ostraka._checkpoint import decode_metadata, looks_like_ours
+from ostraka._checkpoint import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
 from ostraka.storage import Store
 
@@ -61,7 +61,7 @@ def committed_directory(store: Store) -> str | None:
             return UNKNOWN
         raise _not_ours(store, f"its {_format.METADATA_NAME} was not written by Ostraka")
     try:
-        metadata = decode_metadata(data)
+        metadata = _format.decode_metadata(data)
     except NotACheckpoint as error:
         raise _not_ours(store, str(error)) from error
     except ValueError:

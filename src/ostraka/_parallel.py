@@ -131,7 +131,7 @@ class TooDeep(RecursionError):
     """Work that recurses deeper than Python's limit, even on a stack of its own."""
 
 
-def with_room(work: Callable[[], Result]) -> Result:
+def with_full_stack(work: Callable[[], Result]) -> Result:
     """What `work` returns, which recurses and has no effects, however deep its caller is.
 
     Raises TooDeep if it needs more than the whole of Python's limit; any other RecursionError means
@@ -152,7 +152,7 @@ def with_room(work: Callable[[], Result]) -> Result:
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=run, name="ostraka_with_room", daemon=True)
+    thread = Thread(target=run, name="ostraka_deep", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # The system has none left, or the caller no room to start it.
