@@ -46,12 +46,13 @@ def committed_directory(store: Store) -> str | None:
     """The shards directory of the checkpoint that is there now; None if there is no checkpoint.
 
     UNKNOWN if there may be one, and which shards it needs can't be told: its `_METADATA` is damaged
-    or of a newer version, or names shards that are not there while others are.
+    or of a newer version, a link that leads nowhere, or names shards that are not there.
     """
     try:
         data = store.get(_format.METADATA_NAME)
     except FileNotFoundError:
-        return None
+        # A link that leads nowhere, perhaps to a disk that is not mounted now, has that name, too.
+        return UNKNOWN if _format.METADATA_NAME in (store.list() or []) else None
     except StoreError as error:
         if error.loss is None:
             raise
