@@ -26,6 +26,7 @@ LAYERS = (
     "_record",
     "_pack",
     "_pattern",
+    "_step_names",
     "storage",
     "_document",
     "_checkpoint",

@@ -8,7 +8,7 @@ from functools import cached_property
 from ostraka import _format
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._format import FileDigests, FileEntry, Metadata
-from ostraka._parallel import RenewedLock
+from ostraka._parallel import RenewedLock, with_full_stack
 from ostraka.errors import (
     CheckpointNotFound,
     Damaged,
@@ -95,8 +95,8 @@ class Source:
         if _format.digest(data) != expected.digest:
             raise self.damaged(name, "its digest is not the one that was written")
         try:
-            return _format.decode_index(data)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            return with_full_stack(lambda: _format.decode_index(data))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self.damaged(name, f"it can't be read ({error})") from error
 
 
@@ -114,7 +114,7 @@ def load(store: Store) -> Source:
             raise
         raise Damaged(store.location, [Problem(_format.METADATA_NAME, error.loss)]) from error
     if not _format.metadata_is_intact(data):
-        if not _looks_like_ours(store, data):
+        if not looks_like_ours(store, data):
             raise NotACheckpoint(
                 f"{store.location} is not an Ostraka checkpoint: its {_format.METADATA_NAME} was "
                 "written by something else"
@@ -133,7 +133,8 @@ def load(store: Store) -> Source:
         ) from error
 
 
-def _looks_like_ours(store: Store, data: bytes) -> bool:
+def looks_like_ours(store: Store, data: bytes) -> bool:
+    """Whether a `_METADATA` that can't be read was probably written by a save."""
     named = any(_format.is_shards_directory(name) for name in store.list() or [])
     return named or data.startswith(b'{"format":"ostraka"')
 
