@@ -1,11 +1,6 @@
 """Reading a checkpoint bit by bit: indexes, parts of the tree, and saves that come in between."""
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ from cli_runs import put
 from ostraka._lazy import bounding_box
 from ostraka._spec import HOST_LOCAL, LeafSpec
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
-from ostraka.storage import LocalStore
+from replacing import replaced_once, saving_in_a_loop
 
 VALUES = np.arange(7 * 5 * 3, dtype=np.int32).reshape(7, 5, 3)
 
@@ -129,21 +124,6 @@ def test_a_name_that_is_not_there(tree: Path, within: str, path: Any, message: s
 # Saves that come in between
 
 
-@contextmanager
-def replaced_once(path: Path, tree: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """Another save commits just before the first shard file is opened."""
-    real = LocalStore.open
-
-    def replace_first(self: LocalStore, name: str) -> Any:
-        monkeypatch.setattr(LocalStore, "open", real)
-        ostraka.save(path, tree)
-        return real(self, name)
-
-    monkeypatch.setattr(LocalStore, "open", replace_first)
-    yield
-    assert LocalStore.open is real, "nothing was read"
-
-
 def test_a_checkpoint_that_was_replaced_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "c"
     ostraka.save(path, {"x": np.arange(4)})
@@ -184,34 +164,6 @@ def test_what_is_really_damaged_stays_damaged(tmp_path: Path):
     next(path.glob("shards-*/shard_*")).unlink()
     with pytest.raises(Damaged, match="it is missing"):
         checkpoint["x"][...]
-
-
-SAVE_IN_A_LOOP = """
-import sys
-import numpy as np
-import ostraka
-number = 0
-while True:
-    ostraka.save(sys.argv[1], {"x": np.full(50_000, number), "y": np.full(50_000, number)})
-    number += 1
-    if number == 2:
-        print("ready", flush=True)
-"""
-
-
-@contextmanager
-def saving_in_a_loop(path: Path) -> Generator[None]:
-    """A process that saves over and over again to one path."""
-    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as saver:
-        assert saver.stdout is not None
-        assert saver.stdout.readline() == "ready\n"
-        try:
-            yield
-            assert saver.poll() is None
-        finally:
-            saver.kill()
 
 
 def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(tmp_path: Path):

@@ -52,6 +52,8 @@ class Source:
         paths = [leaf.spec.path for leaf in self.metadata.leaves]
         try:
             return saved_tree(self.metadata.tree, paths)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"can't read {self.location}: {error}") from error
         except ValueError as error:
             raise self.damaged(_format.METADATA_NAME, f"it contradicts itself: {error}") from error
 
