@@ -1,5 +1,6 @@
 """Which checkpoint a path means."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,17 @@ def test_a_save_never_means_another_path(tmp_path: Path):
     ostraka.save(tmp_path / "7", {"name": "another"})
     assert ostraka.open(tmp_path / "step_00000007")["name"] == "step_00000007"
     assert (tmp_path / "7" / "_METADATA").exists()
+
+
+def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the names known, what is in it can be read."""
+    save_steps(tmp_path, "step_1")
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert ostraka.open(tmp_path / "step_1")["name"] == "step_1"
 
 
 def test_memory_has_no_steps(tmp_path: Path):

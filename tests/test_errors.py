@@ -586,6 +586,14 @@ def test_a_safetensors_file(tmp_path: Path, work: Any, name: str):
 
 
 @READERS
+def test_a_pipe(tmp_path: Path, work: Any):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(NotACheckpoint, match="is a file, not a checkpoint directory") as caught:
+        work(tmp_path / "pipe")
+    assert_one_sentence(caught.value, tmp_path / "pipe")
+
+
+@READERS
 def test_a_directory_of_safetensors_files(tmp_path: Path, work: Any):
     from safetensors.numpy import save_file
 

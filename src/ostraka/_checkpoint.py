@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
 from ostraka import _format
 from ostraka._document import Branch, Leaf, saved_tree
-from ostraka._foreign import foreign_metadata, nothing_there
+from ostraka._foreign import foreign_metadata, is_committed, names_in, nothing_there
 from ostraka._format import FileDigests, FileEntry, Metadata
 from ostraka._parallel import RenewedLock
 from ostraka._step_names import names_of_step, steps_among
@@ -89,7 +89,12 @@ class Source:
         except Damaged as error:
             if self.is_still_there():
                 raise
-            load(self.store)  # says so if there is none at all any more
+            try:
+                load(self.store)
+            except CheckpointNotFound:
+                raise CheckpointNotFound(
+                    f"{self.location} was removed since it was opened; open another"
+                ) from error
             raise Busy(
                 f"{self.location} was replaced by another save since it was opened; open it again"
             ) from error
@@ -136,24 +141,21 @@ def locate(path: PathLike) -> Store:
     store = open_store(path)
     if not isinstance(store, LocalStore):
         return store
-    names = store.list()
-    if names is None:
-        root, name = os.path.split(store.location)
-        beside = LocalStore(root).list() or []
-        return _first_committed(root, names_of_step(name, beside)) or store
-    if _format.METADATA_NAME in names or any(map(_format.is_shards_directory, names)):
+    place = store.location
+    if not os.path.lexists(place):
+        root, name = os.path.split(place)
+        return _first_committed(root, [names_of_step(name, names_in(root))]) or store
+    if is_committed(place):
         return store
-    for step in reversed(steps_among(names).values()):
-        newest = _first_committed(store.location, step)
-        if newest is not None:
-            return newest
-    return store
+    names = names_in(place)
+    if any(map(_format.is_shards_directory, names)):
+        return store
+    return _first_committed(place, reversed(steps_among(names).values())) or store
 
 
-def _first_committed(root: str, names: Sequence[str]) -> LocalStore | None:
-    paths = (os.path.join(root, name) for name in names)
-    committed = (p for p in paths if os.path.lexists(os.path.join(p, _format.METADATA_NAME)))
-    return next((LocalStore(path) for path in committed), None)
+def _first_committed(root: str, steps: Iterable[Sequence[str]]) -> LocalStore | None:
+    paths = (os.path.join(root, name) for names in steps for name in names)
+    return next((LocalStore(path) for path in paths if is_committed(path)), None)
 
 
 def load_at(path: PathLike) -> Source:

@@ -47,6 +47,19 @@ def nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
     )
 
 
+def is_committed(directory: str) -> bool:
+    """Whether a save to a directory has been committed, by us or by something else."""
+    return os.path.lexists(os.path.join(directory, _format.METADATA_NAME))
+
+
+def names_in(directory: str) -> list[str]:
+    """The names in a directory; none where there is none, or it may not be looked into."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
 def is_orbax(names: Sequence[str]) -> bool:
     """Whether the names in a directory are those that Orbax writes."""
     return any(name in _ORBAX_NAMES or name.startswith("ocdbt.process_") for name in names)
@@ -66,7 +79,7 @@ def _something_else(store: Store, names: Sequence[str]) -> NotACheckpoint | None
     if is_orbax(names):
         return _orbax(where, "is a step or an item of an Orbax checkpoint")
     if isinstance(store, LocalStore):
-        below = (_names_in(os.path.join(where, name)) for name in names[:_MOST_NAMES])
+        below = (names_in(os.path.join(where, name)) for name in names[:_MOST_NAMES])
         if any(is_orbax(inside) for inside in below):
             return _orbax(where, "holds Orbax checkpoints, and none of Ostraka")
     if any(name.endswith(_SAFETENSORS) for name in names):
@@ -113,15 +126,15 @@ def _no_directory(store: Store) -> CheckpointNotFound | NotACheckpoint:
 def _hint_beside(where: str) -> str:
     """The steps beside a step that is not there, or the name that is most like it."""
     root, name = os.path.split(where)
-    names = _names_in(root)
-    steps = [step for step, found in steps_among(names).items() if _is_committed(root, found)]
+    names = names_in(root)
+    steps = [
+        step
+        for step, found in steps_among(names).items()
+        if any(is_committed(os.path.join(root, one)) for one in found)
+    ]
     if steps and step_of(name) is not None:
         return f"; the steps in {root} are {list_steps(steps)}"
     return nearest(name, names[:_MOST_NAMES])
-
-
-def _is_committed(root: str, names: Sequence[str]) -> bool:
-    return any(os.path.lexists(os.path.join(root, n, _format.METADATA_NAME)) for n in names)
 
 
 def _file(where: str) -> NotACheckpoint:
@@ -132,7 +145,7 @@ def _file(where: str) -> NotACheckpoint:
         return NotACheckpoint(
             f"{where} is a file, not a checkpoint directory: it is a part of {above}; give that"
         )
-    if _is_safetensors(where):
+    if os.path.isfile(where) and _is_safetensors(where):  # to open a pipe would take for ever
         return NotACheckpoint(
             f"{where} is a safetensors file, not a checkpoint directory; reading these is to come: "
             "load it with the safetensors package, and write the arrays with ostraka.save"
@@ -150,11 +163,3 @@ def _is_safetensors(path: str) -> bool:
     except OSError:
         return path.endswith(_SAFETENSORS)
     return start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES
-
-
-def _names_in(directory: str) -> list[str]:
-    """The names in a directory; none where there is none, or it may not be looked into."""
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
