@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def fill(root: Path, *steps: int, **options: Any) -> None:
     with Manager(root, asynchronous=False, **options) as manager:
         for step in steps:
             manager.save(step, tree_of(step))
+
+
+def from_deep(depth: int, call: Callable[[], Any]) -> Any:
+    """What `call` returns, called from so many calls deep."""
+    return call() if not depth else from_deep(depth - 1, call)
 
 
 # Arguments
@@ -214,6 +220,42 @@ def test_what_a_linked_step_leads_to_is_not_written_to(tmp_path: Path, name: str
         other.save(8, tree_of(8))
         assert other.steps() == [7, 8]
         assert other.restore(7)["step"] == 7
+
+
+def nested(levels: int) -> Any:
+    tree: Any = np.arange(3)
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize("depth", [0, 300, 500, 700, 800, 850])
+def test_a_deep_stack_is_not_taken_for_damage(tmp_path: Path, depth: int):
+    """The tree needs more room on the stack than its caller has left."""
+    with Manager(tmp_path, asynchronous=False, on_preemption=False) as manager:
+        manager.save(1, tree_of(1))
+        manager.save(2, nested(150))
+    shards = sorted(tmp_path.rglob("*.safetensors"))
+
+    def look() -> tuple[int | None, list[int]]:
+        with Manager(tmp_path, on_preemption=False) as manager:  # which cleans up
+            return manager.latest(), manager.steps()
+
+    assert from_deep(depth, look) == (2, [1, 2])
+    assert sorted(tmp_path.rglob("*.safetensors")) == shards
+
+
+def test_a_stack_without_any_room_is_not_taken_for_damage(tmp_path: Path):
+    """Whatever the depth, the answer is right or there is none."""
+    fill(tmp_path, 1)
+    outcomes: set[Any] = set()
+    for depth in range(700, sys.getrecursionlimit() + 1, 3):
+        manager = Manager(tmp_path, read_only=True)
+        try:
+            outcomes.add(from_deep(depth, manager.latest))
+        except RecursionError:
+            outcomes.add("no room")
+    assert outcomes == {1, "no room"}
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_passed_over(

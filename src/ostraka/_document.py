@@ -177,7 +177,7 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Branch | Leaf:
     """
     try:
         tree = _saved(encoded, paths, "")
-    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree) as error:
         raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
     arrays = [leaf.value.number for leaf in leaves_of(tree) if isinstance(leaf.value, ArrayNumber)]
     if sorted(arrays) != list(range(len(paths))):

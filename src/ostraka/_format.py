@@ -456,7 +456,7 @@ def decode_metadata(data: bytes) -> Metadata:
     """Read `_METADATA`, whose digest the caller has checked.
 
     Raises NotACheckpoint if it is none of ours, UnsupportedFormat if it is from a newer version,
-    ValueError if it contradicts itself.
+    ValueError if it contradicts itself, RecursionError if the stack has no room for its nesting.
     """
     body = _loads_ours(data)
     try:
@@ -485,7 +485,7 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != FORMAT:

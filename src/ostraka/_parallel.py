@@ -127,6 +127,42 @@ class ByteBudget:
                 self._changed.notify_all()
 
 
+class TooDeep(RecursionError):
+    """Work that recurses deeper than Python's limit, even on a stack of its own."""
+
+
+def with_room(work: Callable[[], Result]) -> Result:
+    """What `work` returns, which recurses and has no effects, however deep its caller is.
+
+    Raises TooDeep if it needs more than the whole of Python's limit; any other RecursionError means
+    that the caller has left nothing of it at all.
+    """
+    try:
+        return work()
+    except RecursionError as error:
+        too_deep = error
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except RecursionError as error:
+            errors.append(TooDeep(*error.args))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run, name="ostraka_with_room", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # The system has none left, or the caller no room to start it.
+        raise too_deep from None
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 class _Pauses:
     """How many want no collection of cycles just now."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import click
 
-from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._leftovers import committed_directory, find_leftovers
 from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
@@ -90,7 +90,7 @@ def _places(root: str) -> Iterator[str]:
 
 def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
     store = LocalStore(directory)
-    if not any(is_of_a_save(name) for name in store.list() or []) or not _leftovers(store):
+    if not _leftovers(store):
         return []
     try:
         # Looked at again, now that no save can be under way.
@@ -113,14 +113,10 @@ def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
 
 
 def _leftovers(store: LocalStore) -> list[str]:
-    """What a save puts into its directory, but for what belongs to the checkpoint there."""
     try:
-        kept = committed_directory(store)
+        return find_leftovers(store)
     except PathInTheWay:
         return []
-    if kept == UNKNOWN:
-        return []  # its shards may be all that there is to mend it with
-    return [name for name in store.list() or [] if is_of_a_save(name) and name != kept]
 
 
 def _size(path: str) -> int:

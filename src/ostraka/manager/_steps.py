@@ -18,7 +18,7 @@ from typing import Any
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
-from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
 from ostraka._step_names import list_steps, step_of, steps_among
@@ -230,13 +230,9 @@ class Root:
         if not any(is_of_a_save(other) for other in store.list() or []):
             return
         with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
-            kept = committed_directory(store)
-            if kept == UNKNOWN:
-                return  # Its shards may be all that there is to mend it with.
-            for other in store.list() or []:
-                if is_of_a_save(other) and other != kept:
-                    store.delete(other)
-            if kept is None:
+            for other in find_leftovers(store):
+                store.delete(other)
+            if committed_directory(store) is None:
                 store.remove_if_empty()
 
 
