@@ -188,6 +188,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def nearest_path(path: str, paths: Sequence[str]) -> str:
+    """As `nearest`, for a leaf or a name above leaves: `parms`, or `kernel` of `model/kernel`."""
+    ends = [known for known in paths if known.endswith(f"/{path}")]
+    if ends:
+        return f" (did you mean {ends[0]!r}?)"
+    names = (known.split("/") for known in paths)
+    above = ("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    return nearest(path.rstrip("/"), [*paths, *dict.fromkeys(above)])
+
+
 def warn_caller(warning: Warning) -> None:
     """Warn at the line that called Ostraka, however far above it is."""
     frame = inspect.currentframe()
@@ -217,16 +227,6 @@ def nearest(name: str, names: Sequence[str]) -> str:
     """' (did you mean …?)' for the most similar name, or nothing."""
     close = get_close_matches(name, names, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def nearest_path(path: str, paths: Sequence[str]) -> str:
-    """As `nearest`, for a leaf or a name above leaves: `parms`, or `kernel` of `model/kernel`."""
-    ends = [known for known in paths if known.endswith(f"/{path}")]
-    if ends:
-        return f" (did you mean {ends[0]!r}?)"
-    names = (known.split("/") for known in paths)
-    above = ("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
-    return nearest(path.rstrip("/"), [*paths, *dict.fromkeys(above)])
 
 
 def _name_few(names: Sequence[str], limit: int = 3) -> str:
