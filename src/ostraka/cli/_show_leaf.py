@@ -143,10 +143,11 @@ def _boxes(source: Source, number: int) -> list[_Place]:
 
 def _files_table(source: Source, number: int) -> list[str]:
     boxes = _boxes(source, number)
+    hosts = _tree.hosts_of(source.metadata)
     head = ("box", "file", "process", "host", "at byte", "bytes")
     table = Table(head, right=("process", "at byte", "bytes"))
     for place in boxes[:_MOST_BOXES]:
-        host = _tree.host_of(source.metadata, place.process) or _tree.UNKNOWN_HOST
+        host = _tree.host_of(hosts, place.process) or _tree.UNKNOWN_HOST
         table.add(
             _show_box(place.box),
             place.file,
@@ -248,12 +249,13 @@ def _describe(
     document = _tree.describe_row(source.metadata, row)
     document["checkpoint"] = source.location
     directory = _format.shards_directory(source.metadata.id)
+    hosts = _tree.hosts_of(source.metadata)
     document["boxes"] = [
         {
             "box": place.box,
             "file": f"{directory}/{place.file}",
             "process": place.process,
-            "host": _tree.host_of(source.metadata, place.process),
+            "host": _tree.host_of(hosts, place.process),
             "offset": place.offset,
             "bytes": place.nbytes,
         }

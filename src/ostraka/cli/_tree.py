@@ -195,8 +195,7 @@ def hosts_of(metadata: Metadata) -> list[str]:
     return hosts if all(isinstance(host, str) for host in hosts) else []
 
 
-def host_of(metadata: Metadata, process: int) -> str | None:
-    hosts = hosts_of(metadata)
+def host_of(hosts: Sequence[str], process: int) -> str | None:
     return hosts[process] if process < len(hosts) else None
 
 
@@ -205,9 +204,10 @@ def files_table(metadata: Metadata) -> list[str]:
     table = Table(
         ("file", "device", "process", "host", "size"), right=("device", "process", "size")
     )
+    hosts = hosts_of(metadata)
     for file in metadata.files:
         process = metadata.process_of[file.device]
-        host = printable(host_of(metadata, process) or UNKNOWN_HOST)
+        host = printable(host_of(hosts, process) or UNKNOWN_HOST)
         table.add(file.name, f"{file.device}", f"{process}", host, human_bytes(file.size))
     return [*table.lines(), f"files are in {shards_directory(metadata.id)}/"]
 
@@ -243,6 +243,7 @@ def describe(
     source: Source, rows: Sequence[Row], chosen: Sequence[Row], found: Mapping[int, Statistics]
 ) -> dict[str, object]:
     metadata = source.metadata
+    hosts = hosts_of(metadata)
     leaves = [describe_row(metadata, row) for row in chosen]
     for leaf, row in zip(leaves, chosen, strict=True):
         if row.number is not None and row.number in found:
@@ -256,18 +257,18 @@ def describe(
             dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in metadata.meshes
         ],
         "leaves": leaves,
-        "files": [_describe_file(metadata, file) for file in metadata.files],
+        "files": [_describe_file(metadata, hosts, file) for file in metadata.files],
         "totals": totals(source, rows),
     }
 
 
-def _describe_file(metadata: Metadata, file: FileEntry) -> dict[str, object]:
+def _describe_file(metadata: Metadata, hosts: Sequence[str], file: FileEntry) -> dict[str, object]:
     process = metadata.process_of[file.device]
     return {
         "file": f"{shards_directory(metadata.id)}/{file.name}",
         "device": file.device,
         "process": process,
-        "host": host_of(metadata, process),
+        "host": host_of(hosts, process),
         "bytes": file.size,
     }
 
