@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -31,21 +31,26 @@ def replaced_once(path: Path, tree: Any, monkeypatch: pytest.MonkeyPatch) -> Gen
 
 SAVE_IN_A_LOOP = """
 import sys
+from itertools import count
 import numpy as np
 import ostraka
-number = 0
-while True:
-    ostraka.save(sys.argv[1], {"x": np.full(50_000, number), "y": np.full(50_000, number)})
-    number += 1
+path, how = sys.argv[1:]
+manager = ostraka.Manager(path, keep=1, asynchronous=False) if how == "steps" else None
+for number in count():
+    tree = {"x": np.full(50_000, number), "y": np.full(50_000, number)}
+    if manager is None:
+        ostraka.save(path, tree)
+    else:
+        manager.save(number, tree)
     if number == 2:
         print("ready", flush=True)
 """
 
 
 @contextmanager
-def saving_in_a_loop(path: Path) -> Generator[None]:
-    """A process that saves over and over again to one path."""
-    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(path)]
+def saving_in_a_loop(path: Path, how: Literal["over", "steps"] = "over") -> Generator[None]:
+    """A process that saves over and over again to one path, or steps of which it keeps one."""
+    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(path), how]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as saver:
         assert saver.stdout is not None

@@ -1,6 +1,7 @@
 """Reading a checkpoint bit by bit: indexes, parts of the tree, and saves that come in between."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ostraka
-from cli_runs import put
+from cli_runs import put, run
 from ostraka._lazy import bounding_box
 from ostraka._spec import HOST_LOCAL, LeafSpec
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
@@ -164,6 +165,20 @@ def test_what_is_really_damaged_stays_damaged(tmp_path: Path):
     next(path.glob("shards-*/shard_*")).unlink()
     with pytest.raises(Damaged, match="it is missing"):
         checkpoint["x"][...]
+
+
+def test_the_newest_step_beside_a_run_that_keeps_one(tmp_path: Path):
+    seen: set[str] = set()
+    deadline = time.monotonic() + 300
+    with saving_in_a_loop(tmp_path, "steps"):
+        while len(seen) < 20 and time.monotonic() < deadline:
+            checkpoint = ostraka.open(tmp_path)
+            seen.add(checkpoint.path)
+            with suppress(CheckpointNotFound):  # deleted since it was opened
+                assert f"step_{checkpoint['x'][0]:08d}" == Path(checkpoint.path).name
+            shown = run("show", tmp_path, "--nan")
+            assert shown.exit_code == 0 or "was overwritten 10 times" in shown.stderr
+    assert len(seen) == 20
 
 
 def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(tmp_path: Path):

@@ -9,7 +9,7 @@ OstrakaError
 ├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
 ├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
 ├── StoreError             the operating system or the store said no           (OSError)
-├── Busy                   another save is under way, or came in between      (OSError)
+├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
 └── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
