@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -152,3 +153,11 @@ def test_a_tolerance_that_is_no_number(tmp_path: Path, option: str):
     result = run("diff", a, a, option, "nan")
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"'{option}': nan is no tolerance; give a number such as 1e-5" in result.stderr
+
+
+def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
+    x = jnp.arange(6.0)
+    a, b = save(tmp_path / "a", x=x, y=x), save(tmp_path / "b", x=x, y=x + 0)
+    result = run("diff", a, b)
+    assert result.exit_code == 1
+    assert "y     = x → its own array" in result.stdout

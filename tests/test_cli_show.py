@@ -451,3 +451,44 @@ def test_a_slice_that_is_too_large(tmp_path: Path):
     result = run("show", tmp_path / "c", "x", "--slice", "...")
     assert result.exit_code == 2
     assert "spans 64.0 MiB, more than 64.0 MiB; take a smaller one, or --stats" in result.stderr
+
+
+# Arrays with several paths
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shared") / "checkpoint"
+    x = jnp.arange(15.0).reshape(3, 5).at[0, 0].set(jnp.nan)
+    ostraka.save(path, {"x": x, "again": {"y": x, "z": [x]}, "function": jnp.tanh, "step": 1})
+    return path
+
+
+def test_an_array_is_shown_and_counted_once(shared: Path):
+    output = run("show", shared).stdout
+    found = rows(output)
+    assert found["x"][-2:] == ["60", "B"]
+    assert (found["again/y"], found["again/z/0"]) == (["=", "x"], ["=", "x"])
+    assert found["function"] == ["not", "saved", "jax.numpy.tanh"]
+    assert "1 array at 3 paths, 1 value, 60 B in 1 file" in output
+    assert rows(run("show", shared, "--depth", 1).stdout)["again/"] == ["2", "leaves", "0", "B"]
+    document = json.loads(run("show", shared, "--json").stdout)
+    assert sum(leaf.get("bytes", 0) for leaf in document["leaves"]) == 60
+    assert [leaf.get("same_as") for leaf in document["leaves"]] == [None, "x", "x", None, None]
+    assert document["leaves"][3] == {"path": "function", "kind": "kept", "name": "jax.numpy.tanh"}
+    assert (document["totals"]["arrays"], document["totals"]["values"]) == (1, 1)
+
+
+def test_an_array_by_another_of_its_paths(shared: Path):
+    output = run("show", shared, "again/y", "--slice", "1").stdout
+    assert "the same array as x" in output.splitlines()
+    assert output.endswith("[1]\n[5. 6. 7. 8. 9.]\n")
+
+
+def test_the_elements_of_an_array_count_once(shared: Path):
+    document = json.loads(run("show", shared, "--stats", "--json").stdout)
+    found = [leaf["statistics"] for leaf in document["leaves"] if leaf["kind"] == "jax"]
+    assert [(one["count"], one["nan"]) for one in found] == [(15, 1)] * 3
+    assert json.loads(run("show", shared, "--nan", "--json").stdout)["nan"] == 1
+    assert json.loads(run("show", shared, "again", "--nan", "--json").stdout)["nan"] == 1
+    assert "again/y  float32  3 × 5    1    0" in run("show", shared, "again", "--nan").stdout

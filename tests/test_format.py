@@ -630,6 +630,14 @@ def test_a_dtype_of_a_newer_version_is_not_damage():
         ostraka.verify(store.location)
 
 
+@pytest.mark.parametrize("read", [ostraka.open, ostraka.verify, ostraka.restore])
+def test_a_container_of_a_newer_version_is_not_damage(read: Any):
+    store, body = save_example("newer-tree")
+    store.put("_METADATA", sealed({**body, "tree": {"ring": 1, "items": [body["tree"]]}}))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer-tree: .*ring"):
+        read(store.location)
+
+
 def test_a_tree_that_contradicts_its_arrays_is_not_intact():
     store, body = save_example("odd-tree")
     store.put("_METADATA", sealed({**body, "tree": {"list": None, "items": []}}))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -197,3 +198,24 @@ def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(tmp_path: Path):
                 complete += 1
     assert complete
     assert replaced
+
+
+# Arrays with several paths
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    x = jnp.arange(15.0).reshape(3, 5)
+    ostraka.save(path, {"x": x, "again": {"y": x, "z": x + 1}, "function": jnp.tanh})
+    return path
+
+
+def test_an_array_has_all_of_its_paths(shared: Path):
+    checkpoint = ostraka.open(shared)
+    assert list(checkpoint) == ["x", "again/y", "again/z"]
+    assert checkpoint["again/y"].path == "again/y"
+    assert np.array_equal(checkpoint["again"]["y"][...], checkpoint["x"][...])
+    assert checkpoint.nbytes == 2 * 60
+    assert checkpoint["again"].nbytes == 2 * 60
+    assert "function" not in checkpoint

@@ -15,7 +15,7 @@ import numpy as np
 
 from ostraka._box import Box
 from ostraka._checkpoint import Source
-from ostraka._document import ArrayNumber, Branch, Leaf, join, leaves_of, segment
+from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._plan import Target
 from ostraka._spec import LeafSpec, show_partition
@@ -170,6 +170,8 @@ def _numbers(one: Any, other: Any) -> tuple[int, int]:
 
 
 def _describe(source: Source, path: str, value: Any) -> Described:
+    if isinstance(value, Kept):
+        return Described("kept", value=value.name)
     if not isinstance(value, ArrayNumber):
         return Described(type(value).__name__, value=repr(value))
     leaf = source.metadata.leaves[value.number].spec
@@ -188,12 +190,13 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
     if leaf.mesh < 0:
         return "host memory"
     mesh = source.metadata.meshes[leaf.mesh]
+    memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
-        return "one device"
+        return f"one device{memory}"
     cut = leaf.partition
     while cut and not cut[-1]:
         cut = cut[:-1]  # trailing dimensions that are whole make no difference
-    return f"{show_partition(cut)} on {mesh}"
+    return f"{show_partition(cut)} on {mesh}{memory}"
 
 
 def _aspects(
@@ -283,12 +286,10 @@ def _measure(a: Array, b: Array, rules: Rules) -> Distance:
 
 # Containers
 
-_NAMED = ("namedtuple", "dataclass", "nnx", "variable", "node")
-
 
 def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
     """Containers that are of different kinds, and empty ones that only one checkpoint has."""
-    in_a, in_b = dict(_walk(a.tree, "")), dict(_walk(b.tree, ""))
+    in_a, in_b = dict(_walk(a.tree)), dict(_walk(b.tree))
     for path in [*in_a, *(path for path in in_b if path not in in_a)]:
         one, is_empty = in_a.get(path, ("", False))
         other, is_empty_too = in_b.get(path, ("", False))
@@ -296,11 +297,12 @@ def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
             yield path or ".", one or "not there", other or "not there"
 
 
-def _walk(node: Branch | Leaf, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
+def _walk(node: Branch | Leaf) -> Iterator[tuple[str, tuple[str, bool]]]:
     if isinstance(node, Leaf):
         return
+    path = node.path
     kinds = [_name_kind(node)]
-    while ("nnx" in node.kind or "variable" in node.kind) and node.children:
+    while node.kind in ("nnx", "variable") and node.children:
         # A wrapper around one item, at the same path.
         (item,) = node.children
         if isinstance(item, Leaf):
@@ -309,19 +311,10 @@ def _walk(node: Branch | Leaf, path: str) -> Iterator[tuple[str, tuple[str, bool
         node = item
         kinds.append(_name_kind(node))
     yield path, (" of ".join(kinds), not node.children)
-    for key, child in zip(_keys(node), node.children, strict=True):
-        yield from _walk(child, join(path, segment(key, path)))
+    for child in node.children:
+        yield from _walk(child)
 
 
 def _name_kind(node: Branch) -> str:
     """What a container is: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
-    kind = next((name for name in node.kind if name not in ("keys", "static")), "container")
-    named: Any = node.kind.get(kind)
-    if kind not in _NAMED:
-        return kind
-    return f"{kind} {named[-1] if isinstance(named, list) else named}"
-
-
-def _keys(node: Branch) -> Sequence[Any]:
-    names = (node.kind[k] for k in ("dict", "ordered_dict", "state", "keys") if k in node.kind)
-    return next(names, range(len(node.children)))
+    return node.kind if node.cls is None else f"{node.kind} {node.cls[1]}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from ostraka._box import Box
 from ostraka._checkpoint import Source, load_at
-from ostraka._document import ArrayNumber, leaves_of
+from ostraka._document import ArrayNumber, Kept, leaves_of
 from ostraka._fetch import fetch
 from ostraka._plan import Target
 from ostraka._spec import LeafSpec, MeshSpec, numpy_dtype, show_partition
@@ -97,6 +97,9 @@ class LazyArray:
 class Checkpoint(Mapping[str, Any]):
     """The leaves of a checkpoint by path: arrays as LazyArray, other values as they are.
 
+    An array that the tree had at several places is there under each of its paths. Functions, which
+    only a template has, are not there.
+
     A name above leaves gives those below it, by the rest of their paths, as a Checkpoint again.
     Iterating goes over the leaves. All that is read is of one save: once another one has replaced
     it, arrays raise Busy, and the checkpoint must be opened again.
@@ -112,7 +115,7 @@ class Checkpoint(Mapping[str, Any]):
         self._leaves = {
             leaf.path.removeprefix(above): leaf.value
             for leaf in leaves_of(source.tree)
-            if leaf.path.startswith(above)
+            if leaf.path.startswith(above) and not isinstance(leaf.value, Kept)
         }
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Condition, Lock, RLock, Thread
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 from weakref import WeakSet
 
 Item = TypeVar("Item")
@@ -256,6 +256,29 @@ def run_as_completed(
         crew.dismiss()
     if crew.errors:
         raise crew.errors[0]
+
+
+def with_full_stack(work: Callable[[], Result]) -> Result:
+    """Do work that recurses, however little of the stack its caller has left."""
+    try:
+        return work()
+    except RecursionError:
+        ended: list[tuple[Result | None, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                ended.append((work(), None))
+            except BaseException as error:
+                ended.append((None, error))
+
+        # A thread counts its calls from 0.
+        thread = Thread(target=run, name="ostraka-deep")
+        thread.start()
+        thread.join()
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return cast(Result, result)
 
 
 class _Crew(Generic[Item, Result]):

@@ -33,8 +33,8 @@ _NOT_GIVEN: Any = object()
 
 def restore(
     path: PathLike,
-    *,
     like: Any = _NOT_GIVEN,
+    *,
     into: Any = _NOT_GIVEN,
     mesh: Mesh | None = None,
     specs: Any = None,
@@ -93,8 +93,7 @@ def restore(
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                _restore(store, operation, None, choices, InPlace(parse(into)), tally)
-                result = into
+                result = _restore(store, operation, None, choices, InPlace(parse(into)), tally)
             else:
                 tree = None if like is _NOT_GIVEN else parse(like)
                 result = _restore(store, operation, tree, choices, None, tally)
@@ -176,20 +175,38 @@ def _restore_once(
     )
     wanted = matcher.match(tree if place is None else place.template)
     tally.watch.lap("match")
-    arrays = _read_arrays(source, wanted, operation, tally)
-    result = None
+    arrays = _with_copies(_read_arrays(source, wanted, operation, tally), wanted)
     if place is None:
-        result = rebuild(wanted.tree, {**wanted.values, **dict(arrays)})
+        values = {**wanted.values, **dict(arrays)}
+        result = rebuild(wanted.tree, values)
     else:
         for path, value in wanted.values.items():
             place.put(path, value)
         for path, value in arrays:
             place.put(path, value)
-        place.finish()
+        result = place.finish()
     for owner, state in wanted.states:
         owner.set_state(state)
     tally.watch.lap("read")
     return result
+
+
+def _with_copies(arrays: Iterator[tuple[str, Any]], wanted: Wanted) -> Iterator[tuple[str, Any]]:
+    """Each array, and again for each place that has the same one."""
+    places: dict[str, list[str]] = {}
+    for path, first in wanted.copies:
+        places.setdefault(first, []).append(path)
+
+    def again(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        for other in places.get(path, ()):
+            yield other, value
+            yield from again(other, value)
+
+    for path, value in wanted.values.items():
+        yield from again(path, value)
+    for path, array in arrays:
+        yield path, array
+        yield from again(path, array)
 
 
 def _read_arrays(
@@ -253,7 +270,13 @@ def _place(
             return arrays[0].item()
         case _:
             made = assembler.make(
-                shape, destination.cast or spec.dtype, destination.sharding, boxes, arrays
+                shape,
+                destination.cast or spec.dtype,
+                destination.sharding,
+                boxes,
+                arrays,
+                committed=destination.committed,
+                weak=destination.weak,
             )
             if destination.kind == "key":
                 return jax.random.wrap_key_data(made, impl=spec.prng)

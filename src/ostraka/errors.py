@@ -131,7 +131,7 @@ class Problem:
     leaves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f" (leaf {_name_few(self.leaves)})" if self.leaves else ""
+        where = f" (leaf {name_few(self.leaves)})" if self.leaves else ""
         return f"{self.file}{where}: {self.found}"
 
 
@@ -218,9 +218,12 @@ def _store_error_again(message: str, errno: int | None, filename: str | None) ->
     return StoreError(message, errno=errno, filename=filename)
 
 
+_PLURALS = {"leaf": "leaves"}
+
+
 def count_of(number: int, noun: str) -> str:
     """'1 problem', '2 problems'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else _PLURALS.get(noun, f'{noun}s')}"
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -229,7 +232,8 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _name_few(names: Sequence[str], limit: int = 3) -> str:
+def name_few(names: Sequence[str], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(repr(n) for n in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ostraka._checkpoint import Source
-from ostraka._document import ArrayNumber, leaves_of
+from ostraka._document import ArrayNumber, Kept, leaves_of
 from ostraka._format import FileEntry, Metadata, shards_directory
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
+_KEPT = "not saved"
+"""Of functions and their like, which only a template has."""
 UNKNOWN_HOST = "unknown"
 
 
@@ -58,7 +60,8 @@ def rows_of(source: Source) -> list[Row]:
         if isinstance(leaf.value, ArrayNumber):
             number = leaf.value.number
             spec = metadata.leaves[number].spec
-            kind = (spec.dtype, spec.shape, spec.mesh, spec.partition, spec.prng, spec.per_process)
+            placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
+            kind = (spec.dtype, spec.shape, spec.prng, *placed)
             known = kinds.get(kind)
             if known is None:
                 known = kinds[kind] = _cells(metadata, spec), spec.nbytes
@@ -68,6 +71,9 @@ def rows_of(source: Source) -> list[Row]:
                 rows.append(Row(leaf.path, shown, number=number, same_as=spec.path))
                 continue
             rows.append(Row(leaf.path, (printable(leaf.path), *cells), nbytes, number=number))
+        elif isinstance(leaf.value, Kept):
+            cells = (printable(leaf.path), _KEPT, printable(leaf.value.name))
+            rows.append(Row(leaf.path, cells, value=leaf.value))
         else:
             shown = shorten(printable(repr(leaf.value)), _VALUE_WIDTH)
             cells = (printable(leaf.path), type(leaf.value).__name__, shown)
@@ -100,9 +106,10 @@ def placement(metadata: Metadata, leaf: LeafSpec) -> str:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
+    memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not metadata.meshes[leaf.mesh].axis_names:
-        return "one device"
-    return show_partition(leaf.partition)
+        return f"one device{memory}"
+    return f"{show_partition(leaf.partition)}{memory}"
 
 
 def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
@@ -145,7 +152,7 @@ def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
     metadata = source.metadata
     return {
         "arrays": len(metadata.leaves),
-        "values": sum(row.number is None for row in rows),
+        "values": sum(row.number is None and not isinstance(row.value, Kept) for row in rows),
         "bytes": sum(leaf.spec.nbytes for leaf in metadata.leaves),
         "files": len(metadata.files),
         "file_bytes": sum(file.size for file in metadata.files),
@@ -274,6 +281,8 @@ def _describe_file(metadata: Metadata, hosts: Sequence[str], file: FileEntry) ->
 
 
 def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
+    if isinstance(row.value, Kept):
+        return {"path": row.path, "kind": "kept", "name": row.value.name}
     if row.number is None:
         value = row.value
         plain = value is None or isinstance(value, bool | int | float | str)
@@ -291,6 +300,7 @@ def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
         "mesh": leaf.mesh if leaf.mesh >= 0 else None,
         "prng": leaf.prng,
         "per_process": leaf.per_process,
+        "memory": leaf.memory,
         "bytes": row.nbytes,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -19,21 +19,24 @@ from ostraka._capture import (
     describe_mesh,
     describe_sharding,
     describe_spec,
+    how_it_lies,
     savable_dtype,
 )
 from ostraka._document import (
     Branch,
     Leaf,
     Stateful,
+    branches_of,
     check_unique,
     encode,
     encode_state,
     fill_in_states,
+    find_shared,
     leaves_of,
 )
-from ostraka._match import SpecTree
+from ostraka._place import SpecTree
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
-from ostraka._tree import is_array, is_key, parse
+from ostraka._tree import is_array, is_key, is_object, parse
 from ostraka.errors import InvalidTree, Mismatch
 from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
 from ostraka.sharding._check import settle_checked
@@ -65,8 +68,9 @@ def state_of_tree(
     check_unique(leaves)
     places = _Places(target, found, processes)
     captured = Captured(parsed, [], [], [], ())
+    shared = find_shared(parsed, is_object)
     for leaf in leaves:
-        if has_shape(leaf.value):
+        if has_shape(leaf.value) and leaf.path not in shared.arrays:
             captured.leaves.append(places.describe(leaf))
     captured.meshes = list(places.meshes)
     captured.values = [cast(Any, None)] * len(captured.leaves)
@@ -74,14 +78,15 @@ def state_of_tree(
     captured.save_as(dtype)
     process_of = places.process_of()
     numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
-    encoded = encode(parsed, numbers)
+    numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
+    encoded = encode(parsed, numbers, shared.variables)
     fill_in_states(encoded, _states(leaves, max(process_of) + 1))
     return State(
         leaves=tuple(captured.leaves),
         meshes=tuple(captured.meshes),
         process_of=process_of,
         tree=encoded,
-        parameters=_count_parameters(parsed),
+        parameters=_count_parameters(parsed, shared.arrays),
         user=metadata,
         problems=tuple(problems),
     )
@@ -242,7 +247,10 @@ class _Places:
             # Every process has it on a device of its own: what all have alike is a common value.
             return LeafSpec(leaf.path, kind, name, shape, prng=prng)
         number = self.meshes.setdefault(mesh, len(self.meshes))
-        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng)
+        found = LeafSpec(leaf.path, kind, name, shape, number, partition, prng)
+        if self._mesh is None and isinstance(value, jax.Array):
+            return replace(found, **how_it_lies(value))
+        return found
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
@@ -298,19 +306,13 @@ def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
     }
 
 
-def _count_parameters(parsed: Branch | Leaf) -> int | None:
-    """The elements of all `nnx.Param`s; None if there are none."""
-    sizes = list(_parameter_sizes(parsed))
+def _count_parameters(parsed: Branch | Leaf, again: Collection[str]) -> int | None:
+    """The elements of all `nnx.Param`s, each once; None if there are none."""
+    sizes = [
+        prod(leaf.value.shape)
+        for branch in branches_of(parsed)
+        if branch.kind == "variable" and branch.cls is not None and branch.cls[1] == "Param"
+        for leaf in leaves_of(branch)
+        if has_shape(leaf.value) and leaf.path not in again
+    ]
     return sum(sizes) if sizes else None
-
-
-def _parameter_sizes(node: Branch | Leaf) -> Iterator[int]:
-    if isinstance(node, Leaf):
-        return
-    if node.kind.get("variable", ("", ""))[1] == "Param":
-        for leaf in leaves_of(node):
-            if has_shape(leaf.value):
-                yield prod(leaf.value.shape)
-        return
-    for child in node.children:
-        yield from _parameter_sizes(child)
