@@ -79,6 +79,7 @@ def test_as_json(checkpoint: Path):
         "mesh": 0,
         "prng": None,
         "per_process": False,
+        "memory": None,
         "bytes": 4096,
     }
     assert leaves["key"]["prng"] == "threefry2x32"

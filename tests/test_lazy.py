@@ -31,8 +31,10 @@ def cube(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     path = tmp_path / "tree"
-    layer = {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)}
-    ostraka.save(path, {"model": {"layers": [layer, layer], "head": layer}, "step": 7})
+    layers = [
+        {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)} for _ in range(3)
+    ]
+    ostraka.save(path, {"model": {"layers": layers[:2], "head": layers[2]}, "step": 7})
     return path
 
 
