@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "ostraka"
 LAYERS = (
     "errors",
     "_version",
+    "_units",
     "_parallel",
     "_box",
     "_spec",

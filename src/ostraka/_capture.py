@@ -120,9 +120,7 @@ class Captured:
         """
         for number, leaf in enumerate(self.leaves):
             wanted = floating_dtype(dtype, leaf.path)
-            if wanted is None or wanted == leaf.dtype or not leaf.shape:
-                continue
-            if leaf.kind in ("jax", "numpy") and is_floating(leaf.dtype):
+            if wanted is not None and wanted != leaf.dtype and may_cast(leaf):
                 self.values[number] = CastValue(self.values[number], wanted)
                 self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
 
@@ -148,10 +146,23 @@ DtypeRule = Any
 """A dtype for all floating-point arrays, or a mapping from path patterns to dtypes."""
 
 
-def check_dtype_rule(rule: DtypeRule) -> None:
-    """Raise ValueError for a rule that names something else than floating-point dtypes."""
+def check_dtype_rule(rule: DtypeRule, leaves: Sequence[LeafSpec] | None = None) -> None:
+    """Raise ValueError for a rule that names something else than floating-point dtypes.
+
+    And, given the leaves, for a pattern that matches none of those that it can be about.
+    """
     for found in cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]:
         floating_dtype(found, "")
+    if leaves is None or not isinstance(rule, dict):
+        return
+    paths = [leaf.path for leaf in leaves if may_cast(leaf)]
+    for pattern in _pattern.unmatched(cast("dict[str, Any]", rule), paths):
+        raise ValueError(f"dtype has {pattern}, which matches no floating-point array of the tree")
+
+
+def may_cast(spec: LeafSpec) -> bool:
+    """Whether `dtype=` may mean this leaf; scalars keep their dtype."""
+    return spec.kind in ("jax", "numpy") and is_floating(spec.dtype) and bool(spec.shape)
 
 
 def floating_dtype(rule: DtypeRule, path: str) -> str | None:

@@ -25,7 +25,6 @@ class Outline:
     dtype: Any
     sharding: Any
     committed: bool
-    weak_type: bool
 
 
 class InPlace:
@@ -130,8 +129,7 @@ def _without_arrays(node: Branch | Leaf) -> Branch | Leaf:
         return replace(node, children=tuple(_without_arrays(child) for child in node.children))
     value = node.value
     if isinstance(value, jax.Array):
-        weak = getattr(value, "weak_type", False)
-        value = Outline(value.shape, value.dtype, value.sharding, value.committed, weak)
+        value = Outline(value.shape, value.dtype, value.sharding, value.committed)
     elif isinstance(value, np.ndarray):
         value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
     return replace(node, value=value)

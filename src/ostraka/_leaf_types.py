@@ -12,24 +12,11 @@ import numpy as np
 
 from ostraka._document import Kept
 from ostraka._inplace import Outline
-from ostraka._spec import LeafSpec, is_floating
+from ostraka._spec import LeafSpec
 from ostraka._tree import is_array, is_key
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
-
-
-def may_cast(spec: LeafSpec) -> bool:
-    """Whether `dtype=` may mean this leaf; scalars keep their dtype."""
-    return spec.kind in ("jax", "numpy") and is_floating(spec.dtype) and bool(spec.shape)
-
-
-def is_weak(spec: LeafSpec, wanted: Any) -> bool:
-    """The dtype of an array is as weak as it is in `like`; a shape says nothing if it says no."""
-    weak = bool(getattr(wanted, "weak_type", False))
-    if isinstance(wanted, jax.Array | Outline):
-        return weak
-    return weak or spec.weak
 
 
 def exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:

@@ -18,6 +18,7 @@ from ostraka._box import Box, full
 from ostraka._capture import (
     DtypeRule,
     floating_dtype,
+    may_cast,
 )
 from ostraka._checkpoint import Source
 from ostraka._differences import Differences, Tolerated
@@ -38,11 +39,9 @@ from ostraka._document import (
 from ostraka._leaf_types import (
     exactly,
     is_arraylike,
-    is_weak,
     key_problems,
     key_words,
     kind_of,
-    may_cast,
     python_type,
     show_shape,
     show_spec,
@@ -271,11 +270,12 @@ class Matcher:
             node = as_state(node)
         kept = prune(node, self._can_come_back)
         if kept is None:
-            if self._choices.only is not None:
-                self._differences.general.append(
-                    f"no leaf is selected by only={self._choices.only!r}"
-                )
-            return node if self._choices.only is not None else replace_with_dict(node)
+            if self._choices.only is None:
+                return replace_with_dict(node)
+            if not self._differences:
+                text = f"no leaf is selected by only={self._choices.only!r}"
+                self._differences.general.append(text)
+            return node
         return kept
 
     def _can_come_back(self, leaf: Leaf) -> bool:
@@ -438,8 +438,9 @@ class Matcher:
             self._differences.general += error.problems
             return None
         boxes = self._placer.local_boxes(spec, sharding)
-        weak = is_weak(spec, wanted)
-        return Destination(number, leaf.path, kind, sharding, boxes, None, cast, committed, weak)
+        return Destination(
+            number, leaf.path, kind, sharding, boxes, None, cast, committed, spec.weak
+        )
 
     def _is_known(self, found: Destination, leaf: Leaf) -> bool:
         """Whether it is the same array as an earlier one, in the checkpoint and in `like`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,6 +20,20 @@ from ostraka.errors import InvalidTree, nearest
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise TypeError for what is no mesh of devices, with the call that makes one."""
+    if mesh is None or isinstance(mesh, Mesh):
+        return
+    made = "jax.make_mesh((4, 2), ('data', 'model'))"
+    if isinstance(mesh, Mapping):
+        axes = cast("Mapping[Any, Any]", mesh)
+        made = f"jax.make_mesh({tuple(axes.values())}, {tuple(axes)})"
+    raise TypeError(
+        f"mesh is {mesh!r:.80}, a {type(mesh).__name__}; it must be a jax.sharding.Mesh, such as "
+        f"{made}"
+    )
 
 
 class Placer:

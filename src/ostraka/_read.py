@@ -20,6 +20,7 @@ from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
+from ostraka._place import check_mesh
 from ostraka._plan import Target
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import numpy_dtype
@@ -78,6 +79,7 @@ def restore(
         raise ValueError("rename= needs like= or into=, which have the new names")
     if as_state and given is not _NOT_GIVEN:
         raise ValueError("as_state= is for a restore without like= and into=")
+    check_mesh(mesh)
     choices = Choices(
         mesh, specs, strict, only, rename, dtype, as_state, in_place=into is not _NOT_GIVEN
     )

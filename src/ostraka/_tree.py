@@ -36,6 +36,9 @@ from ostraka._nnx import named_spec, parse_nnx
 from ostraka._plain import SCALARS
 from ostraka.errors import InvalidTree
 
+_MOST_DIMENSIONS = 63
+"""One fewer than numpy has: of an array that each process has, the process is one more."""
+
 
 def parse(tree: Any) -> Branch | Leaf:
     """Take a tree apart. Raises InvalidTree, naming the path, for what is no tree."""
@@ -133,10 +136,12 @@ def _parse_registered(value: Any, path: str, depth: int) -> Branch | Leaf:
             for field in dataclasses.fields(value)
             if field.name not in names and hasattr(value, field.name)
         }
-        about = {"static": encode_statics(static)}
-        return Branch("dataclass", path, children, rebuild, names, cls, about)
+        written = encode_statics(static)
+        if children or len(written) == len(static):
+            about = {"static": written}
+            return Branch("dataclass", path, children, rebuild, names, cls, about)
     if not children and not hasattr(value, "__len__"):
-        # What there is to it only its class knows, not even that there is nothing.
+        # All there is to it only the template has, such as the GraphDef of a module.
         return Leaf(path or ROOT, Kept(value, ".".join(cls), is_structure=True))
     return Branch("node", path, children, rebuild, names, cls)
 
@@ -185,6 +190,11 @@ def check_savable(leaf: Leaf) -> None:
         raise InvalidTree(
             f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the arrays "
             "that the step returned"
+        )
+    if isinstance(value, np.ndarray) and value.ndim > _MOST_DIMENSIONS:
+        raise InvalidTree(
+            f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can be "
+            "saved"
         )
     if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
         name = f"{type(value).__module__}.{type(value).__qualname__}"

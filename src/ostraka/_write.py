@@ -45,6 +45,7 @@ from ostraka._record import (
     timeline,
 )
 from ostraka._shards import Progress, write_shards
+from ostraka._units import size_bytes
 from ostraka._values import Value
 from ostraka._version import __version__
 from ostraka.errors import InvalidTree, SaveFailed, describe
@@ -62,7 +63,7 @@ def save(
     *,
     dtype: DtypeRule = None,
     metadata: Mapping[str, Any] | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | str = MAX_FILE_BYTES,
     on_record: OnRecord | None = None,
 ) -> None:
     """Write a tree as a checkpoint: blocking, atomic, durable.
@@ -77,9 +78,9 @@ def save(
     `dtype` writes floating-point arrays as another dtype: `"bfloat16"` for all, or by path,
     `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.
 
-    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`,
-    unless a single element or its name needs more. `on_record` is called with what was done and
-    how long it took, which is also logged.
+    `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`, a
+    number or a text such as "1GB", unless a single element or its name needs more. `on_record` is
+    called with what was done and how long it took, which is also logged.
 
     Waits for a `save_async` that is under way, and raises its error if nobody has seen it yet.
     Raises SaveFailed on every process if any of them failed.
@@ -101,7 +102,7 @@ def save_async(
     *,
     dtype: DtypeRule = None,
     metadata: Mapping[str, Any] | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | str = MAX_FILE_BYTES,
     if_busy: Literal["wait", "refuse"] = "wait",
     on_commit: Callable[[], None] | None = None,
     on_record: OnRecord | None = None,
@@ -142,7 +143,7 @@ def begin_save(
     *,
     dtype: DtypeRule,
     metadata: Mapping[str, Any] | None,
-    max_file_bytes: int,
+    max_file_bytes: int | str,
     if_busy: Literal["wait", "refuse"] = "wait",
     on_commit: Callable[[], None] | None,
     on_record: OnRecord | None,
@@ -193,24 +194,24 @@ class _Save:
         tree: Any,
         dtype: DtypeRule,
         user: Mapping[str, Any],
-        max_file_bytes: int,
+        max_file_bytes: int | str,
         *,
         hold: bool,
     ) -> None:
         """Take the tree apart, and with `hold` make its values safe from what comes after."""
         with self._failing():
             self._operation.__enter__()
-            if max_file_bytes < _LEAST_FILE_BYTES:
+            limit_bytes = size_bytes("max_file_bytes", max_file_bytes)
+            if limit_bytes < _LEAST_FILE_BYTES:
                 raise ValueError(
-                    f"max_file_bytes is {max_file_bytes:,}; it must be at least "
-                    f"{_LEAST_FILE_BYTES:,}"
+                    f"max_file_bytes is {limit_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
                 )
             self._store = open_store(self._path)
             captured = capture(tree)
             self._user = _json_only(user)
-            check_dtype_rule(dtype)
+            check_dtype_rule(dtype, captured.leaves)
             self._dtype = dtype
-            self._max_file_bytes = max_file_bytes
+            self._max_file_bytes = limit_bytes
             if hold:
                 captured.hold()
             self._captured = captured

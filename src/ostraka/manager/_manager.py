@@ -148,7 +148,7 @@ class Manager:
         force: bool = False,
         asynchronous: bool | None = None,
         dtype: DtypeRule = None,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_file_bytes: int | str = MAX_FILE_BYTES,
     ) -> bool:
         """Save a step if it is time to, or in any case with `force`; returns whether it is saved.
 
