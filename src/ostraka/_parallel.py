@@ -163,12 +163,20 @@ def with_room(work: Callable[[], Result]) -> Result:
     return results[0]
 
 
+class _Pause:
+    """Somebody wants no collection of cycles just now."""
+
+
 class _Pauses:
-    """How many want no collection of cycles just now."""
+    """Who wants none, and whether it is for them that there is none.
+
+    Held weakly: one that was interrupted as it ended does not pause the collection for good.
+    """
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.count = 0
+        self.lock = RLock()  # A signal handler may save, too.
+        self.current: WeakSet[_Pause] = WeakSet()
+        self.is_ours = False
 
 
 _pauses = _Pauses()
@@ -178,7 +186,7 @@ def _forget_pauses() -> None:
     """In a forked process nobody is there who would end them."""
     global _pauses
     were, _pauses = _pauses, _Pauses()
-    if were.count:
+    if were.is_ours:
         gc.enable()
 
 
@@ -192,20 +200,21 @@ def paused_gc() -> Generator[None]:
     Beside a program's own objects each collection looks at all of ours, which costs more than
     everything else that is done for a small leaf.
     """
-    pauses = _pauses
-    with pauses.lock:
-        pausing = gc.isenabled() or pauses.count > 0
-        if pausing:
-            pauses.count += 1
-            gc.disable()
+    pauses, pause = _pauses, _Pause()
     try:
+        with pauses.lock:
+            if gc.isenabled() or pauses.is_ours:
+                pauses.current.add(pause)
+                pauses.is_ours = True
+                gc.disable()
         yield
     finally:
-        if pausing and pauses is _pauses:
+        if pauses is _pauses:
             with pauses.lock:
-                pauses.count -= 1
-                if pauses.count == 0:
+                pauses.current.discard(pause)
+                if pauses.is_ours and not pauses.current:
                     gc.enable()
+                    pauses.is_ours = False
 
 
 def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:
@@ -324,6 +333,8 @@ class _Crew(Generic[Item, Result]):
         thread = Thread(target=self._do_all, name=f"ostraka_{len(self._threads)}", daemon=True)
         try:
             thread.start()
+        except RecursionError:
+            raise
         except RuntimeError:  # The system has none left.
             self._most = len(self._threads)
         else:

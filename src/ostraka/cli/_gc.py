@@ -40,8 +40,9 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
 
     ROOT is a directory of steps, or of one checkpoint. A save that died leaves files that no
     checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a save
-    that is under way is touched, and nothing that Ostraka did not write. Without --yes nothing is
-    removed: what would go is shown.
+    that is under way is touched, and nothing that Ostraka did not write. Beside a damaged checkpoint
+    nothing is removed, since its files may be all that there is to mend it with. Without --yes
+    nothing is removed at all: what would go is shown.
 
     \b
     Examples:

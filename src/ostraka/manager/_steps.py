@@ -83,7 +83,16 @@ class Root:
         self._looking = RenewedLock()
 
     def prepare(self) -> None:
+        self.refuse_checkpoint(PathInTheWay)
         self._store.prepare()
+
+    def refuse_checkpoint(self, kind: type[PathInTheWay | CheckpointNotFound]) -> None:
+        """Raise if this is no place for steps, being a checkpoint itself."""
+        if _format.METADATA_NAME in (self._store.list() or []):
+            raise kind(
+                f"{self.location} is itself a checkpoint, not a directory of steps; give a Manager "
+                "the directory above it, or read this one with ostraka.restore or ostraka.open"
+            )
 
     def path(self, name: str) -> str:
         return os.path.join(self.location, name)
