@@ -222,7 +222,7 @@ def text_of_encoded(key: Any) -> str:
         case "enum":
             return f"{content[1].rsplit('.', 1)[-1]}.{content[2]}"
         case "tuple":
-            texts = [repr(k) if isinstance(k, str) else text_of_encoded(k) for k in content]
+            texts = [repr(k["str"]) if k and "str" in k else text_of_encoded(k) for k in content]
             return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
         case "numpy":
             return str(_decode_numpy(*content))
