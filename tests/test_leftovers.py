@@ -14,7 +14,7 @@ import ostraka
 from cli_runs import run
 from ostraka import Manager, _format
 from ostraka._leftovers import UNKNOWN, committed_directory, find_leftovers
-from ostraka.errors import PathInTheWay, SaveFailed
+from ostraka.errors import Damaged, PathInTheWay, SaveFailed
 from ostraka.storage import LocalStore
 
 TREE = {"w": np.arange(3, dtype=np.int8)}
@@ -181,6 +181,39 @@ def test_a_metadata_that_the_disk_has_lost_has_no_shards_deleted(
         ostraka.save(step, TREE)
     assert ostraka.verify(step).ok
     assert len(list(step.glob("shards-*"))) == 1
+
+
+@pytest.mark.parametrize("place", ["nowhere", "_METADATA"])
+def test_a_metadata_that_is_a_link_to_nowhere_has_no_shards_deleted(step: Path, place: str):
+    """As of a disk that is not mounted now; or in a circle."""
+    (step / "_METADATA").rename(step.parent / "kept")
+    (step / "_METADATA").symlink_to(place)
+    before = sorted(step.glob("shards-*/*"))
+    for attempt in (open_a_manager, collect_garbage):
+        try:
+            attempt(step)
+        except AssertionError:
+            assert place == "_METADATA"  # which gc can't read, and says so
+        assert sorted(step.glob("shards-*/*")) == before
+    with pytest.raises(Damaged, match="no step in .* can be read"):
+        Manager(step.parent, read_only=True).latest()
+    (step / "_METADATA").unlink()
+    (step.parent / "kept").rename(step / "_METADATA")
+    assert ostraka.verify(step).ok
+
+
+def test_gc_goes_on_after_a_place_that_it_cannot_read(step: Path):
+    (step / "_METADATA").unlink()
+    (step / "_METADATA").mkdir()
+    left = step.parent / "8" / "shards-0123456789abcdef"
+    left.mkdir(parents=True)
+    result = run("gc", step.parent, "--yes")
+    assert result.exit_code == 2
+    assert f"can't read {step}/_METADATA: Is a directory" in result.stderr
+    assert not left.exists()
+    assert list(step.glob("shards-*/*"))
+    refused = json.loads(run("gc", step.parent, "--json").stdout)["refused"]
+    assert [str(step) in text for text in refused] == [True]
 
 
 def test_a_save_that_succeeds_replaces_what_was_damaged(step: Path):

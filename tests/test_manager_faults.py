@@ -322,6 +322,15 @@ def test_a_link_that_was_made_while_the_manager_is_open(
         assert ostraka.restore(elsewhere / "step_00000007")["step"] == 7
 
 
+def test_a_link_that_is_no_step_is_to_be_removed_by_hand(tmp_path: Path):
+    (tmp_path / "step_00000001").symlink_to("nowhere")
+    with (
+        Manager(tmp_path, asynchronous=False) as manager,
+        pytest.raises(PathInTheWay, match="leads to; remove the link first"),
+    ):
+        manager.save(1, tree_of(1))
+
+
 def test_a_root_that_is_a_link_from_the_beginning(tmp_path: Path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "scratch")

@@ -22,7 +22,7 @@ from ostraka._parallel import (
     paused_gc,
     run_all,
     run_as_completed,
-    with_room,
+    with_full_stack,
 )
 
 THREADS = 3
@@ -500,13 +500,13 @@ def test_how_deep_the_caller_is_does_not_count():
     half = limit // 2
     with pytest.raises(RecursionError, match="recursion"):
         from_deep(half, lambda: count_down(half))
-    assert from_deep(half, lambda: with_room(lambda: count_down(half))) == half
-    assert "ostraka_with_room" not in [thread.name for thread in threading.enumerate()]
+    assert from_deep(half, lambda: with_full_stack(lambda: count_down(half))) == half
+    assert "ostraka_deep" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_what_never_ends_still_ends():
     with pytest.raises(TooDeep, match="recursion"):
-        with_room(lambda: count_down(10**9))
+        with_full_stack(lambda: count_down(10**9))
 
 
 def test_errors_of_what_needs_room_are_raised():
@@ -515,12 +515,12 @@ def test_errors_of_what_needs_room_are_raised():
         raise ValueError("as it is")
 
     with pytest.raises(ValueError, match="as it is"):
-        from_deep(sys.getrecursionlimit() // 2, lambda: with_room(fail))
+        from_deep(sys.getrecursionlimit() // 2, lambda: with_full_stack(fail))
 
 
 def test_without_a_thread_to_be_had_the_stack_is_still_too_deep():
     half = sys.getrecursionlimit() // 2
     refusal = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start"))
     with refusal, pytest.raises(RecursionError, match="recursion") as caught:
-        from_deep(half, lambda: with_room(lambda: count_down(half)))
+        from_deep(half, lambda: with_full_stack(lambda: count_down(half)))
     assert not isinstance(caught.value, TooDeep)

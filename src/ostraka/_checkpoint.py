@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,7 +12,7 @@ from ostraka import _format
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._foreign import foreign_metadata, is_committed, names_in, nothing_there
 from ostraka._format import FileDigests, FileEntry, Metadata
-from ostraka._parallel import RenewedLock, TooDeep, with_room
+from ostraka._parallel import RenewedLock, with_full_stack
 from ostraka._step_names import names_of_step, steps_among
 from ostraka.errors import (
     Busy,
@@ -52,9 +51,7 @@ class Source:
         """The tree that was saved; array leaves hold their number."""
         paths = [leaf.spec.path for leaf in self.metadata.leaves]
         try:
-            return with_room(lambda: saved_tree(self.metadata.tree, paths))
-        except TooDeep as error:
-            raise UnsupportedFormat(f"can't read {self.location}: {_too_deep()}") from error
+            return saved_tree(self.metadata.tree, paths)
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"can't read {self.location}: {error}") from error
         except ValueError as error:
@@ -129,7 +126,7 @@ class Source:
         if _format.digest(data) != expected.digest:
             raise self.damaged(name, "its digest is not the one that was written")
         try:
-            return with_room(lambda: _format.decode_index(data))
+            return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self.damaged(name, f"it can't be read ({error})") from error
 
@@ -221,28 +218,13 @@ def load(store: Store) -> Source:
             [Problem(_format.METADATA_NAME, "its digest is not the one that was written")],
         )
     try:
-        return Source(store, decode_metadata(data), len(data))
+        return Source(store, _format.decode_metadata(data), len(data))
     except (NotACheckpoint, UnsupportedFormat) as error:
         raise type(error)(f"can't read {store.location}: {error}") from error
     except ValueError as error:
         raise Damaged(
             store.location, [Problem(_format.METADATA_NAME, f"it contradicts itself: {error}")]
         ) from error
-
-
-def decode_metadata(data: bytes) -> Metadata:
-    """As `_format.decode_metadata`, however deep the stack of its caller is."""
-    try:
-        return with_room(lambda: _format.decode_metadata(data))
-    except TooDeep as error:
-        raise UnsupportedFormat(_too_deep()) from error
-
-
-def _too_deep() -> str:
-    return (
-        f"the tree in its {_format.METADATA_NAME} is nested too deeply for Python's recursion "
-        f"limit, which is {sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
-    )
 
 
 def looks_like_ours(store: Store, data: bytes) -> bool:

@@ -331,7 +331,7 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Branch | Leaf:
     """
     try:
         tree = with_full_stack(lambda: _Decoder(len(paths)).decode(encoded, "", 0))
-    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree) as error:
         raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
     found = {(leaf.value.number, leaf.path) for leaf in leaves_of(tree) if _is_number(leaf.value)}
     if not found.issuperset(enumerate(paths)):

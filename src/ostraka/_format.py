@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -20,7 +21,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._parallel import with_full_stack
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -486,7 +487,12 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = with_full_stack(lambda: json.loads(data))
-    except (ValueError, RecursionError) as error:
+    except TooDeep as error:
+        raise UnsupportedFormat(
+            f"its {METADATA_NAME} is nested too deeply for Python's recursion limit, which is "
+            f"{sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
+        ) from error
+    except ValueError as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != FORMAT:

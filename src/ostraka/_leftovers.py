@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ostraka import _format
-from ostraka._checkpoint import decode_metadata, looks_like_ours
+from ostraka._checkpoint import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
 from ostraka.storage import Store
 
@@ -46,12 +46,13 @@ def committed_directory(store: Store) -> str | None:
     """The shards directory of the checkpoint that is there now; None if there is no checkpoint.
 
     UNKNOWN if there may be one, and which shards it needs can't be told: its `_METADATA` is damaged
-    or of a newer version, or names shards that are not there while others are.
+    or of a newer version, a link that leads nowhere, or names shards that are not there.
     """
     try:
         data = store.get(_format.METADATA_NAME)
     except FileNotFoundError:
-        return None
+        # A link that leads nowhere, perhaps to a disk that is not mounted now, has that name, too.
+        return UNKNOWN if _format.METADATA_NAME in (store.list() or []) else None
     except StoreError as error:
         if error.loss is None:
             raise
@@ -61,7 +62,7 @@ def committed_directory(store: Store) -> str | None:
             return UNKNOWN
         raise _not_ours(store, f"its {_format.METADATA_NAME} was not written by Ostraka")
     try:
-        metadata = decode_metadata(data)
+        metadata = _format.decode_metadata(data)
     except NotACheckpoint as error:
         raise _not_ours(store, str(error)) from error
     except ValueError:

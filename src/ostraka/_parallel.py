@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Condition, Lock, RLock, Thread
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 from weakref import WeakSet
 
 Item = TypeVar("Item")
@@ -131,7 +131,7 @@ class TooDeep(RecursionError):
     """Work that recurses deeper than Python's limit, even on a stack of its own."""
 
 
-def with_room(work: Callable[[], Result]) -> Result:
+def with_full_stack(work: Callable[[], Result]) -> Result:
     """What `work` returns, which recurses and has no effects, however deep its caller is.
 
     Raises TooDeep if it needs more than the whole of Python's limit; any other RecursionError means
@@ -152,7 +152,7 @@ def with_room(work: Callable[[], Result]) -> Result:
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=run, name="ostraka_with_room", daemon=True)
+    thread = Thread(target=run, name="ostraka_deep", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # The system has none left, or the caller no room to start it.
@@ -265,29 +265,6 @@ def run_as_completed(
         crew.dismiss()
     if crew.errors:
         raise crew.errors[0]
-
-
-def with_full_stack(work: Callable[[], Result]) -> Result:
-    """Do work that recurses, however little of the stack its caller has left."""
-    try:
-        return work()
-    except RecursionError:
-        ended: list[tuple[Result | None, BaseException | None]] = []
-
-        def run() -> None:
-            try:
-                ended.append((work(), None))
-            except BaseException as error:
-                ended.append((None, error))
-
-        # A thread counts its calls from 0.
-        thread = Thread(target=run, name="ostraka-deep")
-        thread.start()
-        thread.join()
-    result, error = ended[0]
-    if error is not None:
-        raise error
-    return cast(Result, result)
 
 
 class _Crew(Generic[Item, Result]):

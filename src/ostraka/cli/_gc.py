@@ -14,7 +14,14 @@ from ostraka._leftovers import committed_directory, find_leftovers
 from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
-from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, UnsupportedFormat
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    NotACheckpoint,
+    PathInTheWay,
+    StoreError,
+    UnsupportedFormat,
+)
 from ostraka.storage import LocalStore, open_store
 
 
@@ -40,9 +47,9 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
 
     ROOT is a directory of steps, or of one checkpoint. A save that died leaves files that no
     checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a save
-    that is under way is touched, and nothing that Ostraka did not write. Beside a damaged checkpoint
-    nothing is removed, since its files may be all that there is to mend it with. Without --yes
-    nothing is removed at all: what would go is shown.
+    that is under way is touched, and nothing that Ostraka did not write. Beside a damaged
+    checkpoint nothing is removed, since its files may be all that there is to mend it with. Without
+    --yes nothing is removed at all: what would go is shown.
 
     \b
     Examples:
@@ -50,7 +57,13 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
       ostraka gc runs --yes
     """
     location = _existing(root)
-    found = [left for place in _places(location) for left in _collect(place, remove=yes)]
+    found: list[Leftovers] = []
+    refusals: list[StoreError] = []
+    for place in _places(location):
+        try:
+            found += _collect(place, remove=yes)
+        except StoreError as error:  # The others are none the worse for it.
+            refusals.append(error)
     dead = [left for left in found if not left.busy]
     if as_json:
         document = {
@@ -58,10 +71,17 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             "removed": yes,
             "leftovers": [_describe(left) for left in dead],
             "in_use": [left.directory for left in found if left.busy],
+            "refused": [str(error) for error in refusals],
         }
         click.echo(json.dumps(document, indent=1))
-        return
-    lines = _table(location, dead, yes) if dead else []
+    else:
+        _print(location, found, dead, removed=yes)
+    if refusals:
+        raise refusals[0]
+
+
+def _print(location: str, found: list[Leftovers], dead: list[Leftovers], *, removed: bool) -> None:
+    lines = _table(location, dead, removed) if dead else []
     for left in found:
         if left.busy:
             lines.append(f"{printable(left.directory)}: a save is under way; left alone")

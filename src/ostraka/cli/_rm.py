@@ -38,7 +38,9 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
     """Remove each STEP from the directory ROOT.
 
     A step is given by its number, or by the name of its directory: 100 and step_00000100 are the
-    same. Without --yes nothing is removed: what would go is shown. The newest step that can be read is
+    same.
+
+    Without --yes nothing is removed: what would go is shown. The newest step that can be read is
     never removed, nor are pinned ones, unless --force is given. A step that is being written is
     left alone.
 

@@ -104,9 +104,11 @@ class Root:
     def refuse_link(self, name: str) -> None:
         """Raise PathInTheWay where saving would replace what a link leads to."""
         if self.is_link(name):
+            is_step = self._look(name) is not None
+            remedy = f"delete step {step_of(name)} first, which removes the link alone"
             raise PathInTheWay(
-                f"{self.path(name)} is a link, and saving would replace what it leads to; delete "
-                f"step {step_of(name)} first, which removes the link alone"
+                f"{self.path(name)} is a link, and saving would replace what it leads to; "
+                f"{remedy if is_step else 'remove the link first'}"
             )
 
     def scan(self) -> list[Step]:
@@ -202,10 +204,12 @@ class Root:
 
     def _look(self, name: str) -> _Found | None:
         """What a directory holds, None if it is no checkpoint; read again only if replaced."""
+        metadata = os.path.join(self.path(name), _format.METADATA_NAME)
         try:
-            status = os.stat(os.path.join(self.path(name), _format.METADATA_NAME))
+            status = os.stat(metadata)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+            if gone and not os.path.islink(metadata):
                 return None
             # It may be a step, and the newest: what can't be seen must not pass for nothing.
             found = _Found(problems=(Problem(_format.METADATA_NAME, describe(error)),))
