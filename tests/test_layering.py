@@ -29,6 +29,7 @@ LAYERS = (
     "_step_names",
     "storage",
     "_document",
+    "_foreign",
     "_checkpoint",
     "_fetch",
     "_lazy",

@@ -26,7 +26,7 @@ from ostraka._plain import (
     loaded_class,
     text_of_encoded,
 )
-from ostraka.errors import InvalidTree
+from ostraka.errors import InvalidTree, UnsupportedFormat
 
 ROOT = "."
 """The path of a tree that is a single leaf."""
@@ -394,7 +394,10 @@ class _Decoder:
         items: list[Any] = encoded["items"]
         kind = next((k for k in (*_KEYED, *_NAMED, *_SEQUENCES) if k in encoded), None)
         if kind is None:
-            raise ValueError(f"its tree has a container of an unknown kind ({', '.join(encoded)})")
+            raise UnsupportedFormat(
+                f"its tree has a container that this Ostraka does not know ({', '.join(encoded)}); "
+                "install a newer ostraka"
+            )
         named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
         children = tuple(
             [

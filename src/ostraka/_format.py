@@ -622,7 +622,10 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
     if kind in checked:
         return
     if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
-        raise ValueError(f"leaf {spec.path!r} is an unknown {spec.kind!r} of {spec.dtype!r}")
+        raise UnsupportedFormat(
+            f"leaf {spec.path!r} is a {spec.kind!r} array of {spec.dtype!r}, which this Ostraka "
+            "does not know; install a newer ostraka"
+        )
     is_key = spec.kind == "key"
     if is_key and (not isinstance(spec.prng, str) or spec.dtype != "uint32" or not spec.shape):
         raise ValueError(f"leaf {spec.path!r} is no PRNG key")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_MOST_LISTED = 10
 
 _STEP_NAME = re.compile(r"(?:step_)?([0-9]{1,200})")
 """No file system takes longer names, and Python reads no number of any length."""
@@ -41,6 +43,13 @@ def names_of_step(wanted: str | int, names: Iterable[str]) -> list[str]:
     """
     number = step_of(wanted) if isinstance(wanted, str) else wanted
     return [] if number is None else steps_among(names).get(number, [])
+
+
+def list_steps(steps: Sequence[int]) -> str:
+    """For a message: all of a few steps, of many how many and the first and last."""
+    if len(steps) > _MOST_LISTED:
+        return f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    return ", ".join(str(step) for step in steps) or "none"
 
 
 def _own_first(step: int, names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -377,7 +378,11 @@ class _Save:
             self._check_visible(indexes, self._save_id)
             metadata = Metadata(
                 id=self._save_id,
-                writer={**_describe_writer(), "timeline": timeline(self._watch, summary)},
+                writer={
+                    **_describe_writer(),
+                    "hosts": [report["host"] for report in reports],
+                    "timeline": timeline(self._watch, summary),
+                },
                 process_of=plan.process_of,
                 tree=self._captured.encoded,
                 meshes=plan.meshes,
@@ -394,7 +399,7 @@ class _Save:
             return summary
 
         entry = None if index is None else [index.size, index.digest]
-        payload = {"index": entry, "written": written}
+        payload = {"index": entry, "written": written, "host": socket.gethostname()}
         return self._operation.exchange("commit", payload, commit, is_last=True)
 
     def _check_visible(self, indexes: Mapping[int, IndexEntry], save_id: str) -> None:

@@ -21,7 +21,7 @@ from ostraka._format import Metadata
 from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
-from ostraka._step_names import step_of, steps_among
+from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -40,9 +40,6 @@ PIN_NAME = "_PINNED"
 
 _LOOK_AGAIN = 10
 """So many times at most, if what is there changes while it is being looked at."""
-
-_NAMED_STEPS = 10
-"""A message that lists the steps lists no more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +250,7 @@ class Root:
 
 
 def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:
-    if len(there) > _NAMED_STEPS:
-        found = f"{len(there)} steps, from {there[0]} to {there[-1]}"
-    else:
-        found = ", ".join(str(step) for step in there) or "none"
-    return CheckpointNotFound(f"there is no step {number} in {root}; it has {found}")
+    return CheckpointNotFound(f"there is no step {number} in {root}; it has {list_steps(there)}")
 
 
 def _read(store: LocalStore) -> _Found | None:
