@@ -13,7 +13,7 @@ from ostraka import _pattern
 from ostraka._spec import MeshSpec, Partition
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
-from ostraka.sharding._presets import Preset, check_axis
+from ostraka.sharding._presets import Preset
 
 Rules = Any
 """A function, a mapping of patterns, "metadata", logical axes, a preset, or several of them."""
@@ -152,18 +152,12 @@ def fill(
 ) -> dict[str, Partition]:
     """By path, what the presets say of the leaves that are not settled already."""
     rest = [leaf for leaf in leaves if leaf.path not in settled]
-    for preset in presets:
-        check_axis(preset, mesh)
-        if any(len(leaf.shape) > 1 for leaf in rest) and not any(map(preset.knows, rest)):
-            raise InvalidSharding(
-                "tensor_parallel knows none of the layers by name, such as "
-                f"{rest[0].path!r}: name them with column= and row="
-            )
+    fillers = [preset.filler(rest, leaves, mesh) for preset in presets]
     partitions = dict(settled)
     for leaf in rest:
         partition: Partition = ((),) * len(leaf.shape)
-        for preset in presets:
-            partition = preset.fill(leaf, partition, mesh)
+        for fill_in in fillers:
+            partition = fill_in(leaf, partition)
         partitions[leaf.path] = partition
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     for leaf in rest:
