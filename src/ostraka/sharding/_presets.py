@@ -17,13 +17,12 @@ from ostraka.errors import InvalidSharding, nearest
 from ostraka.sharding._leaf import ShapedLeaf
 from ostraka.sharding._roles import Cut, find_cuts
 
-
 Fill = Callable[[ShapedLeaf, Partition], Partition]
 """Given a leaf and its partition: the partition, with more of it settled."""
 
 FSDP_AXES = ("fsdp", "data", "dp")
 TENSOR_AXES = ("tp", "model", "tensor")
-"""What the axes are called that these presets cut along if they are not told, the first there is."""
+"""What the axes are called that these presets cut along unless told; the first there is counts."""
 
 
 class Preset(ABC):
@@ -66,7 +65,8 @@ def data_parallel() -> Preset:
 def fsdp(axis: str | None = None, *, min_size: int = 4096) -> Preset:
     """Every array is cut along one axis, in the largest dimension that divides.
 
-    Without `axis` it is the mesh's axis named `fsdp`, `data` or `dp`, or the only one. Arrays of fewer than `min_size` elements, or without such a dimension, stay whole.
+    Without `axis` it is the mesh's axis named `fsdp`, `data` or `dp`, or the only one. Arrays of
+    fewer than `min_size` elements, or without such a dimension, stay whole.
     """
     return _Fsdp(axis, min_size)
 
@@ -76,13 +76,13 @@ def tensor_parallel(
 ) -> Preset:
     """Layers cut as in Megatron-LM, known by their names and shapes.
 
-    Projections into heads and hidden units (`query`, `q_proj`, `q_einsum`, `up_proj`, `fc1`, `wi_0`,
-    …) are cut in their output, the ones back (`out`, `o_proj`, `attn_vec_einsum`, `down_proj`,
-    `fc2`, `wo`, …) in their input, embeddings in the vocabulary, so that each pair needs one
-    exchange. Attention kernels of three dimensions are cut by heads, whichever comes first. Where
-    names say nothing, as Linen's `Dense_0` and `Dense_1`, a pair of which one takes what the other
-    gives is cut so. Biases follow their kernels. What does not divide stays whole, as do the heads
-    of keys and values if there are fewer than parts; `check` lists what is large among that.
+    Projections into heads and hidden units (`query`, `q_proj`, `q_einsum`, `up_proj`, `wi_0`, …)
+    are cut in their output, the ones back (`out`, `o_proj`, `attn_vec_einsum`, `down_proj`, `wo`,
+    …) in their input, embeddings in the vocabulary, so that each pair needs one exchange. Attention
+    kernels of three dimensions are cut by heads, whichever dimension they are. Where names say
+    nothing, as Linen's `Dense_0` and `Dense_1`, a pair of which one takes what the other gives is
+    cut so. Biases follow their kernels. What does not divide stays whole, as do keys and values
+    with fewer heads than parts; `check` lists what is large among that.
 
     `column` and `row` are further names of layers of the two kinds. Without `axis` it is the mesh's
     axis named `tp`, `model` or `tensor`, or the only one.
@@ -171,9 +171,7 @@ class _TensorParallel(Preset):
         return lambda leaf, partition: _cut_first(partition, cuts.get(leaf.path, ()), axis, mesh)
 
 
-def _cut_first(
-    partition: Partition, cuts: Sequence[Cut], axis: str, mesh: MeshSpec
-) -> Partition:
+def _cut_first(partition: Partition, cuts: Sequence[Cut], axis: str, mesh: MeshSpec) -> Partition:
     """Make the first cut whose dimension is whole and divides, if the axis is not used yet."""
     if any(axis in axes for axes in partition):
         return partition

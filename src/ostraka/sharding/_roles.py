@@ -9,11 +9,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
+from ostraka.sharding._layer_names import (
+    ARRAYS,
+    FUSED,
+    GPT2,
+    INTO_HEADS,
+    INTO_HIDDEN,
+    INTO_WORDS,
+    KERNELS,
+    OUT_OF_HEADS,
+    OUT_OF_HIDDEN,
+    OUT_OF_WORDS,
+    is_norm,
+    is_norm_of_heads,
+    is_of_positions,
+    names_on,
+    natural_order,
+)
 from ostraka.sharding._leaf import ShapedLeaf
 
 Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
@@ -26,36 +44,6 @@ class Cut:
 
     dimension: int
     units: int
-
-
-# Names in use: Flax, Hugging Face, MaxText, bonsai, tunix, Gemma, GPT-2, LLaMA, T5, DeepSeek.
-_IN = frozenset(
-    "query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv "
-    "q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv "
-    "qkv qkv_proj wqkv query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv "
-    "q_lin k_lin v_lin wq_b wkv_b q_b_proj kv_b_proj".split()
-)
-_OUT = frozenset(
-    "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin".split()
-)
-_UP = frozenset(
-    "up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1 "
-    "wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in "
-    "w_in w_gate w_up pwconv1".split()
-)
-_DOWN = frozenset(
-    "down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out "
-    "ff_out ffn_out w_out w_down pwconv2".split()
-)
-_HEAD = frozenset("lm_head unembed logits_dense logitdense embed_out output_projection".split())
-_EMBED = frozenset(
-    "embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder "
-    "token_embedding word_embeddings wte embed_in shared".split()
-)
-_FUSED = frozenset(name for name in _IN if "kv" in name and not name.endswith(("_b", "b_proj")))
-_KERNELS = frozenset({"kernel", "weight", "w"})
-_OWN = _KERNELS | {"embedding", "bias", "scale"}
-"""What a layer calls its arrays."""
 
 
 def find_cuts(
@@ -79,7 +67,7 @@ class _Named:
     @property
     def own(self) -> str:
         """What the layer calls the array; empty for an array that is a layer by itself."""
-        return self.names[-1] if len(self.names) > 1 and self.names[-1] in _OWN else ""
+        return self.names[-1] if len(self.names) > 1 and self.names[-1] in ARRAYS else ""
 
     @property
     def layer(self) -> str:
@@ -97,7 +85,7 @@ class _Model:
     def __init__(
         self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]
     ) -> None:
-        self._leaves = [_Named(leaf, _names(leaf.path)) for leaf in leaves]
+        self._leaves = [_Named(leaf, names_on(leaf.path)) for leaf in leaves]
         self._column = column
         self._row = row
         self._beside: dict[tuple[str, ...], dict[str, list[_Named]]] = defaultdict(dict)
@@ -108,12 +96,12 @@ class _Model:
         found: dict[str, tuple[Cut, ...]] = {}
         rest: list[_Named] = []
         for leaf in self._leaves:
-            if len(leaf.shape) < 2 or leaf.own in ("bias", "scale") or _is_norm(leaf):
+            if len(leaf.shape) < 2 or leaf.own in ("bias", "scale") or is_norm(leaf.layer):
                 continue
             role = self._role(leaf)
             if role is not None:
                 found[leaf.leaf.path] = self._cuts_of(leaf, role)
-            elif leaf.own in _KERNELS or not leaf.own:
+            elif leaf.own in KERNELS or not leaf.own:
                 rest.append(leaf)
         found |= self._by_shape(rest)
         return found | dict(self._separate_biases(found))
@@ -136,8 +124,8 @@ class _Model:
 
     def _role_given(self, layer: str) -> Role:
         if layer in self._column:
-            return "in" if layer in _IN else "up"
-        return "out" if layer in _OUT else "down"
+            return "in" if layer in INTO_HEADS else "up"
+        return "out" if layer in OUT_OF_HEADS else "down"
 
     def _role_of_name(self, name: str, leaf: _Named) -> Role | None:
         above = leaf.above[-1].lower() if leaf.above else ""
@@ -151,17 +139,23 @@ class _Model:
             return "down" if "gating_einsum" in beside else None
         if name == "gate" and self._is_router(leaf):
             return None
-        if name in _OUT:
-            return "down" if not in_attention and _UP & beside.keys() else "out"
+        if name in OUT_OF_HEADS:
+            return "down" if not in_attention and INTO_HIDDEN & beside.keys() else "out"
         tables: tuple[tuple[frozenset[str], Role], ...] = (
-            *((_IN, "in"), (_UP, "up"), (_DOWN, "down"), (_HEAD, "head"), (_EMBED, "embed")),
+            *(
+                (INTO_HEADS, "in"),
+                (INTO_HIDDEN, "up"),
+                (OUT_OF_HIDDEN, "down"),
+                (INTO_WORDS, "head"),
+                (OUT_OF_WORDS, "embed"),
+            ),
         )
         return next((role for names, role in tables if name in names), None)
 
     def _is_router(self, leaf: _Named) -> bool:
         """Whether a layer chooses among experts, which lie beside it or are stacked there."""
         beside = self._beside[leaf.above]
-        experts = [other for name in _UP - {"gate"} for other in beside.get(name, ())]
+        experts = [other for name in INTO_HIDDEN - {"gate"} for other in beside.get(name, ())]
         return (
             (*leaf.above, "experts") in self._branches
             or "experts" in beside
@@ -207,15 +201,16 @@ class _Model:
         }[role]
         if role in ("in", "out") and self._is_stacked_flat(leaf):
             return last if role == "in" else last - 1
-        if last == 1 and layer == "c_proj" and self._is_transposed(leaf):
-            return 1
+        if last == 1 and role != "head":
+            is_turned = layer in GPT2 and self._is_transposed(leaf)
+            return int((role in ("in", "up")) != is_turned)
         narrow = next((place for place in places if sizes[place] == width), places[0])
         rest = [place for place in range(last + 1) if place != narrow]
         if role == "in" and last == 2 and narrow == 1 and "einsum" not in layer and not self._norms:
             return last  # nothing tells heads from stacked layers, and these are more common
         if role not in ("in", "out") or len(rest) == 1:
             return rest[-1]
-        of_parts = layer in _FUSED and len(rest) == 2 and sizes[rest[0]] in (2, 3)
+        of_parts = layer in FUSED and len(rest) == 2 and sizes[rest[0]] in (2, 3)
         return rest[-1] if of_parts else rest[-2]
 
     def _is_stacked_flat(self, leaf: _Named) -> bool:
@@ -229,9 +224,9 @@ class _Model:
         )
 
     def _is_transposed(self, leaf: _Named) -> bool:
-        """Whether the layers beside it have their outputs first, as GPT-2's of Hugging Face."""
+        """Whether these layers have their outputs first, as Hugging Face's GPT-2 for Flax."""
         beside = self._beside[leaf.above]
-        kernels = [other for name in ("c_attn", "c_fc") for other in beside.get(name, ())]
+        kernels = [other for name in GPT2[:2] for other in beside.get(name, ())]
         return any(len(o.shape) == 2 and o.shape[0] > o.shape[1] for o in kernels)
 
     def _units(self, leaf: _Named, role: Role, size: int, rank: int) -> int:
@@ -241,7 +236,7 @@ class _Model:
         norms = [
             other.shape[-1]
             for name, others in self._beside[leaf.above].items()
-            if _is_head_norm(name)
+            if is_norm_of_heads(name)
             for other in others
         ]
         known = norms and not size % norms[0]
@@ -277,7 +272,7 @@ class _Model:
         found: dict[tuple[str, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
         for leaf in self._leaves:
             is_wanted = leaf.own != "bias" and len(leaf.shape) in (1, 2)
-            if is_wanted and _is_norm(leaf) and not _is_head_norm(leaf.layer):
+            if is_wanted and is_norm(leaf.layer) and not is_norm_of_heads(leaf.layer):
                 for end in range(len(leaf.above) + 1):
                     found[leaf.above[:end]][leaf.shape] += 1
         return found
@@ -288,7 +283,9 @@ class _Model:
         return [
             leaf.shape
             for leaf in self._leaves
-            if len(leaf.shape) == 2 and self._role(leaf) == "embed" and not _is_of_places(leaf)
+            if len(leaf.shape) == 2
+            and self._role(leaf) == "embed"
+            and not any(map(is_of_positions, leaf.names[-2:]))
         ]
 
     @cached_property
@@ -309,7 +306,7 @@ class _Model:
             elif len(leaf.shape) - (stacked is not None) in (2, 3):
                 together[leaf.above].append(leaf)
         for group in together.values():
-            group.sort(key=lambda leaf: _natural(leaf.layer))
+            group.sort(key=lambda leaf: natural_order(leaf.layer))
             found |= self._attention_by_shape(group)
             found |= self._chains(group)
         return found
@@ -330,7 +327,7 @@ class _Model:
     def _chains(self, group: Sequence[_Named]) -> dict[str, tuple[Cut, ...]]:
         """Pairs of kernels of which one takes what the other gives: Dense_0 and Dense_1."""
         found: dict[str, tuple[Cut, ...]] = {}
-        pairs = iter(zip(group, group[1:], strict=False))
+        pairs = pairwise(group)
         for first, second in pairs:
             ordered = self._as_pair(first, second)
             if ordered is None:
@@ -378,15 +375,6 @@ class _Model:
                 yield leaf.leaf.path, (Cut(dimension, units),)
 
 
-def _names(path: str) -> tuple[str, ...]:
-    """The names on a path, without the one that Linen's boxes add."""
-    names = path.split("/")
-    boxed = {*_OWN, *_IN, *_OUT, *_UP, *_DOWN}
-    if len(names) > 1 and names[-1] == "value" and names[-2] in boxed:
-        names.pop()
-    return tuple(names)
-
-
 def _role_of_dense(above: Sequence[str], *, in_attention: bool) -> Role | None:
     parent = above[-1].lower() if above else ""
     if parent == "intermediate":
@@ -394,27 +382,3 @@ def _role_of_dense(above: Sequence[str], *, in_attention: bool) -> Role | None:
     if parent == "output":
         return "out" if len(above) > 1 and "attention" in above[-2].lower() else "down"
     return "out" if in_attention else None
-
-
-def _is_norm(leaf: _Named) -> bool:
-    layer = leaf.layer.lower()
-    return "norm" in layer or re.fullmatch(r"ln(_?\w{1,3})?|ln_\w+", layer) is not None
-
-
-def _is_head_norm(layer: str) -> bool:
-    """Whether a norm is over a head, or over something else that is not the model's width."""
-    return re.search(r"(^|_)(q|k|v|kv|query|key|value|head)_?(layer)?norm", layer.lower()) is not None
-
-
-def _is_of_places(leaf: _Named) -> bool:
-    """Whether an embedding is of positions or kinds, rather than of words."""
-    names: Iterable[str] = (leaf.layer.lower(), leaf.names[-1].lower())
-    return any("pos" in name or "type" in name or name == "wpe" for name in names)
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key by which Dense_10 comes after Dense_2."""
-    return [
-        (not part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split(r"(\d+)", name)
-    ]
