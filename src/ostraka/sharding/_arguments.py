@@ -7,7 +7,11 @@ from typing import Any
 
 from ostraka.errors import InvalidTree
 
-_NEEDED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NEEDED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
 
 
 def check_function(model_fn: Any) -> None:
@@ -36,12 +40,14 @@ def check_function(model_fn: Any) -> None:
 
 
 def _required(function: Any) -> list[str]:
+    is_class = isinstance(function, type)
     try:
-        parameters = inspect.signature(function).parameters.values()
+        # Flax's classes are called by a metaclass, which takes anything.
+        found = inspect.signature(function.__init__ if is_class else function)
     except (TypeError, ValueError):  # some builtins have none
         return []
-    kinds = (*_NEEDED, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    parameters = list(found.parameters.values())[is_class:]
+    return [p.name for p in parameters if p.kind in _NEEDED and p.default is p.empty]
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -186,14 +186,20 @@ def decide_by_paths(entries: Mapping[str, Any], known: Sequence[str]) -> Decisio
     unknown = [
         Finding("error", path, f"specs has {path!r}, which is no leaf{nearest(path, known)}")
         for path, spec in entries.items()
-        # An empty tuple may be a spec, or a tuple without leaves.
-        if path not in names and spec not in ((), [])
+        if path not in names and not _may_be_a_tuple(spec)
     ]
 
     def decide(leaf: ShapedLeaf) -> Any:
         return next((entries[name] for name in _above(leaf.path) if name in entries), NOTHING)
 
     return Decision(decide, tuple(unknown), entries)
+
+
+def _may_be_a_tuple(spec: Any) -> bool:
+    """Whether what looks like a spec without axes may mirror a tuple or list without leaves."""
+    if not isinstance(spec, tuple | list):
+        return False
+    return all(entry is None or entry in ((), []) for entry in cast("Sequence[Any]", spec))
 
 
 def is_pattern(key: str) -> bool:

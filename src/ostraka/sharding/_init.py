@@ -16,6 +16,7 @@ from ostraka._spec import partition_problems
 from ostraka.errors import InvalidSharding, InvalidTree
 from ostraka.sharding._arguments import check_function, check_optimizer
 from ostraka.sharding._check import settle_checked
+from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
 from ostraka.sharding._mesh import as_mesh, has_explicit_axes, make_mesh, mesh_spec, mesh_to_use
@@ -39,7 +40,8 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say.
+    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say, or
+    the arrays if they are made with explicit shardings.
     The optimizer's arrays lie as the parameters that they belong to, also where they have only some
     of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
     Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
@@ -145,15 +147,26 @@ def _maker(
 def _settle_model(
     model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
 ) -> dict[str, PartitionSpec]:
-    if rules is None and all(leaf.named is None for leaf in leaves):
+    if rules is None and not any(map(_says_itself, leaves)):
         raise InvalidSharding(
             "no variable of the model says how it is cut (out_sharding): give rules, such as "
             'fsdp("data")'
         )
-    settled = "metadata" if rules is None else rules
-    specs, findings = settle_checked(parse_state(model), settled, mesh)
+    own = combine("metadata", _traced_spec)
+    specs, findings = settle_checked(parse_state(model), own if rules is None else rules, mesh)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
+
+
+def _says_itself(leaf: ArrayLeaf) -> bool:
+    return leaf.named is not None or _traced_spec(leaf.value) is not None
+
+
+def _traced_spec(value: Any) -> PartitionSpec | None:
+    """How an array is cut that was traced under Explicit axes, if it is."""
+    sharding = getattr(value, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return spec if any(spec) else None
 
 
 def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:

@@ -142,13 +142,11 @@ class _Model:
         if name in OUT_OF_HEADS:
             return "down" if not in_attention and INTO_HIDDEN & beside.keys() else "out"
         tables: tuple[tuple[frozenset[str], Role], ...] = (
-            *(
-                (INTO_HEADS, "in"),
-                (INTO_HIDDEN, "up"),
-                (OUT_OF_HIDDEN, "down"),
-                (INTO_WORDS, "head"),
-                (OUT_OF_WORDS, "embed"),
-            ),
+            (INTO_HEADS, "in"),
+            (INTO_HIDDEN, "up"),
+            (OUT_OF_HIDDEN, "down"),
+            (INTO_WORDS, "head"),
+            (OUT_OF_WORDS, "embed"),
         )
         return next((role for names, role in tables if name in names), None)
 
