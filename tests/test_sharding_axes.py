@@ -161,7 +161,7 @@ def test_a_plain_model_trains_after_a_restore_in_a_new_process(kind: str, tmp_pa
     (result,) = run_processes(
         restored_losses, str(tmp_path / "step"), kind, processes=1, devices_per_process=8
     )
-    assert result.value == {way: expected for way in ("like", "into", "no template")}
+    assert result.value == dict.fromkeys(["like", "into", "no template"], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,12 +233,14 @@ def test_explicit_axes_that_are_meant():
 def test_explicit_axes_stay_where_such_a_mesh_is_set():
     """JAX refuses arrays of other axes there, so that Auto ones would not work at all."""
     mesh = mesh_of("explicit")
-    with jax.set_mesh(mesh), pytest.warns(ExplicitAxes, match="jax.set_mesh has set such a mesh"):
-        model = init(plain, mesh, fsdp())
+    with jax.set_mesh(mesh):
+        with pytest.warns(ExplicitAxes, match=r"jax\.set_mesh has set such a mesh"):
+            model = init(plain, mesh, fsdp())
         assert model.up.kernel[...].sharding.mesh == mesh
         assert float(jnp.sum(model.norm.scale[...])) == 32
-    with jax.set_mesh(make_mesh(mesh)), pytest.warns(ExplicitAxes, match="with Auto axes"):
-        model = init(plain, mesh, fsdp())
+    with jax.set_mesh(make_mesh(mesh)):
+        with pytest.warns(ExplicitAxes, match="with Auto axes"):
+            model = init(plain, mesh, fsdp())
         assert model.up.kernel[...].sharding.mesh == make_mesh(mesh)
 
 
@@ -346,8 +348,8 @@ def test_the_axis_of_tensor_parallel(sizes: dict[str, int], axis: str):
 
 def test_an_axis_that_can_not_be_told():
     message = (
-        r"fsdp\(\) can't tell which axis of the mesh \(x=2, y=4\) to cut along, since none is named "
-        r"fsdp, data or dp: name it, as in fsdp\('x'\)"
+        r"fsdp\(\) can't tell which axis of the mesh \(x=2, y=4\) to cut along, since none is "
+        r"named fsdp, data or dp: name it, as in fsdp\('x'\)"
     )
     with pytest.raises(InvalidSharding, match=message):
         check(plain(), fsdp(), {"x": 2, "y": 4})
@@ -367,8 +369,7 @@ def adamw() -> None:
         (
             nnx.Linear,
             None,
-            r"Linear needs in_features, out_features, rngs: give lambda: Linear\(in_features=…, "
-            r"out_features=…, rngs=nnx.Rngs\(0\)\)",
+            r"Linear needs in_features, out_features, rngs: give lambda: Linear\(in_features=…, ",
         ),
         (plain(), None, r"model_fn is a Plain that is made already: .* with sharding.place"),
         ("model", None, "model_fn is a str; it must be a function that makes the model"),

@@ -101,7 +101,7 @@ class _Model:
             role = self._role(leaf)
             if role is not None:
                 found[leaf.leaf.path] = self._cuts_of(leaf, role)
-            elif leaf.own in KERNELS or not leaf.own:
+            elif leaf.own in KERNELS and leaf.layer not in ("gate", "router"):
                 rest.append(leaf)
         found |= self._by_shape(rest)
         return found | dict(self._separate_biases(found))
