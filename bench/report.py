@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ COLOURS = {
     "bare": "#b8b8b8",
     "in_turn": "#8f8f8f",
 }
-TITLE_INCHES = 0.5
+YARDSTICK = "orbax"
+"""What the picture compares with, as it is when nobody sets anything."""
+BAR_INCHES = 0.15
+GAP_INCHES = 0.14
+TITLE_INCHES = 0.6
 
 
 def write_results(folder: Path, rows: list[Row], run: dict[str, Any]) -> None:
@@ -99,61 +104,100 @@ def _bullets(run: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, rows: list[Row]) -> None:
-    """One panel a row, bars of medians on a log scale, dots for the single rounds."""
-    import matplotlib as mpl
+    """Draw the picture of a run, if Orbax was measured."""
+    figure = make_figure(rows)
+    if figure is not None:
+        figure.savefig(path, dpi=130)
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    shown = [row for row in rows if row.values]
+def make_figure(rows: list[Row]) -> Any:
+    """One row for each work that Orbax does, too: how many times as fast each one is as Orbax.
+
+    The axis is linear and begins at 0, so that a bar twice as long is twice as fast.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.unit == "s" and row.values.get(YARDSTICK)]
     if not shown:
-        return
-    columns = min(2, len(shown))
-    lines = -(-len(shown) // columns)
-    height = 2.3 * lines + TITLE_INCHES
-    figure, axes = plt.subplots(lines, columns, figsize=(6.5 * columns, height), squeeze=False)
-    for axis, row in zip(axes.flat, shown, strict=False):
-        _draw_row(axis, row)
-    for axis in list(axes.flat)[len(shown) :]:
-        axis.set_visible(False)
-    figure.suptitle("Ostraka, Orbax, PyTorch DCP and bare I/O (log scale; shorter is better)")
-    figure.tight_layout(rect=(0, 0, 1, 1 - TITLE_INCHES / height))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _label(row: Row, name: str) -> str:
-    """The median, and how often Ostraka's goes into it."""
-    ours, value = median(row, "ostraka"), median(row, name)
-    if name == "ostraka" or not ours or not value:
-        return show(row, name)
-    ratio = value / ours
-    words = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
-    return f"{show(row, name)}  ({words}×)"
-
-
-def _draw_row(axis: Any, row: Row) -> None:
-    names = [name for name in NAMES if row.values.get(name)]
-    divisor = 2**20 if row.unit == "bytes" else 1
-    middles = [max((median(row, name) or 0) / divisor, 1e-3) for name in names]
-    places = range(len(names))
-    axis.barh(places, middles, color=[COLOURS[name] for name in names], height=0.7)
-    for place, name, middle in zip(places, names, middles, strict=True):
-        dots = [max(value / divisor, 1e-3) for value in row.values[name]]
-        axis.plot(dots, [place] * len(dots), ".", color="black", markersize=3, alpha=0.6)
-        axis.annotate(
-            _label(row, name),
-            (max([middle, *dots]), place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axis.set_yticks(places, [NAMES[name] for name in names], fontsize=8)
+        return None
+    bars = sum(len(_contenders(row)) for row in shown)
+    height = BAR_INCHES * bars + GAP_INCHES * len(shown) + TITLE_INCHES
+    figure = Figure(figsize=(8.6, height))
+    axis = figure.subplots()
+    _draw_rows(axis, shown)
+    axis.axvline(1, color=COLOURS[YARDSTICK], linewidth=1.5, zorder=3)
+    axis.set_xlim(0, axis.dataLim.xmax * 1.13)
     axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlim(min(middles) / 3, max(max(row.values[n]) / divisor for n in names) * 10)
-    axis.set_title(row.title, fontsize=9)
-    axis.tick_params(axis="x", labelsize=7)
-    axis.set_xlabel({"bytes": "MiB", "ratio": "ratio"}.get(row.unit, "seconds"), fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(y=0.01)
+    axis.set_xlabel(
+        "times as fast as Orbax; a thin line goes from the slowest round to the fastest", fontsize=9
+    )
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    axis.legend(handles=_legend(shown), loc="lower right", fontsize=8, frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _contenders(row: Row) -> list[str]:
+    """Those that get a bar, in the order of the table."""
+    return [name for name in NAMES if name != YARDSTICK and row.values.get(name)]
+
+
+def _draw_rows(axis: Any, rows: list[Row]) -> None:
+    place = 0.0
+    ticks: list[float] = []
+    for row in rows:
+        names = _contenders(row)
+        places = [place + BAR_INCHES * number for number in range(len(names))]
+        ticks.append(places[0] + BAR_INCHES * (len(names) - 1) / 2)
+        for at, name in zip(places, names, strict=True):
+            _draw_bar(axis, at, row, name)
+        place = places[-1] + BAR_INCHES + GAP_INCHES
+    axis.set_yticks(ticks, [row.title for row in rows], fontsize=8)
+
+
+def _draw_bar(axis: Any, place: float, row: Row, name: str) -> None:
+    """The ratio of the medians, with the range of the rounds."""
+    ratio = _times_as_fast(row, name)
+    yardstick = median(row, YARDSTICK)
+    assert ratio is not None
+    assert yardstick is not None
+    axis.barh(place, ratio, color=COLOURS[name], height=BAR_INCHES * 0.86)
+    rounds = [yardstick / value for value in row.values[name]]
+    axis.plot([min(rounds), max(rounds)], [place, place], color="black", linewidth=0.6, alpha=0.6)
+    words = f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
+    axis.annotate(
+        f"{words}  {show(row, name)}" if name == "ostraka" else words,
+        (max(ratio, *rounds), place),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        fontweight="bold" if name == "ostraka" else "normal",
+    )
+
+
+def _times_as_fast(row: Row, name: str) -> float | None:
+    ours, yardstick = median(row, name), median(row, YARDSTICK)
+    return yardstick / ours if ours and yardstick else None
+
+
+def _legend(rows: list[Row]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    there = {name for row in rows for name in _contenders(row)}
+    bars = [Patch(color=COLOURS[name], label=NAMES[name]) for name in NAMES if name in there]
+    return [*bars, Line2D([], [], color=COLOURS[YARDSTICK], linewidth=1.5, label="Orbax, 1×")]
+
+
+def main() -> None:
+    """Draw the picture of a run anew: `python -m bench.report [FOLDER]`."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "bench/results")
+    document = json.loads((folder / "results.json").read_text())
+    draw(folder / "results.png", [Row(**row) for row in document["rows"]])
+
+
+if __name__ == "__main__":
+    main()

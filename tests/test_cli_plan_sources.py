@@ -81,7 +81,7 @@ def test_a_checkpoint_saved_anew_in_a_dtype(tmp_path: Path, checkpoint: Path, dt
     ("arguments", "message"),
     [
         (["--mesh", "data=4,model=2", "--dtype", "int8"], "no floating-point dtype 'int8'"),
-        (["--mesh", "x=8"], "has no axis 'data'; without --rules everything is cut as it was"),
+        (["--mesh", "x=8"], "has no axis 'data'; without rules everything is cut as it was"),
         (["--onto", "x=8"], "has no axis 'data'; a restore keeps the specs: name the axes as"),
         (["--onto", "data=3,model=2"], "into 3 parts along data of the mesh (data=3, model=2); a"),
         (["--compare", "--rules 'x"], "has a quote that is not closed"),

@@ -5,12 +5,14 @@ lacks come out as their bits, bfloat16 as uint16 and float8 as uint8; int4 comes
 """
 
 import ast
+import enum
 import json
 import math
 import re
 import shutil
+import struct
 from base64 import b64decode
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from pathlib import Path
@@ -22,7 +24,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
-from jax.sharding import Mesh, NamedSharding
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
@@ -73,6 +76,7 @@ class Reader:
         self.layouts = [
             (layout["grid"], read_runs(layout["owners"])) for layout in self.metadata["layouts"]
         ]
+        self.variables: dict[str, Any] = {}
         self.entries = self._find_entries()
         self.files = self._read_file_table()
         self.indexes = {p: self._read_index(p, *rest) for p, *rest in self.metadata["indexes"]}
@@ -199,34 +203,62 @@ class Reader:
         arrays = self.read_arrays()
         paths: list[tuple[int, str]] = []
         tree = self._build(self.metadata["tree"], "", arrays, paths)
-        assert sorted(paths) == [
-            (number, leaf["path"]) for number, leaf in enumerate(self.metadata["leaves"])
-        ]
+        expected = {(number, leaf["path"]) for number, leaf in enumerate(self.metadata["leaves"])}
+        assert expected <= set(paths)
         return tree
 
     def _build(self, node: Any, path: str, arrays: list[Any], paths: list[tuple[int, str]]) -> Any:
         if isinstance(node, int):
             paths.append((node, path or "."))
             return arrays[node]
+        if node is not None and "same_as" in node:
+            return self._build(self.variables[node["same_as"]], path, arrays, paths)
         if node is None or "items" not in node:
             return decode_value(node)
-        (kind,) = node.keys() - {"items", "keys", "static"}
-        keys = node.get("keys")
-        if keys is None:
-            keys = node[kind] if "dict" in kind else list(range(len(node["items"])))
+        if "kept" in node:
+            return None
+        if "nnx" in node or "variable" in node:
+            if "variable" in node:
+                self.variables[path] = node
+            (item,) = node["items"]
+            return self._build(item, path, arrays, paths)
+        (kind,) = node.keys() - {"items", "keys", "static", "factory"}
+        encoded = node.get("keys")
+        if encoded is None:
+            is_keyed = "dict" in kind or kind == "state"
+            encoded = node[kind] if is_keyed else list(range(len(node["items"])))
+        keys = [decode_key(key) for key in encoded]
         items = [
-            self._build(item, join(path, key), arrays, paths)
-            for key, item in zip(keys, node["items"], strict=True)
+            self._build(item, join(path, show_key(key)), arrays, paths)
+            for key, item in zip(encoded, node["items"], strict=True)
         ]
         if kind in ("list", "tuple"):
             return items if kind == "list" else tuple(items)
         static = {name: decode_value(value) for name, value in node.get("static", {}).items()}
-        assert kind in ("dict", "ordered_dict", "namedtuple", "dataclass", "node")
+        known = ("dict", "ordered_dict", "defaultdict", "namedtuple", "dataclass", "node", "state")
+        assert kind in known
         return dict(zip(keys, items, strict=True)) | static
 
 
-def join(path: str, key: str | int) -> str:
-    text = str(key).replace("~", "~0").replace("/", "~1")
+def decode_key(key: Any) -> Any:
+    return decode_value(key) if isinstance(key, dict) else key
+
+
+def show_key(key: Any) -> str:
+    """How a key is written in a path."""
+    if not isinstance(key, dict):
+        return str(key)
+    ((kind, content),) = key.items()
+    if kind == "enum":
+        return f"{content[1].rpartition('.')[2]}.{content[2]}"
+    if kind == "tuple":
+        texts = [repr(k["str"]) if k and "str" in k else show_key(k) for k in content]
+        return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+    return str(decode_value(key))
+
+
+def join(path: str, key: str) -> str:
+    text = key.replace("~", "~0").replace("/", "~1")
     if key == "__metadata__":
         text = "~2__metadata__"
     return f"{path}/{text}" if path else text or "~"
@@ -244,6 +276,22 @@ def decode_value(node: Any) -> Any:
         return complex(*map(float.fromhex, content))
     if kind == "bytes":
         return b64decode(content)
+    if kind == "float64":
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    if kind == "complex128":
+        return complex(*struct.unpack(">dd", bytes.fromhex(content)))
+    if kind == "surrogates":
+        return b64decode(content).decode(errors="surrogatepass")
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)(map(decode_value, content))
+    if kind == "mapping":
+        return {decode_value(key): decode_value(value) for key, value in content}
+    if kind == "enum":
+        return decode_value(content[3])
+    if kind == "numpy":
+        dtype, data = content
+        is_text = dtype in ("str_", "bytes_")
+        return decode_value(data) if is_text else decode(bytes.fromhex(data), dtype, 1)[0]
     assert kind in ("bool", "str")
     return content
 
@@ -469,6 +517,66 @@ def test_containers_and_values(tmp_path: Path):
     }
     ostraka.save(tmp_path / "c", tree, metadata={"note": ["é", 1.5, None]})
     assert check(tmp_path / "c", tree).metadata["user"] == {"note": ["é", 1.5, None]}
+
+
+class Shade(enum.Enum):
+    DARK = "dark"
+
+
+def test_keys_of_every_kind_and_values_that_json_lacks(tmp_path: Path):
+    keys = [True, 2.5, None, (), ("kernel", ("u", 1)), b"k", 1j, np.int32(3), np.str_("s")]
+    minus_nan = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    tree = {
+        "keys": {key: count((number,)) for number, key in enumerate(keys)},
+        "enum": {Shade.DARK: count((2,))},
+        "default": defaultdict(list, {"a": 1}),
+        "nan": minus_nan,
+        "complex": complex(0.0, minus_nan),
+        "text": "\ud83d\ude00",
+    }
+    ostraka.save(tmp_path / "c", tree)
+    read = Reader(tmp_path / "c").read_tree()
+    assert struct.pack(">d", read.pop("nan")) == struct.pack(">d", tree.pop("nan"))
+    number = tree.pop("complex").imag
+    assert struct.pack(">d", read.pop("complex").imag) == struct.pack(">d", number)
+    tree["enum"] = {"dark": count((2,))}
+    assert_same(read, tree)
+
+
+def test_what_is_at_several_places(tmp_path: Path):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    array = count((4,))
+    tree = {"model": model, "kernels": [model.kernel], "a": array, "b": [array, len]}
+    ostraka.save(tmp_path / "c", tree)
+    reader = Reader(tmp_path / "c")
+    read = reader.read_tree()
+    assert [leaf["path"] for leaf in reader.metadata["leaves"]] == [
+        "model/bias",
+        "model/kernel",
+        "a",
+    ]
+    assert reader.metadata["tree"]["items"][1]["items"] == [{"same_as": "model/kernel"}]
+    assert read["kernels"][0] is read["model"]["kernel"]
+    assert read["a"] is read["b"][0]
+    assert read["b"][1] is None
+
+
+def test_how_arrays_lay(tmp_path: Path):
+    pinned = SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
+    tree = {
+        "free": jnp.zeros(2),
+        "weak": jnp.asarray(2.0),
+        "pinned": jax.device_put(count((2,)), pinned),
+    }
+    ostraka.save(tmp_path / "c", tree)
+    leaves = {leaf["path"]: leaf for leaf in check(tmp_path / "c", tree).metadata["leaves"]}
+    assert {path: leaf.get("uncommitted") for path, leaf in leaves.items()} == {
+        "free": True,
+        "weak": True,
+        "pinned": None,
+    }
+    assert [path for path, leaf in leaves.items() if leaf.get("weak")] == ["weak"]
+    assert {leaf.get("memory") for leaf in leaves.values()} == {None, "pinned_host"}
 
 
 @pytest.mark.parametrize("tree", [count((3, 2)), {}, 7, [None]])

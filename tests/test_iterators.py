@@ -198,7 +198,7 @@ def test_each_process_has_its_own_position(tmp_path: Path):
     counter = Counter(5)
     match = (
         "'own': each of the 2 processes that saved it had a state of its own; this run has 1: "
-        "restore with as many, or leave it out of `like` and set its position yourself"
+        "restore with as many, or leave it out with only='!own' and set its position yourself"
     )
     with pytest.raises(Mismatch, match=match):
         ostraka.restore(path, like={"data": make_dataset(), "own": counter})

@@ -498,14 +498,14 @@ def test_a_template_of_another_model(tmp_path: Path):
 
 def test_the_class_instead_of_a_model(tmp_path: Path):
     ostraka.save(tmp_path / "c", {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
-    with pytest.raises(Mismatch, match="'model' is not in the checkpoint"):
+    with pytest.raises(InvalidTree, match="the class Linear itself at 'model', not an instance"):
         ostraka.restore(tmp_path / "c", like={"model": nnx.Linear})
 
 
 def test_a_model_in_the_place_of_its_optimizer(tmp_path: Path):
     model, optimizer = trained()
     ostraka.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    with pytest.raises(Mismatch, match="'optimizer/first/kernel' is not in the checkpoint"):
+    with pytest.raises(Mismatch, match=r"'optimizer/first' \(2 leaves\) is not in the checkpoint"):
         ostraka.restore(tmp_path / "c", like={"optimizer": model})
 
 
@@ -513,7 +513,7 @@ def test_another_optimizer(tmp_path: Path):
     model, optimizer = trained()
     ostraka.save(tmp_path / "c", {"optimizer": optimizer})
     like = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
-    with pytest.raises(Mismatch, match="'optimizer/opt_state/0/trace/\\S+' is not in the checkpo"):
+    with pytest.raises(Mismatch, match=r"'optimizer/opt_state/0/trace' \(12 leaves\) is not in"):
         ostraka.restore(tmp_path / "c", like={"optimizer": like})
 
 

@@ -27,7 +27,7 @@ from nnx_models import (
     train,
     trained,
 )
-from ostraka.errors import InvalidTree, Mismatch, PartialRestore
+from ostraka.errors import Mismatch, PartialRestore
 
 
 def mesh_of(*sizes: int) -> Any:
@@ -247,7 +247,7 @@ def test_in_place_restores_a_state_and_a_variable(saved: Any):
     target = make_block(1)
     params = nnx.state(target, nnx.Param)  # the model's own variables
     with pytest.warns(
-        PartialRestore, match="'model/norm/mean' is in the checkpoint but not in"
+        PartialRestore, match="left out 5 leaves of the checkpoint .*'model/norm/mean'"
     ) as seen:
         ostraka.restore(path, into={"model": params}, strict=False)
     assert seen[0].filename == __file__
@@ -313,10 +313,8 @@ def test_in_place_changes_nothing_if_it_does_not_fit(saved: Any):
     assert bits(target) == before
 
 
-def test_in_place_needs_something_to_change(tmp_path: Path):
+def test_in_place_or_like_a_template_not_both(tmp_path: Path):
     ostraka.save(tmp_path / "c", {"x": jnp.ones(2)})
-    with pytest.raises(InvalidTree, match="leaf 'x' is not part of one: leave it out, or use"):
-        ostraka.restore(tmp_path / "c", into={"x": jnp.zeros(2)})
     with pytest.raises(ValueError, match="give like= or into=, not both"):
         ostraka.restore(tmp_path / "c", into={"x": 1}, like={"x": 1})
 
@@ -342,7 +340,7 @@ def test_in_place_restores_only_what_was_asked_for(tmp_path: Path, only: str):
 def test_in_place_keeps_what_the_checkpoint_lacks(tmp_path: Path):
     ostraka.save(tmp_path / "c", {"layer": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
     target = Tables(10)
-    with pytest.warns(PartialRestore, match="'kept' is not in the checkpoint and was kept"):
+    with pytest.warns(PartialRestore, match="kept 2 leaves .* does not have .'kept', 'taken'."):
         ostraka.restore(tmp_path / "c", into=target, strict=False)
     assert np.array_equal(target.kept, np.arange(3) + 10)
     assert np.array_equal(target.taken, np.arange(3) + 10)
@@ -426,7 +424,7 @@ def test_only_parameters_of_a_state_that_has_more(saved: Any):
     like = {"model": nnx.state(make_block(1), nnx.Param)}
     with pytest.raises(Mismatch, match="'model/norm/mean' is in the checkpoint but not in `like`"):
         ostraka.restore(path, like=like)
-    with pytest.warns(PartialRestore, match="'model/norm/mean' is in the checkpoint but not in"):
+    with pytest.warns(PartialRestore, match="left out 5 leaves of .*'model/norm/mean'"):
         restored = ostraka.restore(path, like=like, strict=False)
     assert bits(restored["model"]) == bits(nnx.state(model, nnx.Param))
 
@@ -485,10 +483,10 @@ class Grown(Block):
 def test_a_model_that_has_grown(saved: Any):
     path, model, _ = saved
     like = Grown(rngs=nnx.Rngs(1))
-    with pytest.raises(Mismatch, match="'model/head/kernel' is not in the checkpoint"):
+    with pytest.raises(Mismatch, match=r"'model/head' \(2 leaves\) is not in the checkpoint"):
         ostraka.restore(path, like={"model": like})
     with pytest.warns(
-        PartialRestore, match="'model/head/bias' is not in .* and was kept"
+        PartialRestore, match="kept 2 leaves that the checkpoint does not have .'model/head/bias'"
     ) as caught:
         restored = ostraka.restore(path, like={"model": like}, strict=False)["model"]
     assert len(caught) == 1
@@ -496,24 +494,28 @@ def test_a_model_that_has_grown(saved: Any):
     assert bits(restored.head) == bits(like.head)
     assert bits(restored.layers) == bits(model.layers)
     abstract = nnx.eval_shape(lambda: Grown(rngs=nnx.Rngs(1)))
-    with pytest.raises(Mismatch, match="'model/head/bias' .* `like` has no value to keep for it"):
+    with pytest.raises(
+        Mismatch, match="'model/head/bias': it is not in .* no value to keep for it"
+    ):
         ostraka.restore(path, like={"model": abstract}, strict=False)
 
 
 def test_a_model_that_has_shrunk(tmp_path: Path):
     model = Grown(rngs=nnx.Rngs(0))
     ostraka.save(tmp_path / "c", model)
-    with pytest.raises(Mismatch, match="'head/bias' is in the checkpoint but not in `like`"):
+    with pytest.raises(Mismatch, match=r"'head' \(2 leaves\) is in the checkpoint but not"):
         ostraka.restore(tmp_path / "c", like=make_block(1))
-    with pytest.warns(PartialRestore, match="'head/bias' is in the checkpoint but not in `like`"):
+    with pytest.warns(PartialRestore, match="left out 2 leaves of the checkpoint .'head/bias'"):
         restored = ostraka.restore(tmp_path / "c", like=make_block(1), strict=False)
     assert bits(restored.layers) == bits(model.layers)
 
 
-def test_strict_false_tolerates_no_other_shape_or_dtype(saved: Any):
+def test_strict_false_tolerates_no_other_dtype(saved: Any):
     path, _, _ = saved
-    with pytest.raises(Mismatch, match="saved with shape"):
-        ostraka.restore(path, like={"model": Block(16, rngs=nnx.Rngs(0))}, strict=False)
+    like = nnx.state(make_block(1))
+    other = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, like)
+    with pytest.raises(Mismatch, match="saved as float32, `like` has bfloat16"):
+        ostraka.restore(path, like={"model": other}, strict=False)
 
 
 # Other names

@@ -274,8 +274,6 @@ def test_a_checkpoint_is_its_own_plan(tmp_path: Path):
     ostraka.save(tmp_path / "c", live(0))
     assert_as_planned(plan(tmp_path / "c"), tmp_path / "c")
     assert plan(str(tmp_path / "c")).write == plan(live(0)).write
-    with pytest.raises(ValueError, match="planned as it is; ask plan"):
-        plan(tmp_path / "c", processes=3)
 
 
 # Restoring
@@ -410,7 +408,7 @@ def test_arguments_that_make_no_sense():
         plan(tree, mesh={"data": 4}, processes=3)
     with pytest.raises(ValueError, match="specs needs mesh="):
         plan(tree, specs=P())
-    with pytest.raises(TypeError, match="mesh is a int; it must be"):
+    with pytest.raises(TypeError, match="mesh is 8, sizes without names"):
         plan(tree, mesh=8)
     with pytest.raises(ValueError, match="the mesh axis 'data' has the size 0"):
         plan(tree, mesh={"data": 0})
@@ -437,4 +435,4 @@ def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str
     text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text("utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     exec(compile(block, "docs/planner.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 8

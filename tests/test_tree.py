@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ostraka
-from ostraka import _document, _format
+from ostraka import _format, _plain
 from ostraka.errors import InvalidTree, Mismatch, OstrakaError
 from ostraka.storage import MemoryStore
 
@@ -477,7 +477,6 @@ class Dict(dict):
         (object(), "builtins.object"),
         ({1, 2}, "builtins.set"),
         (range(3), "builtins.range"),
-        (len, "builtins.builtin_function_or_method"),
         (datetime.date(2020, 1, 1), "datetime.date"),
         (decimal.Decimal(1), "decimal.Decimal"),
         (bytearray(b"x"), "builtins.bytearray"),
@@ -519,20 +518,55 @@ def test_a_masked_array_would_lose_its_mask():
 
 
 @pytest.mark.parametrize(
-    "key", [1.5, None, (1, 2), b"k", True, frozenset(), np.int64(3), Text("x")]
+    "key", [frozenset(), Text("x"), object(), len, (1, (2, frozenset())), np.datetime64(1, "s")]
 )
 def test_a_key_of_another_type_is_named_with_its_path(key):
-    with pytest.raises(InvalidTree, match="the dict at 'a/0' has the key .* of type"):
+    with pytest.raises(InvalidTree, match="the container at 'a/0' has the key .* keys must be"):
         round_trip({"a": [{key: 1}]})
 
 
+class Size(str, enum.Enum):  # noqa: UP042
+    LARGE = "large"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        1.5,
+        float("-inf"),
+        None,
+        (),
+        (1, ("a/b", None)),
+        b"k",
+        True,
+        1j,
+        np.int64(3),
+        np.float32(0.1),
+        np.bool_(False),
+        np.str_("x"),
+        Colour.RED,
+        Size.LARGE,
+        (Colour.RED, np.int8(1)),
+        10**30,
+    ],
+    ids=repr,
+)
+def test_a_key_of_any_plain_kind_comes_back(key):
+    tree = {"a": [{key: np.arange(2)}], "b": OrderedDict([(key, 1)])}
+    for restored in (round_trip(tree), round_trip(tree, like=tree)):
+        (found,) = restored["a"][0]
+        assert type(found) is type(key)
+        assert found == key
+        assert_same(restored["b"], tree["b"])
+
+
 def test_a_key_of_another_type_at_the_top_is_named():
-    with pytest.raises(InvalidTree, match=r"the dict at '\.' has the key 1.5 of type float"):
-        round_trip({1.5: 1})
+    with pytest.raises(InvalidTree, match=r"the container at '\.' has the key frozenset"):
+        round_trip({frozenset(): 1})
 
 
 def test_a_key_that_is_no_unicode_is_named():
-    with pytest.raises(InvalidTree, match="the dict at 'a' has a key that is not valid Unicode"):
+    with pytest.raises(InvalidTree, match="the container at 'a' has a key that is not valid Un"):
         round_trip({"a": {"\ud800": 1}})
 
 
@@ -598,14 +632,13 @@ def test_a_tree_that_can_not_be_saved_leaves_nothing(tmp_path):
 
 def test_every_difference_is_told_at_once(place):
     ostraka.save(place, {"a": 1, "b": "text", "c": np.arange(3), "d": None})
-    with pytest.raises(Mismatch, match="for 5 reasons") as caught:
+    with pytest.raises(Mismatch, match="for 4 reasons") as caught:
         ostraka.restore(place, like={"a": 1.0, "b": b"", "c": 3, "e": None})
     told = "\n".join(caught.value.differences)
     for expected in (
         "'a'",
         "'b'",
         "'c'",
-        "'d' is in the checkpoint",
         "'e' is not in the checkpoint",
     ):
         assert expected in told
@@ -848,6 +881,6 @@ def test_a_deep_tree_of_ours_comes_back():
 
 def test_encoding_is_json_and_decodes_without_jax():
     for value in (1, 10**40, 1.5, -0.0, 1j, "x", b"\x00", True, None):
-        encoded = _document.encode_value(_document.Leaf("v", value))
+        encoded = _plain.encode_scalar(value)
         again = json.loads(json.dumps(encoded, allow_nan=False))
-        assert_same(_document.decode_value(again), value)
+        assert_same(_plain.decode_scalar(again), value)

@@ -39,7 +39,7 @@ PICTURES = {
     "diff": f"ostraka diff runs/step_00000200 {STEP} 'model/**' --rtol 1e-3",
     "ls": "ostraka ls runs --verify",
     "plan": "ostraka plan llama-3.1-8b --mesh data=16,model=8 --rules fsdp+tp --optimizer adamw "
-    "--write-bandwidth 2GB --read-bandwidth 2GB",
+    "--write-bandwidth 2GB/s --read-bandwidth 2GB/s",
 }
 
 

@@ -7,7 +7,7 @@ restore runs. Nothing is estimated, but where a name says so.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -297,7 +297,7 @@ class ReadAccount:
     ranges: int
     """How many reads that takes."""
     files: int
-    index_processes: tuple[int, ...]
+    index_processes: tuple[int, ...] = field(repr=False)
     """Whose indexes are read, too."""
 
     @property

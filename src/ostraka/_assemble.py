@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+# JAX has no public way to make an array whose dtype is weak, but for a few numbers of Python's.
+from jax._src.lax.lax import _convert_element_type  # pyright: ignore[reportPrivateUsage]
 
 from ostraka._box import Box
 from ostraka._spec import numpy_dtype
@@ -28,6 +32,7 @@ class _Pattern:
     devices: list[Any]
     order: list[int]
     """For each device, which of the boxes it holds."""
+    committed: bool
 
 
 class Assembler:
@@ -46,16 +51,23 @@ class Assembler:
         sharding: Any,
         boxes: tuple[Box, ...],
         arrays: Sequence[Array],
+        *,
+        committed: bool,
+        weak: bool,
     ) -> jax.Array:
         """An array whose boxes, those of this process's devices, are `arrays`."""
-        key = (shape, dtype, sharding, boxes)
+        key = (shape, dtype, sharding, boxes, committed, weak)
         pattern = self._patterns.get(key)
         if pattern is not None:
             shards = [arrays[number] for number in pattern.order]
-            return batched_device_put(pattern.aval, sharding, shards, pattern.devices)
+            return batched_device_put(
+                pattern.aval, sharding, shards, pattern.devices, pattern.committed
+            )
         made = _make(shape, dtype, sharding, boxes, arrays)
+        if not committed or weak:
+            made = _loosen(made, committed=committed, weak=weak)
         if key not in self._patterns:
-            self._patterns[key] = _learn(made, boxes, arrays)
+            self._patterns[key] = _learn(made, boxes, arrays, committed=committed)
         return made
 
 
@@ -77,14 +89,27 @@ def _make(
     )
 
 
-def _learn(made: jax.Array, boxes: tuple[Box, ...], arrays: Sequence[Array]) -> _Pattern | None:
+def convert_weakly(array: jax.Array) -> jax.Array:
+    return cast(jax.Array, _convert_element_type(array, weak_type=True))
+
+
+def _loosen(array: jax.Array, *, committed: bool, weak: bool) -> jax.Array:
+    """The same array, which JAX may move elsewhere, or whose dtype gives way to that of others."""
+    if not committed:
+        array = jnp.asarray(np.asarray(array))
+    return convert_weakly(array) if weak else array
+
+
+def _learn(
+    made: jax.Array, boxes: tuple[Box, ...], arrays: Sequence[Array], *, committed: bool
+) -> _Pattern | None:
     """What can be used again for the next array of this kind; None if nothing can."""
     if batched_device_put is None or not boxes or made.dtype != arrays[0].dtype:
         return None
     numbers = {box: number for number, box in enumerate(boxes)}
     indices = made.sharding.addressable_devices_indices_map(made.shape)
     order = [numbers[_box_of(index, made.shape)] for index in indices.values()]
-    return _Pattern(made.aval, list(indices), order)
+    return _Pattern(made.aval, list(indices), order, committed)
 
 
 def _box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import jax
@@ -13,7 +14,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ostraka import _format, _pattern
 from ostraka._box import Box
-from ostraka._document import Leaf, Stateful, check_unique, encode, encode_state, leaves_of
+from ostraka._document import (
+    Leaf,
+    Stateful,
+    check_unique,
+    encode_checked,
+    encode_state,
+    find_shared,
+    leaves_of,
+)
 from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import (
     DTYPES,
@@ -26,7 +35,7 @@ from ostraka._spec import (
     dtype_name,
     is_floating,
 )
-from ostraka._tree import check_savable, is_array, is_key, parse
+from ostraka._tree import check_savable, is_array, is_key, is_object, parse
 from ostraka._values import (
     CastValue,
     Copy,
@@ -111,9 +120,7 @@ class Captured:
         """
         for number, leaf in enumerate(self.leaves):
             wanted = floating_dtype(dtype, leaf.path)
-            if wanted is None or wanted == leaf.dtype or not leaf.shape:
-                continue
-            if leaf.kind in ("jax", "numpy") and is_floating(leaf.dtype):
+            if wanted is not None and wanted != leaf.dtype and may_cast(leaf):
                 self.values[number] = CastValue(self.values[number], wanted)
                 self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
 
@@ -139,10 +146,23 @@ DtypeRule = Any
 """A dtype for all floating-point arrays, or a mapping from path patterns to dtypes."""
 
 
-def check_dtype_rule(rule: DtypeRule) -> None:
-    """Raise ValueError for a rule that names something else than floating-point dtypes."""
+def check_dtype_rule(rule: DtypeRule, leaves: Sequence[LeafSpec] | None = None) -> None:
+    """Raise ValueError for a rule that names something else than floating-point dtypes.
+
+    And, given the leaves, for a pattern that matches none of those that it can be about.
+    """
     for found in cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]:
         floating_dtype(found, "")
+    if leaves is None or not isinstance(rule, dict):
+        return
+    paths = [leaf.path for leaf in leaves if may_cast(leaf)]
+    for pattern in _pattern.unmatched(cast("dict[str, Any]", rule), paths):
+        raise ValueError(f"dtype has {pattern}, which matches no floating-point array of the tree")
+
+
+def may_cast(spec: LeafSpec) -> bool:
+    """Whether `dtype=` may mean this leaf; scalars keep their dtype."""
+    return spec.kind in ("jax", "numpy") and is_floating(spec.dtype) and bool(spec.shape)
 
 
 def floating_dtype(rule: DtypeRule, path: str) -> str | None:
@@ -161,8 +181,16 @@ def capture(tree: Any) -> Captured:
     return _Capture(Devices()).run(tree)
 
 
-_Placement = tuple[int, Partition, list[Any], dict[int, int]]
-"""A mesh's number, a partition, this process's devices in JAX's order, and the places in that."""
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Where arrays of one sharding lie."""
+
+    mesh: int
+    partition: Partition
+    devices: list[Any]
+    """This process's, in JAX's order."""
+    index_of: dict[int, int]
+    """The places of device numbers in that."""
 
 
 class _Capture:
@@ -178,12 +206,15 @@ class _Capture:
         parsed = parse(tree)
         leaves = list(leaves_of(parsed))
         check_unique(leaves)
+        shared = find_shared(parsed, is_object)
         specs: list[LeafSpec] = []
         values: list[Value] = []
         sole: dict[int, int] = {}
         states: dict[str, Any] = {}
         for leaf in leaves:
             check_savable(leaf)
+            if leaf.path in shared.arrays:
+                continue
             if isinstance(leaf.value, Stateful):
                 states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
             if not is_array(leaf.value):
@@ -195,7 +226,10 @@ class _Capture:
             specs.append(spec)
             values.append(value)
         numbers = {spec.path: number for number, spec in enumerate(specs)}
-        encoded = encode(parsed, numbers)
+        for path, first in shared.arrays.items():
+            if first in numbers:
+                numbers[path] = numbers[first]
+        encoded = encode_checked(parsed, numbers, shared.variables)
         return Captured(
             encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
@@ -218,16 +252,25 @@ class _Capture:
             kind, prng = "key", str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
         dtype = savable_dtype(leaf.path, array.dtype)
-        mesh, partition, devices, index_of = self._sharding(leaf.path, array)
-        spec = LeafSpec(leaf.path, kind, dtype, array.shape, mesh, partition, prng)
-        key = (mesh, partition, array.shape)
+        at = self._sharding(leaf.path, array)
+        spec = LeafSpec(
+            leaf.path,
+            kind,
+            dtype,
+            array.shape,
+            at.mesh,
+            at.partition,
+            prng,
+            **how_it_lies(array),
+        )
+        key = (at.mesh, at.partition, array.shape)
         boxes = self._boxes.get(key)
         if boxes is None:
-            mesh_spec = list(self._meshes)[mesh]
-            boxes = device_boxes(array.shape, mesh_spec, partition)
-            self._boxes[key] = {d: boxes[d] for d in index_of}
+            mesh_spec = list(self._meshes)[at.mesh]
+            boxes = device_boxes(array.shape, mesh_spec, at.partition)
+            self._boxes[key] = {d: boxes[d] for d in at.index_of}
             boxes = self._boxes[key]
-        return spec, ShardedValue(array, devices, index_of, boxes)
+        return spec, ShardedValue(array, at.devices, at.index_of, boxes)
 
     def _sharding(self, path: str, array: jax.Array) -> _Placement:
         known = self._shardings.get(array.sharding)
@@ -238,7 +281,8 @@ class _Capture:
         shards = shards_of(array)
         devices = [shard.device for shard in shards]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
-        known = self._shardings[array.sharding] = (number, partition, devices, index_of)
+        known = _Placement(number, partition, devices, index_of)
+        self._shardings[array.sharding] = known
         return known
 
     def _sole_process(self, value: Any) -> int | None:
@@ -246,6 +290,26 @@ class _Capture:
             return self._me
         processes = {device.process_index for device in value.sharding.device_set}
         return processes.pop() if len(processes) == 1 else None
+
+
+def how_it_lies(array: jax.Array) -> dict[str, Any]:
+    """What else a leaf spec has of an array, so that it can be put back just so."""
+    is_on_one = isinstance(array.sharding, SingleDeviceSharding)
+    return {
+        "uncommitted": is_on_one and not array.committed,
+        "weak": bool(getattr(array, "weak_type", False)),
+        "memory": _memory_kind(array.sharding),
+    }
+
+
+@lru_cache(maxsize=256)
+def _memory_kind(sharding: Any) -> str | None:
+    """The kind of memory that a sharding names, if it is not the default one of its devices."""
+    found = sharding.memory_kind
+    if found is None:
+        return None
+    device = next(iter(sharding.device_set))
+    return None if found == device.default_memory().kind else found
 
 
 def savable_dtype(path: str, dtype: Any) -> str:
@@ -268,6 +332,17 @@ def describe_sharding(path: str, sharding: Any, devices: Devices) -> tuple[MeshS
         raise InvalidTree(
             f"leaf {path!r} has a {type(sharding).__name__}; only NamedSharding and "
             "SingleDeviceSharding can be saved: put it on a mesh with jax.device_put first"
+        )
+    for name in sharding.mesh.axis_names:
+        if not isinstance(name, str):
+            raise InvalidTree(
+                f"leaf {path!r} is on a mesh with the axis {name!r}; to be saved, axes must have "
+                "names that are text"
+            )
+    if getattr(sharding.spec, "unreduced", None) or getattr(sharding.spec, "reduced", None):
+        raise InvalidTree(
+            f"leaf {path!r} has the spec {sharding.spec}, of which only parts of a sum are there: "
+            "reduce it first"
         )
     return describe_mesh(sharding.mesh, devices), describe_spec(path, sharding.spec)
 

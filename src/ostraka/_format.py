@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -20,6 +21,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -484,8 +486,13 @@ def decode_metadata(data: bytes) -> Metadata:
 
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
-        loaded = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        loaded = with_full_stack(lambda: json.loads(data))
+    except TooDeep as error:
+        raise UnsupportedFormat(
+            f"its {METADATA_NAME} is nested too deeply for Python's recursion limit, which is "
+            f"{sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
+        ) from error
+    except ValueError as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != FORMAT:
@@ -496,6 +503,9 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
             f"{VERSION}; install a newer ostraka"
         )
     return body
+
+
+_FLAGS = ("per_process", "uncommitted", "weak")
 
 
 def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
@@ -516,8 +526,11 @@ def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
         entry["prng"] = spec.prng
     if spec.cast_from is not None:
         entry["cast_from"] = spec.cast_from
-    if spec.per_process:
-        entry["per_process"] = True
+    for flag in _FLAGS:
+        if getattr(spec, flag):
+            entry[flag] = True
+    if spec.memory is not None:
+        entry["memory"] = spec.memory
     return entry
 
 
@@ -531,7 +544,8 @@ def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
         partition=tuple(tuple(axes) for axes in entry.get("spec", ())),
         prng=entry.get("prng"),
         cast_from=entry.get("cast_from"),
-        per_process=entry.get("per_process", False),
+        memory=entry.get("memory"),
+        **{flag: True for flag in _FLAGS if entry.get(flag)},
     )
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
 
@@ -603,14 +617,20 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
         raise ValueError("a leaf has no path, kind or dtype")
     if not _are_counts((leaf.part, leaf.layout, spec.mesh - HOST_LOCAL, *spec.shape)):
         raise ValueError(f"leaf {spec.path!r} has numbers that are none")
-    kind = (spec.kind, spec.dtype, spec.shape, leaf.layout, spec.mesh, spec.partition, spec.prng)
+    placed = (leaf.layout, spec.mesh, spec.partition, spec.memory)
+    kind = (spec.kind, spec.dtype, spec.shape, spec.prng, *placed)
     if kind in checked:
         return
     if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
-        raise ValueError(f"leaf {spec.path!r} is an unknown {spec.kind!r} of {spec.dtype!r}")
+        raise UnsupportedFormat(
+            f"leaf {spec.path!r} is a {spec.kind!r} array of {spec.dtype!r}, which this Ostraka "
+            "does not know; install a newer ostraka"
+        )
     is_key = spec.kind == "key"
     if is_key and (not isinstance(spec.prng, str) or spec.dtype != "uint32" or not spec.shape):
         raise ValueError(f"leaf {spec.path!r} is no PRNG key")
+    if not _are_texts([] if spec.memory is None else [spec.memory]):
+        raise ValueError(f"leaf {spec.path!r} is in a memory that has no name")
     if leaf.layout >= len(metadata.layouts) or spec.mesh >= len(metadata.meshes):
         raise ValueError(f"leaf {spec.path!r} has no layout or no mesh")
     if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):

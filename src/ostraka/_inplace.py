@@ -1,34 +1,47 @@
 """Restore into objects that are there already: NNX variables are changed in place.
 
 Old arrays are let go as new ones arrive, so that old and new state are never both whole in memory.
+What is not part of an NNX object comes back in the tree that is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
+from ostraka._document import ROOT, Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka.errors import InvalidTree
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a restore needs to know of a JAX array that it replaces, without keeping it alive."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    committed: bool
+
+
 class InPlace:
-    """The variables of a tree, ready to take new values by path."""
+    """The objects of a tree, ready to take new values by path."""
 
     def __init__(self, parsed: Branch | Leaf):
         self._variables: dict[str, Callable[[list[Any]], None]] = {}
-        self._rest: list[tuple[Branch, list[str]]] = []
+        self._rest: list[Branch] = []
         self._values: dict[str, Any] = {}
-        """Starts with what is there: what is not restored stays."""
+        """Of what is no variable. Starts with what is there: what is not restored stays."""
         for branch in _updatable(parsed):
             self._collect(branch)
-        self._check_reached(parsed)
+        self._keep_others(parsed)
+        self._check_changeable()
+        self._outer = _without_objects(parsed)
         self.template = _without_arrays(parsed)
-        """The same tree with shapes instead of arrays: it must not keep the old ones alive."""
+        """The same tree without its arrays: it must not keep the old ones alive."""
 
     def put(self, path: str, value: Any) -> None:
         update = self._variables.get(path)
@@ -37,41 +50,55 @@ class InPlace:
         else:
             update([value])
 
-    def finish(self) -> None:
-        """Put what is not the whole value of a variable: parts of one, plain arrays of a module."""
-        for branch, _ in self._rest:
-            assert branch.update is not None
-            branch.update([rebuild(child, self._values) for child in branch.children])
+    def finish(self) -> Any:
+        """Put what is not the whole value of a variable; returns the tree.
+
+        That is parts of a variable's value, plain arrays of a module, and what is no NNX object.
+        """
+        for branch in self._rest:
+            _update(branch, self._values)
+        return rebuild(self._outer, self._values)
 
     def _collect(self, branch: Branch) -> None:
         assert branch.update is not None
         only = branch.children[0] if len(branch.children) == 1 else None
-        if isinstance(only, Leaf):
+        if branch.kind == "variable" and isinstance(only, Leaf):
             self._variables[only.path] = branch.update
-            return
-        leaves = list(leaves_of(branch))
-        if leaves:
-            self._rest.append((branch, [leaf.path for leaf in leaves]))
-            self._values.update({leaf.path: leaf.value for leaf in leaves})
+        elif any(True for _ in leaves_of(branch)):
+            self._rest.append(branch)
+            self._values.update({leaf.path: unwrapped(leaf.value) for leaf in leaves_of(branch)})
 
-    def _check_reached(self, parsed: Branch | Leaf) -> None:
-        reached = {*self._variables, *(path for _, paths in self._rest for path in paths)}
+    def _keep_others(self, parsed: Branch | Leaf) -> None:
+        """What is in no NNX object, as far as it is not restored."""
         for leaf in leaves_of(parsed):
-            if leaf.path not in reached and not isinstance(leaf.value, Stateful):
+            if leaf.path not in self._variables:
+                self._values.setdefault(leaf.path, unwrapped(leaf.value))
+
+    def _check_changeable(self) -> None:
+        """Refuse before anything is changed: put the same values back, as `finish` will others."""
+        for branch in self._rest:
+            try:
+                _update(branch, self._values)
+            except (ValueError, TypeError, AttributeError) as error:
+                paths = [leaf.path for leaf in leaves_of(branch)]
+                shown = ", ".join(repr(path) for path in paths[:3])
                 raise InvalidTree(
-                    f"into= changes NNX modules, optimizers and variables in place; leaf "
-                    f"{leaf.path!r} is not part of one: leave it out, or use like="
-                )
+                    f"into= can't change the object at {branch.path or ROOT!r} in place, which has "
+                    f"values of its own besides variables (one of {shown}): {error}; restore it "
+                    "with like=, or make them variables"
+                ) from error
+
+
+def _update(branch: Branch, values: dict[str, Any]) -> None:
+    assert branch.update is not None
+    branch.update([rebuild(child, values) for child in branch.children])
 
 
 def _updatable(node: Branch | Leaf) -> Iterator[Branch]:
     """The outermost branches that can be changed in place, as fine as they reach every leaf."""
     if isinstance(node, Leaf):
         return
-    if node.update is not None and not _all_in_variables(node):
-        yield node
-        return
-    if node.update is not None and "variable" in node.kind:
+    if node.update is not None and (node.kind == "variable" or not _all_in_variables(node)):
         yield node
         return
     for child in node.children:
@@ -82,17 +109,34 @@ def _all_in_variables(node: Branch | Leaf) -> bool:
     """Whether every leaf below is the whole value of some variable."""
     if isinstance(node, Leaf):
         return False
-    if "variable" in node.kind:
+    if node.kind == "variable":
         return isinstance(node.children[0], Leaf)
     return all(_all_in_variables(child) for child in node.children)
 
 
+def _without_objects(node: Branch | Leaf) -> Branch | Leaf:
+    """The tree with NNX objects as they are, whatever is in them."""
+    if isinstance(node, Leaf):
+        return replace(node, value=None)
+    if node.update is not None:
+        owner = node.owner
+        return Branch(node.kind, node.path, (), lambda _: owner)
+    return replace(node, children=tuple(_without_objects(child) for child in node.children))
+
+
 def _without_arrays(node: Branch | Leaf) -> Branch | Leaf:
-    if isinstance(node, Branch):
-        return replace(node, children=tuple(_without_arrays(child) for child in node.children))
-    value = node.value
-    if isinstance(value, jax.Array):
-        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-    elif isinstance(value, np.ndarray):
-        value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
-    return replace(node, value=value)
+    outlines: dict[int, Any] = {}
+    """By identity: an array that is at several places has one outline."""
+
+    def strip(node: Branch | Leaf) -> Branch | Leaf:
+        if isinstance(node, Branch):
+            return replace(node, children=tuple([strip(child) for child in node.children]))
+        value = node.value
+        if isinstance(value, jax.Array):
+            value = Outline(value.shape, value.dtype, value.sharding, value.committed)
+        elif isinstance(value, np.ndarray):
+            blank = np.broadcast_to(np.zeros((), value.dtype), value.shape)
+            value = outlines.setdefault(id(value), blank)
+        return replace(node, value=value)
+
+    return strip(node)

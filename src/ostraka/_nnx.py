@@ -5,64 +5,136 @@ nothing here to do.
 
 A module is parsed as its state: nested keys down to variables, each of which stands for its value.
 The path of a leaf is thus that of the attribute, such as `model/layers/0/kernel`. A variable that
-is used in several places of one module has one leaf, and is shared again in what is rebuilt.
+is used in several places of one module has one leaf, and is shared again in what is rebuilt. What
+several modules of a tree share (variables, submodules) is found by identity and rebuilt as one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ostraka._document import (
-    Branch,
-    Leaf,
-    decode_value,
-    encode_value,
-    join,
-    loaded_class,
-    segment,
-)
+from ostraka._document import Branch, Leaf, dict_builder, join, segment
+from ostraka._plain import decode_plain, encode_plain, is_plain, loaded_class
 
-Parse = Callable[[Any, str], "Branch | Leaf"]
+Parse = Callable[[Any, str, int], "Branch | Leaf"]
 
 
-def parse_nnx(value: Any, path: str, parse: Parse) -> Branch | None:
+def parse_nnx(value: Any, path: str, depth: int, parse: Parse) -> Branch | None:
     """The branch of an NNX object; None if the value is none."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return None
     if isinstance(value, nnx.Variable):
-        return _parse_variable(value, path, parse)
+        return _Parser(nnx, parse).variable(value, path, depth)
     if isinstance(value, nnx.State):
-        return _parse_state(nnx, value, path, parse)
+        return _Parser(nnx, parse).state(value, path, depth)
     if isinstance(value, nnx.Pytree):
-        return _parse_graph(nnx, value, path, parse)
+        return _Parser(nnx, parse).graph(value, path, depth)
     return None
 
 
-def _parse_graph(nnx: Any, value: Any, path: str, parse: Parse) -> Branch:
-    """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
-    graphdef, state = nnx.split(value)
+class _Parser:
+    """Parses NNX objects; what is none of them it gives back to whoever called."""
 
-    def rebuild(items: list[Any]) -> Any:
-        return nnx.merge(graphdef, items[0])
+    def __init__(self, nnx: Any, parse: Parse):
+        self._nnx = nnx
+        self._parse = parse
 
-    def update(items: list[Any]) -> None:
-        nnx.update(value, items[0])
+    def graph(self, value: Any, path: str, depth: int) -> Branch:
+        """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
+        nnx = self._nnx
+        graphdef, state = nnx.split(value)
 
-    children = (_parse_state(nnx, state, path, parse),)
-    return Branch({"nnx": _type_name(type(value))}, children, rebuild, update)
+        def rebuild(items: list[Any]) -> Any:
+            return nnx.merge(graphdef, items[0])
+
+        def update(items: list[Any]) -> None:
+            nnx.update(value, items[0])
+
+        return Branch(
+            "nnx",
+            path,
+            (self.state(state, path, depth + 1),),
+            rebuild,
+            cls=_type_name(type(value)),
+            update=update,
+            owner=value,
+            rebuild_together=_merge_together,
+        )
+
+    def state(self, state: Any, path: str, depth: int) -> Branch:
+        nnx = self._nnx
+        keys, children = self._entries(state.raw_mapping, path, depth)
+
+        def update(items: list[Any]) -> None:
+            _put_entries(nnx, state.raw_mapping, dict(zip(keys, items, strict=True)))
+
+        make = _state_builder(nnx, keys)
+        return Branch("state", path, children, make, keys, update=update, owner=state)
+
+    def _entries(
+        self, entries: Mapping[Any, Any], path: str, depth: int
+    ) -> tuple[list[Any], tuple[Branch | Leaf, ...]]:
+        children = [
+            self._entry(entry, join(path, segment(key, path)), depth + 1)
+            for key, entry in entries.items()
+        ]
+        return list(entries), tuple(children)
+
+    def _entry(self, entry: Any, path: str, depth: int) -> Branch | Leaf:
+        """What is in a state. Below its top a state is made of dicts; JAX tells the two apart."""
+        nnx = self._nnx
+        if issubclass(type(entry), nnx.Variable):
+            return self.variable(entry, path, depth)
+        if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
+            keys, children = self._entries(entry, path, depth)
+            return Branch("dict", path, children, dict_builder(keys), keys)
+        return self._parse(entry, path, depth)
+
+    def variable(self, variable: Any, path: str, depth: int) -> Branch:
+        def rebuild(items: list[Any]) -> Any:
+            return variable.replace(items[0])
+
+        def update(items: list[Any]) -> None:
+            _put_value(variable, items[0])
+
+        metadata = variable.get_metadata()
+        child = self._parse(_value_of(variable), path, depth + 1)
+        about: Mapping[str, Any] = _NOTHING
+        if not metadata.keys() <= _FLAX_INTERNAL:
+            about = {"about": _describe(metadata)}
+            if isinstance(child, Leaf):
+                child = replace(child, spec=named_spec(metadata))
+        cls = _type_name(type(variable))
+        return Branch(
+            "variable", path, (child,), rebuild, (), cls, about, update=update, owner=variable
+        )
 
 
-def _parse_state(nnx: Any, state: Any, path: str, parse: Parse) -> Branch:
-    keys, children = _parse_entries(nnx, state.raw_mapping, path, parse)
+_NOTHING: Mapping[str, Any] = {"about": {}}
+"""What is said of a variable of which no more is known than its type."""
 
-    def update(items: list[Any]) -> None:
-        _put_entries(nnx, state.raw_mapping, dict(zip(keys, items, strict=True)))
 
-    return Branch({"state": keys}, children, _state_builder(nnx, keys), update)
+def _merge_together(owners: list[Any], items: list[list[Any]]) -> list[Any]:
+    """Modules again, of new states, that share submodules and variables as the old ones do."""
+    from flax import nnx
+
+    graphdef, together = nnx.split(tuple(owners))
+    states = [item[0] for item in items]
+    # What was met before, in another module or under another name, is not in the state again.
+    paths: list[Any] = [path for path, _ in nnx.to_flat_state(together)]
+    flat = {path: _entry_at(states, path) for path in paths}
+    return list(nnx.merge(graphdef, nnx.from_flat_state(flat)))
+
+
+def _entry_at(states: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        states = states[key]
+    return states
 
 
 def _put_entries(nnx: Any, entries: Any, new: Mapping[Any, Any]) -> None:
@@ -79,29 +151,6 @@ def _put_entries(nnx: Any, entries: Any, new: Mapping[Any, Any]) -> None:
             entries[key] = item
 
 
-def _parse_entries(
-    nnx: Any, entries: Mapping[Any, Any], path: str, parse: Parse
-) -> tuple[list[Any], tuple[Branch | Leaf, ...]]:
-    keys = list(entries)
-    children = tuple(
-        [
-            _parse_entry(nnx, entry, join(path, segment(key, path)), parse)
-            for key, entry in entries.items()
-        ]
-    )
-    return keys, children
-
-
-def _parse_entry(nnx: Any, entry: Any, path: str, parse: Parse) -> Branch | Leaf:
-    """What is in a state. Below its top a state is made of dicts, and JAX tells the two apart."""
-    if issubclass(type(entry), nnx.Variable):
-        return _parse_variable(entry, path, parse)
-    if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
-        keys, children = _parse_entries(nnx, entry, path, parse)
-        return Branch({"dict": keys}, children, _dict_builder(keys))
-    return parse(entry, path)
-
-
 # What is stored, not what a class of the user's makes of it on the way in and out; where the stored
 # thing is a reference, what it refers to.
 
@@ -113,29 +162,6 @@ def _value_of(variable: Any) -> Any:
 def _put_value(variable: Any, value: Any) -> None:
     write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
     write(value)
-
-
-def _parse_variable(variable: Any, path: str, parse: Parse) -> Branch:
-    def rebuild(items: list[Any]) -> Any:
-        return variable.replace(items[0])
-
-    def update(items: list[Any]) -> None:
-        _put_value(variable, items[0])
-
-    metadata = variable.get_metadata()
-    child = parse(_value_of(variable), path)
-    kind = _bare_kind(type(variable))
-    if not metadata.keys() <= _FLAX_INTERNAL:
-        kind = {**kind, "about": _describe(metadata)}
-        if isinstance(child, Leaf):
-            child = Leaf(child.path, child.value, named_spec(metadata))
-    return Branch(kind, (child,), rebuild, update)
-
-
-@lru_cache(maxsize=256)
-def _bare_kind(kind: type) -> Mapping[str, Any]:
-    """How a variable is described of which no more is known than its type."""
-    return {"variable": _type_name(kind), "about": {}}
 
 
 def named_spec(metadata: Mapping[str, Any]) -> Any:
@@ -183,49 +209,44 @@ def as_state(node: Branch | Leaf) -> Branch | Leaf:
         return node
     from flax import nnx
 
-    children = tuple(as_state(child) for child in node.children)
-    if "state" in node.kind:
-        return Branch(node.kind, children, _state_builder(nnx, node.kind["state"]))
-    if "variable" in node.kind:
-        return Branch(node.kind, children, _variable_builder(nnx, node.kind))
-    return Branch(node.kind, children, node.rebuild)
+    node = replace(node, children=tuple([as_state(child) for child in node.children]))
+    if node.kind == "state":
+        return replace(node, rebuild=_state_builder(nnx, node.keys))
+    if node.kind == "variable":
+        return replace(node, rebuild=_variable_builder(nnx, node))
+    return node
 
 
-def _state_builder(nnx: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
+def _state_builder(nnx: Any, keys: Iterable[Any]) -> Callable[[list[Any]], Any]:
     return lambda items: nnx.State(dict(zip(keys, items, strict=True)))
 
 
-def _dict_builder(keys: list[Any]) -> Callable[[list[Any]], Any]:
-    return lambda items: dict(zip(keys, items, strict=True))
-
-
-def _variable_builder(nnx: Any, described: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
-    found = loaded_class(*described["variable"])
+def _variable_builder(nnx: Any, node: Branch) -> Callable[[list[Any]], Any]:
+    assert node.cls is not None
+    found = loaded_class(*node.cls)
     kind: Any = found if found is not None and issubclass(found, nnx.Variable) else nnx.Variable
-    about = {key: _undescribe(value) for key, value in described.get("about", {}).items()}
+    about = {key: _undescribe(value) for key, value in node.about["about"].items()}
     return lambda items: kind.from_metadata(items[0], {**_FLAX_DEFAULTS, **about})
 
 
 def _undescribe(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(tuple(item) if isinstance(item, list) else item for item in value)
-    return decode_value(value)
+    return decode_plain(value)
 
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a variable's metadata can be written: plain values, tuples of them, and specs."""
+    """What of a variable's metadata can be written: plain values, and specs as lists of names."""
     from jax.sharding import PartitionSpec
 
     described: dict[str, Any] = {}
     for name, value in metadata.items():
         if name in _FLAX_INTERNAL:
             continue
-        if isinstance(value, tuple | list | PartitionSpec):
-            items = [list(item) if isinstance(item, tuple) else item for item in value]
-            if all(_is_plain(item) or isinstance(item, list) for item in items):
-                described[name] = items
-        elif _is_plain(value):
-            described[name] = encode_value(Leaf(name, value))
+        if isinstance(value, tuple | PartitionSpec) and all(map(_is_axis, value)):
+            described[name] = [list(axes) if isinstance(axes, tuple) else axes for axes in value]
+        elif is_plain(value):
+            described[name] = encode_plain(value)
     return described
 
 
@@ -233,9 +254,13 @@ _FLAX_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
 _FLAX_INTERNAL = _FLAX_DEFAULTS.keys()
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
+def _is_axis(entry: Any) -> bool:
+    """Whether it can stand in a spec: an axis, several, or none."""
+    if isinstance(entry, tuple):
+        return all(isinstance(axis, str) for axis in entry)
+    return entry is None or type(entry) is str
 
 
-def _type_name(kind: type) -> list[str]:
-    return [kind.__module__, kind.__qualname__]
+@lru_cache(maxsize=256)
+def _type_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__

@@ -7,15 +7,18 @@
 | `**/` | any number of names, none included: `**/kernel` is every kernel, a bare `kernel` too |
 | `/**` at the end | everything below |
 
-A pattern that matches a name matches everything below it: `model` does what `model/**` does.
+A pattern that matches a name matches everything below it: `model` does what `model/**` does. In
+`only=`, a pattern after `!` leaves out what it matches.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+
+from ostraka.errors import nearest
 
 Patterns = str | Sequence[str]
 
@@ -24,6 +27,34 @@ def matches(patterns: Patterns, path: str) -> bool:
     """Whether any of the patterns matches the path, or a name above it."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     return any(_compiled(pattern).fullmatch(path) is not None for pattern in listed)
+
+
+def selects(patterns: Patterns, path: str) -> bool:
+    """As `matches`, but without what is matched by a pattern after `!`.
+
+    Where there are only such patterns, everything else is selected.
+    """
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
+    unwanted = [pattern[1:] for pattern in listed if pattern.startswith("!")]
+    return (not wanted or matches(wanted, path)) and not matches(unwanted, path)
+
+
+def unmatched(patterns: Iterable[str], paths: Collection[str]) -> list[str]:
+    """For each pattern that matches none of the paths, the pattern and the nearest name."""
+    names = {name for path in paths for name in _names_above(path)}
+    return [
+        f"{pattern!r}{nearest(pattern.strip('!*/'), sorted(names))}"
+        for pattern in patterns
+        if not any(matches(pattern.removeprefix("!"), path) for path in paths)
+    ]
+
+
+def _names_above(path: str) -> Iterator[str]:
+    """The path itself and all names above it, and each alone."""
+    parts = path.split("/")
+    yield from ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
+    yield from parts
 
 
 def lookup(table: Mapping[str, Any], path: str) -> Any:

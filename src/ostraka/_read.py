@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
-from ostraka._checkpoint import Source, load
+from ostraka._checkpoint import Source, load_at
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
 from ostraka._fetch import FetchJob, detached
@@ -20,12 +20,13 @@ from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
+from ostraka._place import check_mesh
 from ostraka._plan import Target
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
-from ostraka.storage import PathLike, Store, open_store
+from ostraka.storage import PathLike
 
 _ATTEMPTS = 10
 _NOT_GIVEN: Any = object()
@@ -33,8 +34,8 @@ _NOT_GIVEN: Any = object()
 
 def restore(
     path: PathLike,
-    *,
     like: Any = _NOT_GIVEN,
+    *,
     into: Any = _NOT_GIVEN,
     mesh: Mesh | None = None,
     specs: Any = None,
@@ -46,6 +47,9 @@ def restore(
     on_record: OnRecord | None = None,
 ) -> Any:
     """Bring a checkpoint back, onto any devices.
+
+    `path` is that of a checkpoint, of a run's directory (`runs`, its newest step) or of one of its
+    steps by number (`runs/7`).
 
     `like` says what is wanted: NNX modules and optimizers, arrays, or abstract ones
     (`nnx.eval_shape`, `jax.ShapeDtypeStruct`) with their shardings, numpy arrays, numbers. The
@@ -78,6 +82,7 @@ def restore(
         raise ValueError("rename= needs like= or into=, which have the new names")
     if as_state and given is not _NOT_GIVEN:
         raise ValueError("as_state= is for a restore without like= and into=")
+    check_mesh(mesh)
     choices = Choices(
         mesh, specs, strict, only, rename, dtype, as_state, in_place=into is not _NOT_GIVEN
     )
@@ -88,19 +93,17 @@ def restore(
             paused_gc(),
             Operation(f"restore of {path}", alone=not together, own_errors=True) as operation,
         ):
-            store = open_store(path)
             if dtype != "like":
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                _restore(store, operation, None, choices, InPlace(parse(into)), tally)
-                result = into
+                result = _restore(path, operation, None, choices, InPlace(parse(into)), tally)
             else:
                 tree = None if like is _NOT_GIVEN else parse(like)
-                result = _restore(store, operation, tree, choices, None, tally)
+                result = _restore(path, operation, tree, choices, None, tally)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
-    report("restore", str(path), tally.watch, tally.summary, on_record)
+    report("restore", tally.location, tally.watch, tally.summary, on_record)
     return result
 
 
@@ -110,6 +113,8 @@ class _Tally:
 
     watch: Stopwatch = field(default_factory=Stopwatch)
     bytes: int = 0
+    location: str = ""
+    """Where the checkpoint really is: of a run, which step."""
     summary: list[float] = field(default_factory=lambda: summarize([(0, 0.0)]))
     """Of all processes, at the end."""
 
@@ -119,7 +124,7 @@ class _Tally:
 
 
 def _restore(
-    store: Store,
+    path: PathLike,
     operation: Operation,
     tree: Branch | Leaf | None,
     choices: Choices,
@@ -131,7 +136,8 @@ def _restore(
     Whoever finds its files replaced says so, and all begin again with the new ones.
     """
     for attempt in range(_ATTEMPTS):
-        source = load(store)
+        source = load_at(path)
+        tally.location = source.location
         ids = operation.exchange(f"open-{attempt}", source.metadata.id, lambda ids: ids)
         tally.watch.lap("open")
         if len(set(ids)) > 1:
@@ -153,7 +159,7 @@ def _restore(
         if not again:
             return result
     raise Busy(
-        f"{store.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
+        f"{tally.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
         "the saves to end"
     )
 
@@ -176,20 +182,38 @@ def _restore_once(
     )
     wanted = matcher.match(tree if place is None else place.template)
     tally.watch.lap("match")
-    arrays = _read_arrays(source, wanted, operation, tally)
-    result = None
+    arrays = _with_copies(_read_arrays(source, wanted, operation, tally), wanted)
     if place is None:
-        result = rebuild(wanted.tree, {**wanted.values, **dict(arrays)})
+        values = {**wanted.values, **dict(arrays)}
+        result = rebuild(wanted.tree, values)
     else:
         for path, value in wanted.values.items():
             place.put(path, value)
         for path, value in arrays:
             place.put(path, value)
-        place.finish()
+        result = place.finish()
     for owner, state in wanted.states:
         owner.set_state(state)
     tally.watch.lap("read")
     return result
+
+
+def _with_copies(arrays: Iterator[tuple[str, Any]], wanted: Wanted) -> Iterator[tuple[str, Any]]:
+    """Each array, and again for each place that has the same one."""
+    places: dict[str, list[str]] = {}
+    for path, first in wanted.copies:
+        places.setdefault(first, []).append(path)
+
+    def again(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        for other in places.get(path, ()):
+            yield other, value
+            yield from again(other, value)
+
+    for path, value in wanted.values.items():
+        yield from again(path, value)
+    for path, array in arrays:
+        yield path, array
+        yield from again(path, array)
 
 
 def _read_arrays(
@@ -253,7 +277,13 @@ def _place(
             return arrays[0].item()
         case _:
             made = assembler.make(
-                shape, destination.cast or spec.dtype, destination.sharding, boxes, arrays
+                shape,
+                destination.cast or spec.dtype,
+                destination.sharding,
+                boxes,
+                arrays,
+                committed=destination.committed,
+                weak=destination.weak,
             )
             if destination.kind == "key":
                 return jax.random.wrap_key_data(made, impl=spec.prng)

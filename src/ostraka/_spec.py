@@ -146,6 +146,12 @@ class LeafSpec:
     """The dtype that it had before the save, if it was saved as another."""
     per_process: bool = False
     """Whether every process had a value of its own: dimension 0 is then the process."""
+    uncommitted: bool = False
+    """Whether JAX was free to move it to another device."""
+    weak: bool = False
+    """Whether its dtype was weak, as that of an array made of a Python number is."""
+    memory: str | None = None
+    """The kind of memory that it was in, if not the default one of its device."""
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -17,14 +19,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka._document import ROOT, SCALARS, Branch, Leaf, Stateful, encode_value, join, segment
+from ostraka._document import (
+    MAX_DEPTH,
+    ROOT,
+    Branch,
+    Kept,
+    Leaf,
+    Stateful,
+    dict_builder,
+    encode_factory,
+    encode_statics,
+    join,
+    segment,
+)
 from ostraka._nnx import named_spec, parse_nnx
+from ostraka._plain import SCALARS
 from ostraka.errors import InvalidTree
+
+_MOST_DIMENSIONS = 63
+"""One fewer than numpy has: of an array that each process has, the process is one more."""
 
 
 def parse(tree: Any) -> Branch | Leaf:
-    """Take a tree apart. Raises InvalidTree, naming the path, for keys that can't be written."""
-    return _parse(tree, "")
+    """Take a tree apart. Raises InvalidTree, naming the path, for what is no tree."""
+    return _parse(tree, "", 0)
 
 
 def is_array(value: Any) -> bool:
@@ -34,6 +52,11 @@ def is_array(value: Any) -> bool:
     )
 
 
+def is_object(value: Any) -> bool:
+    """Whether a leaf is an array whose identity counts: the same one elsewhere is the same."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
 def is_key(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or isinstance(dtype, np.dtype):
@@ -41,77 +64,104 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _parse(value: Any, path: str) -> Branch | Leaf:
+def _parse(value: Any, path: str, depth: int) -> Branch | Leaf:
+    if depth > MAX_DEPTH:
+        raise InvalidTree(
+            f"the tree is more than {MAX_DEPTH} containers deep at {path[:80]!r}…: does one of "
+            "them contain itself?"
+        )
     kind = type(value)
-    if kind is dict or kind is OrderedDict:
-        return _parse_dict(cast("dict[Any, Any]", value), path)
+    if kind is dict or kind is OrderedDict or kind is defaultdict:
+        return _parse_dict(cast("dict[Any, Any]", value), path, depth)
     if kind is list or kind is tuple:
-        items = tuple(_parse(v, join(path, str(i))) for i, v in enumerate(value))
-        return Branch({kind.__name__: None}, items, kind)
+        items = tuple([_parse(v, join(path, str(i)), depth + 1) for i, v in enumerate(value)])
+        return Branch(kind.__name__, path, items, kind, range(len(items)))
     if value is None or kind in SCALARS or is_array(value) or _is_abstract(value):
         return Leaf(path or ROOT, value)
-    found = parse_nnx(value, path, _parse)
+    found = parse_nnx(value, path, depth, _parse)
     if found is not None:
         return found
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
+        if isinstance(value, type):
+            raise _is_a_class(value, path)
         return Leaf(path or ROOT, Stateful(value, None))
-    return _parse_registered(value, path)
+    return _parse_registered(value, path, depth)
 
 
 def _is_abstract(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _parse_dict(value: dict[Any, Any], path: str) -> Branch:
+def _parse_dict(value: dict[Any, Any], path: str, depth: int) -> Branch:
     keys = list(value)
-    for key in keys:
-        if type(key) not in (str, int):
-            raise InvalidTree(
-                f"the dict at {path or ROOT!r} has the key {key!r} of type {type(key).__name__}; "
-                "keys must be str or int"
-            )
-    children = tuple(_parse(v, join(path, segment(k, path))) for k, v in value.items())
+    children = tuple([_parse(v, join(path, segment(k, path)), depth + 1) for k, v in value.items()])
     kind = type(value)
+    if kind is dict:
+        return Branch("dict", path, children, dict_builder(keys), keys)
+    if kind is OrderedDict:
+        return Branch("ordered_dict", path, children, dict_builder(keys, OrderedDict), keys)
+    factory = cast("defaultdict[Any, Any]", value).default_factory
+    about = {"factory": encode_factory(factory, path)}
+    make = dict_builder(keys, partial(defaultdict, factory))
+    return Branch("defaultdict", path, children, make, keys, about=about)
 
-    def rebuild(items: list[Any]) -> Any:
-        return kind(zip(keys, items, strict=True))
 
-    name = "dict" if kind is dict else "ordered_dict"
-    return Branch({name: keys}, children, rebuild)
-
-
-def _parse_registered(value: Any, path: str) -> Branch | Leaf:
+def _parse_registered(value: Any, path: str, depth: int) -> Branch | Leaf:
     """Anything else that JAX knows how to flatten: namedtuples, dataclasses, custom nodes."""
     kind = type(value)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
     if len(pairs) == 1 and pairs[0][1] is value:
-        return Leaf(path or ROOT, value)
+        return _parse_unknown(value, path)
     names = [_key_of(keys[0]) for keys, _ in pairs]
     children = tuple(
-        _parse(child, join(path, segment(name, path)))
-        for name, (_, child) in zip(names, pairs, strict=True)
+        [
+            _parse(child, join(path, segment(name, path)), depth + 1)
+            for name, (_, child) in zip(names, pairs, strict=True)
+        ]
     )
 
     if _is_linen_box(value) and isinstance(children[0], Leaf):
         about = {"sharding": value.names, "sharding_rules": getattr(value, "rules", None)}
-        children = (Leaf(children[0].path, children[0].value, named_spec(about)),)
+        children = (replace(children[0], spec=named_spec(about)),)
 
     def rebuild(items: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(treedef, items)
 
-    where = [kind.__module__, kind.__qualname__]
-    described: dict[str, Any] = {"node": where, "keys": names}
+    cls = (kind.__module__, kind.__qualname__)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        described = {"namedtuple": where, "keys": names}
-    elif dataclasses.is_dataclass(value):
+        return Branch("namedtuple", path, children, rebuild, names, cls)
+    if dataclasses.is_dataclass(value):
         static = {
-            field.name: encode_value(Leaf(field.name, getattr(value, field.name)))
+            field.name: getattr(value, field.name)
             for field in dataclasses.fields(value)
-            if field.name not in names
-            and isinstance(getattr(value, field.name, ...), (*SCALARS, type(None)))
+            if field.name not in names and hasattr(value, field.name)
         }
-        described = {"dataclass": where, "keys": names, "static": static}
-    return Branch(described, children, rebuild)
+        written = encode_statics(static)
+        if children or len(written) == len(static):
+            about = {"static": written}
+            return Branch("dataclass", path, children, rebuild, names, cls, about)
+    if not children and not hasattr(value, "__len__"):
+        # All there is to it only the template has, such as the GraphDef of a module.
+        return Leaf(path or ROOT, Kept(value, ".".join(cls), is_structure=True))
+    return Branch("node", path, children, rebuild, names, cls)
+
+
+def _parse_unknown(value: Any, path: str) -> Leaf:
+    """What JAX takes for a leaf and is no array: a function is left to the template."""
+    if isinstance(value, type):
+        raise _is_a_class(value, path)
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        module = getattr(value, "__module__", None) or type(value).__module__
+        return Leaf(path or ROOT, Kept(value, f"{module}.{name}", is_structure=False))
+    return Leaf(path or ROOT, value)
+
+
+def _is_a_class(kind: type, path: str) -> InvalidTree:
+    return InvalidTree(
+        f"the tree has the class {kind.__qualname__} itself at {path or ROOT!r}, not an instance "
+        f"of it: make one, as in {kind.__name__}(…)"
+    )
 
 
 def _is_linen_box(value: Any) -> bool:
@@ -120,26 +170,35 @@ def _is_linen_box(value: Any) -> bool:
     return meta is not None and isinstance(value, meta.Partitioned)
 
 
-def _key_of(key: Any) -> str | int:
+def _key_of(key: Any) -> Any:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
-            found = getattr(key, attribute)
-            return found if isinstance(found, int) else str(found)
+            return getattr(key, attribute)
     return str(key)
 
 
 def check_savable(leaf: Leaf) -> None:
     """Raise InvalidTree for values that look like arrays and have no values to save."""
-    if _is_abstract(leaf.value):
-        raise InvalidTree(
-            f"leaf {leaf.path!r} is abstract ({leaf.value}): it has no values to save"
-        )
-    if isinstance(leaf.value, Tracer):
+    value = leaf.value
+    if _is_abstract(value):
+        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
+    if isinstance(value, Tracer):
         raise InvalidTree(
             f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
         )
-    if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
+    if isinstance(value, jax.Array) and value.is_deleted():
         raise InvalidTree(
             f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the arrays "
             "that the step returned"
+        )
+    if isinstance(value, np.ndarray) and value.ndim > _MOST_DIMENSIONS:
+        raise InvalidTree(
+            f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can be "
+            "saved"
+        )
+    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise InvalidTree(
+            f"leaf {leaf.path!r} is a {name}, which would come back as a plain numpy array: save "
+            "np.asarray(…) of it"
         )

@@ -9,7 +9,7 @@ OstrakaError
 ├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
 ├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
 ├── StoreError             the operating system or the store said no           (OSError)
-├── Busy                   another save to the same path is under way          (OSError)
+├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
 └── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
@@ -115,7 +115,7 @@ class StoreError(OstrakaError, OSError):
 
 
 class Busy(OstrakaError, OSError):
-    """Another save to the same path has not finished."""
+    """Another save to the same path has not finished, or has replaced what was being read."""
 
 
 class PartialRestore(UserWarning):
@@ -131,7 +131,7 @@ class Problem:
     leaves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f" (leaf {_name_few(self.leaves)})" if self.leaves else ""
+        where = f" (leaf {name_few(self.leaves)})" if self.leaves else ""
         return f"{self.file}{where}: {self.found}"
 
 
@@ -188,6 +188,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def nearest_path(path: str, paths: Sequence[str]) -> str:
+    """As `nearest`, for a leaf or a name above leaves: `parms`, or `kernel` of `model/kernel`."""
+    ends = [known for known in paths if known.endswith(f"/{path}")]
+    if ends:
+        return f" (did you mean {ends[0]!r}?)"
+    names = (known.split("/") for known in paths)
+    above = ("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    return nearest(path.rstrip("/"), [*paths, *dict.fromkeys(above)])
+
+
 def warn_caller(warning: Warning) -> None:
     """Warn at the line that called Ostraka, however far above it is."""
     frame = inspect.currentframe()
@@ -208,9 +218,12 @@ def _store_error_again(message: str, errno: int | None, filename: str | None) ->
     return StoreError(message, errno=errno, filename=filename)
 
 
+_PLURALS = {"leaf": "leaves"}
+
+
 def count_of(number: int, noun: str) -> str:
     """'1 problem', '2 problems'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else _PLURALS.get(noun, f'{noun}s')}"
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -219,7 +232,8 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _name_few(names: Sequence[str], limit: int = 3) -> str:
+def name_few(names: Sequence[str], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(repr(n) for n in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ostraka.cli._arguments import complete_models, complete_optimizers, complete_rules
-from ostraka.cli._units import parse_duration, parse_mesh, parse_size
+from ostraka.cli._units import parse_duration, parse_mesh, parse_rate, parse_size
 from ostraka.errors import OstrakaError, store_error
 
 if TYPE_CHECKING:
@@ -39,8 +39,16 @@ LIMIT_EXCEEDED = 3
     shell_complete=complete_optimizers,
     help="adamw, adam, sgd, adafactor, lion or none: adds its state.",
 )
-@click.option("--dtype", help="Of the parameters. Default: as published.")
-@click.option("--optimizer-dtype", help="Of the optimizer's state. Default: as the parameters.")
+@click.option(
+    "--dtype",
+    help="Of a model's parameters. Default: as published. Of a function's or a checkpoint's "
+    "arrays: saved as.",
+)
+@click.option(
+    "--optimizer-dtype",
+    help="Of the moments that --optimizer adds. Default: as optax makes them, that of the "
+    "parameters.",
+)
 @click.option(
     "--max-file-bytes", type=parse_size, metavar="SIZE", help="Where files are cut, as in save."
 )
@@ -49,25 +57,28 @@ LIMIT_EXCEEDED = 3
 )
 @click.option("--onto-hosts", type=click.IntRange(1), help="Default: as many devices a host.")
 @click.option(
-    "--write-bandwidth", type=parse_size, metavar="SIZE", help="Of one host, a second: 2GB."
+    "--write-bandwidth", type=parse_rate, metavar="RATE", help="Of one host: 2GB/s, 25Gbit/s."
 )
-@click.option("--read-bandwidth", type=parse_size, metavar="SIZE", help="Of one host, a second.")
+@click.option("--read-bandwidth", type=parse_rate, metavar="RATE", help="Of one host.")
 @click.option(
     "--storage-bandwidth",
-    type=parse_size,
-    metavar="SIZE",
+    type=parse_rate,
+    metavar="RATE",
     help="Of the storage, for all hosts together.",
 )
 @click.option(
     "--device-bandwidth",
-    type=parse_size,
-    metavar="SIZE",
-    help="From a host's devices to its memory.",
+    type=parse_rate,
+    metavar="RATE",
+    help="From a host's devices to its memory: how long save_async blocks.",
 )
 @click.option("--probe", "probed", metavar="DIR", help="Measure this machine's, in a directory.")
 @click.option("--keep", type=click.IntRange(1), help="Storage for so many checkpoints.")
 @click.option(
-    "--mtbf", type=parse_duration, metavar="TIME", help="Mean time between failures of the job: 4h."
+    "--mtbf",
+    type=parse_duration,
+    metavar="TIME",
+    help="Mean time between failures of the whole job, with its unit: 4h.",
 )
 @click.option(
     "--max-file", type=parse_size, metavar="SIZE", help="Exit with 3 if a file is larger."
@@ -84,8 +95,11 @@ def plan(context: click.Context, **given: Any) -> None:
     """Tell what a checkpoint of SOURCE will cost, to the byte; nothing is written.
 
     SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
-    function as package.module:function that makes an NNX model, a pair of model and optimizer, or a
-    dict; it is evaluated without making arrays. Times need bandwidths: give them, or --probe DIR.
+    function as package.module:function or file.py:function that makes an NNX model, a pair of model
+    and optimizer, or a dict. It is evaluated without making arrays, with the mesh set; without
+    --rules, arrays are cut as they say themselves.
+
+    Times need bandwidths: give them, or --probe DIR.
 
     The exit code is 3 if a limit is exceeded.
 
@@ -93,6 +107,7 @@ def plan(context: click.Context, **given: Any) -> None:
     Examples:
       ostraka plan runs/7
       ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
+      ostraka plan llama-3.1-8b --mesh data=64 --optimizer adamw --optimizer-dtype float32
       ostraka plan my.models:make --mesh data=8 --rules fsdp --max-file 5GiB
       ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
     """

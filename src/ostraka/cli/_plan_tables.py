@@ -99,9 +99,20 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[Row]:
         yield "parameters", f"{variant['parameters']:,}", ""
     yield "arrays", f"{variant['arrays']:,}", f"{variant['elements']:,} elements"
     yield "bytes", human_bytes(variant["data_bytes"]), f"{variant['data_bytes']:,}"
-    most = max(variant["groups"].values(), default=0)
-    for name, size in variant["groups"].items():
-        yield f"  {name}", human_bytes(size), _bar(size, most)
+    groups = variant["groups"]
+    most = max((group["bytes"] for group in groups.values()), default=0)
+    dtypes = {name: ", ".join(group["dtypes"]) for name, group in groups.items()}
+    width = max(map(len, dtypes.values()), default=0)
+    for name, group in groups.items():
+        note = f"{dtypes[name]:{width}}  {_bar(group['bytes'], most)}"
+        yield f"  {name}", human_bytes(group["bytes"]), note
+    wider = variant["data_bytes_in_float32"]
+    if wider is not None and wider["optimizer"] > variant["data_bytes"]:
+        note = "--optimizer-dtype float32; optax takes the parameters' dtype"
+        yield "with float32 moments", human_bytes(wider["optimizer"]), note
+    if wider is not None:
+        note = "--dtype float32, if the parameters are kept in float32"
+        yield "all in float32", human_bytes(wider["everything"]), note
 
 
 def _written_rows(variant: dict[str, Any]) -> Iterator[Row]:
@@ -186,10 +197,22 @@ def _time_rows(variant: dict[str, Any]) -> Iterator[Row]:
         during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
         yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
     if interval is not None:
-        note = (
-            f"{_seconds(interval['young_s'])} by Young; {interval['lost_share']:.1%} of time lost"
-        )
-        yield "save every", _seconds(interval["daly_s"]), note
+        yield from _interval_rows(variant["save"]["seconds"], interval)
+
+
+def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[Row]:
+    """How often to save, with either of the two ways to do it."""
+    counted = "" if interval["restore_is_counted"] else ", restoring not counted"
+    for call in ("save", "save_async"):
+        advice = interval[call]
+        if advice is None:
+            note = "--device-bandwidth tells how long it blocks; the write goes on beside the loop"
+            yield f"{call} every", "unknown", note
+            continue
+        note = f"blocked {_seconds(advice['blocked_s'])}; {advice['lost_share']:.1%} of time lost"
+        if advice["interval_s"] > advice["daly_s"]:
+            note += f"; no faster than the write, {_seconds(write_s)}"
+        yield f"{call} every", _seconds(advice["interval_s"]), f"{note}{counted}"
 
 
 def _print_comparison(console: Console, document: dict[str, Any]) -> None:
@@ -201,8 +224,14 @@ def _print_comparison(console: Console, document: dict[str, Any]) -> None:
     table.add_column("best")
     for row in document["comparison"]:
         cells = [_cell(row["key"], row["values"][name]) for name in names]
-        table.add_row(row["title"], *cells, _shown(", ".join(row["best"]) or "all alike"))
+        table.add_row(row["title"], *cells, _shown(_verdict(row)))
     console.print(table)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["best"]:
+        return ", ".join(row["best"])
+    return "equal" if row["equal"] else "equal within 1%"
 
 
 def _cell(key: str, value: Any) -> str:

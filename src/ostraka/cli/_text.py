@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ostraka._units import human_bytes as human_bytes
+
 _SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -17,14 +19,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def human_bytes(count: int) -> str:
-    """A size that people read at a glance: `1.5 MiB`."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(int(math.log2(count) // 10), 6)
-    return f"{count / 1024**power:.1f} {' KMGTPE'[power]}iB"
 
 
 def human_seconds(seconds: float) -> str:

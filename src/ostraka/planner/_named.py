@@ -28,6 +28,7 @@ def state_of_config(
     optimizer: str,
     dtype: str,
     optimizer_dtype: str | None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> State:
     """The state of `{"model": model, "optimizer": optimizer}` for an NNX model of that config."""
     for name in (dtype, optimizer_dtype or dtype):
@@ -50,7 +51,9 @@ def state_of_config(
         process_of=process_of,
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
+        user=metadata or {},
         problems=tuple(replace(p, path=f"model/{p.path}") for p in settled.problems),
+        adds_optimizer=bool(state),
     )
 
 

@@ -11,16 +11,20 @@ from typing import Any, cast
 
 from ostraka import _account, _format
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
-from ostraka._checkpoint import load
+from ostraka._checkpoint import load_at
 from ostraka._format import FileEntry, Metadata
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
+from ostraka._units import bytes_per_second, human_bytes, size_bytes
 from ostraka._version import __version__
+from ostraka.planner import _time
+from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Saved, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, Problem, State, default_writers
-from ostraka.storage import PathLike, open_store
+from ostraka.planner._time import Bandwidths, Times, work_out_times
+from ostraka.storage import PathLike
 
 _EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
@@ -29,9 +33,10 @@ _PHASES = ("wait", "capture", "agree", "plan", "write")
 _SOME_SECONDS = 0.1234
 _MOST_BYTES = 1 << 62
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
+_DTYPES_SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """What a checkpoint is made of, to the byte."""
 
@@ -47,6 +52,17 @@ class Plan:
     """Whether each index was worked out; if not, those of all processes are like those of a few."""
     parameters: int | None
     problems: tuple[Problem, ...]
+    adds_optimizer: bool = False
+    """Whether the optimizer's state is what optax would make, rather than one that is there."""
+
+    def __repr__(self) -> str:
+        dtypes = sorted({leaf.spec.dtype for leaf in self.write.leaves})
+        names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
+        processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
+        return (
+            f"<Plan: {human_bytes(self.total_bytes)} in {len(self.files) + 1:,} files, "
+            f"{len(self.write.leaves):,} arrays ({names}), {processes}>"
+        )
 
     @property
     def files(self) -> dict[str, int]:
@@ -67,6 +83,24 @@ class Plan:
         """All that is written: shards, indexes and `_METADATA`."""
         shards = sum(file.size for file in self.write.files)
         return shards + sum(self.index_bytes.values()) + self.metadata_bytes
+
+    @property
+    def bytes_by_group(self) -> dict[str, dict[str, int]]:
+        """By topmost name, and for each moment of an optimizer: the bytes of each dtype.
+
+        >>> plan("gpt2", optimizer="adamw").bytes_by_group["optimizer mu"]
+        {'float32': 497759232}
+        """
+        return bytes_by_group([leaf.spec for leaf in self.write.leaves])
+
+    def data_bytes_in_float32(self, *, parameters: bool) -> int:
+        """What `data_bytes` would be with float32 in the place of the optimizer's narrower floats.
+
+        With `parameters`, in the place of all others, too: as where the parameters are kept in
+        float32 and only computed with in bfloat16.
+        """
+        specs = [leaf.spec for leaf in self.write.leaves]
+        return bytes_in_float32(specs, all_leaves=parameters)
 
     @property
     def elements(self) -> int:
@@ -134,6 +168,58 @@ class Plan:
         with paused_gc():
             return plan_restore(saved, mesh, specs, processes, only, sampled)
 
+    def times(
+        self,
+        *,
+        write_bandwidth: float | str | None = None,
+        read_bandwidth: float | str | None = None,
+        storage_bandwidth: float | str | None = None,
+        device_bandwidth: float | str | None = None,
+        probe: PathLike | None = None,
+        mtbf_s: float | None = None,
+    ) -> Times:
+        """How long a save and a restore take, and how often to save.
+
+        `write_bandwidth` and `read_bandwidth` are those of one host, `storage_bandwidth` is that of
+        the storage for all hosts together, `device_bandwidth` that from a host's devices to its
+        memory: bytes a second, or text such as `"2GB/s"` and `"25Gbit/s"`. `probe` is a directory
+        in which what this machine writes and reads is measured. With `mtbf_s`, the mean time
+        between failures of the whole job, it is worked out how often to save.
+
+        >>> planned.times(write_bandwidth="2GB/s", device_bandwidth="20GB/s", mtbf_s=4 * 3600)
+        """
+        known = Bandwidths() if probe is None else _time.probe(os.fspath(probe))
+        bandwidths = Bandwidths(
+            host_write=bytes_per_second("write_bandwidth", write_bandwidth) or known.host_write,
+            host_read=bytes_per_second("read_bandwidth", read_bandwidth) or known.host_read,
+            storage=bytes_per_second("storage_bandwidth", storage_bandwidth),
+            device=bytes_per_second("device_bandwidth", device_bandwidth),
+        )
+        if bandwidths == Bandwidths():
+            raise ValueError("times need a bandwidth, such as write_bandwidth='2GB/s', or probe=")
+        if mtbf_s is not None and not isinstance(cast(Any, mtbf_s), int | float):
+            raise TypeError(f"mtbf_s is {mtbf_s!r}; it must be a number of seconds")
+        if mtbf_s is not None and bandwidths.peak_write(1) is None:
+            raise ValueError(
+                "mtbf_s needs to know how long a save takes: give write_bandwidth, "
+                "storage_bandwidth or probe"
+            )
+        return self.times_at(bandwidths, mtbf_s, self.restore_in_place())
+
+    def restore_in_place(self) -> RestorePlan:
+        """What a restore to where everything was reads."""
+        # One host of very many is like the others.
+        return self.restore(sampled=None if self.indexes_are_exact else (0,))
+
+    def times_at(self, bandwidths: Bandwidths, mtbf_s: float | None, back: RestorePlan) -> Times:
+        return work_out_times(
+            bandwidths,
+            save_s=bandwidths.write_s(self.process_spread.most, self.total_bytes),
+            restore_s=back.seconds_at(bandwidths),
+            held_bytes=self.lost_process().held_bytes,
+            mtbf_s=mtbf_s,
+        )
+
 
 def plan(
     tree: Any,
@@ -142,36 +228,51 @@ def plan(
     specs: Any = None,
     processes: int | None = None,
     optimizer: Any = None,
+    optimizer_dtype: Any = None,
     dtype: Any = None,
     metadata: Mapping[str, Any] | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | str = MAX_FILE_BYTES,
 ) -> Plan:
     """What a save of `tree` will write, to the byte; no device is needed, nothing is written.
 
-    `tree` is what `save` takes, or abstract: `nnx.eval_shape`, `jax.ShapeDtypeStruct`s. A path is
-    a checkpoint that is there, planned as it is.
+    `tree` is what `save` takes, or abstract: `nnx.eval_shape`, `jax.ShapeDtypeStruct`s. Text is
+    what `ostraka plan` takes: the name of a known model (`"llama-3.1-8b"`), a `config.json` of
+    Hugging Face, a checkpoint, or a function as `"package.module:function"`.
 
     `mesh` is where it will lie: a mesh, an abstract one, or axis sizes such as `{"data": 64}`.
     `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`
-    and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`.
-    Without them each array is where its own sharding says. `processes` share the devices evenly.
+    and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`; for text also
+    `"fsdp+tp"` and its like. Without them each array is where its own sharding says; a known model
+    is cut along the axes that are named for it, a checkpoint as it was. `processes` share the
+    devices evenly: 1 for a tree, for text one for every 8 devices unless given.
 
     `optimizer`, an optax transformation or the name of one, adds the state that it has for the
-    model `tree`, under `optimizer` beside `model`, cut as the parameters are. `dtype`, `metadata`
-    and `max_file_bytes` are those of `save`.
+    model `tree`, under `optimizer` beside `model`, cut as the parameters are. Its moments have the
+    dtype that optax gives them, which is that of the parameters unless `optimizer_dtype` is given.
+    `dtype`, `metadata` and `max_file_bytes` are those of `save`; of a known model `dtype` is that
+    of its parameters.
 
     Host arrays are taken to be the same on all processes, as `save` finds out.
 
     >>> plan(nnx.eval_shape(make), mesh={"data": 8}, specs=sharding.fsdp()).total_bytes
+    >>> plan("llama-3.1-70b", mesh={"data": 64}, optimizer="adamw").bytes_by_group
     """
+    size = size_bytes("max_file_bytes", max_file_bytes)
     if isinstance(tree, str | os.PathLike):
-        given = [mesh, specs, processes, optimizer, dtype, metadata]
-        if any(value is not None for value in given) or max_file_bytes != MAX_FILE_BYTES:
-            raise ValueError(
-                "a checkpoint that is there is planned as it is; ask plan(path).restore(mesh=…) "
-                "what bringing it onto another mesh reads"
-            )
-        return plan_checkpoint(cast(PathLike, tree))
+        from ostraka.planner._restore import target_mesh
+        from ostraka.planner._sources import Options, plan_source
+
+        options = Options(
+            mesh=None if mesh is None else target_mesh(mesh),
+            hosts=processes,
+            rules=specs,
+            optimizer=optimizer,
+            dtype=dtype,
+            optimizer_dtype=optimizer_dtype,
+            max_file_bytes=size,
+            metadata=metadata,
+        )
+        return plan_source(tree, options)
     # Only trees need JAX.
     from ostraka.planner._tree import state_of_tree
 
@@ -181,10 +282,11 @@ def plan(
         specs=specs,
         processes=processes,
         optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
         dtype=dtype,
         metadata=metadata or {},
     )
-    return plan_state(state, max_file_bytes=max_file_bytes)
+    return plan_state(state, max_file_bytes=size)
 
 
 def plan_state(state: State, *, max_file_bytes: int) -> Plan:
@@ -209,7 +311,16 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
         write, tree=state.tree, user=state.user, writer=_writer(write), indexes=sizes
     )
     size = len(_format.encode_metadata(metadata))
-    return Plan(write, metadata, size, sizes, exact, state.parameters, state.problems)
+    return Plan(
+        write=write,
+        metadata=metadata,
+        metadata_bytes=size,
+        index_bytes=sizes,
+        indexes_are_exact=exact,
+        parameters=state.parameters,
+        problems=state.problems,
+        adds_optimizer=state.adds_optimizer,
+    )
 
 
 def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
@@ -258,7 +369,7 @@ def _writer(write: WritePlan) -> dict[str, Any]:
 
 def plan_checkpoint(path: PathLike) -> Plan:
     """A checkpoint that is there, as the plan that it was written by."""
-    source = load(open_store(path))
+    source = load_at(path)
     found = source.metadata
     write = WritePlan(found.meshes, found.layouts, found.leaves, found.files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}

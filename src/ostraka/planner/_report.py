@@ -10,7 +10,7 @@ from ostraka._account import Spread
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
 from ostraka.planner._plan import Plan, RestorePlan
-from ostraka.planner._time import Bandwidths, advise_interval
+from ostraka.planner._time import Bandwidths, Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,8 @@ Document = dict[str, Any]
 def describe_plan(plan: Plan, questions: Questions) -> Document:
     """Everything that is known of a plan. Sizes are in bytes, times in seconds."""
     bandwidths = questions.bandwidths
-    host_bytes = plan.process_spread.most
-    # Where everything goes back to its place, one host of very many is like the others.
-    back = plan.restore(sampled=None if plan.indexes_are_exact else (0,))
-    save_s = bandwidths.write_s(host_bytes, plan.total_bytes)
-    restore_s = _restore_s(back, bandwidths)
+    back = plan.restore_in_place()
+    times = plan.times_at(bandwidths, questions.mtbf_s, back)
     return {
         "meshes": [_describe_mesh(mesh) for mesh in plan.write.meshes],
         "devices": len(plan.write.process_of),
@@ -46,7 +43,11 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
         "elements": plan.elements,
         "data_bytes": plan.data_bytes,
         "total_bytes": plan.total_bytes,
-        "groups": _bytes_by_group(plan),
+        "groups": {
+            name: {"bytes": sum(dtypes.values()), "dtypes": dtypes}
+            for name, dtypes in plan.bytes_by_group.items()
+        },
+        "data_bytes_in_float32": _describe_float32(plan),
         "shard_bytes": _describe_spread(plan.shard_spread),
         "host_bytes": _describe_spread(plan.process_spread),
         "files": _describe_files(plan),
@@ -58,12 +59,12 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
             "cpu": plan.staging_bytes(on_accelerators=False),
             "held_by_save_async": plan.lost_process().held_bytes,
         },
-        "save": _describe_save(plan, bandwidths, save_s),
+        "save": _describe_save(plan, bandwidths, times),
         "restore": _describe_restore(back, bandwidths),
         "onto": [_describe_onto(plan, mesh, questions) for mesh in questions.onto],
         "recovery": _describe_recovery(plan, bandwidths),
         "retention": _describe_retention(plan, questions.keep),
-        "interval": _describe_interval(save_s, restore_s, questions.mtbf_s),
+        "interval": _describe_interval(times, questions.mtbf_s),
         "problems": [asdict(problem) for problem in plan.problems],
         "limits": _describe_limits(plan, questions),
     }
@@ -86,33 +87,25 @@ def _describe_files(plan: Plan) -> Document:
     }
 
 
-def _bytes_by_group(plan: Plan) -> dict[str, int]:
-    """The bytes below each of the topmost names; those of an optimizer by its moments."""
-    totals: dict[str, int] = {}
-    for leaf in plan.write.leaves:
-        names = leaf.spec.path.split("/")
-        moments = names[0] == "optimizer" and names[1:2] == ["opt_state"] and len(names) > 4
-        group = f"optimizer {names[3]}" if moments else names[0]
-        totals[group] = totals.get(group, 0) + leaf.spec.nbytes
-    return totals
+def _describe_float32(plan: Plan) -> Document | None:
+    """What a state in narrower floats would take, where its dtypes are the plan's own guess."""
+    if not plan.adds_optimizer:
+        return None
+    moments = plan.data_bytes_in_float32(parameters=False)
+    everything = plan.data_bytes_in_float32(parameters=True)
+    if everything == plan.data_bytes:
+        return None
+    return {"optimizer": moments, "everything": everything}
 
 
-def _describe_save(plan: Plan, bandwidths: Bandwidths, save_s: float | None) -> Document:
-    copied = None
-    if bandwidths.device is not None:
-        copied = plan.lost_process().held_bytes / bandwidths.device
+def _describe_save(plan: Plan, bandwidths: Bandwidths, times: Times) -> Document:
     return {
-        "seconds": save_s,
-        "blocked_seconds": save_s,
-        "save_async_blocked_seconds": copied,
+        "seconds": times.save_s,
+        "blocked_seconds": times.save_s,
+        "save_async_blocked_seconds": times.save_async_blocked_s,
         "peak_bytes_per_second_host": bandwidths.host_write,
         "peak_bytes_per_second": bandwidths.peak_write(plan.process_count),
     }
-
-
-def _restore_s(restore: RestorePlan, bandwidths: Bandwidths) -> float | None:
-    in_all = round(restore.read_bytes.mean * restore.process_count)
-    return bandwidths.read_s(restore.read_bytes.most, in_all)
 
 
 def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
@@ -126,7 +119,7 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
         "ranges": _describe_spread(restore.ranges),
         "files": _describe_spread(restore.files),
         "opening_bytes": max(restore.opening_bytes),
-        "seconds": _restore_s(restore, bandwidths),
+        "seconds": restore.seconds_at(bandwidths),
         "peak_bytes_per_second_host": bandwidths.host_read,
         "peak_bytes_per_second": bandwidths.peak_read(restore.process_count),
     }
@@ -175,13 +168,15 @@ def _describe_retention(plan: Plan, keep: int | None) -> Document | None:
     }
 
 
-def _describe_interval(
-    save_s: float | None, restore_s: float | None, mtbf_s: float | None
-) -> Document | None:
-    if mtbf_s is None or save_s is None:
+def _describe_interval(times: Times, mtbf_s: float | None) -> Document | None:
+    if mtbf_s is None or times.save_every is None:
         return None
-    advice = advise_interval(save_s, restore_s or 0.0, mtbf_s)
-    return {"mtbf_seconds": mtbf_s, **asdict(advice)}
+    return {
+        "mtbf_seconds": mtbf_s,
+        "restore_is_counted": times.restore_s is not None,
+        "save": asdict(times.save_every),
+        "save_async": None if times.save_async_every is None else asdict(times.save_async_every),
+    }
 
 
 def _describe_limits(plan: Plan, questions: Questions) -> list[Document]:
@@ -213,17 +208,34 @@ _CONTESTS = (
 )
 
 
+_ALIKE = 0.01
+"""Numbers that differ by less are shown as equal: so close, other things decide."""
+
+
 def compare_plans(documents: Mapping[str, Document]) -> list[Document]:
-    """For each number that is better when smaller: every variant's, and which have the least."""
+    """For each number that is better when smaller: every variant's, and which have the least.
+
+    Those within a hundredth of the least count as equal to it; if all are, none is the best.
+    """
     rows: list[Document] = []
     for key, title in _CONTESTS:
         numbers = {name: _dig(document, key.split(".")) for name, document in documents.items()}
         known = [number for number in numbers.values() if number is not None]
         if len(known) < len(numbers):
             continue
-        best = [name for name, number in numbers.items() if number == min(known)]
+        # Skew is a share by itself.
+        limit = min(known) + _ALIKE if key.endswith("skew") else min(known) * (1 + _ALIKE)
+        best = [name for name, number in numbers.items() if number <= limit]
         wins = best if len(best) < len(numbers) else []
-        rows.append({"key": key, "title": title, "values": numbers, "best": wins})
+        rows.append(
+            {
+                "key": key,
+                "title": title,
+                "values": numbers,
+                "best": wins,
+                "equal": len(set(known)) == 1,
+            }
+        )
     return rows
 
 

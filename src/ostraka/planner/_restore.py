@@ -11,8 +11,15 @@ from ostraka._account import ReadAccount, Spread
 from ostraka._format import Metadata
 from ostraka._pattern import matches
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
+from ostraka._units import bytes_per_second, human_bytes
 from ostraka.errors import Mismatch
-from ostraka.planner._state import SAMPLED_PROCESSES, mesh_of_sizes, share_devices
+from ostraka.planner._state import (
+    SAMPLED_PROCESSES,
+    check_mesh_has_names,
+    mesh_of_sizes,
+    share_devices,
+)
+from ostraka.planner._time import Bandwidths
 from ostraka.sharding._combine import is_plain
 
 _EXACT_TARGETS = 100_000
@@ -28,7 +35,7 @@ class Saved:
     index_bytes: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RestorePlan:
     """What a restore reads."""
 
@@ -68,6 +75,30 @@ class RestorePlan:
         read = sum(account.read_bytes for account in self.processes)
         return read / needed - 1 if needed else 0.0
 
+    def seconds(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
+        """How long the reading takes, if a host reads, and the storage gives, so much a second.
+
+        >>> planned.restore(mesh={"data": 16}, processes=2).seconds(read_bandwidth="2GB/s")
+        """
+        rates = Bandwidths(
+            host_read=bytes_per_second("read_bandwidth", read_bandwidth),
+            storage=bytes_per_second("storage_bandwidth", storage_bandwidth),
+        )
+        found = self.seconds_at(rates)
+        if found is None:
+            raise ValueError("give read_bandwidth or storage_bandwidth, such as '2GB/s'")
+        return found
+
+    def seconds_at(self, bandwidths: Bandwidths) -> float | None:
+        in_all = round(self.read_bytes.mean * self.process_count)
+        return bandwidths.read_s(self.read_bytes.most, in_all)
+
+    def __repr__(self) -> str:
+        where = "" if self.mesh is None else f" onto {self.mesh},"
+        hosts = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
+        most = human_bytes(self.read_bytes.most)
+        return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
+
 
 def plan_restore(
     saved: Saved,
@@ -87,7 +118,7 @@ def plan_restore(
     meshes: Sequence[MeshSpec] = saved.metadata.meshes
     process_of = saved.metadata.process_of
     if mesh is not None:
-        target = _target_mesh(mesh)
+        target = target_mesh(mesh)
         meshes = [target]
         process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
         known = [leaf.spec.path for leaf in saved.metadata.leaves]
@@ -107,11 +138,12 @@ def plan_restore(
     return RestorePlan(target, count, tuple(accounts), tuple(opening))
 
 
-def _target_mesh(mesh: Any) -> MeshSpec:
+def target_mesh(mesh: Any) -> MeshSpec:
     if isinstance(mesh, MeshSpec):
         return mesh
     if isinstance(mesh, Mapping):
         return mesh_of_sizes(cast("Mapping[str, int]", mesh))
+    check_mesh_has_names(mesh)
     from ostraka.planner._tree import describe_target
 
     return describe_target(mesh)

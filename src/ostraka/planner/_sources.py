@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from ostraka import _checkpoint, _format
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
-from ostraka.errors import InvalidSharding, InvalidTree, describe, nearest, store_error
+from ostraka.errors import InvalidSharding, nearest, store_error
+from ostraka.planner._factory import evaluate_factory, is_factory
 from ostraka.planner._models import dtype_of
 from ostraka.planner._named import state_of_config
 from ostraka.planner._names import MODELS
 from ostraka.planner._plan import Plan, plan_checkpoint, plan_state
 from ostraka.planner._rules import read_rules, settle_rules
 from ostraka.planner._state import State, share_devices
-from ostraka.storage import open_store
+from ostraka.storage import PathLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,22 @@ class Options:
 
     mesh: MeshSpec | None = None
     hosts: int | None = None
-    rules: str | None = None
-    optimizer: str | None = None
-    dtype: str | None = None
-    optimizer_dtype: str | None = None
+    rules: Any = None
+    """Rules of `ostraka.sharding`, or what `--rules` says."""
+    optimizer: Any = None
+    dtype: Any = None
+    optimizer_dtype: Any = None
     max_file_bytes: int = MAX_FILE_BYTES
+    metadata: Mapping[str, Any] | None = None
+
+    @property
+    def adds_optimizer(self) -> bool:
+        return self.optimizer is not None and self.optimizer != "none"
+
+    def rules_on(self, mesh: MeshSpec) -> Any:
+        """The rules; without any, what the names of the axes say."""
+        is_text = self.rules is None or isinstance(self.rules, str)
+        return read_rules(self.rules, mesh) if is_text else self.rules
 
 
 _DEVICES_PER_HOST = 8
@@ -49,28 +60,31 @@ def host_count(mesh: MeshSpec, hosts: int | None) -> int:
     return devices // _DEVICES_PER_HOST if devices % _DEVICES_PER_HOST == 0 else 1
 
 
-def plan_source(source: str, options: Options) -> Plan:
+def plan_source(source: PathLike, options: Options) -> Plan:
     """The plan of what a source means. Raises ValueError, or OstrakaError, with the remedy."""
     config = _config_of(source)
     if config is not None:
         return _plan_config(config, options)
-    if _is_factory(source):
+    if isinstance(source, str) and is_factory(source):
         return _plan_factory(source, options)
-    if not os.path.exists(source) and "://" not in source and os.sep not in source:
+    name = os.fspath(source)
+    if not os.path.exists(name) and "://" not in name and os.sep not in name:
         raise ValueError(
-            f"there is no model, file or checkpoint {source!r}{nearest(source, list(MODELS))}; "
+            f"there is no model, file or checkpoint {name!r}{nearest(name, list(MODELS))}; "
             "give a built-in name (ostraka plan --names), a config.json, a checkpoint, or a "
-            "factory as package.module:function"
+            "factory as package.module:function or file.py:function"
         )
-    return _plan_saved(source, options)
+    if name.endswith(".py") and os.path.isfile(name):
+        raise ValueError(f"{name} is a Python file: name the function, as in {name}:make")
+    return _plan_saved(name, options)
 
 
-def _config_of(source: str) -> Mapping[str, Any] | None:
-    if source in MODELS:
+def _config_of(source: PathLike) -> Mapping[str, Any] | None:
+    if isinstance(source, str) and source in MODELS:
         return MODELS[source]
-    name = source
-    if os.path.isdir(source) and not os.path.exists(os.path.join(source, _format.METADATA_NAME)):
-        name = os.path.join(source, "config.json")
+    name = os.fspath(source)
+    if os.path.isdir(name) and not os.path.exists(os.path.join(name, _format.METADATA_NAME)):
+        name = os.path.join(name, "config.json")
     if not name.endswith(".json") or not os.path.exists(name):
         return None
     try:
@@ -87,38 +101,58 @@ def _config_of(source: str) -> Mapping[str, Any] | None:
 
 def _plan_config(config: Mapping[str, Any], options: Options) -> Plan:
     mesh = options.mesh or MeshSpec((), (), (0,))
+    if options.adds_optimizer and not isinstance(options.optimizer, str):
+        raise ValueError(
+            "the optimizer of a model by name or config is given by its name, such as 'adamw'; to "
+            "plan a transformation of your own, make the model: plan(nnx.eval_shape(make), "
+            "optimizer=…)"
+        )
     with paused_gc():
         state = state_of_config(
             config,
             mesh=mesh,
-            rules=read_rules(options.rules, mesh),
+            rules=options.rules_on(mesh),
             processes=host_count(mesh, options.hosts),
             optimizer=options.optimizer or "none",
-            dtype=options.dtype or dtype_of(config),
-            optimizer_dtype=options.optimizer_dtype,
+            dtype=_dtype_name(options.dtype) or dtype_of(config),
+            optimizer_dtype=_dtype_name(options.optimizer_dtype),
+            metadata=options.metadata,
         )
     return plan_state(state, max_file_bytes=options.max_file_bytes)
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype: text, or anything that numpy takes for one."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        raise TypeError(f"{dtype!r} is no dtype; give one such as 'bfloat16'") from None
 
 
 # Checkpoints
 
 
 def _plan_saved(source: str, options: Options) -> Plan:
-    if options.optimizer not in (None, "none") or options.optimizer_dtype:
+    if options.adds_optimizer or options.optimizer_dtype is not None:
         raise ValueError("a checkpoint has the optimizer that it was saved with: leave that out")
     if options.mesh is None:
-        is_cut = options.max_file_bytes != MAX_FILE_BYTES
-        if options.hosts or options.rules or options.dtype or is_cut:
+        changed = replace(options, optimizer=None)
+        if changed != Options():
             raise ValueError(
-                "a checkpoint is planned as it is: give --mesh to plan saving it anew, or --onto"
+                "a checkpoint is planned as it is: to plan saving it anew, give a mesh, too "
+                "(--mesh, mesh=); to plan a restore onto another, --onto or "
+                "plan(path).restore(mesh=…)"
             )
         return plan_checkpoint(source)
-    found = _checkpoint.load(open_store(source)).metadata
-    leaves = [_without_place(leaf.spec, options.dtype) for leaf in found.leaves]
+    found = _checkpoint.load_at(source).metadata
+    dtype = _dtype_name(options.dtype)
+    leaves = [_without_place(leaf.spec, dtype) for leaf in found.leaves]
     problems = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]
-        settled = settle_rules(placed, read_rules(options.rules, options.mesh), options.mesh)
+        settled = settle_rules(placed, options.rules_on(options.mesh), options.mesh)
         problems = settled.problems
         leaves = [
             replace(leaf, partition=settled.partitions.get(leaf.path, leaf.partition))
@@ -130,7 +164,7 @@ def _plan_saved(source: str, options: Options) -> Plan:
         meshes=(options.mesh,),
         process_of=share_devices(len(options.mesh.devices), processes),
         tree=found.tree,
-        user=found.user,
+        user=found.user if options.metadata is None else options.metadata,
         problems=problems,
     )
     try:
@@ -139,8 +173,8 @@ def _plan_saved(source: str, options: Options) -> Plan:
         if options.rules is not None:
             raise
         raise InvalidSharding(
-            f"{error}; without --rules everything is cut as it was: give --rules, or a mesh that "
-            "fits"
+            f"{error}; without rules everything is cut as it was: give some (--rules, specs=), or "
+            "a mesh that fits"
         ) from error
 
 
@@ -170,77 +204,36 @@ def _saved_as(leaf: LeafSpec, dtype: str) -> LeafSpec:
 # Python factories
 
 
-def _is_factory(source: str) -> bool:
-    module, colon, function = source.partition(":")
-    names = [*module.split("."), *function.split(".")]
-    return bool(colon) and all(name.isidentifier() for name in names)
-
-
 def _plan_factory(source: str, options: Options) -> Plan:
-    from ostraka.planner._plan import plan
+    from ostraka.planner._shapes import own_specs
+    from ostraka.planner._tree import state_of_tree
 
-    if options.optimizer_dtype:
-        raise ValueError(
-            "a factory's optimizer has the dtypes that optax gives it: leave --optimizer-dtype out"
-        )
-    tree = evaluate_factory(source)
     mesh = options.mesh
-    if mesh is None and (options.rules or options.hosts):
-        raise ValueError("rules and hosts need --mesh, such as --mesh data=8")
-    return plan(
-        tree,
-        mesh=None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
-        specs=_factory_specs(tree, options),
-        processes=None if mesh is None else host_count(mesh, options.hosts),
-        optimizer=None if options.optimizer in (None, "none") else options.optimizer,
-        dtype=options.dtype,
-        max_file_bytes=options.max_file_bytes,
-    )
-
-
-def _factory_specs(tree: Any, options: Options) -> Any:
-    """The rules; without any, what the variables name; without that, the usual ones."""
-    if options.mesh is None:
-        return None
-    from ostraka.sharding._data import array_leaves, parse_state
-
-    named = any(leaf.named is not None for leaf in array_leaves(parse_state(tree)))
-    if options.rules is None and named:
-        return "metadata"
-    return read_rules(options.rules, options.mesh)
-
-
-def evaluate_factory(source: str) -> Any:
-    """What a factory returns, with shapes instead of values: no array is made."""
-    module, _, name = source.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if mesh is None and (options.rules is not None or options.hosts is not None):
+        raise ValueError("rules and hosts need a mesh, such as --mesh data=8")
+    if options.optimizer_dtype is not None and not options.adds_optimizer:
+        raise ValueError(
+            "the state of a factory's own optimizer has the dtypes that it was made with: leave "
+            "--optimizer-dtype out, or have --optimizer add one"
+        )
+    tree, is_placed = evaluate_factory(source, mesh, annotations=options.rules is None)
+    own = own_specs(tree, is_placed=is_placed) if options.rules is None else None
     try:
-        with _talking_aside():
-            found: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"can't import {module!r} for {source!r}: {describe(error)}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{module} has no {name!r}{nearest(part, dir(found))}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{source} is of type {type(found).__name__}; it must be a function")
-    from ostraka.planner._tree import shapes_of
-
-    try:
-        with _talking_aside():
-            made = shapes_of(found)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{source} raised {type(error).__name__}: {error}") from error
-    if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2:
-        model, optimizer = cast("tuple[Any, Any]", made)
-        return {"model": model, "optimizer": optimizer}
-    if made is None:
-        raise InvalidTree(f"{source} returns nothing; it must return a model, or a tree")
-    return made
-
-
-def _talking_aside() -> redirect_stdout[Any]:
-    """What somebody else's code prints must not come between the lines of the answer."""
-    return redirect_stdout(sys.stderr)
+        state = state_of_tree(
+            tree,
+            mesh=None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+            specs=None if mesh is None else own or options.rules_on(mesh),
+            processes=None if mesh is None else host_count(mesh, options.hosts),
+            optimizer=options.optimizer if options.adds_optimizer else None,
+            optimizer_dtype=options.optimizer_dtype,
+            dtype=options.dtype,
+            metadata=options.metadata or {},
+        )
+    except InvalidSharding as error:
+        if own is None:
+            raise
+        raise InvalidSharding(
+            "without rules arrays are cut as they say themselves: give some (--rules, specs=), or "
+            f"a mesh with the axes that they name; {error}"
+        ) from error
+    return plan_state(state, max_file_bytes=options.max_file_bytes)

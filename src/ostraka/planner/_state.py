@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from ostraka._spec import LeafSpec, MeshSpec
 from ostraka.errors import InvalidSharding
@@ -15,6 +15,7 @@ SAMPLED_PROCESSES = 2
 """Where working out all processes would take long, so many of them are: the first and the last."""
 
 _MOST_DEVICES = 1 << 20
+_USUAL_AXES = ("data", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,30 @@ class State:
     """How many elements the model's parameters have, if it is known which leaves they are."""
     user: Mapping[str, Any] = field(default_factory=dict[str, Any])
     problems: tuple[Problem, ...] = ()
+    adds_optimizer: bool = False
+    """Whether the optimizer's state is what optax would make, rather than one that is there."""
+
+
+def check_mesh_has_names(mesh: Any) -> None:
+    """Raise for sizes alone, `(4, 2)`, which say nothing of what is cut along which."""
+    if not isinstance(mesh, tuple | list | int):
+        return
+    sizes = [mesh] if isinstance(mesh, int) else list(cast("Sequence[Any]", mesh))
+    names = [*_USUAL_AXES, *(f"axis{n}" for n in range(len(_USUAL_AXES), len(sizes)))]
+    named = ", ".join(f'"{name}": {size}' for name, size in zip(names, sizes, strict=False))
+    raise TypeError(
+        f"mesh is {mesh!r}, sizes without names; name the axes, such as mesh={{{named}}}"
+    )
 
 
 def mesh_of_sizes(sizes: Mapping[str, int], axis_types: Sequence[str] = ()) -> MeshSpec:
     """A mesh over the devices 0, 1, … in row-major order."""
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"the mesh axis {name!r} has the size {size!r}; it must be at least 1")
+        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
+            raise ValueError(
+                f"the mesh axis {name!r} has the size {size!r}; it must be an integer, at least 1"
+            )
+    sizes = {name: int(size) for name, size in sizes.items()}
     count = prod(sizes.values())
     if count > _MOST_DEVICES:
         raise ValueError(

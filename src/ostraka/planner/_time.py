@@ -67,24 +67,67 @@ def _least(*rates: float | None) -> float | None:
 class Interval:
     """How often to save, so that least time is lost."""
 
+    interval_s: float
+    """The time to work between two saves: Daly's, but no less than a write takes."""
+    blocked_s: float
+    """How long the loop stands still for a save."""
     young_s: float
     daly_s: float
-    """Daly's estimate, which holds for long saves, too."""
+    """Daly's estimate, which refines Young's and holds for long saves, too."""
     lost_share: float
     """Of all time, what goes into saving, into work done again, and into restoring."""
 
 
-def advise_interval(save_s: float, restore_s: float, mtbf_s: float) -> Interval:
+def advise_interval(blocked_s: float, beside_s: float, restore_s: float, mtbf_s: float) -> Interval:
     """The time between saves that Young (1974) and Daly (2006) advise.
 
-    `mtbf_s` is the mean time between failures of the whole job.
+    What a save costs is `blocked_s`, for which the loop stands still: the whole write for `save`,
+    the copy to host memory for `save_async`. Its write then goes on beside the loop for
+    `beside_s`. The next save waits for it, so saves don't come faster; and until it has ended, a
+    failure falls back to the save before. `mtbf_s` is that between failures of the whole job.
     """
-    young = sqrt(2 * save_s * mtbf_s)
-    daly = best_interval_s(save_s, mtbf_s)
-    if save_s < 2 * mtbf_s:
-        daly = max(daly, save_s)
-    lost = save_s / (daly + save_s) + (daly / 2 + restore_s) / mtbf_s
-    return Interval(young, daly, min(lost, 1.0))
+    young = sqrt(2 * blocked_s * mtbf_s)
+    daly = best_interval_s(blocked_s, mtbf_s)
+    interval = max(daly, beside_s, blocked_s if blocked_s < 2 * mtbf_s else 0.0)
+    lost = blocked_s / (interval + blocked_s) if blocked_s else 0.0
+    lost += (interval / 2 + beside_s + restore_s) / mtbf_s
+    return Interval(interval, blocked_s, young, daly, min(lost, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long a save and a restore take; None where a bandwidth that it takes is not known."""
+
+    save_s: float | None
+    """Until all is on disk, which is what `save` blocks for."""
+    save_async_blocked_s: float | None
+    """Until what is on accelerators has been copied to host memory; on CPUs nothing is copied."""
+    restore_s: float | None
+    """To restore everything to where it was."""
+    save_every: Interval | None = None
+    """How often to call `save`, if the mean time between failures was given."""
+    save_async_every: Interval | None = None
+    """How often to call `save_async`, which blocks for less."""
+
+
+def work_out_times(
+    bandwidths: Bandwidths,
+    *,
+    save_s: float | None,
+    restore_s: float | None,
+    held_bytes: int,
+    mtbf_s: float | None,
+) -> Times:
+    """All times of a plan. `held_bytes` is what the devices of the fullest host hold."""
+    blocked_s = None if bandwidths.device is None else held_bytes / bandwidths.device
+    if mtbf_s is None or save_s is None:
+        return Times(save_s, blocked_s, restore_s)
+    restoring_s = restore_s or 0.0
+    beside = None
+    if blocked_s is not None:
+        beside = advise_interval(blocked_s, save_s, restoring_s, mtbf_s)
+    alone = advise_interval(save_s, 0.0, restoring_s, mtbf_s)
+    return Times(save_s, blocked_s, restore_s, alone, beside)
 
 
 def probe(directory: str) -> Bandwidths:

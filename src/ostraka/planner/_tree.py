@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from ostraka._capture import (
     Captured,
@@ -19,23 +25,32 @@ from ostraka._capture import (
     describe_mesh,
     describe_sharding,
     describe_spec,
+    how_it_lies,
     savable_dtype,
 )
 from ostraka._document import (
     Branch,
     Leaf,
     Stateful,
+    branches_of,
     check_unique,
     encode,
     encode_state,
     fill_in_states,
+    find_shared,
     leaves_of,
 )
-from ostraka._match import SpecTree
+from ostraka._place import SpecTree
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
-from ostraka._tree import is_array, is_key, parse
+from ostraka._tree import is_array, is_key, is_object, parse
 from ostraka.errors import InvalidTree, Mismatch
-from ostraka.planner._state import Problem, State, mesh_of_sizes, share_devices
+from ostraka.planner._state import (
+    Problem,
+    State,
+    check_mesh_has_names,
+    mesh_of_sizes,
+    share_devices,
+)
 from ostraka.sharding._check import settle_checked
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
@@ -51,22 +66,31 @@ def state_of_tree(
     specs: Any,
     processes: int | None,
     optimizer: Any,
+    optimizer_dtype: Any,
     dtype: Any,
     metadata: Mapping[str, Any],
 ) -> State:
     """What a save of this tree would capture, were it placed as `mesh` and `specs` say."""
     check_dtype_rule(dtype)
+    check_dtype_rule(optimizer_dtype)
+    if optimizer is None and optimizer_dtype is not None:
+        raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
     target = None if mesh is None else describe_target(mesh)
-    found, problems = _settle_specs(tree, specs, optimizer, mesh)
+    state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
+    found, problems = _settle_specs(tree, specs, state, mesh)
     if optimizer is not None:
-        tree = {"model": tree, "optimizer": abstract_optimizer(tree, optimizer)}
+        tree = {"model": tree, "optimizer": state}
+        if optimizer_dtype is not None and dtype is not None:
+            of_model: dict[str, Any] = dtype if isinstance(dtype, dict) else {"**": dtype}
+            dtype = {"optimizer/**": None, **of_model}
     parsed = parse(tree)
     leaves = list(leaves_of(parsed))
     check_unique(leaves)
     places = _Places(target, found, processes)
     captured = Captured(parsed, [], [], [], ())
+    shared = find_shared(parsed, is_object)
     for leaf in leaves:
-        if has_shape(leaf.value):
+        if has_shape(leaf.value) and leaf.path not in shared.arrays:
             captured.leaves.append(places.describe(leaf))
     captured.meshes = list(places.meshes)
     captured.values = [cast(Any, None)] * len(captured.leaves)
@@ -74,16 +98,18 @@ def state_of_tree(
     captured.save_as(dtype)
     process_of = places.process_of()
     numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
-    encoded = encode(parsed, numbers)
+    numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
+    encoded = encode(parsed, numbers, shared.variables)
     fill_in_states(encoded, _states(leaves, max(process_of) + 1))
     return State(
         leaves=tuple(captured.leaves),
         meshes=tuple(captured.meshes),
         process_of=process_of,
         tree=encoded,
-        parameters=_count_parameters(parsed),
+        parameters=_count_parameters(parsed, shared.arrays),
         user=metadata,
         problems=tuple(problems),
+        adds_optimizer=optimizer is not None,
     )
 
 
@@ -99,6 +125,7 @@ def describe_target(mesh: Any) -> MeshSpec:
         return _describe_abstract(mesh)
     if isinstance(mesh, Mesh):
         return describe_mesh(mesh, Devices())
+    check_mesh_has_names(mesh)
     raise TypeError(
         f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh, an AbstractMesh, or a "
         'mapping of axis sizes such as {"data": 4}'
@@ -111,17 +138,44 @@ def _describe_abstract(mesh: AbstractMesh) -> MeshSpec:
     return mesh_of_sizes(sizes, () if set(types) <= {"auto"} else types)
 
 
-def abstract_optimizer(tree: Any, optimizer: Any) -> Any:
-    """The state of an optax transformation for a tree, with shapes and dtypes only."""
+def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
+    """The state of an optax transformation for a tree, with shapes and dtypes only.
+
+    With a `dtype`, that which it has for parameters of that dtype.
+    """
     transformation = _transformation(optimizer)
+
+    def init(parameters: Any) -> Any:
+        return transformation.init(_as_dtype(parameters, dtype))
+
     try:
         from flax import nnx
     except ImportError:
-        return jax.eval_shape(transformation.init, tree)
+        return jax.eval_shape(init, tree)
     if not isinstance(tree, nnx.Module):
-        return jax.eval_shape(transformation.init, tree)
+        return jax.eval_shape(init, tree)
+
+    def make(model: Any) -> Any:
+        graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+        own = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
+        for _, part in nnx.iter_graph(own):
+            if isinstance(part, nnx.Variable):
+                # Or its moments would place themselves, here where there is no mesh.
+                part.set_metadata("eager_sharding", False)
+        return nnx.Optimizer(own, transformation, wrt=nnx.Param)
+
     with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda m: nnx.Optimizer(m, transformation, wrt=nnx.Param), tree)
+        return nnx.eval_shape(make, tree)
+
+
+def _as_dtype(parameters: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return parameters
+
+    def cast_one(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast_one, parameters)
 
 
 def _transformation(optimizer: Any) -> Any:
@@ -143,33 +197,8 @@ def _transformation(optimizer: Any) -> Any:
     return made
 
 
-def shapes_of(make: Callable[[], Any]) -> Any:
-    """What a function returns, with shapes in the place of JAX's arrays, none of which is made.
-
-    Numbers, text and numpy arrays stay what they are, as a save would find them.
-    """
-    from flax import nnx
-
-    kept: list[Any] = []
-    structures: list[Any] = []
-
-    def is_object(value: Any) -> bool:
-        return isinstance(value, nnx.Pytree | nnx.Variable)
-
-    def trace() -> list[Any]:
-        leaves, structure = jax.tree.flatten(make(), is_leaf=is_object)
-        structures[:] = [structure]
-        kept[:] = [None if is_object(x) or isinstance(x, jax.Array) else x for x in leaves]
-        return [leaf if keep is None else None for leaf, keep in zip(leaves, kept, strict=True)]
-
-    with nnx.use_eager_sharding(False):
-        shapes: list[Any] = nnx.eval_shape(trace)
-    found = [shape if keep is None else keep for shape, keep in zip(shapes, kept, strict=True)]
-    return jax.tree.unflatten(structures[0], found)
-
-
 def _settle_specs(
-    tree: Any, specs: Any, optimizer: Any, mesh: Any
+    tree: Any, specs: Any, optimizer_state: Any, mesh: Any
 ) -> tuple[dict[str, PartitionSpec], list[Problem]]:
     """By path the specs of all leaves, those of the optimizer as those of its parameters."""
     if specs is None:
@@ -180,10 +209,10 @@ def _settle_specs(
     found, findings = settle_checked(parsed, specs, mesh)
     raise_errors("the specs do not fit", findings)
     problems = [Problem(finding.severity, finding.path, finding.message) for finding in findings]
-    if optimizer is None:
+    if optimizer_state is None:
         return found, problems
     leaves = list(array_leaves(parsed))
-    optimizer_leaves = array_leaves(parse_state(abstract_optimizer(tree, optimizer)))
+    optimizer_leaves = array_leaves(parse_state(optimizer_state))
     following = follow_specs(optimizer_leaves, leaves, found)
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
@@ -240,9 +269,16 @@ class _Places:
         mesh, partition = self._place(leaf)
         if not mesh.axis_names and self._process_count() > 1:
             # Every process has it on a device of its own: what all have alike is a common value.
-            return LeafSpec(leaf.path, kind, name, shape, prng=prng)
+            return LeafSpec(leaf.path, kind, name, shape, prng=prng, **self._traits(value))
         number = self.meshes.setdefault(mesh, len(self.meshes))
-        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng)
+        traits = self._traits(value)
+        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
+
+    def _traits(self, value: Any) -> dict[str, Any]:
+        """What else is saved of an array; how it is bound to a place only if it stays there."""
+        if self._mesh is not None or not isinstance(value, jax.Array):
+            return {"weak": bool(getattr(value, "weak_type", False))}
+        return how_it_lies(value)
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
@@ -298,19 +334,13 @@ def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
     }
 
 
-def _count_parameters(parsed: Branch | Leaf) -> int | None:
-    """The elements of all `nnx.Param`s; None if there are none."""
-    sizes = list(_parameter_sizes(parsed))
+def _count_parameters(parsed: Branch | Leaf, again: Collection[str]) -> int | None:
+    """The elements of all `nnx.Param`s, each once; None if there are none."""
+    sizes = [
+        prod(leaf.value.shape)
+        for branch in branches_of(parsed)
+        if branch.kind == "variable" and branch.cls is not None and branch.cls[1] == "Param"
+        for leaf in leaves_of(branch)
+        if has_shape(leaf.value) and leaf.path not in again
+    ]
     return sum(sizes) if sizes else None
-
-
-def _parameter_sizes(node: Branch | Leaf) -> Iterator[int]:
-    if isinstance(node, Leaf):
-        return
-    if node.kind.get("variable", ("", ""))[1] == "Param":
-        for leaf in leaves_of(node):
-            if has_shape(leaf.value):
-                yield prod(leaf.value.shape)
-        return
-    for child in node.children:
-        yield from _parameter_sizes(child)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -53,10 +53,10 @@ def parse_state(tree: Any) -> Branch | Leaf:
 def _states(node: Branch | Leaf) -> Branch | Leaf:
     if isinstance(node, Leaf):
         return node
-    if "nnx" in node.kind:
+    if node.kind == "nnx":
         return _states(node.children[0])
     children = tuple(_states(child) for child in node.children)
-    return Branch(node.kind, children, node.rebuild, node.update)
+    return replace(node, children=children)
 
 
 def has_shape(value: Any) -> bool:

@@ -1,0 +1,141 @@
+"""How a template and a checkpoint differ, in few lines with the likely cause first. No JAX.
+
+A forgotten optimizer or a wrong top-level name makes hundreds of leaves differ: a whole subtree is
+one line, and so are leaves that differ in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ostraka._document import ROOT
+from ostraka.errors import count_of, name_few, nearest
+
+_NAMED_ONE_BY_ONE = 3
+
+
+@dataclass(slots=True)
+class Differences:
+    """What is found while a template is compared with a checkpoint."""
+
+    missing: list[str] = field(default_factory=list[str])
+    """Leaves of the template that the checkpoint does not have."""
+    unexpected: list[str] = field(default_factory=list[str])
+    """Leaves of the checkpoint that the template does not have."""
+    of_leaves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Leaves that both have, and what is wrong with each."""
+    general: list[str] = field(default_factory=list[str])
+    """Whole sentences."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.of_leaves or self.general)
+
+    def lines(self, wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
+        """All of it, given the paths of all leaves of the template and of the checkpoint."""
+        cause = list(_likely_cause(self.missing, wanted, saved))
+        named = sorted(_names(saved) - _names(wanted))
+        lines = [
+            f"{text} is not in the checkpoint{nearest(name, named)}"
+            for name, text in _subtrees([] if cause else self.missing, wanted, saved)
+        ]
+        lines += [f"{path!r}: {text}" for path, text in _alike(self.of_leaves)]
+        lines += [
+            f"{text} is in the checkpoint but not in `like`"
+            for _, text in _subtrees(self.unexpected, saved, wanted)
+        ]
+        return [*cause, *self.general, *lines]
+
+
+def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """A line for each leaf, or for all that differ in the same way."""
+    by_text: dict[str, list[str]] = {}
+    for path, text in of_leaves:
+        by_text.setdefault(text, []).append(path)
+    for text, paths in by_text.items():
+        if len(paths) <= _NAMED_ONE_BY_ONE:
+            yield from ((path, text) for path in paths)
+        else:
+            yield paths[0], f"{text} (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+
+
+def _subtrees(
+    paths: Sequence[str], everything: Collection[str], others: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Names, and how they are shown: the largest subtrees that only this side has."""
+    there = _counted(everything)
+    here = _counted(paths)
+    elsewhere = _names(others)
+    told: set[str] = set()
+    for path in paths:
+        whole = [
+            name
+            for name in _above(path)
+            if here[name] == there[name] and here[name] > 1 and name not in elsewhere
+        ]
+        name = whole[0] if whole else path
+        if name not in told:
+            told.add(name)
+            yield name, f"{name!r} ({count_of(here[name], 'leaf')})" if whole else repr(name)
+
+
+def _names(paths: Collection[str]) -> set[str]:
+    """The paths, and all names above them."""
+    return {name for path in paths for name in (path, *_above(path))}
+
+
+def _counted(paths: Collection[str]) -> dict[str, int]:
+    """How many leaves each name above them has."""
+    counts: dict[str, int] = {}
+    for path in paths:
+        for name in _above(path):
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _above(path: str) -> list[str]:
+    """The names above a leaf, topmost first."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _likely_cause(
+    missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]
+) -> Iterator[str]:
+    """A template that is one level too low or too high."""
+    if not missing or ROOT in wanted or ROOT in saved:
+        return
+    there = set(saved)
+    for name in dict.fromkeys(path.split("/")[0] for path in saved):
+        if all(f"{name}/{path}" in there for path in missing):
+            yield (
+                f"`like` looks like what was saved under {name!r}: pass like={{{name!r}: …}}, and "
+                f"take [{name!r}] of the result"
+            )
+            return
+    name = missing[0].split("/")[0]
+    below = [path.removeprefix(f"{name}/") for path in missing]
+    if all(path != short and short in there for path, short in zip(missing, below, strict=True)):
+        yield (
+            f"the checkpoint has at its top what `like` has under {name!r}: pass what is under "
+            f"{name!r} itself"
+        )
+
+
+@dataclass(slots=True)
+class Tolerated:
+    """What was let pass, to be told in one sentence; a kind is such as "kept {} of no use"."""
+
+    by_kind: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def add(self, kind: str, path: str) -> None:
+        self.by_kind.setdefault(kind, []).append(path)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_kind)
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
+            for kind, paths in self.by_kind.items()
+        )

@@ -1,0 +1,268 @@
+"""Where the arrays of a restore go: shardings for them, and the boxes that this process needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ostraka._box import Box
+from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
+from ostraka._document import ROOT, Leaf, leaves_of
+from ostraka._format import Metadata
+from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes, partition_problems
+from ostraka._tree import parse
+from ostraka.errors import InvalidTree, nearest
+
+_config: Any = jax.config
+"""JAX's flags, which its type declarations leave out."""
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise TypeError for what is no mesh of devices, with the call that makes one."""
+    if mesh is None or isinstance(mesh, Mesh):
+        return
+    made = "jax.make_mesh((4, 2), ('data', 'model'))"
+    if isinstance(mesh, Mapping):
+        axes = cast("Mapping[Any, Any]", mesh)
+        made = f"jax.make_mesh({tuple(axes.values())}, {tuple(axes)})"
+    raise TypeError(
+        f"mesh is {mesh!r:.80}, a {type(mesh).__name__}; it must be a jax.sharding.Mesh, such as "
+        f"{made}"
+    )
+
+
+class Placer:
+    """Finds the sharding of each leaf."""
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        *,
+        mesh: Mesh | None,
+        specs: Any,
+        process: int,
+        process_count: int,
+    ):
+        self._meshes = metadata.meshes
+        self._process_of = metadata.process_of
+        self._mesh = mesh
+        self._specs = SpecTree(specs)
+        self._process = process
+        self._process_count = process_count
+        self._devices = Devices()
+        self._settled: set[Any] = set()
+        self._boxes: dict[Any, tuple[Box, ...]] = {}
+
+    def unused_specs(self, saved: Mapping[str, Any]) -> list[str]:
+        return self._specs.unused(saved)
+
+    def local_boxes(self, spec: LeafSpec, sharding: Any) -> tuple[Box, ...]:
+        key = (sharding, spec.shape, spec.per_process)
+        found = self._boxes.get(key)
+        if found is None:
+            shape = spec.shape[1:] if spec.per_process else spec.shape
+            mesh, partition = describe_sharding(spec.path, sharding, self._devices)
+            by_device = device_boxes(shape, mesh, partition)
+            here = sharding.addressable_devices
+            boxes = dict.fromkeys(
+                box for number, box in by_device.items() if self._devices.all[number] in here
+            )
+            if spec.per_process:
+                boxes = {((self._process, self._process + 1), *box): None for box in boxes}
+            found = self._boxes[key] = tuple(boxes)
+        return found
+
+    def sharding(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> tuple[Any, bool]:
+        """Where a leaf goes, and whether it must stay there.
+
+        `specs` decide, then the sharding of `like`, then what was saved; on `mesh` if it is given.
+        """
+        path = leaf.path
+        given = self._specs.find(path)
+        like = getattr(wanted, "sharding", None) if wanted is not spec else None
+        if given is not None and not isinstance(given, PartitionSpec):
+            return self._fitting(spec, path, given), True
+        if given is not None:
+            mesh = self._mesh or _mesh_of(like)
+            if mesh is None:
+                raise Unfit(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
+            return self._named(spec, path, mesh, given), True
+        if self._mesh is not None:
+            placed = self._named(spec, path, self._mesh, self._spec_on_mesh(spec, like, leaf))
+            return _in_memory(placed, spec.memory if like is None else like.memory_kind), True
+        if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
+            return self._named(spec, path, _mesh_in_force(path, like.mesh), like.spec), True
+        if like is not None:
+            return self._fitting(spec, path, like), is_committed(wanted)
+        return self._as_saved(spec, path), not spec.uncommitted
+
+    def _spec_on_mesh(self, spec: LeafSpec, like: Any, leaf: Leaf) -> Any:
+        assert self._mesh is not None
+        if like is None and leaf.spec is not None:
+            return leaf.spec
+        if isinstance(like, NamedSharding) and set(like.mesh.axis_names) <= set(
+            self._mesh.axis_names
+        ):
+            return like.spec
+        return PartitionSpec(*(_entry(axes) for axes in spec.partition))
+
+    def _fitting(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
+        """Check that a sharding fits the leaf; the same sharding is looked at once per shape."""
+        shape = spec.shape[1:] if spec.per_process else spec.shape
+        key = (sharding, shape)
+        if key in self._settled:
+            return sharding
+        if isinstance(sharding, NamedSharding):
+            self._check_fit(spec, path, sharding.mesh, sharding.spec)
+        self._settled.add(key)
+        return sharding
+
+    def _named(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> Any:
+        self._check_fit(spec, path, mesh, partition_spec)
+        return NamedSharding(mesh, partition_spec)
+
+    def _check_fit(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> None:
+        logical = logical_shape(spec)
+        entries = spec_entries(path, partition_spec)
+        problems = partition_problems(path, logical, entries, describe_mesh(mesh, self._devices))
+        if problems:
+            raise Unfit(*problems)
+
+    def _as_saved(self, spec: LeafSpec, path: str) -> Any:
+        """The mesh it was saved on if this run has as many devices; one device otherwise."""
+        if spec.mesh == HOST_LOCAL or spec.uncommitted:
+            return self._default_device
+        devices: Sequence[Any] = jax.devices()
+        mesh = self._meshes[spec.mesh]
+        if len(devices) == len(self._process_of):
+            return self._rebuilt(mesh, spec, path, devices)
+        if self._process_count == 1:
+            return self._default_device
+        raise Unfit(
+            f"leaf {path!r} was saved on {len(self._process_of)} devices and this run has "
+            f"{len(devices)}: pass mesh= or like="
+        )
+
+    def _rebuilt(self, mesh: MeshSpec, spec: LeafSpec, path: str, devices: Sequence[Any]) -> Any:
+        if not mesh.axis_names:
+            device = devices[mesh.devices[0]]
+            return _on_device(path, SingleDeviceSharding(device), spec.memory)
+        partition_spec = PartitionSpec(*map(_entry, spec.partition))
+        placed = self._named(spec, path, self._mesh_again(mesh), partition_spec)
+        return _on_device(path, placed, spec.memory)
+
+    def _mesh_again(self, mesh: MeshSpec) -> Mesh:
+        devices = np.array(jax.devices(), dtype=object)[list(mesh.devices)]
+        types = tuple(
+            jax.sharding.AxisType[name.capitalize()]
+            for name in mesh.axis_types or ("auto",) * len(mesh.axis_names)
+        )
+        return Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=types)
+
+    @cached_property
+    def _default_device(self) -> Any:
+        return SingleDeviceSharding(_default_device())
+
+
+def is_committed(wanted: Any) -> bool:
+    """Whether a template's array must stay on its devices; a shape with a sharding must."""
+    return bool(getattr(wanted, "committed", True))
+
+
+def logical_shape(spec: LeafSpec) -> tuple[int, ...]:
+    """The shape of the leaf as a program has it."""
+    shape = spec.shape[1:] if spec.per_process else spec.shape
+    return shape[:-1] if spec.kind == "key" else shape
+
+
+def _mesh_in_force(path: str, abstract: Any) -> Mesh:
+    """The mesh that `jax.set_mesh` has set, for a template that was made under it."""
+    found = jax.sharding.get_mesh()
+    if not found.empty and set(abstract.axis_names) <= set(found.axis_names):
+        return found
+    raise Unfit(
+        f"leaf {path!r} of `like` is sharded over an abstract mesh, which has no devices: pass "
+        "mesh=, or restore under jax.set_mesh(mesh)"
+    )
+
+
+def _in_memory(sharding: Any, kind: str | None) -> Any:
+    return sharding if kind is None else sharding.with_memory_kind(kind)
+
+
+def _on_device(path: str, sharding: Any, kind: str | None) -> Any:
+    """In the kind of memory that it was saved from, where there is such."""
+    if kind is None:
+        return sharding
+    device = next(iter(sharding.device_set))
+    there = [memory.kind for memory in device.addressable_memories()]
+    if kind not in there:
+        raise Unfit(
+            f"leaf {path!r} was saved from {kind} memory, which {device} does not have (it has "
+            f"{', '.join(there)}): pass like="
+        )
+    return sharding.with_memory_kind(kind)
+
+
+class Unfit(Exception):
+    """A leaf can't be placed."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        super().__init__(*problems)
+
+
+class SpecTree:
+    """`specs`: one spec for all, or a tree whose entries hold for all leaves below them."""
+
+    def __init__(self, specs: Any):
+        self._by_path = (
+            {} if specs is None else {leaf.path: leaf.value for leaf in leaves_of(parse(specs))}
+        )
+        for path, value in self._by_path.items():
+            if value is not None and not isinstance(value, PartitionSpec | jax.sharding.Sharding):
+                raise InvalidTree(
+                    f"specs has a {type(value).__name__} at {path!r}; it takes PartitionSpec, "
+                    "Sharding or None; of rules, sharding.spec_tree makes a tree of them"
+                )
+
+    def find(self, path: str) -> Any:
+        while True:
+            if path in self._by_path:
+                return self._by_path[path]
+            if path == ROOT:
+                return None
+            path = path.rpartition("/")[0] or ROOT
+
+    def unused(self, saved: Mapping[str, Any]) -> list[str]:
+        """Entries that can't mean any leaf of the checkpoint."""
+        known = {ROOT}
+        for path in saved:
+            parts = path.split("/")
+            known.update("/".join(parts[: i + 1]) for i in range(len(parts)))
+        return [
+            f"specs has {path!r}, which is not in the checkpoint{nearest(path, list(known))}"
+            for path in self._by_path
+            if path not in known
+        ]
+
+
+def _default_device() -> Any:
+    device = _config.jax_default_device
+    if device is not None and not isinstance(device, str):
+        return device
+    return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
+
+
+def _mesh_of(sharding: Any) -> Mesh | None:
+    mesh = getattr(sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,90 @@
+"""What a function makes, as shapes on a mesh without devices, and how its arrays say they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from ostraka._document import branches_of, leaves_of
+from ostraka._spec import MeshSpec
+from ostraka.sharding._data import array_leaves, parse_state
+
+
+def shapes_on_mesh(
+    make: Callable[[], Any], mesh: MeshSpec | None, *, annotations: bool
+) -> tuple[Any, bool]:
+    """What a function returns, made as if the mesh were set, and whether annotations were obeyed.
+
+    Code is written for axes of one type, explicit or auto, and under the other it may raise. With
+    `annotations`, NNX variables also place themselves as theirs say; if that can't be, they are
+    left as they are, and whoever looks at the annotations tells what is wrong with them. The last
+    resort is no mesh at all, for boxes of Linen that name axes of another one.
+    """
+    if mesh is None:
+        return shapes_of(make, eager=False), False
+    attempts = [(eager, kind) for eager in (True, False) for kind in _AXIS_TYPES]
+    failure: Exception | None = None
+    for eager, kind in attempts if annotations else attempts[len(_AXIS_TYPES) :]:
+        kinds = (kind,) * len(mesh.axis_names)
+        try:
+            with use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, kinds)):
+                return shapes_of(make, eager=eager), eager
+        except Exception as error:
+            failure = error
+    try:
+        return shapes_of(make, eager=False), False
+    except Exception:
+        assert failure is not None
+        raise failure from None
+
+
+_AXIS_TYPES = (AxisType.Explicit, AxisType.Auto)
+
+
+def shapes_of(make: Callable[[], Any], *, eager: bool) -> Any:
+    """What a function returns, with shapes in the place of JAX's arrays, none of which is made.
+
+    Numbers, text and numpy arrays stay what they are, as a save would find them.
+    """
+    kept: list[Any] = []
+    structures: list[Any] = []
+
+    def is_object(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree | nnx.Variable)
+
+    def trace() -> list[Any]:
+        leaves, structure = jax.tree.flatten(make(), is_leaf=is_object)
+        structures[:] = [structure]
+        kept[:] = [None if is_object(x) or isinstance(x, jax.Array) else x for x in leaves]
+        return [leaf if keep is None else None for leaf, keep in zip(leaves, kept, strict=True)]
+
+    with nnx.use_eager_sharding(eager):
+        shapes: list[Any] = nnx.eval_shape(trace)
+    found = [shape if keep is None else keep for shape, keep in zip(shapes, kept, strict=True)]
+    return jax.tree.unflatten(structures[0], found)
+
+
+def own_specs(tree: Any, *, is_placed: bool) -> Callable[[str, Any], PartitionSpec | None] | None:
+    """Rules that cut every array as it says itself; None if none says anything.
+
+    Where variables have placed themselves, where they are counts, since the logical names of some
+    have become axes by rules that are no longer in force. Elsewhere a name counts first.
+    """
+    parsed = parse_state(tree)
+    variables = [branch for branch in branches_of(parsed) if branch.kind == "variable"]
+    placed = {leaf.path for variable in variables for leaf in leaves_of(variable) if is_placed}
+    found: dict[str, PartitionSpec | None] = {}
+    says_something = False
+    for leaf in array_leaves(parsed):
+        sharding = getattr(leaf.value, "sharding", None)
+        own = sharding.spec if isinstance(sharding, NamedSharding) else None
+        is_cut = own is not None and any(own)
+        says_something = says_something or is_cut or leaf.named is not None
+        if own is None or (leaf.named is not None and leaf.path not in placed):
+            own = leaf.named
+        found[leaf.path] = own
+    return (lambda path, leaf: found.get(path)) if says_something else None
