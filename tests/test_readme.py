@@ -10,7 +10,13 @@ from ostraka import _coordinate, errors
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/architecture.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/format.md",
+    "docs/architecture.md",
+    "docs/sharding.md",
+]
 
 
 def find_blocks() -> list[tuple[str, str]]:
