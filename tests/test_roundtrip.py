@@ -21,8 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from ostraka import sharding as sharding_helpers
 from ostraka._spec import DTYPES, numpy_dtype
-from ostraka.errors import InvalidTree, Mismatch
+from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.storage import MemoryStore
 
 # Shardings
@@ -683,8 +684,8 @@ def test_specs_are_stronger_than_the_template(example):
         ({"w": P(None, None, "x")}, "leaf 'w' has 2 dimensions .* has 3 entries"),
         ({"one": P("x", None)}, "leaf 'one' has 1 dimensions .* has 2 entries"),
         ({"s": P("x")}, r"leaf 's' has 0 dimensions \(\)"),
-        ({"v": P("x")}, "specs has 'v', which is not in the checkpoint"),
-        ({"b": {"d": P("x")}}, "specs has 'b/d', which is not in the checkpoint"),
+        ({"v": P("x")}, "specs has 'v', which is no leaf"),
+        ({"b": {"d": P("x")}}, "specs has 'b/d', which is no leaf"),
     ],
 )
 def test_specs_that_do_not_fit_are_named(example, specs, sentence):
@@ -720,8 +721,21 @@ def test_a_spec_needs_a_mesh(example):
 
 def test_specs_hold_nothing_but_specs(example):
     place, _, mesh = example
-    with pytest.raises(InvalidTree, match="specs has a str at 'w'; it takes PartitionSpec"):
+    with pytest.raises(InvalidSharding, match="leaf 'w' is given a str as its spec; it must be"):
         ostraka.restore(place, mesh=mesh, specs={"w": "x"})
+
+
+def test_rules_and_presets_are_specs_too(place):
+    mesh = mesh_of((4, 2), ("fsdp", "tp"))
+    tree = {"a": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}, "n": np.ones(3), "s": 1}
+    ostraka.save(place, tree)
+    restored = ostraka.restore(place, mesh=mesh, specs={"**/kernel": P("fsdp", "tp")})
+    assert restored["a"]["kernel"].sharding == NamedSharding(mesh, P("fsdp", "tp"))
+    assert restored["a"]["bias"].sharding == NamedSharding(mesh, P())
+    restored = ostraka.restore(place, like=tree, mesh=mesh, specs=sharding_helpers.fsdp(min_size=1))
+    assert restored["a"]["kernel"].sharding.spec == P("fsdp", None)
+    with pytest.raises(Mismatch, match="no leaf matches the pattern"):
+        ostraka.restore(place, mesh=mesh, specs={"**/kernal": P("fsdp")})
 
 
 # What happens to the arrays afterwards

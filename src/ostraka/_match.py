@@ -129,7 +129,6 @@ class Matcher:
         self._placer = Placer(
             source.metadata,
             mesh=choices.mesh,
-            specs=choices.specs,
             process=process,
             process_count=process_count,
         )
@@ -151,6 +150,7 @@ class Matcher:
         wanted = tree or self._pruned(self._saved_tree)
         leaves = list(leaves_of(wanted))
         check_unique(leaves)
+        self._differences.general += self._resolve_specs(leaves, wanted)
         arrays: list[Destination] = []
         values: dict[str, Any] = {}
         for leaf in leaves:
@@ -166,10 +166,27 @@ class Matcher:
         if tree is not None:
             self._unexpected({leaf.path for leaf in leaves}, tree)
             self._match_shared(tree)
-        self._differences.general += self._placer.unused_specs(self._saved)
         self._differences.general += self._unused_renames()
         self._raise_or_warn(tree, [leaf.path for leaf in leaves])
         return Wanted(wanted, tuple(arrays), values, tuple(self._copies), tuple(self._states))
+
+    def _resolve_specs(self, leaves: Sequence[Leaf], tree: Branch | Leaf) -> list[str]:
+        placed: list[tuple[str, LeafSpec, Any]] = []
+        for leaf in leaves:
+            of_template = not isinstance(leaf.value, ArrayNumber)
+            saved = self._saved.get(leaf.path if of_template else self._rename(leaf.path))
+            if isinstance(saved, ArrayNumber):
+                spec = self._metadata.leaves[saved.number].spec
+                if kind_of(leaf.value if of_template else spec) in ("jax", "key"):
+                    placed.append((leaf.path, spec, leaf.spec))
+        like = [getattr(leaf.value, "sharding", None) for leaf in leaves]
+        return self._placer.resolve(
+            placed,
+            self._choices.specs,
+            like,
+            list(self._saved),
+            has_modules=any(branch.kind == "nnx" for branch in branches_of(tree)),
+        )
 
     def _raise_or_warn(self, tree: Branch | Leaf | None, paths: Sequence[str]) -> None:
         if self._differences:

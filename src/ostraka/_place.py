@@ -12,28 +12,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from ostraka._box import Box
 from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
-from ostraka._document import ROOT, Leaf, leaves_of
+from ostraka._document import Leaf
 from ostraka._format import Metadata
-from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes, partition_problems
-from ostraka._tree import parse
-from ostraka.errors import InvalidTree, nearest
+from ostraka._spec import (
+    HOST_LOCAL,
+    LeafSpec,
+    MeshSpec,
+    device_boxes,
+    numpy_dtype,
+    partition_problems,
+)
+from ostraka.sharding._data import ArrayLeaf
+from ostraka.sharding._mesh import mesh_to_use
+from ostraka.sharding._specs import resolve
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raise TypeError for what is no mesh of devices, with the call that makes one."""
-    if mesh is None or isinstance(mesh, Mesh):
-        return
-    made = "jax.make_mesh((4, 2), ('data', 'model'))"
-    if isinstance(mesh, Mapping):
-        axes = cast("Mapping[Any, Any]", mesh)
-        made = f"jax.make_mesh({tuple(axes.values())}, {tuple(axes)})"
-    raise TypeError(
-        f"mesh is {mesh!r:.80}, a {type(mesh).__name__}; it must be a jax.sharding.Mesh, such as "
-        f"{made}"
-    )
 
 
 class Placer:
@@ -44,22 +38,48 @@ class Placer:
         metadata: Metadata,
         *,
         mesh: Mesh | None,
-        specs: Any,
         process: int,
         process_count: int,
     ):
         self._meshes = metadata.meshes
         self._process_of = metadata.process_of
         self._mesh = mesh
-        self._specs = SpecTree(specs)
+        self._said: Mapping[str, Any] = {}
         self._process = process
         self._process_count = process_count
         self._devices = Devices()
         self._settled: set[Any] = set()
         self._boxes: dict[Any, tuple[Box, ...]] = {}
 
-    def unused_specs(self, saved: Mapping[str, Any]) -> list[str]:
-        return self._specs.unused(saved)
+    def resolve(
+        self,
+        leaves: Sequence[tuple[str, LeafSpec, Any]],
+        specs: Any,
+        like: Sequence[Any],
+        known: Sequence[str],
+        *,
+        has_modules: bool,
+    ) -> list[str]:
+        """Find what `specs` says, and the mesh to use; returns what of `specs` means no leaf.
+
+        `like` are the shardings that a template has, `known` the paths of all that was saved.
+        """
+        named = [sharding for sharding in like if isinstance(sharding, NamedSharding)]
+        if has_modules:
+            self._mesh = self._fitting_mesh([sharding.mesh for sharding in named])
+        mesh = self._mesh or next((sharding.mesh for sharding in named), None)
+        self._said, unknown = resolve_specs(leaves, specs, mesh, known)
+        return unknown
+
+    def _fitting_mesh(self, like: Sequence[Any]) -> Mesh | None:
+        """The mesh that was given, with Auto axes if a model had such: under others it may fail."""
+        types = [kind.name.lower() for mesh in like for kind in mesh.axis_types]
+        if not like:
+            saved = [mesh for mesh in self._meshes if mesh.axis_names]
+            types = [kind for mesh in saved for kind in mesh.axis_types or ("auto",)]
+        if self._mesh is None or not types or "explicit" in types:
+            return self._mesh
+        return mesh_to_use(self._mesh, explicit=False)
 
     def local_boxes(self, spec: LeafSpec, sharding: Any) -> tuple[Box, ...]:
         key = (sharding, spec.shape, spec.per_process)
@@ -83,7 +103,9 @@ class Placer:
         `specs` decide, then the sharding of `like`, then what was saved; on `mesh` if it is given.
         """
         path = leaf.path
-        given = self._specs.find(path)
+        given = self._said.get(path)
+        if isinstance(given, tuple | list):
+            given = PartitionSpec(*cast("Sequence[Any]", given))
         like = getattr(wanted, "sharding", None) if wanted is not spec else None
         if given is not None and not isinstance(given, PartitionSpec):
             return self._fitting(spec, path, given), True
@@ -217,39 +239,27 @@ class Unfit(Exception):
         super().__init__(*problems)
 
 
-class SpecTree:
-    """`specs`: one spec for all, or a tree whose entries hold for all leaves below them."""
+def resolve_specs(
+    leaves: Sequence[tuple[str, LeafSpec, Any]], specs: Any, mesh: Any, known: Sequence[str]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """By path, what `specs` says of leaves, and what of it means none of the paths in `known`.
 
-    def __init__(self, specs: Any):
-        self._by_path = (
-            {} if specs is None else {leaf.path: leaf.value for leaf in leaves_of(parse(specs))}
-        )
-        for path, value in self._by_path.items():
-            if value is not None and not isinstance(value, PartitionSpec | jax.sharding.Sharding):
-                raise InvalidTree(
-                    f"specs has a {type(value).__name__} at {path!r}; it takes PartitionSpec, "
-                    "Sharding or None; of rules, sharding.spec_tree makes a tree of them"
-                )
+    A leaf is its path, what was saved, and the spec that the tree itself names for it, or None.
+    """
+    if specs is None:
+        return {}, []
+    shaped = [
+        ArrayLeaf(path, logical_shape(spec), _outline(spec), named) for path, spec, named in leaves
+    ]
+    found = resolve(shaped, specs, mesh, known=known)
+    return found.said, [finding.message for finding in found.unknown]
 
-    def find(self, path: str) -> Any:
-        while True:
-            if path in self._by_path:
-                return self._by_path[path]
-            if path == ROOT:
-                return None
-            path = path.rpartition("/")[0] or ROOT
 
-    def unused(self, saved: Mapping[str, Any]) -> list[str]:
-        """Entries that can't mean any leaf of the checkpoint."""
-        known = {ROOT}
-        for path in saved:
-            parts = path.split("/")
-            known.update("/".join(parts[: i + 1]) for i in range(len(parts)))
-        return [
-            f"specs has {path!r}, which is not in the checkpoint{nearest(path, list(known))}"
-            for path in self._by_path
-            if path not in known
-        ]
+def _outline(spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """The array that a leaf is, without its values."""
+    if spec.kind == "key":
+        return jax.eval_shape(lambda: jax.random.key(0, impl=spec.prng))
+    return jax.ShapeDtypeStruct(logical_shape(spec), numpy_dtype(spec.dtype))
 
 
 def _default_device() -> Any:

@@ -20,12 +20,12 @@ from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
-from ostraka._place import check_mesh
 from ostraka._plan import Target
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
+from ostraka.sharding._mesh import as_mesh
 from ostraka.storage import PathLike
 
 _ATTEMPTS = 10
@@ -37,7 +37,7 @@ def restore(
     like: Any = _NOT_GIVEN,
     *,
     into: Any = _NOT_GIVEN,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
     specs: Any = None,
     strict: bool = True,
     only: Patterns | None = None,
@@ -59,8 +59,9 @@ def restore(
     dtypes that were saved, modules as dicts (with `as_state` as `nnx.State`); arrays go back onto
     the mesh they were on if there are as many devices, else onto one device.
 
-    `mesh` puts the specs of `like`, or those that were saved, onto another mesh. `specs` overrides
-    them: a PartitionSpec, or a tree of them whose entries hold for everything below.
+    `mesh` puts the specs of `like`, or those that were saved, onto another mesh; axis sizes such as
+    `{"data": 4}` make one. `specs` overrides them: a PartitionSpec, a tree of them whose entries
+    hold for everything below, or rules and presets as `ostraka.sharding.spec_tree` takes them.
 
     `only` restores the leaves that match a pattern such as `"model/**"`, and leaves others as they
     are in `like`. `rename` maps paths in the checkpoint to paths in `like`, for parts that have
@@ -82,9 +83,15 @@ def restore(
         raise ValueError("rename= needs like= or into=, which have the new names")
     if as_state and given is not _NOT_GIVEN:
         raise ValueError("as_state= is for a restore without like= and into=")
-    check_mesh(mesh)
     choices = Choices(
-        mesh, specs, strict, only, rename, dtype, as_state, in_place=into is not _NOT_GIVEN
+        None if mesh is None else as_mesh(mesh),
+        specs,
+        strict,
+        only,
+        rename,
+        dtype,
+        as_state,
+        in_place=into is not _NOT_GIVEN,
     )
     together = _spans_processes(given, mesh, specs)
     tally = _Tally()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -346,8 +347,8 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
 def _writer(write: WritePlan) -> dict[str, Any]:
     """What `_METADATA` says of its writer.
 
-    Only how long the phases took is not known: each number of seconds may have a digit or two more
-    or less than the one here.
+    How long the phases took is not known, nor what the hosts are called: each number of seconds,
+    and each name, may be longer or shorter than the one here.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -363,6 +364,7 @@ def _writer(write: WritePlan) -> dict[str, Any]:
         "jax": jax_version,
         "python": platform.python_version(),
         "time": "2000-01-01T00:00:00.000+00:00",
+        "hosts": [socket.gethostname()] * len(sizes),
         "timeline": timeline(watch, summarize(written)),
     }
 

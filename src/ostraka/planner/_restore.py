@@ -9,7 +9,7 @@ from typing import Any, cast
 from ostraka import _account
 from ostraka._account import ReadAccount, Spread
 from ostraka._format import Metadata
-from ostraka._pattern import matches
+from ostraka._pattern import selects, unmatched
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
 from ostraka._units import bytes_per_second, human_bytes
 from ostraka.errors import Mismatch
@@ -110,10 +110,14 @@ def plan_restore(
 ) -> RestorePlan:
     """Settle where everything goes, and count what each process reads for it."""
     numbered = [(n, leaf.spec) for n, leaf in enumerate(saved.metadata.leaves)]
+    known = [leaf.spec.path for leaf in saved.metadata.leaves]
     if only is not None:
-        numbered = [(n, leaf) for n, leaf in numbered if matches(only, leaf.path)]
-        if not numbered:
-            raise Mismatch("can't plan the restore", [f"no leaf is matched by only={only!r}"])
+        listed = [only] if isinstance(only, str) else only
+        problems = [f"only has {p}, which matches no array" for p in unmatched(listed, known)]
+        numbered = [(n, leaf) for n, leaf in numbered if selects(only, leaf.path)]
+        if problems or not numbered:
+            nothing = [f"no array is selected by only={only!r}"]
+            raise Mismatch("can't plan the restore", problems or nothing)
     target = None
     meshes: Sequence[MeshSpec] = saved.metadata.meshes
     process_of = saved.metadata.process_of
@@ -121,7 +125,6 @@ def plan_restore(
         target = target_mesh(mesh)
         meshes = [target]
         process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
-        known = [leaf.spec.path for leaf in saved.metadata.leaves]
         numbered = _moved(numbered, specs, target, known)
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")

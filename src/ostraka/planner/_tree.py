@@ -40,7 +40,7 @@ from ostraka._document import (
     find_shared,
     leaves_of,
 )
-from ostraka._place import SpecTree
+from ostraka._place import resolve_specs
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, is_object, parse
 from ostraka.errors import InvalidTree, Mismatch
@@ -52,7 +52,7 @@ from ostraka.planner._state import (
     share_devices,
 )
 from ostraka.sharding._check import settle_checked
-from ostraka.sharding._data import array_leaves, parse_state
+from ostraka.sharding._data import array_leaves, parse_state, to_spec
 from ostraka.sharding._findings import raise_errors
 from ostraka.sharding._rules import follow_specs
 
@@ -226,15 +226,13 @@ def partitions_given(
 
     `known` are the paths of all that was saved, host arrays included.
     """
-    given = SpecTree(specs)
-    unknown = given.unused(dict.fromkeys(known))
+    said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], specs, None, known)
     found: dict[str, Partition] = {}
-    for leaf in leaves:
-        spec = given.find(leaf.path)
-        if isinstance(spec, PartitionSpec):
-            found[leaf.path] = describe_spec(leaf.path, spec)
+    for path, spec in said.items():
+        if isinstance(spec, jax.sharding.Sharding):
+            unknown.append(f"specs has a {type(spec).__name__} for {path!r}, not a spec")
         elif spec is not None:
-            unknown.append(f"specs has a {type(spec).__name__} for {leaf.path!r}, not a spec")
+            found[path] = describe_spec(path, to_spec(path, spec))
     if unknown:
         raise Mismatch("can't plan the restore", unknown)
     return found

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
+from ostraka._document import Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
 from ostraka.sharding._check import settle_checked
@@ -40,10 +40,7 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)
     shardings = {path: NamedSharding(target, spec) for path, spec in found.items()}
-    values = {
-        leaf.path: leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
-        for leaf in leaves_of(parsed)
-    }
+    values = {leaf.path: unwrapped(leaf.value) for leaf in leaves_of(parsed)}
     arrays = list(array_leaves(parsed))
     values.update(_place_leaves(arrays, shardings))
     return rebuild(parsed, values)
