@@ -267,11 +267,13 @@ def test_a_bar_is_drawn_on_a_terminal_and_goes_away(checkpoint: Path):
 
 
 def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
+    """While it reads from a file system that does not answer: a pipe that nobody writes to."""
     fifo = tmp_path / "checkpoint" / "_METADATA"
     fifo.parent.mkdir()
     os.mkfifo(fifo)
+    waits = "import os; from ostraka.storage import _local; _local._open_file = os.open"
     # Whoever runs the tests in the background has interrupts ignored, and so would this program.
-    program = f"import signal; signal.signal(2, signal.default_int_handler); {PROGRAM}"
+    program = f"import signal; signal.signal(2, signal.default_int_handler); {waits}; {PROGRAM}"
     process = subprocess.Popen(
         [sys.executable, "-c", program, "show", fifo.parent],
         stdout=subprocess.PIPE,

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ostraka
 from cli_runs import flip, put, run, save_model
+from replacing import replaced_once
 
 
 def save(path: Path, **leaves: object) -> Path:
@@ -120,11 +122,28 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str):
     assert result.stderr.count("\n") == 1
 
 
-def test_a_directory_of_steps_is_no_checkpoint(tmp_path: Path):
-    a = save(tmp_path / "runs" / "1", x=1)
-    result = run("diff", a.parent, a)
-    assert result.exit_code == 2
-    assert f"did you mean {a}?" in result.stderr
+def test_steps_are_found_by_their_numbers(tmp_path: Path):
+    runs = tmp_path / "runs"
+    for step in (9, 10):
+        save(runs / f"step_{step:08d}", x=step)
+    result = run("diff", runs / "9", runs)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[:2] == [
+        f"a  {runs}/step_00000009",
+        f"b  {runs}/step_00000010",
+    ]
+    assert run("diff", runs / "10", runs).exit_code == 0
+    result = run("diff", runs / "11", runs)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the steps in" in result.stderr
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    a, b = save(tmp_path / "a", x=np.ones(3)), save(tmp_path / "b", x=np.zeros(3))
+    with replaced_once(b, {"x": np.ones(3)}, monkeypatch):
+        result = run("diff", a, b)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "no difference in 1 leaf" in result.stdout
 
 
 @pytest.mark.parametrize("option", ["--rtol", "--atol"])
@@ -134,3 +153,11 @@ def test_a_tolerance_that_is_no_number(tmp_path: Path, option: str):
     result = run("diff", a, a, option, "nan")
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"'{option}': nan is no tolerance; give a number such as 1e-5" in result.stderr
+
+
+def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
+    x = jnp.arange(6.0)
+    a, b = save(tmp_path / "a", x=x, y=x), save(tmp_path / "b", x=x, y=x + 0)
+    result = run("diff", a, b)
+    assert result.exit_code == 1
+    assert "y     = x → its own array" in result.stdout

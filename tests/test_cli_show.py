@@ -1,7 +1,11 @@
 """`ostraka show`: the tree, one leaf, steps."""
 
+import dataclasses
 import json
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,10 @@ import pytest
 
 import ostraka
 from cli_runs import flip, put, run, save_model
+from ostraka import _format
+from ostraka.storage import LocalStore
+from ostraka.testing import run_processes
+from replacing import replaced_once, saving_in_a_loop
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,7 @@ def test_as_json(checkpoint: Path):
         "mesh": 0,
         "prng": None,
         "per_process": False,
+        "memory": None,
         "bytes": 4096,
     }
     assert leaves["key"]["prng"] == "threefry2x32"
@@ -237,6 +246,163 @@ def test_damage_in_a_leaf_that_is_read(tmp_path: Path):
     assert "(leaf 'kernel'" in result.stderr
 
 
+# Who wrote which file
+
+
+def test_process_and_host_of_each_file(checkpoint: Path):
+    host = socket.gethostname()
+    assert f"host: {host}" in run("show", checkpoint).stdout.splitlines()
+    files = rows(run("show", checkpoint, "--files").stdout)
+    assert files["file"] == ["device", "process", "host", "size"]
+    assert files["shard_00003.safetensors"][:3] == ["3", "0", host]
+    assert files["kernel"][0] == "bfloat16"
+    boxes = run("show", checkpoint, "kernel").stdout.splitlines()
+    (line,) = (line for line in boxes if "shard_00003" in line)
+    assert line.split()[3:5] == ["0", host]
+    document = json.loads(run("show", checkpoint, "--json").stdout)
+    assert document["writer"]["hosts"] == [host]
+    for file in document["files"]:
+        assert (checkpoint / file["file"]).stat().st_size == file["bytes"]
+        assert (file["process"], file["host"]) == (0, host)
+    leaf = json.loads(run("show", checkpoint, "kernel", "--json").stdout)
+    assert {(box["process"], box["host"]) for box in leaf["boxes"]} == {(0, host)}
+
+
+def save_as_another_host(path: str) -> None:
+    """Every process claims to run on a host of its own."""
+    name = f"node-{jax.process_index()}"
+    socket.gethostname = lambda: name
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    shape = (jax.device_count() * 2,)
+    ostraka.save(path, {"w": jax.make_array_from_callback(shape, spec, lambda _: np.ones(2))})
+
+
+def test_files_of_several_hosts(tmp_path: Path):
+    path = tmp_path / "c"
+    run_processes(save_as_another_host, str(path))
+    assert "hosts: node-0, node-1" in run("show", path).stdout.splitlines()
+    document = json.loads(run("show", path, "--json").stdout)
+    found = {(file["process"], file["host"]) for file in document["files"]}
+    assert found == {(0, "node-0"), (1, "node-1")}
+    listed = rows(run("show", path, "--files").stdout)
+    shards = {name: cells for name, cells in listed.items() if name.startswith("shard_")}
+    assert len(shards) == len(document["files"])
+    for name, (device, process, host, *_) in shards.items():
+        assert int(name[6:11]) == int(device)
+        assert host == f"node-{process}"
+
+
+@pytest.mark.parametrize("hosts", [None, "a host", [1, 2], []])
+def test_hosts_that_are_not_told(tmp_path: Path, hosts: Any):
+    path = save_model(tmp_path / "c")
+    store = LocalStore(str(path))
+    metadata = _format.decode_metadata(store.get("_METADATA"))
+    writer = {name: value for name, value in metadata.writer.items() if name != "hosts"}
+    writer |= {} if hosts is None else {"hosts": hosts}
+    store.put("_METADATA", _format.encode_metadata(dataclasses.replace(metadata, writer=writer)))
+    assert "host:" not in run("show", path).stdout
+    assert rows(run("show", path, "--files").stdout)["shard_00000.safetensors"][2] == "unknown"
+    assert " unknown " in run("show", path, "kernel").stdout
+    assert json.loads(run("show", path, "--json").stdout)["files"][0]["host"] is None
+
+
+# NaN and infinity
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nan") / "checkpoint"
+    weights = jnp.zeros((64, 32), jnp.bfloat16).at[3, :5].set(jnp.nan).at[0, 0].set(jnp.inf)
+    tree = {
+        "model": {"kernel": put(weights, "fsdp", "tp"), "bias": np.zeros(3, np.float32)},
+        "loss": float("inf"),
+        "count": np.arange(3),
+        "rate": 0.1,
+    }
+    ostraka.save(path, tree)
+    return path
+
+
+def test_leaves_that_are_not_finite(diverged: Path):
+    result = run("show", diverged, "--nan")
+    assert result.exit_code == 1
+    found = rows(result.stdout)
+    assert found["leaf"] == ["dtype", "shape", "nan", "inf"]
+    assert found["model/kernel"] == ["bfloat16", "64", "×", "32", "5", "1"]
+    assert found["loss"] == ["float", "0", "1"]
+    assert "model/bias" not in found
+    assert result.stdout.endswith(
+        "NaN or infinity in 2 of 4 leaves of floating-point numbers: 5 NaN, 2 infinite\n"
+    )
+
+
+def test_leaves_that_are_not_finite_as_json(diverged: Path):
+    result = run("show", diverged, "--nan", "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert (document["finite"], document["nan"], document["infinite"]) == (False, 5, 2)
+    assert [(leaf["path"], leaf["nan"], leaf["infinite"]) for leaf in document["leaves"]] == [
+        ("model/kernel", 5, 1),
+        ("loss", 0, 1),
+    ]
+
+
+@pytest.mark.parametrize("leaf", ["model/bias", "count", "rate"])
+def test_leaves_that_are_finite(diverged: Path, leaf: str):
+    result = run("show", diverged, leaf, "--nan")
+    assert result.exit_code == 0
+    assert "no NaN and no infinity in " in result.stdout
+    document = json.loads(run("show", diverged, leaf, "--nan", "--json").stdout)
+    assert (document["finite"], document["leaves"]) == (True, [])
+
+
+# Saves that come in between
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--stats",), "   1     1     1    0    0    0\n"),
+        (("x", "--stats"), "least 1  most 1"),
+        (("x", "--slice", ":"), "[1 1 1]"),
+        (("--nan",), "no NaN"),
+    ],
+)
+def test_a_checkpoint_that_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+):
+    path = tmp_path / "c"
+    before = {"x": np.zeros(3, int), "y": np.full(3, np.nan)}
+    ostraka.save(path, before)
+    with replaced_once(path, {"x": np.ones(3, int), "y": np.zeros(3)}, monkeypatch):
+        result = run("show", path, *arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert expected in result.stdout
+
+
+def test_beside_a_process_that_saves_damage_is_never_told(tmp_path: Path):
+    path = tmp_path / "c"
+    kept = tmp_path / "kept"
+    ostraka.save(kept, {"x": np.zeros(50_000, int), "y": np.zeros(50_000, int)})
+    complete = 0
+    deadline = time.monotonic() + 300
+    with saving_in_a_loop(path):
+        while complete < 30 and time.monotonic() < deadline:
+            for arguments in (
+                ("show", path, "--stats"),
+                ("show", path, "--nan"),
+                ("diff", path, kept),
+            ):
+                result = run(*arguments)
+                assert "damage" not in result.stderr
+                if result.exit_code == 2:
+                    assert "was overwritten 10 times while it was being read" in result.stderr
+                else:
+                    complete += 1
+    assert complete
+
+
 # What can't be done
 
 
@@ -244,6 +410,8 @@ def test_damage_in_a_leaf_that_is_read(tmp_path: Path):
     ("arguments", "message"),
     [
         (["kernal"], "has no leaf 'kernal' (did you mean 'kernel'?)"),
+        (["--nan", "--stats"], "--nan does not go together with --stats; give one"),
+        (["kernel", "--nan", "--slice", "0"], "--nan does not go together with --slice"),
         (["kernel", "--slice", "a:b"], "'a:b' is not an index; give integers and slices, as in"),
         (["kernel", "--slice", "::0"], "'::0' is not an index"),
         (["kernel", "--slice", "64"], "index 64 is out of range for dimension 0 of 64 elements"),
@@ -266,6 +434,16 @@ def test_wrong_arguments(checkpoint: Path, arguments: list[str], message: str):
     assert "(see ostraka show --help)" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("leaf", "close"),
+    [("modle", "model"), ("model/layer", "model/layers"), ("head", "model/head")],
+)
+def test_a_name_above_leaves_that_is_mistyped(deep: Path, leaf: str, close: str):
+    result = run("show", deep, leaf)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{deep} has no leaf {leaf!r} (did you mean {close!r}?)" in result.stderr
+
+
 def test_a_slice_that_is_too_large(tmp_path: Path):
     ostraka.save(tmp_path / "c", {"x": np.zeros((1 << 10, 1 << 13))})
     result = run("show", tmp_path / "c", "x", "--slice", "...")
@@ -274,3 +452,44 @@ def test_a_slice_that_is_too_large(tmp_path: Path):
     result = run("show", tmp_path / "c", "x", "--slice", "...")
     assert result.exit_code == 2
     assert "spans 64.0 MiB, more than 64.0 MiB; take a smaller one, or --stats" in result.stderr
+
+
+# Arrays with several paths
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shared") / "checkpoint"
+    x = jnp.arange(15.0).reshape(3, 5).at[0, 0].set(jnp.nan)
+    ostraka.save(path, {"x": x, "again": {"y": x, "z": [x]}, "function": jnp.tanh, "step": 1})
+    return path
+
+
+def test_an_array_is_shown_and_counted_once(shared: Path):
+    output = run("show", shared).stdout
+    found = rows(output)
+    assert found["x"][-2:] == ["60", "B"]
+    assert (found["again/y"], found["again/z/0"]) == (["=", "x"], ["=", "x"])
+    assert found["function"] == ["not", "saved", "jax.numpy.tanh"]
+    assert "1 array at 3 paths, 1 value, 60 B in 1 file" in output
+    assert rows(run("show", shared, "--depth", 1).stdout)["again/"] == ["2", "leaves", "0", "B"]
+    document = json.loads(run("show", shared, "--json").stdout)
+    assert sum(leaf.get("bytes", 0) for leaf in document["leaves"]) == 60
+    assert [leaf.get("same_as") for leaf in document["leaves"]] == [None, "x", "x", None, None]
+    assert document["leaves"][3] == {"path": "function", "kind": "kept", "name": "jax.numpy.tanh"}
+    assert (document["totals"]["arrays"], document["totals"]["values"]) == (1, 1)
+
+
+def test_an_array_by_another_of_its_paths(shared: Path):
+    output = run("show", shared, "again/y", "--slice", "1").stdout
+    assert "the same array as x" in output.splitlines()
+    assert output.endswith("[1]\n[5. 6. 7. 8. 9.]\n")
+
+
+def test_the_elements_of_an_array_count_once(shared: Path):
+    document = json.loads(run("show", shared, "--stats", "--json").stdout)
+    found = [leaf["statistics"] for leaf in document["leaves"] if leaf["kind"] == "jax"]
+    assert [(one["count"], one["nan"]) for one in found] == [(15, 1)] * 3
+    assert json.loads(run("show", shared, "--nan", "--json").stdout)["nan"] == 1
+    assert json.loads(run("show", shared, "again", "--nan", "--json").stdout)["nan"] == 1
+    assert "again/y  float32  3 × 5    1    0" in run("show", shared, "again", "--nan").stdout

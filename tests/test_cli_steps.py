@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from datetime import datetime, tzinfo
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -136,26 +135,27 @@ def test_ls_of_a_checkpoint(root: Path):
 # show and verify
 
 
-class StoppedClock(datetime):
-    """Always the same moment, so that nothing grows older between two looks at it."""
-
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> "StoppedClock":
-        return cls(2100, 1, 1, tzinfo=tz)
-
-
-def test_show_of_steps_lists_them(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ostraka.cli._text.datetime", StoppedClock)
-    shown = run("show", root).stdout
-    assert shown.count(" ago ") == 3
-    assert shown == run("ls", root).stdout
-    assert len(json.loads(run("show", root, "--json").stdout)["steps"]) == 3
+def test_show_of_steps_shows_the_newest(root: Path):
+    shown = run("show", root)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"{root}/step_00000300  saved ")
+    assert json.loads(run("show", root, "--json").stdout)["path"] == f"{root}/step_00000300"
+    assert run("show", root, "x", "--slice", "0").stdout.endswith("[0]\n300\n")
 
 
-def test_show_of_a_leaf_needs_a_checkpoint(root: Path):
-    result = run("show", root, "x")
-    assert result.exit_code == 2
-    assert "did you mean " in result.stderr
+@pytest.mark.parametrize("name", ["200", "0200", "step_200", "step_00000200"])
+def test_a_step_by_its_number(root: Path, name: str):
+    step = f"{root}/step_00000200"
+    assert run("show", root / name).stdout.startswith(f"{step}  saved ")
+    assert run("verify", root / name).stdout.startswith(f"{step}: intact")
+    document = json.loads(run("verify", root / name, "--json").stdout)
+    assert (document["path"], document["ok"]) == (step, True)
+
+
+def test_a_step_that_is_not_there(root: Path):
+    result = run("show", root / "250")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"the steps in {root} are 100, 200, 300" in result.stderr
 
 
 def test_verify_of_steps(root: Path):

@@ -234,3 +234,24 @@ def test_damage_is_found_while_comparing(tmp_path: Path):
     shard.write_bytes(data)
     with pytest.raises(ostraka.errors.Damaged, match="leaf 'x'"):
         compare(a, b, Rules())
+
+
+# Arrays with several paths
+
+
+def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
+    x = jnp.arange(6.0)
+    found = differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x + 1})
+    one, other = found.leaves
+    assert (one.same, one.distance) == (True, Distance(6))
+    assert other.differs == ("same_as", "value")
+    assert other.distance == Distance(6, 6, 0, 1.0, 6.0)
+    assert differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x}).same
+    (_, again) = differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x + 0}).leaves
+    assert again.differs == ("same_as",)
+
+
+def test_bytes_of_what_is_one_array_are_read_once(tmp_path: Path):
+    x = jnp.arange(6.0)
+    a = saved(tmp_path / "a", {"x": x, "y": x})
+    assert bytes_to_read(a, a, Rules()) == 2 * 24

@@ -280,6 +280,65 @@ def test_an_interrupt_between_the_parts_of_a_save_reaches_all(place: str, who: i
     assert ostraka.verify(tmp_path / "second").ok
 
 
+INTERRUPT_EVERYWHERE = """
+import gc, linecache
+from pathlib import Path
+
+FILES = {%s}
+signal.alarm(120)
+
+
+class Interrupter:
+    # Raises KeyboardInterrupt before the n-th line that this thread comes to in these files.
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, argument):
+        return self.trace if Path(frame.f_code.co_filename).name in FILES else None
+
+    def trace(self, frame, event, argument):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # Between a lock and the block that it guards Python itself lets no signal through.
+        if event == "line" and not line.strip().startswith("with "):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+number = 0
+done = False
+while not done:
+    number += 1
+    interrupter = Interrupter(number)
+    sys.settrace(interrupter)
+    try:
+        handle = ostraka.save_async(root + "/first", tree)
+        done = interrupter.left > 0
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    # The next one is not told of it, does not wait for ever, and is there.
+    tree["w"] = tree["w"] + 1
+    ostraka.save(root + "/second", tree)
+    assert ostraka.restore(root + "/second")["w"][0] == tree["w"][0]
+    assert ostraka.verify(root + "/second").ok
+    assert gc.isenabled()
+    in_thread = threading.Thread(target=ostraka.save, args=(root + "/third", tree))
+    in_thread.start()
+    in_thread.join()
+assert ostraka.verify(root + "/first").ok
+print("steps", number > 20)
+"""
+
+
+@pytest.mark.parametrize("files", ["_handle.py", "_write.py", "threading.py", "_parallel.py"])
+def test_an_interrupt_at_any_line_of_beginning_a_save_costs_no_other(files: str, tmp_path: Path):
+    """Ctrl-C as the thread is started once left its work to two, or to nobody."""
+    assert run(INTERRUPT_EVERYWHERE % repr(files), tmp_path) == "steps True\n"
+
+
 def save_without_threads(root: str) -> str:
     start = threading.Thread.start
 

@@ -541,12 +541,79 @@ def test_an_empty_directory(tmp_path: Path, work: Any):
 
 
 @READERS
-def test_a_directory_of_checkpoints(tmp_path: Path, work: Any):
-    for step in (1, 2):
-        ostraka.save(tmp_path / f"step_{step}", VALUE)
+def test_a_directory_of_checkpoints_that_are_no_steps(tmp_path: Path, work: Any):
+    for name in ("base", "tuned"):
+        ostraka.save(tmp_path / name, VALUE)
     with pytest.raises(CheckpointNotFound, match="did you mean") as caught:
         work(tmp_path)
-    assert_one_sentence(caught.value, f"{tmp_path}/step_2")
+    assert_one_sentence(caught.value, f"{tmp_path}/tuned")
+
+
+@READERS
+def test_a_name_that_is_much_like_one_that_is_there(tmp_path: Path, work: Any):
+    ostraka.save(tmp_path / "finetuned", VALUE)
+    with pytest.raises(CheckpointNotFound, match="did you mean 'finetuned'") as caught:
+        work(tmp_path / "finetune")
+    assert_one_sentence(caught.value, tmp_path / "finetune")
+
+
+@READERS
+def test_a_step_that_is_not_there(tmp_path: Path, work: Any):
+    for step in (6, 7):
+        ostraka.save(tmp_path / f"step_{step}", VALUE)
+    with pytest.raises(
+        CheckpointNotFound, match="no such directory; the steps in .* are 6, 7$"
+    ) as c:
+        work(tmp_path / "8")
+    assert_one_sentence(c.value, tmp_path / "8")
+
+
+@READERS
+def test_a_directory_without_steps(tmp_path: Path, work: Any):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "step_7").mkdir()
+    with pytest.raises(CheckpointNotFound, match="and there are no steps in it") as caught:
+        work(tmp_path)
+    assert_one_sentence(caught.value, tmp_path, "_METADATA")
+
+
+@READERS
+def test_a_shard_of_a_checkpoint(tmp_path: Path, work: Any):
+    ostraka.save(tmp_path / "checkpoint", {"x": np.arange(3)})
+    shard = min((tmp_path / "checkpoint").glob("shards-*/shard_*"))
+    with pytest.raises(NotACheckpoint, match="it is a part of .*checkpoint; give that") as caught:
+        work(shard)
+    assert_one_sentence(caught.value, shard)
+
+
+@READERS
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_a_safetensors_file(tmp_path: Path, work: Any, name: str):
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.arange(3)}, tmp_path / name)
+    with pytest.raises(NotACheckpoint, match="is a safetensors file, not a checkpoint") as caught:
+        work(tmp_path / name)
+    assert_one_sentence(caught.value, tmp_path / name, "reading these is to come")
+
+
+@READERS
+def test_a_pipe(tmp_path: Path, work: Any):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(NotACheckpoint, match="is a file, not a checkpoint directory") as caught:
+        work(tmp_path / "pipe")
+    assert_one_sentence(caught.value, tmp_path / "pipe")
+
+
+@READERS
+def test_a_directory_of_safetensors_files(tmp_path: Path, work: Any):
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.arange(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotACheckpoint, match="holds safetensors files, as Hugging Face") as caught:
+        work(tmp_path)
+    assert_one_sentence(caught.value, tmp_path)
 
 
 @READERS
@@ -606,9 +673,27 @@ def orbax_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @READERS
 def test_an_orbax_checkpoint(orbax_checkpoint: Path, work: Any):
-    with pytest.raises(NotACheckpoint, match="not an Ostraka checkpoint") as caught:
+    with pytest.raises(NotACheckpoint, match="is an Orbax checkpoint, not an Ostraka") as caught:
         work(orbax_checkpoint)
-    assert_one_sentence(caught.value, orbax_checkpoint)
+    assert_one_sentence(caught.value, orbax_checkpoint, "reading these is to come")
+
+
+@pytest.fixture(scope="module")
+def orbax_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    path = tmp_path_factory.mktemp("orbax") / "run"
+    with checkpoint.CheckpointManager(path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=checkpoint.args.StandardSave({"a": np.arange(4.0)}))
+    return path
+
+
+@READERS
+@pytest.mark.parametrize("below", [".", "2", "2/default"])
+def test_a_run_of_orbax(orbax_run: Path, work: Any, below: str):
+    with pytest.raises(NotACheckpoint, match="Orbax checkpoint") as caught:
+        work(orbax_run / below)
+    assert_one_sentence(caught.value, orbax_run / below, "reading these is to come")
 
 
 def test_saving_over_an_orbax_checkpoint(orbax_checkpoint: Path):

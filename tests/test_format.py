@@ -22,7 +22,7 @@ import ostraka
 from ostraka import _box, _format, _plan
 from ostraka._format import Entry, FileDigests, IndexEntry, Metadata
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, StoredLeaf
-from ostraka.errors import NotACheckpoint, OstrakaError, UnsupportedFormat
+from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
 from ostraka.storage import MemoryStore
 
 MESHES = (
@@ -620,6 +620,31 @@ def test_a_whole_checkpoint_of_a_newer_version_names_its_path():
     store.put("_METADATA", sealed({**body, "version": 9}))
     with pytest.raises(UnsupportedFormat, match="can't read memory://newer: .*version 9"):
         ostraka.open(store.location)
+
+
+def test_a_dtype_of_a_newer_version_is_not_damage():
+    store, body = save_example("newer-dtype")
+    body["leaves"][0]["dtype"] = "float3_e1m1"
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer-dtype: .*float3_e1m1"):
+        ostraka.verify(store.location)
+
+
+@pytest.mark.parametrize("read", [ostraka.open, ostraka.verify, ostraka.restore])
+def test_a_container_of_a_newer_version_is_not_damage(read: Any):
+    store, body = save_example("newer-tree")
+    store.put("_METADATA", sealed({**body, "tree": {"ring": 1, "items": [body["tree"]]}}))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer-tree: .*ring"):
+        read(store.location)
+
+
+def test_a_tree_that_contradicts_its_arrays_is_not_intact():
+    store, body = save_example("odd-tree")
+    store.put("_METADATA", sealed({**body, "tree": {"list": None, "items": []}}))
+    report = ostraka.verify(store.location, raises=False)
+    assert [problem.file for problem in report.problems] == ["_METADATA"]
+    with pytest.raises(Damaged, match="_METADATA: it contradicts itself: its tree"):
+        ostraka.verify(store.location)
 
 
 def test_fields_of_a_newer_writer_are_kept():

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ostraka
 from ostraka import Best, Manager
@@ -386,6 +387,23 @@ def test_restore_passes_its_options_on(tmp_path: Path):
         assert manager.restore(only="step", like={"step": 0}) == {"step": 1}
         with pytest.raises(CheckpointNotFound, match="there is no step 2 in .*; it has 1"):
             manager.restore(2)
+
+
+def test_restore_returns_what_ostraka_restore_returns(tmp_path: Path):
+    """Also in place: NNX objects are changed, and are what comes back."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with Manager(tmp_path, asynchronous=False) as manager:
+        manager.save(1, model)
+        path = manager.path(1)
+        results: list[Any] = []
+        for restore in (manager.restore, lambda **options: ostraka.restore(path, **options)):
+            target = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+            result = restore(into=target)
+            np.testing.assert_array_equal(target.kernel[...], model.kernel[...])
+            results.append(None if result is None else result is target)
+        assert results[0] == results[1]
+        with pytest.raises(TypeError, match="unexpected keyword argument 'lik'"):
+            manager.restore(lik=model)
 
 
 def test_a_damaged_newest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):

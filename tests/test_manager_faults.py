@@ -4,10 +4,12 @@ import errno
 import gc
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ def fill(root: Path, *steps: int, **options: Any) -> None:
             manager.save(step, tree_of(step))
 
 
+def from_deep(depth: int, call: Callable[[], Any]) -> Any:
+    """What `call` returns, called from so many calls deep."""
+    return call() if not depth else from_deep(depth - 1, call)
+
+
 # Arguments
 
 
@@ -47,7 +54,13 @@ def fill(root: Path, *steps: int, **options: Any) -> None:
         ({"every": 2.5}, "every must be a whole number, not 2.5"),
         ({"every": math.inf}, "every must be a whole number, not inf"),
         ({"keep_every": 1.5}, "keep_every must be a whole number, not 1.5"),
-        ({"keep_best": "loss"}, "keep_best must be a Best, .*, not 'loss'"),
+        (
+            {"keep_best": "loss"},
+            r"keep_best must be a Best, such as Best\('loss', 'min'\).*not 'loss'",
+        ),
+        ({"keep_best": ["loss"]}, "keep_best must be a Best, .*, not \\['loss'\\]"),
+        ({"every": "100"}, "every must be a whole number, not '100'"),
+        ({"at": "100"}, "at must be a list of steps, not '100'"),
         ({"keep_if": 3}, "keep_if must be a function, not 3"),
         ({"when": 5}, "when must be a function, not 5"),
         ({"on_record": 5}, "on_record must be a function, not 5"),
@@ -114,6 +127,56 @@ def test_metrics_and_metadata_that_are_no_dict(tmp_path: Path):
 
 
 # Going on
+
+
+@pytest.mark.parametrize("by", ["loss", ("loss", "min"), Best], ids=str)
+def test_the_best_by_what_is_no_best(tmp_path: Path, by: Any):
+    with (
+        Manager(tmp_path) as manager,
+        pytest.raises(TypeError, match=r"^by must be a Best, such as Best\('loss', 'min'\) for"),
+    ):
+        manager.best(by)
+
+
+def test_a_step_and_a_tree_in_each_others_place(tmp_path: Path):
+    tree = {"a": np.zeros(1000)}
+    with Manager(tmp_path, asynchronous=False) as manager:
+        with pytest.raises(
+            TypeError, match=r"number, not a dict; the step comes first, as in save"
+        ):
+            manager.save(tree, 7)  # type: ignore[arg-type]
+        manager.save(7, tree)
+        with pytest.raises(TypeError, match="not a dict; leave it out for the newest.*like="):
+            manager.restore(tree)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="not 'latest'; leave it out for the newest"):
+            manager.restore("latest")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a step must be less than 2"):
+            manager.save(1 << 63, tree)
+        assert manager.steps() == [7]
+
+
+def test_a_root_that_is_no_path():
+    for given in (None, 5, b"runs", ["runs"]):
+        with pytest.raises(TypeError, match="path must be text or a pathlib.Path, not "):
+            Manager(given)  # type: ignore[arg-type]
+
+
+def test_an_empty_root_has_nothing_to_restore(tmp_path: Path):
+    with (
+        Manager(tmp_path) as manager,
+        pytest.raises(ostraka.errors.CheckpointNotFound, match="there is no step in .* to restore"),
+    ):
+        manager.restore()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_checkpoint_is_no_root(tmp_path: Path, read_only: bool):
+    fill(tmp_path, 7)
+    kind = ostraka.errors.CheckpointNotFound if read_only else PathInTheWay
+    with pytest.raises(kind, match="step_00000007 is itself a checkpoint, .* the directory above"):
+        Manager(tmp_path / "step_00000007", read_only=read_only)
+    assert ostraka.verify(tmp_path / "step_00000007").ok
+    fill(tmp_path, 8)
 
 
 def test_a_resumed_loop_that_takes_several_steps_at_once_misses_none(tmp_path: Path):
@@ -214,6 +277,129 @@ def test_what_a_linked_step_leads_to_is_not_written_to(tmp_path: Path, name: str
         other.save(8, tree_of(8))
         assert other.steps() == [7, 8]
         assert other.restore(7)["step"] == 7
+
+
+def replace_step(root: Path, elsewhere: Path) -> None:
+    (root / "step_00000002").symlink_to(elsewhere / "step_00000007")
+
+
+def replace_root_by_a_link(root: Path, elsewhere: Path) -> None:
+    root.rename(root.with_name("moved"))
+    root.symlink_to(elsewhere)
+
+
+def replace_root_by_a_directory(root: Path, elsewhere: Path) -> None:
+    root.rename(root.with_name("moved"))
+    elsewhere.rename(root)
+    elsewhere.symlink_to(root)  # so that one can look at it under its old name
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        (replace_step, "step_00000002 is a link, and saving would replace what it leads to"),
+        (replace_root_by_a_link, "root is no longer the directory that this Manager was opened"),
+        (replace_root_by_a_directory, "root is no longer the directory that this Manager was"),
+    ],
+)
+def test_a_link_that_was_made_while_the_manager_is_open(
+    tmp_path: Path, replace: Callable[[Path, Path], None], message: str, asynchronous: bool
+):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    fill(elsewhere, 1, 7)
+    with Manager(root, asynchronous=asynchronous, keep=1) as manager:
+        manager.save(1, tree_of(1))
+        manager.wait()
+        replace(root, elsewhere)
+        before = {f: f.stat().st_mtime_ns for f in elsewhere.resolve().rglob("*")}
+        with pytest.raises(PathInTheWay, match=message):
+            manager.save(2, tree_of(2))
+        if "no longer" in message:
+            with pytest.raises(PathInTheWay, match=message):
+                manager.delete(1)
+        assert {f: f.stat().st_mtime_ns for f in elsewhere.resolve().rglob("*")} == before
+        assert ostraka.restore(elsewhere / "step_00000007")["step"] == 7
+
+
+def test_a_link_that_is_no_step_is_to_be_removed_by_hand(tmp_path: Path):
+    (tmp_path / "step_00000001").symlink_to("nowhere")
+    with (
+        Manager(tmp_path, asynchronous=False) as manager,
+        pytest.raises(PathInTheWay, match="leads to; remove the link first"),
+    ):
+        manager.save(1, tree_of(1))
+
+
+def test_a_root_that_is_a_link_from_the_beginning(tmp_path: Path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "scratch")
+    fill(tmp_path / "root", 1, 2)
+    assert Manager(tmp_path / "scratch", read_only=True).steps() == [1, 2]
+
+
+def test_a_root_that_was_deleted_is_made_and_locked_again(tmp_path: Path):
+    root = tmp_path / "root"
+    with Manager(root, asynchronous=False) as manager:
+        manager.save(1, tree_of(1))
+        shutil.rmtree(root)
+        manager.save(2, tree_of(2))
+        assert manager.steps() == [2]
+        with pytest.raises(ostraka.errors.Busy, match="another Manager is writing"):
+            Manager(root)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    for name in ("3", "2"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name / "_METADATA")
+    shard = next((tmp_path / "step_00000001").glob("shards-*/*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    with Manager(tmp_path, asynchronous=False) as manager:
+        assert manager.steps() == [1, 2]
+        assert manager.restore(2)["step"] == 2
+        with pytest.raises(OstrakaError, match="it is a pipe or a device, not a file"):
+            manager.restore(3)
+        with pytest.raises(OstrakaError, match="it is a pipe or a device, not a file"):
+            manager.restore(1)
+
+
+def nested(levels: int) -> Any:
+    tree: Any = np.arange(3)
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize("depth", [0, 300, 500, 700, 800, 850])
+def test_a_deep_stack_is_not_taken_for_damage(tmp_path: Path, depth: int):
+    """The tree needs more room on the stack than its caller has left."""
+    with Manager(tmp_path, asynchronous=False, on_preemption=False) as manager:
+        manager.save(1, tree_of(1))
+        manager.save(2, nested(150))
+    shards = sorted(tmp_path.rglob("*.safetensors"))
+
+    def look() -> tuple[int | None, list[int]]:
+        with Manager(tmp_path, on_preemption=False) as manager:  # which cleans up
+            return manager.latest(), manager.steps()
+
+    assert from_deep(depth, look) == (2, [1, 2])
+    assert sorted(tmp_path.rglob("*.safetensors")) == shards
+
+
+def test_a_stack_without_any_room_is_not_taken_for_damage(tmp_path: Path):
+    """Whatever the depth, the answer is right or there is none."""
+    fill(tmp_path, 1)
+    outcomes: set[Any] = set()
+    for depth in range(700, sys.getrecursionlimit() + 1, 3):
+        manager = Manager(tmp_path, read_only=True)
+        try:
+            outcomes.add(from_deep(depth, manager.latest))
+        except RecursionError:
+            outcomes.add("no room")
+    assert outcomes == {1, "no room"}
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_passed_over(

@@ -17,10 +17,12 @@ from ostraka._parallel import (
     ByteBudget,
     Stopped,
     StopSignal,
+    TooDeep,
     in_turn,
     paused_gc,
     run_all,
     run_as_completed,
+    with_full_stack,
 )
 
 THREADS = 3
@@ -480,3 +482,45 @@ assert found == [False] and gc.isenabled()
 def test_a_process_forked_in_a_pause_collects():
     """In a program of its own: JAX, which is loaded here, warns of forks."""
     subprocess.run([sys.executable, "-c", FORK_IN_A_PAUSE], check=True)
+
+
+# A stack of its own
+
+
+def from_deep(depth: int, call: Callable[[], object]) -> object:
+    return call() if not depth else from_deep(depth - 1, call)
+
+
+def count_down(levels: int) -> int:
+    return 0 if levels == 0 else 1 + count_down(levels - 1)
+
+
+def test_how_deep_the_caller_is_does_not_count():
+    limit = sys.getrecursionlimit()
+    half = limit // 2
+    with pytest.raises(RecursionError, match="recursion"):
+        from_deep(half, lambda: count_down(half))
+    assert from_deep(half, lambda: with_full_stack(lambda: count_down(half))) == half
+    assert "ostraka_deep" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_never_ends_still_ends():
+    with pytest.raises(TooDeep, match="recursion"):
+        with_full_stack(lambda: count_down(10**9))
+
+
+def test_errors_of_what_needs_room_are_raised():
+    def fail() -> None:
+        count_down(sys.getrecursionlimit() // 2)
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        from_deep(sys.getrecursionlimit() // 2, lambda: with_full_stack(fail))
+
+
+def test_without_a_thread_to_be_had_the_stack_is_still_too_deep():
+    half = sys.getrecursionlimit() // 2
+    refusal = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start"))
+    with refusal, pytest.raises(RecursionError, match="recursion") as caught:
+        from_deep(half, lambda: with_full_stack(lambda: count_down(half)))
+    assert not isinstance(caught.value, TooDeep)

@@ -16,7 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ostraka
 from ostraka import _stream
 from ostraka._checkpoint import Source, load
-from ostraka._statistics import Statistics, statistics_of
+from ostraka._spec import DTYPES
+from ostraka._statistics import (
+    NotFinite,
+    Statistics,
+    count_not_finite,
+    may_be_not_finite,
+    statistics_of,
+)
 from ostraka.storage import open_store
 
 
@@ -133,3 +140,50 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
+
+
+# NaN and infinity alone
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16", "float8_e5m2"])
+def test_what_is_not_finite_is_counted(tmp_path: Path, dtype: str):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    array = np.zeros((50, 40))
+    array[3, :7] = np.nan
+    array[:5, 39] = -np.inf
+    source = saved(tmp_path / "c", {"x": array.astype(kind), "fine": np.ones(9, kind)})
+    assert count_not_finite(source, [0, 1, 0]) == {0: NotFinite(7, 5), 1: NotFinite()}
+
+
+def test_complex_numbers_that_are_not_finite(tmp_path: Path):
+    array = np.array([1, complex(0, np.nan), complex(np.inf, np.nan), complex(0, -np.inf)])
+    assert count_not_finite(saved(tmp_path / "c", [array]), [0]) == {0: NotFinite(2, 1)}
+
+
+def test_a_float_without_infinity(tmp_path: Path):
+    array = np.array([1, np.nan], ml_dtypes.float8_e4m3fn)
+    assert count_not_finite(saved(tmp_path / "c", [array]), [0]) == {0: NotFinite(1, 0)}
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_which_dtypes_may_have_some(name: str):
+    kind = np.dtype(getattr(ml_dtypes, name, name))
+    counts = kind.kind in "biu" or name.startswith(("int", "uint"))
+    assert may_be_not_finite(name) is not counts
+
+
+def test_counting_is_done_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_stream, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(_stream, "_SMALL_BYTES", 1 << 10)
+    array = np.zeros((300, 1000), np.float32)
+    array[::100, 7] = np.nan
+    source = saved(tmp_path / "c", {"x": array})
+    del array
+    tracemalloc.start()
+    try:
+        found = count_not_finite(source, [0])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == {0: NotFinite(3, 0)}
+    assert peak < 900_000

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import numpy as np
 
+from ostraka._box import Box
 from ostraka._checkpoint import Source
-from ostraka._document import ArrayNumber, Branch, Leaf, leaves_of
+from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._plan import Target
 from ostraka._spec import LeafSpec, show_partition
 from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
 
-Aspect = Literal["kind", "shape", "dtype", "sharding", "value"]
+Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class Described:
     shape: tuple[int, ...] | None = None
     sharding: str | None = None
     value: str | None = None
+    same_as: str | None = None
+    """The path of the array that this is, if it has several and this is not the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +122,12 @@ def compare(
         for path in in_a.keys() & in_b.keys():
             pair = _comparable(a, in_a[path], b, in_b[path])
             pairs += [pair] if pair else []
-    distances = _distances(a, b, sorted(pairs), rules, on_bytes)
+    distances = _distances(a, b, sorted(set(pairs)), rules, on_bytes)
     leaves: list[LeafComparison] = []
     for path in paths:
-        one = _describe(a, in_a[path]) if path in in_a else None
-        other = _describe(b, in_b[path]) if path in in_b else None
-        number = getattr(in_a.get(path), "number", None)
-        distance = distances.get(number) if number is not None and other is not None else None
+        one = _describe(a, path, in_a[path]) if path in in_a else None
+        other = _describe(b, path, in_b[path]) if path in in_b else None
+        distance = distances.get(_numbers(in_a.get(path), in_b.get(path)))
         leaves.append(
             LeafComparison(path, one, other, tuple(_aspects(one, other, distance, rules)), distance)
         )
@@ -133,7 +137,7 @@ def compare(
 def bytes_to_read(a: Source, b: Source, rules: Rules) -> int:
     """The bytes of all arrays that `compare` would read."""
     in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
-    pairs = (_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys())
+    pairs = {_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys()}
     return sum(
         a.metadata.leaves[pair[0]].spec.nbytes + b.metadata.leaves[pair[1]].spec.nbytes
         for pair in pairs
@@ -160,7 +164,14 @@ def _comparable(a: Source, one: Any, b: Source, other: Any) -> tuple[int, int] |
 # What is said of a leaf
 
 
-def _describe(source: Source, value: Any) -> Described:
+def _numbers(one: Any, other: Any) -> tuple[int, int]:
+    """The numbers of two arrays; of anything else, numbers that none has."""
+    return getattr(one, "number", -1), getattr(other, "number", -1)
+
+
+def _describe(source: Source, path: str, value: Any) -> Described:
+    if isinstance(value, Kept):
+        return Described("kept", value=value.name)
     if not isinstance(value, ArrayNumber):
         return Described(type(value).__name__, value=repr(value))
     leaf = source.metadata.leaves[value.number].spec
@@ -169,6 +180,7 @@ def _describe(source: Source, value: Any) -> Described:
         dtype=leaf.dtype,
         shape=leaf.shape,
         sharding=_describe_sharding(source, leaf),
+        same_as=None if leaf.path == path else leaf.path,
     )
 
 
@@ -178,12 +190,13 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
     if leaf.mesh < 0:
         return "host memory"
     mesh = source.metadata.meshes[leaf.mesh]
+    memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
-        return "one device"
+        return f"one device{memory}"
     cut = leaf.partition
     while cut and not cut[-1]:
         cut = cut[:-1]  # trailing dimensions that are whole make no difference
-    return f"{show_partition(cut)} on {mesh}"
+    return f"{show_partition(cut)} on {mesh}{memory}"
 
 
 def _aspects(
@@ -197,6 +210,8 @@ def _aspects(
         yield "shape"
     if a.dtype != b.dtype:
         yield "dtype"
+    if a.same_as != b.same_as:
+        yield "same_as"
     if rules.shardings and a.sharding != b.sharding:
         yield "sharding"
     if a.value != b.value or (distance is not None and distance.changed):
@@ -212,8 +227,8 @@ def _distances(
     pairs: Sequence[tuple[int, int]],
     rules: Rules,
     on_bytes: Callable[[int], None] | None,
-) -> dict[int, Distance]:
-    """How far apart the leaves of each pair are, by the number of the first."""
+) -> dict[tuple[int, int], Distance]:
+    """How far apart the leaves of each pair are."""
 
     def wanted() -> Iterator[Wanted]:
         for one, other in pairs:
@@ -229,16 +244,14 @@ def _distances(
                 total += _measure(as_numbers(one), as_numbers(other), rules)
         return total
 
-    parts: dict[int, list[tuple[Any, Distance]]] = {one: [] for one, _ in pairs}
-    for (target, _), part in work_through([a, b], wanted(), measure, on_bytes):
-        parts[target.leaf].append((target.box, part))
+    parts: dict[tuple[int, int], dict[Box, Distance]] = {pair: {} for pair in pairs}
+    for (one, other), part in work_through([a, b], wanted(), measure, on_bytes):
+        parts[one.leaf, other.leaf][one.box] = part
     # Added up in the order of their boxes, so that the last digits are the same each time.
-    found: dict[int, Distance] = {}
-    for leaf, of_leaf in parts.items():
-        found[leaf] = Distance()
-        for _, part in sorted(of_leaf, key=lambda item: item[0]):
-            found[leaf] += part
-    return found
+    return {
+        pair: reduce(add, (found[box] for box in sorted(found)), Distance())
+        for pair, found in parts.items()
+    }
 
 
 def _is_identical(a: Array, b: Array) -> bool:

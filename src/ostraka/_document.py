@@ -26,7 +26,7 @@ from ostraka._plain import (
     loaded_class,
     text_of_encoded,
 )
-from ostraka.errors import InvalidTree
+from ostraka.errors import InvalidTree, UnsupportedFormat
 
 ROOT = "."
 """The path of a tree that is a single leaf."""
@@ -331,7 +331,7 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Branch | Leaf:
     """
     try:
         tree = with_full_stack(lambda: _Decoder(len(paths)).decode(encoded, "", 0))
-    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree) as error:
         raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
     found = {(leaf.value.number, leaf.path) for leaf in leaves_of(tree) if _is_number(leaf.value)}
     if not found.issuperset(enumerate(paths)):
@@ -394,7 +394,10 @@ class _Decoder:
         items: list[Any] = encoded["items"]
         kind = next((k for k in (*_KEYED, *_NAMED, *_SEQUENCES) if k in encoded), None)
         if kind is None:
-            raise ValueError(f"its tree has a container of an unknown kind ({', '.join(encoded)})")
+            raise UnsupportedFormat(
+                f"its tree has a container that this Ostraka does not know ({', '.join(encoded)}); "
+                "install a newer ostraka"
+            )
         named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
         children = tuple(
             [

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ostraka import _box, _format, _pack
 from ostraka._checkpoint import Source
 from ostraka._format import FileDigests
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
-from ostraka._plan import Chunk, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
+from ostraka._plan import Chunk, Direct, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
 from ostraka._spec import DTYPES, numpy_dtype
 from ostraka.errors import StoreError
 from ostraka.storage import FileReader
@@ -51,7 +52,7 @@ def fetch(source: Source, targets: Sequence[Target]) -> list[Array]:
 
 
 class FetchJob:
-    """Reads the bytes of all targets, in threads.
+    """Reads the bytes of all targets, in threads. Targets may want the same elements.
 
     Raises Damaged, naming the file and the leaves, for bytes that are missing or not as written.
     """
@@ -147,7 +148,7 @@ class FetchJob:
 
     def _execute(self, file: _File, chunk: Chunk) -> None:
         with file.opened():
-            if chunk.strided:
+            if chunk.strided or _overlap(chunk.direct):
                 self._read_and_copy(file, chunk)
             elif chunk.direct:
                 self._read_in_place(file, chunk)
@@ -172,7 +173,7 @@ class FetchJob:
         file.check(chunk, pieces)
 
     def _read_and_copy(self, file: _File, chunk: Chunk) -> None:
-        """Some of it is wanted row by row: read it all, then copy."""
+        """Some of it is wanted row by row, or by several targets: read it all, then copy."""
         scratch = self._scratch_of(chunk.stop - chunk.start)
         file.read_into(chunk.start, chunk.stop, [scratch])
         file.check(chunk, [scratch])
@@ -286,6 +287,11 @@ class _File:
 
 
 _Task = tuple[_File, Chunk]
+
+
+def _overlap(moves: Sequence[Direct]) -> bool:
+    """Whether several of the moves, which are in order, want the same bytes."""
+    return any(one.stop > other.start for one, other in pairwise(moves))
 
 
 class _Memory:

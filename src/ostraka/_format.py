@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -20,7 +21,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._parallel import with_full_stack
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -486,7 +487,12 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = with_full_stack(lambda: json.loads(data))
-    except (ValueError, RecursionError) as error:
+    except TooDeep as error:
+        raise UnsupportedFormat(
+            f"its {METADATA_NAME} is nested too deeply for Python's recursion limit, which is "
+            f"{sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
+        ) from error
+    except ValueError as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != FORMAT:
@@ -616,7 +622,10 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
     if kind in checked:
         return
     if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
-        raise ValueError(f"leaf {spec.path!r} is an unknown {spec.kind!r} of {spec.dtype!r}")
+        raise UnsupportedFormat(
+            f"leaf {spec.path!r} is a {spec.kind!r} array of {spec.dtype!r}, which this Ostraka "
+            "does not know; install a newer ostraka"
+        )
     is_key = spec.kind == "key"
     if is_key and (not isinstance(spec.prng, str) or spec.dtype != "uint32" or not spec.shape):
         raise ValueError(f"leaf {spec.path!r} is no PRNG key")

@@ -30,6 +30,8 @@ class SaveHandle:
         self._ended = Latch()
         self._error: BaseException | None = None
         self._is_error_seen = False
+        self._unbegun = [True]
+        """Token: who pops it does the work, or ends the handle because nobody will."""
         self._earlier: SaveHandle | None = None
         """One that a signal handler began while this one was being begun."""
 
@@ -63,7 +65,7 @@ class SaveHandle:
         state = "failed" if self._error else "done" if self.done() else "under way"
         return f"<SaveHandle {self.path}: {state}, {self.bytes_written:,}/{self.bytes_total:,} B>"
 
-    def _start(self, work: Callable[[], Record]) -> None:
+    def _start(self, work: Callable[[], Record | None]) -> None:
         is_called = Latch()
 
         def run() -> None:
@@ -74,12 +76,16 @@ class SaveHandle:
         thread = threading.Thread(target=run, name="ostraka-save", daemon=True)
         try:
             thread.start()
+        except RecursionError:
+            raise
         except RuntimeError:
             self._run(work)  # The system has no thread left: the caller waits, and nothing is lost.
         finally:
             is_called.set()
 
-    def _run(self, work: Callable[[], Record]) -> None:
+    def _run(self, work: Callable[[], Record | None]) -> None:
+        if not self._take():
+            return
         self._thread = threading.current_thread()
         try:
             if self._earlier is not None:
@@ -90,6 +96,21 @@ class SaveHandle:
             logger.error("in the background, %s", _with_path(error, self.path))
         finally:
             self._thread = None
+            self._ended.set()
+
+    def _take(self) -> bool:
+        """Whether nobody has begun the work, nor ended it; from now on somebody has."""
+        try:
+            return self._unbegun.pop()
+        except IndexError:
+            return False
+
+    def _end_unless_begun(self) -> None:
+        """After an interrupt, which may have come before the thread was there, or after.
+
+        Who would wait for a handle that nobody works for would wait for ever.
+        """
+        if self._take():
             self._ended.set()
 
     def _wait_for_end(self, timeout: float | None = None) -> None:
@@ -188,10 +209,14 @@ def settled(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
 def _turn(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     """Be the one thread that begins a save."""
     turn = _background.turn
-    is_mine = turn.acquire(blocking=if_busy == "wait")
+    if if_busy == "wait":
+        with turn:  # An interrupt does not come between the lock and its block.
+            yield
+        return
+    is_mine = False
     try:
-        if if_busy == "refuse":
-            _refuse_if_busy(is_mine)
+        is_mine = turn.acquire(blocking=False)
+        _refuse_if_busy(is_mine)
         yield
     finally:
         if is_mine:
@@ -225,17 +250,25 @@ def _raise_together(error: BaseException) -> None:
 
 
 def start_in_background(
-    path: str, progress: Progress, work: Callable[[], Record], give_up: Callable[[], None]
+    path: str, progress: Progress, work: Callable[[], Record | None], give_up: Callable[[], None]
 ) -> SaveHandle:
-    """Do `work` in a thread; to be called inside `settled`."""
+    """Do `work` in a thread; to be called inside `settled`.
+
+    If it raises, the thread may be at work all the same, or begin to be: `work` is called at most
+    once, and must find out whether there is still something to do.
+    """
     handle = SaveHandle(path, progress, give_up)
-    handle._earlier, _background.current = _background.current, handle  # pyright: ignore[reportPrivateUsage]
-    if _background.is_ending:
-        # The program would not wait for a thread any more, nor ask how it went.
-        handle._run(work)  # pyright: ignore[reportPrivateUsage]
-        handle.wait()
-    else:
-        handle._start(work)  # pyright: ignore[reportPrivateUsage]
+    try:
+        handle._earlier, _background.current = _background.current, handle  # pyright: ignore[reportPrivateUsage]
+        if _background.is_ending:
+            # The program would not wait for a thread any more, nor ask how it went.
+            handle._run(work)  # pyright: ignore[reportPrivateUsage]
+            handle.wait()
+        else:
+            handle._start(work)  # pyright: ignore[reportPrivateUsage]
+    except BaseException:
+        handle._end_unless_begun()  # pyright: ignore[reportPrivateUsage]
+        raise
     return handle
 
 

@@ -125,11 +125,18 @@ def _without_objects(node: Branch | Leaf) -> Branch | Leaf:
 
 
 def _without_arrays(node: Branch | Leaf) -> Branch | Leaf:
-    if isinstance(node, Branch):
-        return replace(node, children=tuple(_without_arrays(child) for child in node.children))
-    value = node.value
-    if isinstance(value, jax.Array):
-        value = Outline(value.shape, value.dtype, value.sharding, value.committed)
-    elif isinstance(value, np.ndarray):
-        value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
-    return replace(node, value=value)
+    outlines: dict[int, Any] = {}
+    """By identity: an array that is at several places has one outline."""
+
+    def strip(node: Branch | Leaf) -> Branch | Leaf:
+        if isinstance(node, Branch):
+            return replace(node, children=tuple([strip(child) for child in node.children]))
+        value = node.value
+        if isinstance(value, jax.Array):
+            value = Outline(value.shape, value.dtype, value.sharding, value.committed)
+        elif isinstance(value, np.ndarray):
+            blank = np.broadcast_to(np.zeros((), value.dtype), value.shape)
+            value = outlines.setdefault(id(value), blank)
+        return replace(node, value=value)
+
+    return strip(node)

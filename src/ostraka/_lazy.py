@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source, load
-from ostraka._document import ArrayNumber, leaves_of
+from ostraka._checkpoint import Source, load_at
+from ostraka._document import ArrayNumber, Kept, leaves_of
 from ostraka._fetch import fetch
 from ostraka._plan import Target
 from ostraka._spec import LeafSpec, MeshSpec, numpy_dtype, show_partition
-from ostraka.errors import nearest
-from ostraka.storage import PathLike, open_store
+from ostraka.errors import nearest_path
+from ostraka.storage import PathLike
 
 
 class LazyArray:
-    """An array leaf of a checkpoint; indexing it reads, and verifies, just what is asked for."""
+    """An array leaf of a checkpoint; indexing it reads, and verifies, just what is asked for.
 
-    def __init__(self, source: Source, number: int):
+    Raises Damaged for bytes that are not as written, Busy if another save has replaced the
+    checkpoint since it was opened.
+    """
+
+    def __init__(self, source: Source, number: int, path: str):
         self._source = source
         self._number = number
+        self._path = path
         self._leaf: LeafSpec = source.metadata.leaves[number].spec
 
     @property
     def path(self) -> str:
-        return self._leaf.path
+        """Its path in the whole checkpoint."""
+        return self._path
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +72,8 @@ class LazyArray:
         """Basic indexing as in numpy: integers, slices, `...`."""
         entries = index if isinstance(index, tuple) else (index,)
         box, within = bounding_box(self._leaf, list(entries))
-        (array,) = fetch(self._source, [Target(self._number, box)])
+        with self._source.unless_replaced():
+            (array,) = fetch(self._source, [Target(self._number, box)])
         # As in numpy: integers alone give a scalar, with `...` among them a 0-d array.
         return array[(*within, ...)] if any(e is Ellipsis for e in entries) else array[within]
 
@@ -88,15 +95,38 @@ class LazyArray:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The leaves of a checkpoint by path: arrays as LazyArray, other values as they are."""
+    """The leaves of a checkpoint by path: arrays as LazyArray, other values as they are.
 
-    def __init__(self, source: Source):
+    An array that the tree had at several places is there under each of its paths. Functions, which
+    only a template has, are not there.
+
+    A name above leaves gives those below it, by the rest of their paths, as a Checkpoint again.
+    Iterating goes over the leaves. All that is read is of one save: once another one has replaced
+    it, arrays raise Busy, and the checkpoint must be opened again.
+
+    >>> checkpoint["model/head/kernel"].shape
+    >>> list(checkpoint["model"])
+    """
+
+    def __init__(self, source: Source, within: str = ""):
         self._source = source
-        self._leaves = {leaf.path: leaf.value for leaf in leaves_of(source.tree)}
+        self._within = within
+        above = f"{within}/" if within else ""
+        self._leaves = {
+            leaf.path.removeprefix(above): leaf.value
+            for leaf in leaves_of(source.tree)
+            if leaf.path.startswith(above) and not isinstance(leaf.value, Kept)
+        }
 
     @property
     def path(self) -> str:
+        """Where it is; of a directory of steps that was opened, the step that was found."""
         return self._source.location
+
+    @property
+    def within(self) -> str:
+        """The path of the part that this is; empty for all of it."""
+        return self._within
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -110,14 +140,23 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays."""
-        return sum(leaf.spec.nbytes for leaf in self._source.metadata.leaves)
+        """The bytes of all arrays, each counted once however many paths it has."""
+        numbers = {v.number for v in self._leaves.values() if isinstance(v, ArrayNumber)}
+        return sum(self._source.metadata.leaves[number].spec.nbytes for number in numbers)
 
     def __getitem__(self, path: str) -> Any:
-        if path not in self._leaves:
-            raise KeyError(f"{self.path} has no leaf {path!r}{nearest(path, list(self._leaves))}")
-        value = self._leaves[path]
-        return LazyArray(self._source, value.number) if isinstance(value, ArrayNumber) else value
+        if path in self._leaves:
+            value = self._leaves[path]
+            if isinstance(value, ArrayNumber):
+                return LazyArray(self._source, value.number, self._whole(path))
+            return value
+        name = path.rstrip("/") if isinstance(path, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        if name and any(leaf.startswith(f"{name}/") for leaf in self._leaves):
+            return Checkpoint(self._source, self._whole(name))
+        raise KeyError(self._no_leaf(path))
+
+    def keys(self) -> KeysView[str]:
+        return self._leaves.keys()  # which, printed, shows them
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._leaves)
@@ -126,16 +165,30 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._leaves)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path}: {len(self)} leaves, {self.nbytes:,} bytes>"
+        part = f" {self._within!r}" if self._within else ""
+        return f"<Checkpoint {self.path}{part}: {len(self)} leaves, {self.nbytes:,} bytes>"
+
+    def _whole(self, path: str) -> str:
+        return f"{self._within}/{path}" if self._within else path
+
+    def _no_leaf(self, path: Any) -> str:
+        where = f"{self._within!r} of {self.path}" if self._within else self.path
+        if not isinstance(path, str):
+            first = next(iter(self._leaves), "model/kernel")
+            return f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
+        return f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}"
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:
     """Open a checkpoint without reading any array.
 
+    `path` may also be a directory of steps, for the newest of them, or `runs/7` for step 7 of
+    `runs`; the checkpoint's `path` tells which it was.
+
     >>> checkpoint = ostraka.open("runs/7")
     >>> checkpoint["params/embedding"][:16]
     """
-    return Checkpoint(load(open_store(path)))
+    return Checkpoint(load_at(path))
 
 
 def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
@@ -154,8 +207,9 @@ def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ..
         if isinstance(entry, slice):
             start, stop, step = entry.indices(extent)
             picked = range(start, stop, step)
-            low, high = (min(picked), max(picked) + 1) if picked else (0, 0)
-            box.append((low, high))
+            # By its ends alone: a dimension may have more elements than could be counted through.
+            ends = sorted((picked[0], picked[-1])) if picked else (0, -1)
+            box.append((ends[0], ends[1] + 1))
             within.append(slice(None, None, step))
         elif isinstance(entry, int | np.integer) and not isinstance(entry, bool):
             position = int(entry) + (extent if entry < 0 else 0)

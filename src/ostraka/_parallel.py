@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Condition, Lock, RLock, Thread
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 from weakref import WeakSet
 
 Item = TypeVar("Item")
@@ -127,12 +127,56 @@ class ByteBudget:
                 self._changed.notify_all()
 
 
+class TooDeep(RecursionError):
+    """Work that recurses deeper than Python's limit, even on a stack of its own."""
+
+
+def with_full_stack(work: Callable[[], Result]) -> Result:
+    """What `work` returns, which recurses and has no effects, however deep its caller is.
+
+    Raises TooDeep if it needs more than the whole of Python's limit; any other RecursionError means
+    that the caller has left nothing of it at all.
+    """
+    try:
+        return work()
+    except RecursionError as error:
+        too_deep = error
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except RecursionError as error:
+            errors.append(TooDeep(*error.args))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run, name="ostraka_deep", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # The system has none left, or the caller no room to start it.
+        raise too_deep from None
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+class _Pause:
+    """Somebody wants no collection of cycles just now."""
+
+
 class _Pauses:
-    """How many want no collection of cycles just now."""
+    """Who wants none, and whether it is for them that there is none.
+
+    Held weakly: one that was interrupted as it ended does not pause the collection for good.
+    """
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.count = 0
+        self.lock = RLock()  # A signal handler may save, too.
+        self.current: WeakSet[_Pause] = WeakSet()
+        self.is_ours = False
 
 
 _pauses = _Pauses()
@@ -142,7 +186,7 @@ def _forget_pauses() -> None:
     """In a forked process nobody is there who would end them."""
     global _pauses
     were, _pauses = _pauses, _Pauses()
-    if were.count:
+    if were.is_ours:
         gc.enable()
 
 
@@ -156,20 +200,21 @@ def paused_gc() -> Generator[None]:
     Beside a program's own objects each collection looks at all of ours, which costs more than
     everything else that is done for a small leaf.
     """
-    pauses = _pauses
-    with pauses.lock:
-        pausing = gc.isenabled() or pauses.count > 0
-        if pausing:
-            pauses.count += 1
-            gc.disable()
+    pauses, pause = _pauses, _Pause()
     try:
+        with pauses.lock:
+            if gc.isenabled() or pauses.is_ours:
+                pauses.current.add(pause)
+                pauses.is_ours = True
+                gc.disable()
         yield
     finally:
-        if pausing and pauses is _pauses:
+        if pauses is _pauses:
             with pauses.lock:
-                pauses.count -= 1
-                if pauses.count == 0:
+                pauses.current.discard(pause)
+                if pauses.is_ours and not pauses.current:
                     gc.enable()
+                    pauses.is_ours = False
 
 
 def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:
@@ -222,29 +267,6 @@ def run_as_completed(
         raise crew.errors[0]
 
 
-def with_full_stack(work: Callable[[], Result]) -> Result:
-    """Do work that recurses, however little of the stack its caller has left."""
-    try:
-        return work()
-    except RecursionError:
-        ended: list[tuple[Result | None, BaseException | None]] = []
-
-        def run() -> None:
-            try:
-                ended.append((work(), None))
-            except BaseException as error:
-                ended.append((None, error))
-
-        # A thread counts its calls from 0.
-        thread = Thread(target=run, name="ostraka-deep")
-        thread.start()
-        thread.join()
-    result, error = ended[0]
-    if error is not None:
-        raise error
-    return cast(Result, result)
-
-
 class _Crew(Generic[Item, Result]):
     """Threads that work off a queue.
 
@@ -288,6 +310,8 @@ class _Crew(Generic[Item, Result]):
         thread = Thread(target=self._do_all, name=f"ostraka_{len(self._threads)}", daemon=True)
         try:
             thread.start()
+        except RecursionError:
+            raise
         except RuntimeError:  # The system has none left.
             self._most = len(self._threads)
         else:

@@ -14,7 +14,7 @@ import numpy as np
 from ostraka._box import Box
 from ostraka._checkpoint import Source
 from ostraka._plan import Target
-from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
+from ostraka._stream import Array, Result, Wanted, as_numbers, pieces_of, slices_of, work_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,71 @@ def statistics_of(
 ) -> dict[int, Statistics]:
     """The statistics of some leaves, by their numbers; everything that is read is verified."""
 
-    def wanted() -> Iterator[Wanted]:
-        for leaf in leaves:
-            for box in pieces_of(source, leaf):
-                yield (Target(leaf, box),)
-
-    parts: dict[int, list[tuple[Box, Statistics]]] = {leaf: [] for leaf in leaves}
-    for ((leaf, box),), part in work_through([source], wanted(), _summarize, on_bytes):
-        parts[leaf].append((box, part))
     # Added up in the order of their boxes, so that the last digits are the same each time.
     return {
-        leaf: reduce(add, (part for _, part in sorted(found, key=_by_box)), Statistics())
-        for leaf, found in parts.items()
+        leaf: reduce(add, parts, Statistics())
+        for leaf, parts in _in_parts(source, leaves, _summarize, on_bytes).items()
     }
 
 
-def _by_box(found: tuple[Box, Statistics]) -> Box:
-    return found[0]
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """How many elements are not finite; one that is both, as a complex number can be, is NaN."""
+
+    nan: int = 0
+    infinite: int = 0
+
+    def __add__(self, other: NotFinite) -> NotFinite:
+        return NotFinite(self.nan + other.nan, self.infinite + other.infinite)
+
+    def __bool__(self) -> bool:
+        return bool(self.nan or self.infinite)
+
+
+def may_be_not_finite(dtype: str) -> bool:
+    """Whether arrays of a dtype need to be read to know that there is no NaN in them."""
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def count_not_finite(
+    source: Source, leaves: Sequence[int], *, on_bytes: Callable[[int], None] | None = None
+) -> dict[int, NotFinite]:
+    """How many elements of some leaves are NaN or infinite; everything that is read is verified."""
+    return {
+        leaf: reduce(add, parts, NotFinite())
+        for leaf, parts in _in_parts(source, leaves, _count_not_finite, on_bytes).items()
+    }
+
+
+def _in_parts(
+    source: Source,
+    leaves: Sequence[int],
+    work: Callable[[Sequence[Array]], Result],
+    on_bytes: Callable[[int], None] | None,
+) -> dict[int, list[Result]]:
+    """What `work` gives for the pieces of each leaf, in the order of their boxes."""
+    once = tuple(dict.fromkeys(leaves))
+
+    def wanted() -> Iterator[Wanted]:
+        for leaf in once:
+            for box in pieces_of(source, leaf):
+                yield (Target(leaf, box),)
+
+    parts: dict[int, dict[Box, Result]] = {leaf: {} for leaf in once}
+    for ((leaf, box),), part in work_through([source], wanted(), work, on_bytes):
+        parts[leaf][box] = part
+    return {leaf: [found[box] for box in sorted(found)] for leaf, found in parts.items()}
+
+
+def _count_not_finite(arrays: Sequence[Array]) -> NotFinite:
+    total = NotFinite()
+    for (values,) in slices_of(*arrays):
+        numbers = values if values.dtype.kind in "fc" else as_numbers(values)
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            nan = int(np.isnan(numbers).sum())
+            total += NotFinite(nan, int((~finite).sum()) - nan)
+    return total
 
 
 def _summarize(arrays: Sequence[Array]) -> Statistics:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -148,10 +149,14 @@ def begin_save(
     on_record: OnRecord | None,
     watch: Stopwatch,
     is_waited_for: bool = False,
+    check_place: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """As `save_async`, for a caller that may have waited before, or will wait for the end."""
+    """As `save_async`, for a caller that may have waited before, or will wait for the end.
+
+    `check_place` is called on process 0 before anything is written, and may refuse.
+    """
     with settled(if_busy):
-        saving = _Save(path, watch, on_record, on_commit)
+        saving = _Save(path, watch, on_record, on_commit, check_place)
         with saving.not_forgotten():
             with paused_gc():
                 saving.prepare(tree, dtype, metadata or {}, max_file_bytes, hold=True)
@@ -169,7 +174,9 @@ class _Save:
         watch: Stopwatch,
         on_record: OnRecord | None,
         on_commit: Callable[[], None] | None = None,
+        check_place: Callable[[], None] | None = None,
     ):
+        self._check_place = check_place
         self.progress = Progress()
         self._path = path
         self._on_record = on_record
@@ -184,7 +191,7 @@ class _Save:
         """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
         self._unclaimed = [True]
-        """Empty once somebody sees it to its end. A list, since that is popped by one alone."""
+        """Token: whoever pops it must finish or fail the save."""
         self._states: dict[str, list[Any]] = {}
         """On process 0, the states of stateful objects on all processes."""
 
@@ -217,10 +224,11 @@ class _Save:
             self._values = captured.values
             self._watch.lap("capture")
 
-    def finish(self) -> Record:
-        """Agree, plan, write, commit."""
+    def finish(self) -> Record | None:
+        """Agree, plan, write, commit; nothing, if an interrupt of its caller has ended it."""
         with self._failing():
-            self._unclaimed.pop()
+            if not self._claim():
+                return None
             captured = self._captured
             self._save_id = self._begin(captured, (self._user, repr(self._dtype)))
             self._watch.lap("agree")
@@ -254,11 +262,17 @@ class _Save:
         try:
             yield
         except BaseException:
-            with suppress(IndexError):
-                self._unclaimed.pop()
+            if self._claim():
                 with self._failing():
                     raise
             raise
+
+    def _claim(self) -> bool:
+        """Whether this thread is the one that sees it to its end."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
 
     def give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
@@ -320,6 +334,8 @@ class _Save:
     def _decide_begin(self, described: list[Any]) -> dict[str, Any]:
         found = compare_trees(described)
         self._states = found.states
+        if self._check_place is not None:
+            self._check_place()
         self._made_place = self._store.prepare()
         self._held.enter_context(self._store.exclusive())
         remove_leftovers(self._store)
@@ -362,7 +378,11 @@ class _Save:
             self._check_visible(indexes, self._save_id)
             metadata = Metadata(
                 id=self._save_id,
-                writer={**_describe_writer(), "timeline": timeline(self._watch, summary)},
+                writer={
+                    **_describe_writer(),
+                    "hosts": [report["host"] for report in reports],
+                    "timeline": timeline(self._watch, summary),
+                },
                 process_of=plan.process_of,
                 tree=self._captured.encoded,
                 meshes=plan.meshes,
@@ -379,7 +399,7 @@ class _Save:
             return summary
 
         entry = None if index is None else [index.size, index.digest]
-        payload = {"index": entry, "written": written}
+        payload = {"index": entry, "written": written, "host": socket.gethostname()}
         return self._operation.exchange("commit", payload, commit, is_last=True)
 
     def _check_visible(self, indexes: Mapping[int, IndexEntry], save_id: str) -> None:

@@ -9,7 +9,7 @@ OstrakaError
 ├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
 ├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
 ├── StoreError             the operating system or the store said no           (OSError)
-├── Busy                   another save to the same path is under way          (OSError)
+├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
 └── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
@@ -115,7 +115,7 @@ class StoreError(OstrakaError, OSError):
 
 
 class Busy(OstrakaError, OSError):
-    """Another save to the same path has not finished."""
+    """Another save to the same path has not finished, or has replaced what was being read."""
 
 
 class PartialRestore(UserWarning):
@@ -186,6 +186,16 @@ def describe(error: BaseException) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{type(error).__name__}: {error.strerror}{where}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def nearest_path(path: str, paths: Sequence[str]) -> str:
+    """As `nearest`, for a leaf or a name above leaves: `parms`, or `kernel` of `model/kernel`."""
+    ends = [known for known in paths if known.endswith(f"/{path}")]
+    if ends:
+        return f" (did you mean {ends[0]!r}?)"
+    names = (known.split("/") for known in paths)
+    above = ("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts)))
+    return nearest(path.rstrip("/"), [*paths, *dict.fromkeys(above)])
 
 
 def warn_caller(warning: Warning) -> None:

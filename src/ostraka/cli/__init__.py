@@ -48,7 +48,7 @@ def main(context: click.Context) -> None:
     \b
     Exit codes:
       0    all is well
-      1    a difference or damage was found
+      1    a difference, damage, or with show --nan a NaN or infinity was found
       2    wrong usage, or it can't be done: nothing there, no permission
       3    a limit that was given is exceeded
       130  interrupted

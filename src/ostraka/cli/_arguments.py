@@ -59,11 +59,10 @@ def _words_or_files(
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The leaves of the checkpoint that was named before, and the names above them."""
-    from ostraka._checkpoint import load
-    from ostraka.storage import open_store
+    from ostraka._checkpoint import load_at
 
     try:
-        leaves = load(open_store(ctx.params["path"])).metadata.leaves
+        leaves = load_at(ctx.params["path"]).metadata.leaves
     except (KeyError, OSError, ValueError):
         return []
     offers: dict[str, None] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
+
+from ostraka.cli._shells import script_for
 
 
 @click.command()
@@ -22,9 +23,4 @@ def completion(context: click.Context, shell: str) -> None:
       ostraka completion fish > ~/.config/fish/completions/ostraka.fish
     """
     root = context.find_root()
-    found = get_completion_class(shell)
-    assert found is not None
-    # As click itself names the variable that asks for completions.
-    name = root.info_name or "ostraka"
-    variable = f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()
-    click.echo(found(root.command, {}, name, variable).source())
+    click.echo(script_for(shell, root.command, root.info_name or "ostraka"))

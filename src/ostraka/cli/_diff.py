@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from ostraka._checkpoint import Source, load
+from ostraka._checkpoint import Source, read_whole
 from ostraka._compare import (
     Comparison,
     Described,
@@ -33,7 +34,6 @@ from ostraka.cli._text import (
     shorten,
     show_shape,
 )
-from ostraka.storage import open_store
 
 _VALUE_WIDTH = 40
 
@@ -82,7 +82,8 @@ def diff(
     |a - b| <= atol + rtol * |b|, as in numpy; without tolerances, if they are equal.
 
     Each PATTERN picks leaves: * stands for anything in one name, ** for anything at all. The exit
-    code is 1 if anything differs.
+    code is 1 if anything differs. A or B may be a directory of steps, for the newest of them, or
+    runs/7 for step 7 of runs.
 
     \b
     Examples:
@@ -92,9 +93,13 @@ def diff(
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
     rules = Rules(pattern, rtol, atol, values=not structure, shardings=not ignore_sharding)
-    source_a, source_b = load(open_store(a)), load(open_store(b))
-    with progress("comparing", bytes_to_read(source_a, source_b, rules)) as bar:
-        found = compare(source_a, source_b, rules, on_bytes=bar.advance)
+
+    def work(sources: Sequence[Source]) -> tuple[Source, Source, Comparison]:
+        one, other = sources
+        with progress("comparing", bytes_to_read(one, other, rules)) as bar:
+            return one, other, compare(one, other, rules, on_bytes=bar.advance)
+
+    source_a, source_b, found = read_whole([a, b], work)
     if pattern and not found.leaves:
         raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
     if as_json:
@@ -155,6 +160,9 @@ def _distance_cells(distance: Distance) -> tuple[str, str, str]:
 def _show_aspect(aspect: str, a: Described, b: Described) -> str:
     if aspect == "shape":
         return f"{_show_shape(a)} → {_show_shape(b)}"
+    if aspect == "same_as":
+        shared = [f"= {one.same_as}" if one.same_as else "its own array" for one in (a, b)]
+        return printable(" → ".join(shared))
     return printable(f"{getattr(a, aspect)} → {getattr(b, aspect)}")
 
 

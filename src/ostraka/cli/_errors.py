@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from ostraka.cli._shells import answer_shells, complete_variable
 from ostraka.cli._text import printable
 from ostraka.errors import CheckpointNotFound, Damaged, OstrakaError, nearest
 
@@ -106,6 +107,8 @@ class Commands(click.Group):
     ) -> Any:
         name = prog_name or "ostraka"
         _print_what_can_be()
+        if complete_variable(name) in os.environ:
+            answer_shells()
         try:
             code = super().main(
                 args, name, complete_var, False, windows_expand_args=windows_expand_args, **extra

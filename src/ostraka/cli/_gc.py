@@ -10,11 +10,18 @@ from dataclasses import dataclass
 
 import click
 
-from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._leftovers import committed_directory, find_leftovers
+from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
-from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, UnsupportedFormat
-from ostraka.manager._steps import step_of
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    NotACheckpoint,
+    PathInTheWay,
+    StoreError,
+    UnsupportedFormat,
+)
 from ostraka.storage import LocalStore, open_store
 
 
@@ -40,8 +47,9 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
 
     ROOT is a directory of steps, or of one checkpoint. A save that died leaves files that no
     checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a save
-    that is under way is touched, and nothing that Ostraka did not write. Without --yes nothing is
-    removed: what would go is shown.
+    that is under way is touched, and nothing that Ostraka did not write. Beside a damaged
+    checkpoint nothing is removed, since its files may be all that there is to mend it with. Without
+    --yes nothing is removed at all: what would go is shown.
 
     \b
     Examples:
@@ -49,7 +57,13 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
       ostraka gc runs --yes
     """
     location = _existing(root)
-    found = [left for place in _places(location) for left in _collect(place, remove=yes)]
+    found: list[Leftovers] = []
+    refusals: list[StoreError] = []
+    for place in _places(location):
+        try:
+            found += _collect(place, remove=yes)
+        except StoreError as error:  # The others are none the worse for it.
+            refusals.append(error)
     dead = [left for left in found if not left.busy]
     if as_json:
         document = {
@@ -57,10 +71,17 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             "removed": yes,
             "leftovers": [_describe(left) for left in dead],
             "in_use": [left.directory for left in found if left.busy],
+            "refused": [str(error) for error in refusals],
         }
         click.echo(json.dumps(document, indent=1))
-        return
-    lines = _table(location, dead, yes) if dead else []
+    else:
+        _print(location, found, dead, removed=yes)
+    if refusals:
+        raise refusals[0]
+
+
+def _print(location: str, found: list[Leftovers], dead: list[Leftovers], *, removed: bool) -> None:
+    lines = _table(location, dead, removed) if dead else []
     for left in found:
         if left.busy:
             lines.append(f"{printable(left.directory)}: a save is under way; left alone")
@@ -90,7 +111,7 @@ def _places(root: str) -> Iterator[str]:
 
 def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
     store = LocalStore(directory)
-    if not any(is_of_a_save(name) for name in store.list() or []) or not _leftovers(store):
+    if not _leftovers(store):
         return []
     try:
         # Looked at again, now that no save can be under way.
@@ -113,14 +134,10 @@ def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
 
 
 def _leftovers(store: LocalStore) -> list[str]:
-    """What a save puts into its directory, but for what belongs to the checkpoint there."""
     try:
-        kept = committed_directory(store)
+        return find_leftovers(store)
     except PathInTheWay:
         return []
-    if kept == UNKNOWN:
-        return []  # its shards may be all that there is to mend it with
-    return [name for name in store.list() or [] if is_of_a_save(name) and name != kept]
 
 
 def _size(path: str) -> int:

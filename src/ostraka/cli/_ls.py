@@ -36,10 +36,13 @@ _PROBLEM_WIDTH = 60
 def ls(root: str, verified: bool, as_json: bool) -> None:
     """List the steps in the directory ROOT.
 
-    Each with its size, its age, its metrics, whether it is pinned, and its state: "complete" means
-    that it was committed, "intact" that all of it has just been read and verified (--verify),
-    "damaged" that it can't be used, "forbidden" that you may not read it. The exit code is 1 if any
-    is damaged, else 2 if any is forbidden.
+    A step is a checkpoint in a directory named by its number, such as step_00000100, as a Manager
+    names it, or 100.
+
+    Each is shown with its size, its age, its metrics, whether it is pinned, and its state:
+    "complete" means that it was committed, "intact" that all of it has just been read and verified
+    (--verify), "damaged" that it can't be used, "forbidden" that you may not read it. The exit code
+    is 1 if any is damaged, else 2 if any is forbidden.
 
     \b
     Examples:

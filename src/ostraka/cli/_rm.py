@@ -6,10 +6,11 @@ import json
 
 import click
 
+from ostraka._step_names import step_of
 from ostraka.cli._arguments import complete_steps, path_argument
 from ostraka.cli._roots import file_bytes, newest_good, open_root
 from ostraka.cli._text import Table, count_of, echo_lines, human_age, human_bytes, printable
-from ostraka.manager._steps import Root, Step, no_such_step, step_of
+from ostraka.manager._steps import Root, Step, no_such_step
 
 
 def _parse_steps(
@@ -35,6 +36,9 @@ def _parse_steps(
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Remove each STEP from the directory ROOT.
+
+    A step is given by its number, or by the name of its directory: 100 and step_00000100 are the
+    same.
 
     Without --yes nothing is removed: what would go is shown. The newest step that can be read is
     never removed, nor are pinned ones, unless --force is given. A step that is being written is

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka import _checkpoint
+from ostraka._checkpoint import Source, read_whole
 from ostraka._pattern import matches
 from ostraka.cli import _tree
 from ostraka.cli._arguments import complete_leaves, path_argument
+from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, human_number
 from ostraka.cli._tree import Row
-from ostraka.errors import CheckpointNotFound, nearest
-from ostraka.storage import open_store
+from ostraka.errors import nearest_path
 
 if TYPE_CHECKING:
     from ostraka._statistics import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
+_OPTIONS = {"index": "--slice"}
 _STATISTICS = ("least", "most", "mean", "std", "nan", "inf")
 
 
@@ -46,6 +47,8 @@ def _parse_dimensions(
     "--sort", type=click.Choice(["tree", "size", "name"]), default="tree", help="Default: tree."
 )
 @click.option("--stats", is_flag=True, help="Read the arrays: least, most, mean, std, NaN.")
+@click.option("--nan", is_flag=True, help="Read the arrays, and list those with NaN or infinity.")
+@click.option("--files", is_flag=True, help="List the files, with the process and host of each.")
 @click.option("--slice", "index", metavar="INDEX", help="Print these elements of LEAF: '0:4,:3'.")
 @click.option(
     "--dimensions",
@@ -58,14 +61,16 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
     """Show what the checkpoint at PATH holds.
 
     Every leaf is listed with its dtype, its global shape, how it was cut over the mesh, and its
-    size; then who wrote it, when, and how long that took. No array is read unless --stats or
-    --slice asks for it, and what is read is verified.
+    size; then who wrote it, when, where, and how long that took. No array is read unless --stats,
+    --nan or --slice asks for it, and what is read is verified. With --nan the exit code is 1 if
+    there is any NaN or infinity.
 
     LEAF is a path, or a pattern: * stands for anything in one name, ** for anything at all, and a
     name above leaves for all of them. Of a single array its sharding is drawn, the numbers are
-    those of devices, and the file of each box is told.
+    those of devices, and the file of each box is told, with the process and the host that wrote it.
 
-    Of a directory of steps, the steps are listed, as ostraka ls does.
+    PATH may be a directory of steps, for the newest of them, or runs/7 for step 7 of runs; the
+    first line tells which it is. ostraka ls lists them all.
 
     \b
     Examples:
@@ -73,40 +78,35 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
       ostraka show runs/7 --depth 2 --sort size
       ostraka show runs/7 'params/**/kernel' --stats
       ostraka show runs/7 params/embedding --slice '0:4,:3'
+      ostraka show runs --nan
       ostraka show runs/7 --json | jq '.leaves[] | select(.bytes > 1e9) | .path'
     """
-    try:
-        source = _checkpoint.load(open_store(path))
-    except CheckpointNotFound:
-        if leaf is not None or not _has_steps(path):
-            raise
-        source = None
-    if source is None:
-        _show_steps(path, as_json)
-        return
+    is_fine = read_whole([path], lambda found: _show(found[0], leaf, as_json=as_json, **options))
+    if not is_fine:
+        click.get_current_context().exit(DIFFERENT)
+
+
+def _show(
+    source: Source, leaf: str | None, *, as_json: bool, nan: bool, files: bool, **options: Any
+) -> bool:
+    """Print it, once all has been read; returns whether nothing was found that should not be."""
     rows = _tree.rows_of(source)
     chosen = _choose(source.location, rows, leaf)
+    if nan:
+        _refuse_with_nan(files=files, **options)
+        from ostraka.cli._show_nan import show_not_finite
+
+        return show_not_finite(source, chosen, as_json=as_json)
     if _is_one_array(chosen, leaf):
         from ostraka.cli._show_leaf import show_leaf  # with numpy, which the table does without
 
         show_leaf(source, chosen[0], as_json=as_json, **options)
-        return
+        return True
     for name in ("index", "dimensions"):
         if options[name] is not None:
             _refuse(name, leaf)
-    _show_tree(source, rows, chosen, leaf, as_json=as_json, **options)
-
-
-def _has_steps(path: str) -> bool:
-    from ostraka.cli._roots import checkpoints_at
-
-    return checkpoints_at(path) != [path]
-
-
-def _show_steps(path: str, as_json: bool) -> None:
-    from ostraka.cli._ls import list_steps
-
-    list_steps(path, as_json=as_json, verified=False)
+    _show_tree(source, rows, chosen, leaf, as_json=as_json, files=files, **options)
+    return True
 
 
 def _choose(location: str, rows: Sequence[Row], leaf: str | None) -> list[Row]:
@@ -116,7 +116,7 @@ def _choose(location: str, rows: Sequence[Row], leaf: str | None) -> list[Row]:
     chosen = [row for row in rows if row.path == leaf]
     chosen = chosen or [row for row in rows if matches(leaf.rstrip("/"), row.path)]
     if not chosen:
-        close = nearest(leaf, [row.path for row in rows])
+        close = nearest_path(leaf, [row.path for row in rows])
         raise click.UsageError(
             f"{location} has no leaf {leaf!r}{close}", click.get_current_context()
         )
@@ -127,8 +127,17 @@ def _is_one_array(chosen: Sequence[Row], leaf: str | None) -> bool:
     return len(chosen) == 1 and chosen[0].path == leaf and chosen[0].number is not None
 
 
+def _refuse_with_nan(**options: Any) -> None:
+    for name in ("stats", "files", "depth", "index", "dimensions"):
+        if options[name]:
+            raise click.UsageError(
+                f"--nan does not go together with {_OPTIONS.get(name, f'--{name}')}; give one",
+                click.get_current_context(),
+            )
+
+
 def _refuse(name: str, leaf: str | None) -> None:
-    option = "--slice" if name == "index" else "--dimensions"
+    option = _OPTIONS.get(name, f"--{name}")
     found = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
     raise click.UsageError(
         f"{option} needs the path of one array, and {found}", click.get_current_context()
@@ -136,7 +145,7 @@ def _refuse(name: str, leaf: str | None) -> None:
 
 
 def _show_tree(
-    source: _checkpoint.Source,
+    source: Source,
     rows: Sequence[Row],
     chosen: list[Row],
     leaf: str | None,
@@ -144,6 +153,7 @@ def _show_tree(
     depth: int | None,
     sort: str,
     stats: bool,
+    files: bool,
     as_json: bool,
     **_: Any,
 ) -> None:
@@ -156,6 +166,8 @@ def _show_tree(
         if depth is not None:
             chosen = _tree.summed_up(chosen, depth)
         lines += ["", *_table(_sorted(chosen, sort), found)]
+    if files:
+        lines += ["", *_tree.files_table(source.metadata)]
     lines.append("")
     if leaf is not None:
         size = human_bytes(sum(row.nbytes for row in chosen))
@@ -187,7 +199,7 @@ def statistics_cells(found: Statistics | None) -> tuple[str, ...]:
     return (*map(human_number, numbers), f"{found.nan:,}", f"{found.infinite:,}")
 
 
-def _statistics(source: _checkpoint.Source, rows: Sequence[Row]) -> dict[int, Statistics]:
+def _statistics(source: Source, rows: Sequence[Row]) -> dict[int, Statistics]:
     from ostraka._statistics import statistics_of
     from ostraka.cli._progress import progress
 

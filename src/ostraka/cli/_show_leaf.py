@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -59,6 +59,8 @@ def show_leaf(
         return
     lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
     lines += [_headline(source, leaf)]
+    if row.same_as is not None:
+        lines.append(printable(f"the same array as {row.same_as}"))
     if drawing:
         lines += ["", *drawing]
     lines += ["", *_files_table(source, row.number)]
@@ -108,14 +110,30 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
 # Files
 
 
-def _boxes(source: Source, number: int) -> list[tuple[Box, str, int, int]]:
-    """Each box of a leaf with its file, the offset there, and its bytes."""
+class _Place(NamedTuple):
+    """A box of a leaf, its file, the process that wrote it, and where in the file it is."""
+
+    box: Box
+    file: str
+    process: int
+    offset: int
+    nbytes: int
+
+
+def _boxes(source: Source, number: int) -> list[_Place]:
+    """Where each box of a leaf is."""
     metadata = source.metadata
     owners = set(metadata.layouts[metadata.leaves[number].layout].owners)
     headers = {(file.device, file.part): file.header_bytes for file in metadata.files}
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts, owners)
     found = [
-        (entry.box, _format.shard_name(*key), headers.get(key, 0) + entry.offset, entry.nbytes)
+        _Place(
+            entry.box,
+            _format.shard_name(*key),
+            metadata.process_of[key[0]],
+            headers.get(key, 0) + entry.offset,
+            entry.nbytes,
+        )
         for key, entries in contents.items()
         for entry in entries
         if entry.leaf == number
@@ -125,9 +143,19 @@ def _boxes(source: Source, number: int) -> list[tuple[Box, str, int, int]]:
 
 def _files_table(source: Source, number: int) -> list[str]:
     boxes = _boxes(source, number)
-    table = Table(("box", "file", "at byte", "bytes"), right=("at byte", "bytes"))
-    for box, name, offset, nbytes in boxes[:_MOST_BOXES]:
-        table.add(_show_box(box), name, f"{offset:,}", f"{nbytes:,}")
+    hosts = _tree.hosts_of(source.metadata)
+    head = ("box", "file", "process", "host", "at byte", "bytes")
+    table = Table(head, right=("process", "at byte", "bytes"))
+    for place in boxes[:_MOST_BOXES]:
+        host = _tree.host_of(hosts, place.process) or _tree.UNKNOWN_HOST
+        table.add(
+            _show_box(place.box),
+            place.file,
+            f"{place.process}",
+            printable(host),
+            f"{place.offset:,}",
+            f"{place.nbytes:,}",
+        )
     lines = table.lines()
     if len(boxes) > _MOST_BOXES:
         lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
@@ -221,9 +249,17 @@ def _describe(
     document = _tree.describe_row(source.metadata, row)
     document["checkpoint"] = source.location
     directory = _format.shards_directory(source.metadata.id)
+    hosts = _tree.hosts_of(source.metadata)
     document["boxes"] = [
-        {"box": box, "file": f"{directory}/{name}", "offset": offset, "bytes": nbytes}
-        for box, name, offset, nbytes in _boxes(source, row.number)
+        {
+            "box": place.box,
+            "file": f"{directory}/{place.file}",
+            "process": place.process,
+            "host": _tree.host_of(hosts, place.process),
+            "offset": place.offset,
+            "bytes": place.nbytes,
+        }
+        for place in _boxes(source, row.number)
     ]
     if found is not None:
         document["statistics"] = _tree.describe_statistics(found)

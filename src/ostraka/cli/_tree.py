@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ostraka._checkpoint import Source
-from ostraka._document import ArrayNumber, leaves_of
-from ostraka._format import Metadata
+from ostraka._document import ArrayNumber, Kept, leaves_of
+from ostraka._format import FileEntry, Metadata, shards_directory
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
+    Table,
     count_of,
     human_bytes,
     human_seconds,
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from ostraka._statistics import Statistics
 
 _VALUE_WIDTH = 60
+_MOST_HOSTS = 4
+_KEPT = "not saved"
+"""Of functions and their like, which only a template has."""
+UNKNOWN_HOST = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Row:
     leaves: int = 1
     number: int | None = None
     """The number of an array leaf."""
+    same_as: str | None = None
+    """The path where the array is shown and counted, if it has several and this is another."""
     value: Any = None
 
 
@@ -53,12 +60,20 @@ def rows_of(source: Source) -> list[Row]:
         if isinstance(leaf.value, ArrayNumber):
             number = leaf.value.number
             spec = metadata.leaves[number].spec
-            kind = (spec.dtype, spec.shape, spec.mesh, spec.partition, spec.prng, spec.per_process)
+            placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
+            kind = (spec.dtype, spec.shape, spec.prng, *placed)
             known = kinds.get(kind)
             if known is None:
                 known = kinds[kind] = _cells(metadata, spec), spec.nbytes
             cells, nbytes = known
+            if leaf.path != spec.path:
+                shown = (printable(leaf.path), f"= {printable(spec.path)}")
+                rows.append(Row(leaf.path, shown, number=number, same_as=spec.path))
+                continue
             rows.append(Row(leaf.path, (printable(leaf.path), *cells), nbytes, number=number))
+        elif isinstance(leaf.value, Kept):
+            cells = (printable(leaf.path), _KEPT, printable(leaf.value.name))
+            rows.append(Row(leaf.path, cells, value=leaf.value))
         else:
             shown = shorten(printable(repr(leaf.value)), _VALUE_WIDTH)
             cells = (printable(leaf.path), type(leaf.value).__name__, shown)
@@ -91,9 +106,10 @@ def placement(metadata: Metadata, leaf: LeafSpec) -> str:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
+    memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not metadata.meshes[leaf.mesh].axis_names:
-        return "one device"
-    return show_partition(leaf.partition)
+        return f"one device{memory}"
+    return f"{show_partition(leaf.partition)}{memory}"
 
 
 def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
@@ -109,7 +125,8 @@ def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
 
 
 def _sum_up(path: str, rows: Sequence[Row]) -> Row:
-    kinds = dict.fromkeys(row.cells[1] for row in rows if row.number is not None)
+    arrays = (row for row in rows if row.number is not None and row.same_as is None)
+    kinds = dict.fromkeys(row.cells[1] for row in arrays)
     shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
     nbytes = sum(row.nbytes for row in rows)
     leaves = count_of(len(rows), "leaf")
@@ -135,7 +152,7 @@ def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
     metadata = source.metadata
     return {
         "arrays": len(metadata.leaves),
-        "values": len(rows) - len(metadata.leaves),
+        "values": sum(row.number is None and not isinstance(row.value, Kept) for row in rows),
         "bytes": sum(leaf.spec.nbytes for leaf in metadata.leaves),
         "files": len(metadata.files),
         "file_bytes": sum(file.size for file in metadata.files),
@@ -147,6 +164,9 @@ def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
 def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     found = totals(source, rows)
     inside = [count_of(found["arrays"], "array")]
+    again = sum(row.same_as is not None for row in rows)
+    if again:
+        inside[0] += f" at {count_of(found['arrays'] + again, 'path')}"
     if found["values"]:
         inside.append(count_of(found["values"], "value"))
     size = human_bytes(found["bytes"])
@@ -156,10 +176,47 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     lines = [f"{', '.join(inside)}, {size} in {files}, written by {processes} with {devices}"]
     meshes = [printable(str(mesh)) for mesh in source.metadata.meshes if mesh.axis_names]
     lines += [f"mesh: {mesh}" for mesh in dict.fromkeys(meshes)]
+    lines += _hosts_line(source.metadata)
     lines += _took(source.metadata.writer.get("timeline"))
     if source.metadata.user:
         lines.append(f"metadata: {json.dumps(source.metadata.user)}")
     return lines
+
+
+def _hosts_line(metadata: Metadata) -> list[str]:
+    hosts = list(dict.fromkeys(hosts_of(metadata)))
+    if not hosts:
+        return []
+    shown = ", ".join(printable(host) for host in hosts[:_MOST_HOSTS])
+    rest = len(hosts) - _MOST_HOSTS
+    more = f" and {rest:,} more; --files lists all" if rest > 0 else ""
+    return [f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}"]
+
+
+def hosts_of(metadata: Metadata) -> list[str]:
+    """The host of each process that saved; none if `_METADATA` does not say, or says nonsense."""
+    found: Any = metadata.writer.get("hosts")
+    if not isinstance(found, list):
+        return []
+    hosts: list[Any] = found
+    return hosts if all(isinstance(host, str) for host in hosts) else []
+
+
+def host_of(hosts: Sequence[str], process: int) -> str | None:
+    return hosts[process] if process < len(hosts) else None
+
+
+def files_table(metadata: Metadata) -> list[str]:
+    """Every file with who wrote it."""
+    table = Table(
+        ("file", "device", "process", "host", "size"), right=("device", "process", "size")
+    )
+    hosts = hosts_of(metadata)
+    for file in metadata.files:
+        process = metadata.process_of[file.device]
+        host = printable(host_of(hosts, process) or UNKNOWN_HOST)
+        table.add(file.name, f"{file.device}", f"{process}", host, human_bytes(file.size))
+    return [*table.lines(), f"files are in {shards_directory(metadata.id)}/"]
 
 
 def _took(timeline: Any) -> list[str]:
@@ -193,6 +250,7 @@ def describe(
     source: Source, rows: Sequence[Row], chosen: Sequence[Row], found: Mapping[int, Statistics]
 ) -> dict[str, object]:
     metadata = source.metadata
+    hosts = hosts_of(metadata)
     leaves = [describe_row(metadata, row) for row in chosen]
     for leaf, row in zip(leaves, chosen, strict=True):
         if row.number is not None and row.number in found:
@@ -206,19 +264,35 @@ def describe(
             dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in metadata.meshes
         ],
         "leaves": leaves,
+        "files": [_describe_file(metadata, hosts, file) for file in metadata.files],
         "totals": totals(source, rows),
     }
 
 
+def _describe_file(metadata: Metadata, hosts: Sequence[str], file: FileEntry) -> dict[str, object]:
+    process = metadata.process_of[file.device]
+    return {
+        "file": f"{shards_directory(metadata.id)}/{file.name}",
+        "device": file.device,
+        "process": process,
+        "host": host_of(hosts, process),
+        "bytes": file.size,
+    }
+
+
 def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
+    if isinstance(row.value, Kept):
+        return {"path": row.path, "kind": "kept", "name": row.value.name}
     if row.number is None:
         value = row.value
         plain = value is None or isinstance(value, bool | int | float | str)
         shown = json_number(value) if plain else repr(value)
         return {"path": row.path, "kind": "value", "type": type(value).__name__, "value": shown}
     leaf = metadata.leaves[row.number].spec
+    shared = {} if row.same_as is None else {"same_as": row.same_as}
     return {
         "path": row.path,
+        **shared,
         "kind": leaf.kind,
         "dtype": leaf.dtype,
         "shape": leaf.shape,
@@ -226,7 +300,8 @@ def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
         "mesh": leaf.mesh if leaf.mesh >= 0 else None,
         "prng": leaf.prng,
         "per_process": leaf.per_process,
-        "bytes": leaf.nbytes,
+        "memory": leaf.memory,
+        "bytes": row.nbytes,
     }
 
 

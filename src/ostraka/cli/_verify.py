@@ -43,9 +43,10 @@ class Verdict:
 def verify(context: click.Context, path: tuple[str, ...], as_json: bool) -> None:
     """Prove that the checkpoints at each PATH are intact.
 
-    All of it is read, and every byte compared with its digest. One line tells the result. If
-    bytes are lost or changed, each place follows on a line of its own, with its file and its
-    leaves, and the exit code is 1. Of a directory of steps, all steps are verified.
+    All of it is read, every byte compared with its digest, and the tree decoded as a restore does.
+    One line tells the result. If bytes are lost or changed, each place follows on a line of its
+    own, with its file and its leaves, and the exit code is 1. Of a directory of steps, all steps
+    are verified; runs/7 is step 7 of runs.
 
     With --json, one checkpoint is an object, several are a list of them.
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ostraka import _format
-from ostraka._checkpoint import Source, load
+from ostraka._checkpoint import Source, load_at
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, Problem, StoreError, count_of
-from ostraka.storage import FileReader, PathLike, open_store
+from ostraka.storage import FileReader, PathLike
 
 _THREADS = min((os.cpu_count() or 1) + 1, 16)
 """One more than there are cores: it waits for the disk while the others compare."""
@@ -53,18 +53,21 @@ class Report:
 
 
 def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = None) -> Report:
-    """Read all of a checkpoint and compare every byte with its digest.
+    """Read all of a checkpoint, compare every byte with its digest, and decode its tree.
 
-    Raises Damaged with every problem, naming files and leaves; with `raises=False` the report has
-    them instead. Damage to `_METADATA` itself always raises: nothing else can be told without it.
-    `on_bytes` is called now and then with the bytes read so far and the bytes that there are.
+    What is intact can be restored. Raises Damaged with every problem, naming files and leaves; with
+    `raises=False` the report has them instead. Damage to `_METADATA` itself always raises: nothing
+    else can be told without it. `on_bytes` is called now and then with the bytes read so far and
+    the bytes that there are.
+
+    `path` may be a directory of steps, for the newest of them, or `runs/7` for step 7 of `runs`;
+    the report's `path` tells which it was.
 
     >>> print(ostraka.verify("runs/7"))
     """
     begin = time.perf_counter()
-    store = open_store(path)
     while True:
-        source = load(store)
+        source = load_at(path)
         bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
         if not problems or source.is_still_there():
@@ -84,7 +87,7 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
 def _check_all(source: Source, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
     metadata = source.metadata
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts)
-    problems = list(_table_problems(source, set(contents)))
+    problems = [*_tree_problems(source), *_table_problems(source, set(contents))]
     total = source.metadata_bytes + sum(file.size for file in metadata.files)
 
     def tasks() -> Iterator[_Task]:
@@ -125,6 +128,15 @@ class _Ended(Exception):
 _Found = tuple[int, Sequence[Problem]]
 """Bytes that were read, and what is wrong with them."""
 _Task = Callable[[_Scratch], _Found]
+
+
+def _tree_problems(source: Source) -> Sequence[Problem]:
+    """What keeps a restore from making the tree again, though every byte is as it was written."""
+    try:
+        _ = source.tree
+    except Damaged as error:
+        return error.problems
+    return ()
 
 
 def _table_problems(source: Source, expected: set[tuple[int, int]]) -> Iterator[Problem]:

@@ -7,26 +7,58 @@ import operator
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
+_TOO_HIGH = 1 << 63
+
 
 def check_step(step: SupportsIndex) -> int:
     try:
         number = operator.index(step)
     except TypeError as error:
-        raise TypeError(f"a step must be a whole number, not {step!r}") from error
+        raise TypeError(f"a step must be a whole number, not {_shown(step)}") from error
     if number < 0:
         raise ValueError(f"a step must be 0 or more, not {number}")
+    if number >= _TOO_HIGH:
+        raise ValueError("a step must be less than 2**63")
     return number
+
+
+def check_restored_step(step: SupportsIndex | None) -> int | None:
+    """The step to restore; None for the newest."""
+    if step is None:
+        return None
+    try:
+        return check_step(step)
+    except TypeError as error:
+        hint = "leave it out for the newest, and give a tree as like= or into="
+        raise TypeError(f"{error}; {hint}") from error
+
+
+def check_saved_step(step: SupportsIndex) -> int:
+    try:
+        return check_step(step)
+    except TypeError as error:
+        raise TypeError(f"{error}; the step comes first, as in save(100, tree)") from error
 
 
 def check_steps(name: str, steps: Iterable[SupportsIndex]) -> frozenset[int]:
     try:
+        if isinstance(steps, str):
+            raise TypeError("its characters are no steps")
         listed = list(steps)
     except TypeError as error:
-        raise TypeError(f"{name} must be a list of steps, not {steps!r}") from error
+        raise TypeError(f"{name} must be a list of steps, not {_shown(steps)}") from error
     try:
         return frozenset(check_step(step) for step in listed)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    """A short value as it is; of a long one, such as a whole model, its type."""
+    if isinstance(value, str | bytes | float | int | complex | None):
+        return repr(value)[:60]
+    kind = type(value)
+    return f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
 
 
 def check_count(name: str, count: SupportsIndex | None) -> int | None:

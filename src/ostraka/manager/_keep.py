@@ -66,15 +66,24 @@ class Keep:
         }
 
 
+def check_best(name: str, best: Any) -> Best | None:
+    """A Best or None. A metric alone is refused: its name does not tell which value is best."""
+    if best is None or isinstance(best, Best):
+        return best
+    metric = best if isinstance(best, str) else "loss"
+    raise TypeError(
+        f"{name} must be a Best, such as Best({metric!r}, 'min') for the lowest or "
+        f"Best({metric!r}, 'max') for the highest, not {best!r}"
+    )
+
+
 def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any) -> Keep:
     """The reasons that a manager was given. Raises TypeError or ValueError, naming the argument."""
-    if best is not None and not isinstance(best, Best):
-        raise TypeError(f"keep_best must be a Best, such as Best('loss', 'min'), not {best!r}")
     return Keep(
         check_count("keep", last),
         check_count("keep_every", every),
         check_seconds("keep_interval_s", interval_s),
-        best,
+        check_best("keep_best", best),
         check_function("keep_if", condition),
     )
 

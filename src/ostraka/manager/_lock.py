@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 
 from ostraka._record import logger as log
-from ostraka.errors import Busy
+from ostraka.errors import Busy, PathInTheWay
 from ostraka.storage import DirectoryHold
 
 _LOOK_EVERY_S = 0.1
@@ -38,6 +40,21 @@ class RootLock:
 
     def release(self) -> None:
         self._hold.let_go()
+
+    def check_place(self) -> None:
+        """Raise if the directory that is held is no longer the one of its name.
+
+        FileNotFoundError if there is none; PathInTheWay if somebody has put another there, or a
+        link to one, which this lock does not cover.
+        """
+        if self._hold.is_in_place():
+            return
+        if not os.path.lexists(self._location):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._location)
+        raise PathInTheWay(
+            f"{self._location} is no longer the directory that this Manager was opened for: "
+            "somebody has put another, or a link, in its place; move it back, or open a new Manager"
+        )
 
     def _try(self) -> bool:
         if not self._hold.take():

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
@@ -16,18 +17,25 @@ from ostraka._plan import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import Record, Stopwatch
 from ostraka._record import logger as log
+from ostraka._step_names import name_of
 from ostraka._write import begin_save
-from ostraka.errors import StoreError
+from ostraka.errors import CheckpointNotFound, StoreError
 from ostraka.manager._advice import Advice, CostMeter
-from ostraka.manager._check import check_function, check_seconds, check_step
-from ostraka.manager._keep import Best, check_keep
+from ostraka.manager._check import (
+    check_function,
+    check_restored_step,
+    check_saved_step,
+    check_seconds,
+    check_step,
+)
+from ostraka.manager._keep import Best, check_best, check_keep
 from ostraka.manager._lock import RootLock
 from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery, latest_step
 from ostraka.manager._retain import retain
-from ostraka.manager._steps import Root, Step, name_of
+from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
 from ostraka.manager._when import Schedule, check_when
 from ostraka.storage import PathLike
@@ -98,7 +106,7 @@ class Manager:
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
         self._links: set[int] = set()
-        """Steps that were links when the manager was opened."""
+        """Steps that were links when the manager was opened, known to all processes."""
         self._newest: int | None = None
         self._closed = False
         self._process = os.getpid()
@@ -106,7 +114,9 @@ class Manager:
         self._preemption: Preemption | None = None
         self.restored: int | None = None
         """The step that was restored last."""
-        if not read_only:
+        if read_only:
+            self._root.refuse_checkpoint(CheckpointNotFound)
+        else:
             self._open(wait=if_locked == "wait")
             if on_preemption:
                 self._preemption = Preemption()
@@ -157,11 +167,12 @@ class Manager:
         next call; with `asynchronous=False`, and when the run is about to be ended, the step is on
         disk when this returns.
 
-        A step that is there already is replaced, in one atomic event. A step lower than the latest
+        A step that is there already is replaced, in one atomic event; one that is a link, or a root
+        that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
         raises ValueError: a restart would go on from the other. `force` saves it all the same.
         """
         self._check_writable()
-        number = check_step(step)
+        number = check_saved_step(step)
         self._meter.enter(number)
         due = self.should_save(number) or force
         if due:
@@ -203,7 +214,7 @@ class Manager:
 
         None if no step has that metric.
         """
-        best = by or self._keep.best
+        best = check_best("by", by) or self._keep.best
         if best is None:
             raise ValueError("best by what? Give by=Best(metric, mode), or the manager keep_best=")
         ranked = decide_together(
@@ -223,8 +234,9 @@ class Manager:
     def restore(
         self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
     ) -> Any:
-        """Restore a step, or else the newest; `options` are those of `ostraka.restore`.
+        """Restore a step, or else the newest; returns what `ostraka.restore` returns.
 
+        `options` are those of `ostraka.restore`: `like`, `into`, `mesh`, `only` and the others.
         Every byte that is read is verified. If a step is damaged that is logged, and raises
         Damaged, which names the step before it; with `fallback` a warning says so and that one is
         restored, and so on. `restored` is the step it came to. Raises CheckpointNotFound if there
@@ -235,7 +247,7 @@ class Manager:
         began_s = time.perf_counter()
         # What a damaged step has put into `into=` must not stay beside what an older one has.
         mixes = "into" in options and not options.get("strict", True)
-        wanted = None if step is None else check_step(step)
+        wanted = check_restored_step(step)
         options.setdefault("on_record", self._on_record)
         recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
         try:
@@ -333,8 +345,8 @@ class Manager:
         if not force:
             self._check_order(step)
         name = self._names.get(step, name_of(step))
-        if step in self._links:
-            decide_together(f"look at step {step}", lambda: self._root.refuse_link(name))
+        if jax.process_count() == 1 or step in self._links:
+            decide_together(f"look at step {step}", lambda: self._check_place(name))
         self._schedule.note_save()
         path = self._root.path(name)
         self._newest = max(step, step if self._newest is None else self._newest)
@@ -343,6 +355,7 @@ class Manager:
             lambda: begin_save(
                 path,
                 tree,
+                check_place=lambda: self._check_place(name),
                 on_commit=lambda: self._retain(step),
                 on_record=self._on_record,
                 watch=watch,
@@ -351,6 +364,16 @@ class Manager:
             ),
             background=background,
         )
+
+    def _check_place(self, name: str) -> None:
+        """On process 0: what was opened is still there, and saving there replaces nobody else's."""
+        try:
+            self._lock.check_place()
+        except FileNotFoundError:
+            self._root.prepare()
+            self._lock.release()
+            self._lock.acquire(wait=False)
+        self._root.refuse_link(name)
 
     def _check_order(self, step: int) -> None:
         """Refuse a step lower than the latest that is still there."""
@@ -378,7 +401,13 @@ class Manager:
         self._check_writable()
         number = check_step(step)
         self._pending.settle()
-        decide_together(f"{what} of step {number}", lambda: change(number))
+
+        def change_in_place() -> None:
+            with suppress(FileNotFoundError):
+                self._lock.check_place()
+            change(number)
+
+        decide_together(f"{what} of step {number}", change_in_place)
 
     def _check_open(self) -> None:
         if self._closed:

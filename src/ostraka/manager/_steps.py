@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from typing import Any
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._format import Metadata
-from ostraka._leftovers import UNKNOWN, committed_directory, is_of_a_save
+from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
+from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -40,11 +40,6 @@ PIN_NAME = "_PINNED"
 
 _LOOK_AGAIN = 10
 """So many times at most, if what is there changes while it is being looked at."""
-
-_NAMED_STEPS = 10
-"""A message that lists the steps lists no more of them."""
-
-_STEP_NAME = re.compile(r"(?:step_)?([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +66,6 @@ class _Found:
     problems: tuple[Problem, ...] = ()
 
 
-def name_of(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step that a directory of this name holds: `step_00000100`, `step_100`, `0100`, `100`."""
-    match = _STEP_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 class Root:
     """A directory with steps in it."""
 
@@ -98,7 +83,16 @@ class Root:
         self._looking = RenewedLock()
 
     def prepare(self) -> None:
+        self.refuse_checkpoint(PathInTheWay)
         self._store.prepare()
+
+    def refuse_checkpoint(self, kind: type[PathInTheWay | CheckpointNotFound]) -> None:
+        """Raise if this is no place for steps, being a checkpoint itself."""
+        if _format.METADATA_NAME in (self._store.list() or []):
+            raise kind(
+                f"{self.location} is itself a checkpoint, not a directory of steps; give a Manager "
+                "the directory above it, or read this one with ostraka.restore or ostraka.open"
+            )
 
     def path(self, name: str) -> str:
         return os.path.join(self.location, name)
@@ -110,9 +104,11 @@ class Root:
     def refuse_link(self, name: str) -> None:
         """Raise PathInTheWay where saving would replace what a link leads to."""
         if self.is_link(name):
+            is_step = self._look(name) is not None
+            remedy = f"delete step {step_of(name)} first, which removes the link alone"
             raise PathInTheWay(
-                f"{self.path(name)} is a link, and saving would replace what it leads to; delete "
-                f"step {step_of(name)} first, which removes the link alone"
+                f"{self.path(name)} is a link, and saving would replace what it leads to; "
+                f"{remedy if is_step else 'remove the link first'}"
             )
 
     def scan(self) -> list[Step]:
@@ -200,18 +196,20 @@ class Root:
     def _look_at(self, there: Sequence[str]) -> dict[int, list[str]]:
         """The names of each step, the manager's own first."""
         named: dict[int, list[str]] = {}
-        for name in sorted(there, key=_preference):
-            step = step_of(name)
-            if step is not None and self._look(name) is not None:
-                named.setdefault(step, []).append(name)
+        for step, names in steps_among(there).items():
+            found = [name for name in names if self._look(name) is not None]
+            if found:
+                named[step] = found
         return named
 
     def _look(self, name: str) -> _Found | None:
         """What a directory holds, None if it is no checkpoint; read again only if replaced."""
+        metadata = os.path.join(self.path(name), _format.METADATA_NAME)
         try:
-            status = os.stat(os.path.join(self.path(name), _format.METADATA_NAME))
+            status = os.stat(metadata)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+            if gone and not os.path.islink(metadata):
                 return None
             # It may be a step, and the newest: what can't be seen must not pass for nothing.
             found = _Found(problems=(Problem(_format.METADATA_NAME, describe(error)),))
@@ -245,28 +243,14 @@ class Root:
         if not any(is_of_a_save(other) for other in store.list() or []):
             return
         with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
-            kept = committed_directory(store)
-            if kept == UNKNOWN:
-                return  # Its shards may be all that there is to mend it with.
-            for other in store.list() or []:
-                if is_of_a_save(other) and other != kept:
-                    store.delete(other)
-            if kept is None:
+            for other in find_leftovers(store):
+                store.delete(other)
+            if committed_directory(store) is None:
                 store.remove_if_empty()
 
 
 def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:
-    if len(there) > _NAMED_STEPS:
-        found = f"{len(there)} steps, from {there[0]} to {there[-1]}"
-    else:
-        found = ", ".join(str(step) for step in there) or "none"
-    return CheckpointNotFound(f"there is no step {number} in {root}; it has {found}")
-
-
-def _preference(name: str) -> tuple[bool, str]:
-    """Of several names for one step the manager's own comes first."""
-    step = step_of(name)
-    return (step is None or name != name_of(step), name)
+    return CheckpointNotFound(f"there is no step {number} in {root}; it has {list_steps(there)}")
 
 
 def _read(store: LocalStore) -> _Found | None:

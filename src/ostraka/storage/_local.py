@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -66,7 +67,7 @@ class LocalStore:
     def get(self, name: str) -> bytes:
         path = self._path(name)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_open_file) as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
@@ -173,7 +174,7 @@ class _LocalWriter:
 class _LocalReader:
     def __init__(self, path: str):
         self._path = path
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = _open_file(path)
         self.size = os.fstat(self._file).st_size
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
@@ -184,6 +185,16 @@ class _LocalReader:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _open_file(path: str, flags: int = os.O_RDONLY) -> int:
+    """Open a file to read it. Of a pipe, which would be waited for in vain, it says so."""
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(file).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", path)
+    return file
 
 
 def _explain(action: str, path: str, size: int, error: OSError) -> StoreError:

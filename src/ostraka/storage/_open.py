@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 from urllib.parse import unquote
 
 from ostraka.errors import UnsupportedFormat
@@ -16,7 +17,11 @@ PathLike = str | os.PathLike[str]
 def open_store(path: PathLike) -> Store:
     """The store at a path or URL. Relative paths are made absolute here and now, so that a later
     change of the working directory does not move a checkpoint."""
-    text = os.fspath(path)
+    given: Any = path
+    text: Any = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        kind = type(given).__name__
+        raise TypeError(f"a checkpoint's path must be text or a pathlib.Path, not {kind}")
     if not text:
         raise ValueError("the checkpoint's path is empty")
     scheme, separator, _ = text.partition("://")

@@ -1,0 +1,165 @@
+"""What is at a path that is no checkpoint of ours, in words that say what to do. No JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ostraka import _format
+from ostraka._step_names import list_steps, step_of, steps_among
+from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
+from ostraka.storage import LocalStore, Store
+
+_MOST_NAMES = 100
+"""So many names of a directory are looked into, so that a sentence does not take a minute."""
+_ORBAX_NAMES = frozenset(
+    {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
+)
+_SAFETENSORS = ".safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def foreign_metadata(store: Store) -> NotACheckpoint:
+    """Of a directory whose `_METADATA` is not ours."""
+    names = store.list() or []
+    if is_orbax(names):
+        return _orbax(store.location, "is an Orbax checkpoint, not an Ostraka checkpoint")
+    return NotACheckpoint(
+        f"{store.location} is not an Ostraka checkpoint: its {_format.METADATA_NAME} was "
+        "written by something else"
+    )
+
+
+def nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
+    """Of a place without `_METADATA`: the likely cause, and what to give instead."""
+    names = store.list()
+    if names is None:
+        return _no_directory(store)
+    where = store.location
+    if any(_format.is_shards_directory(name) for name in names):
+        return CheckpointNotFound(
+            f"there is no checkpoint at {where}: a save to it never finished, or its "
+            f"{_format.METADATA_NAME} is lost"
+        )
+    return _something_else(store, names) or CheckpointNotFound(
+        f"there is no checkpoint at {where}: the directory {_what_is_lacking(names)}"
+        f"{_suggest_below(store, names)}"
+    )
+
+
+def is_committed(directory: str) -> bool:
+    """Whether a save to a directory has been committed, by us or by something else."""
+    return os.path.lexists(os.path.join(directory, _format.METADATA_NAME))
+
+
+def names_in(directory: str) -> list[str]:
+    """The names in a directory; none where there is none, or it may not be looked into."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
+def is_orbax(names: Sequence[str]) -> bool:
+    """Whether the names in a directory are those that Orbax writes."""
+    return any(name in _ORBAX_NAMES or name.startswith("ocdbt.process_") for name in names)
+
+
+# A directory without `_METADATA`
+
+
+def _what_is_lacking(names: Sequence[str]) -> str:
+    if not names:
+        return f"is empty, it has no {_format.METADATA_NAME}"
+    return f"has no {_format.METADATA_NAME}, and there are no steps in it"
+
+
+def _something_else(store: Store, names: Sequence[str]) -> NotACheckpoint | None:
+    where = store.location
+    if is_orbax(names):
+        return _orbax(where, "is a step or an item of an Orbax checkpoint")
+    if isinstance(store, LocalStore):
+        below = (names_in(os.path.join(where, name)) for name in names[:_MOST_NAMES])
+        if any(is_orbax(inside) for inside in below):
+            return _orbax(where, "holds Orbax checkpoints, and none of Ostraka")
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return NotACheckpoint(
+            f"{where} holds safetensors files, as Hugging Face publishes them, and no Ostraka "
+            "checkpoint; reading these is to come: load them with the safetensors package, and "
+            "write the arrays with ostraka.save"
+        )
+    return None
+
+
+def _orbax(where: str, what: str) -> NotACheckpoint:
+    return NotACheckpoint(
+        f"{where} {what}; reading these is to come: restore it with Orbax, and write the result "
+        "with ostraka.save"
+    )
+
+
+def _suggest_below(store: Store, names: Sequence[str]) -> str:
+    def has_metadata(name: str) -> bool:
+        try:
+            store.get(f"{name}/{_format.METADATA_NAME}")
+        except OSError:
+            return False
+        return True
+
+    found = [name for name in names[:_MOST_NAMES] if has_metadata(name)]
+    return f"; did you mean {store.location}/{found[-1]}?" if found else ""
+
+
+# No directory
+
+
+def _no_directory(store: Store) -> CheckpointNotFound | NotACheckpoint:
+    where = store.location
+    if isinstance(store, LocalStore) and os.path.exists(where):
+        return _file(where)
+    hint = _hint_beside(where) if isinstance(store, LocalStore) else ""
+    return CheckpointNotFound(
+        f"there is no checkpoint at {where}: there is no such directory{hint}"
+    )
+
+
+def _hint_beside(where: str) -> str:
+    """The steps beside a step that is not there, or the name that is most like it."""
+    root, name = os.path.split(where)
+    names = names_in(root)
+    steps = [
+        step
+        for step, found in steps_among(names).items()
+        if any(is_committed(os.path.join(root, one)) for one in found)
+    ]
+    if steps and step_of(name) is not None:
+        return f"; the steps in {root} are {list_steps(steps)}"
+    return nearest(name, names[:_MOST_NAMES])
+
+
+def _file(where: str) -> NotACheckpoint:
+    above, name = os.path.split(where)
+    if _format.is_shards_directory(os.path.basename(above)):
+        above, name = os.path.dirname(above), _format.METADATA_NAME
+    if name == _format.METADATA_NAME:
+        return NotACheckpoint(
+            f"{where} is a file, not a checkpoint directory: it is a part of {above}; give that"
+        )
+    if os.path.isfile(where) and _is_safetensors(where):  # to open a pipe would take for ever
+        return NotACheckpoint(
+            f"{where} is a safetensors file, not a checkpoint directory; reading these is to come: "
+            "load it with the safetensors package, and write the arrays with ostraka.save"
+        )
+    return NotACheckpoint(
+        f"{where} is a file, not a checkpoint directory; give the directory that a save was given"
+    )
+
+
+def _is_safetensors(path: str) -> bool:
+    """Whether a file begins with a length and a JSON object, as these do."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+    except OSError:
+        return path.endswith(_SAFETENSORS)
+    return start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES

@@ -1,0 +1,139 @@
+"""Which checkpoint a path means."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka import _checkpoint
+from ostraka._checkpoint import load_at, locate, read_whole
+from ostraka.errors import Busy, CheckpointNotFound, Damaged, Problem
+
+
+def save_steps(root: Path, *names: str) -> Path:
+    for name in names:
+        ostraka.save(root / name, {"name": name})
+    return root
+
+
+READERS = pytest.mark.parametrize("read", [ostraka.open, ostraka.verify], ids=["open", "verify"])
+
+
+@READERS
+@pytest.mark.parametrize("given", ["7", "007", "step_7", "step_00000007"])
+def test_a_step_by_its_number(tmp_path: Path, read: Any, given: str):
+    save_steps(tmp_path, "step_00000006", "step_00000007", "step_00000070")
+    assert read(tmp_path / given).path == f"{tmp_path}/step_00000007"
+
+
+@READERS
+def test_a_directory_of_steps_is_the_newest(tmp_path: Path, read: Any):
+    save_steps(tmp_path, "step_9", "10", "step_00000002")
+    assert read(tmp_path).path == f"{tmp_path}/10"
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_steps(tmp_path / "runs", "step_00000001")
+    monkeypatch.chdir(tmp_path / "runs")
+    step = f"{tmp_path}/runs/step_00000001"
+    assert locate(".").location == locate("1").location == locate("../runs/1").location == step
+
+
+def test_only_committed_steps_count(tmp_path: Path):
+    save_steps(tmp_path, "step_1", "step_2", "step_3")
+    (tmp_path / "step_3" / "_METADATA").unlink()
+    (tmp_path / "step_4").mkdir()
+    (tmp_path / "5").write_text("a file")
+    assert ostraka.open(tmp_path)["name"] == "step_2"
+
+
+def test_what_is_there_wins(tmp_path: Path):
+    save_steps(tmp_path, "step_00000007", "7")
+    assert ostraka.open(tmp_path / "7")["name"] == "7"
+    (tmp_path / "8").mkdir()
+    save_steps(tmp_path, "step_00000008")
+    with pytest.raises(CheckpointNotFound, match="the directory is empty"):
+        ostraka.open(tmp_path / "8")
+
+
+def test_a_checkpoint_beside_steps_is_itself(tmp_path: Path):
+    """A directory that is both: `_METADATA` decides."""
+    ostraka.save(tmp_path / "run", {"name": "run", "x": np.arange(3)})
+    save_steps(tmp_path / "run", "step_9")
+    assert ostraka.open(tmp_path / "run")["name"] == "run"
+    (tmp_path / "run" / "_METADATA").unlink()
+    with pytest.raises(CheckpointNotFound, match="a save to it never finished"):
+        ostraka.open(tmp_path / "run")
+
+
+def test_names_that_are_no_steps(tmp_path: Path):
+    save_steps(tmp_path, "step_00000007", "latest")
+    for name in ("-7", "7.0", "step-7", "seven"):
+        with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+            ostraka.open(tmp_path / name)
+    assert ostraka.open(tmp_path / "latest")["name"] == "latest"
+
+
+def test_a_link_to_a_step(tmp_path: Path):
+    save_steps(tmp_path / "runs", "step_00000007")
+    os.symlink(tmp_path / "runs", tmp_path / "link")
+    assert ostraka.open(tmp_path / "link" / "7")["name"] == "step_00000007"
+
+
+def test_a_save_never_means_another_path(tmp_path: Path):
+    save_steps(tmp_path, "step_00000007")
+    ostraka.save(tmp_path / "7", {"name": "another"})
+    assert ostraka.open(tmp_path / "step_00000007")["name"] == "step_00000007"
+    assert (tmp_path / "7" / "_METADATA").exists()
+
+
+def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the names known, what is in it can be read."""
+    save_steps(tmp_path, "step_1")
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert ostraka.open(tmp_path / "step_1")["name"] == "step_1"
+
+
+def test_memory_has_no_steps(tmp_path: Path):
+    ostraka.save(f"memory://{tmp_path}/7", {"x": 1})
+    assert ostraka.open(f"memory://{tmp_path}/7")["x"] == 1
+    with pytest.raises(CheckpointNotFound, match="there is no checkpoint"):
+        ostraka.open(f"memory://{tmp_path}")
+
+
+def test_the_newest_step_that_is_deleted_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_steps(tmp_path, "step_00000001", "step_00000002")
+    real = _checkpoint.load
+
+    def delete_first(store: Any) -> Any:
+        monkeypatch.setattr(_checkpoint, "load", real)
+        (tmp_path / "step_00000002" / "_METADATA").unlink()
+        return real(store)
+
+    monkeypatch.setattr(_checkpoint, "load", delete_first)
+    assert load_at(tmp_path).location == f"{tmp_path}/step_00000001"
+
+
+def test_a_checkpoint_that_is_always_replaced(tmp_path: Path):
+    path = tmp_path / "c"
+    ostraka.save(path, {"x": np.arange(3)})
+    tries: list[str] = []
+
+    def work(sources: Any) -> None:
+        tries.append(sources[0].metadata.id)
+        ostraka.save(path, {"x": np.arange(3)})
+        raise Damaged(str(path), [Problem("shard", "it is missing")])
+
+    with pytest.raises(Busy, match="was overwritten 10 times while it was being read; wait for"):
+        read_whole([path], work)
+    assert len(set(tries)) == 10

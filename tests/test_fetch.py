@@ -1,0 +1,61 @@
+"""Boxes of leaves read into memory, whatever they have in common."""
+
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ostraka
+from cli_runs import put
+from ostraka import _fetch
+from ostraka._checkpoint import Source, load
+from ostraka._fetch import FetchJob, fetch
+from ostraka._parallel import StopSignal
+from ostraka._plan import Target
+from ostraka.storage import open_store
+
+SHAPE = (24, 16)
+ARRAYS = [np.arange(24 * 16, dtype=np.float32).reshape(SHAPE) + 1000 * n for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    path = f"memory://{uuid.uuid4().hex}"
+    ostraka.save(path, [ARRAYS[0], put(ARRAYS[1], "fsdp", "tp"), put(ARRAYS[2], None, "fsdp")])
+    return load(open_store(path))
+
+
+def spans(extent: int) -> st.SearchStrategy[tuple[int, int]]:
+    ends = st.integers(0, extent)
+    return st.tuples(ends, ends).map(lambda pair: (min(pair), max(pair)))
+
+
+boxes = st.just(tuple((0, n) for n in SHAPE)) | st.tuples(*map(spans, SHAPE))
+targets = st.lists(st.builds(Target, st.integers(0, 2), boxes), min_size=1, max_size=6)
+
+
+def elements(target: Target) -> Any:
+    return ARRAYS[target.leaf][tuple(slice(*span) for span in target.box)]
+
+
+@given(wanted=targets, shared=st.booleans())
+def test_targets_may_want_the_same_elements(source: Source, wanted: list[Target], shared: bool):
+    job = FetchJob(source, wanted, shared_memory=shared)
+    assert sorted(job.run(StopSignal())) == list(range(len(wanted)))
+    for target, array in zip(wanted, job.arrays, strict=True):
+        assert np.array_equal(array, elements(target))
+
+
+def test_large_targets_may_want_the_same_elements(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_fetch, "_CHUNK_BYTES", 1 << 12)
+    path = f"memory://{uuid.uuid4().hex}"
+    array = np.arange(100_000)
+    ostraka.save(path, {"x": array, "y": array + 1})
+    source = load(open_store(path))
+    whole, most = ((0, 100_000),), ((10, 99_000),)
+    found = fetch(source, [Target(0, whole), Target(0, most), Target(0, whole), Target(1, whole)])
+    expected = [array, array[10:99_000], array, array + 1]
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))

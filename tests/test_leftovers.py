@@ -1,0 +1,237 @@
+"""What is deleted as a leftover, and what never is: shards that a damaged `_METADATA` may need."""
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ostraka
+from cli_runs import run
+from ostraka import Manager, _format
+from ostraka._leftovers import UNKNOWN, committed_directory, find_leftovers
+from ostraka.errors import Damaged, PathInTheWay, SaveFailed
+from ostraka.storage import LocalStore
+
+TREE = {"w": np.arange(3, dtype=np.int8)}
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A step of a root, complete, with nothing beside it."""
+    ostraka.save(tmp_path / "root" / "7", TREE)
+    return tmp_path / "root" / "7"
+
+
+def files(step: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(step)): f.read_bytes() for f in step.rglob("*") if f.is_file()}
+
+
+def rewrite(step: Path, change: Callable[[dict[str, object]], None]) -> None:
+    """Change `_METADATA` and give it the digest that it then has."""
+    document = json.loads((step / "_METADATA").read_bytes())
+    change(document)
+    document.pop("digest")
+    text = json.dumps(document, separators=(",", ":")).encode()[:-1]
+    whole = text + b',"digest":"' + _format.digest(text).encode() + b'"}\n'
+    assert _format.metadata_is_intact(whole)
+    (step / "_METADATA").write_bytes(whole)
+
+
+def bit_flips(data: bytes) -> Iterator[bytes]:
+    for position in range(len(data)):
+        for bit in range(8):
+            yield bytes([*data[:position], data[position] ^ 1 << bit, *data[position + 1 :]])
+
+
+def open_a_manager(step: Path) -> None:
+    Manager(step.parent, on_preemption=False).close()
+
+
+def collect_garbage(step: Path) -> None:
+    assert run("gc", step.parent, "--yes").exit_code == 0
+
+
+def fail_to_save(step: Path) -> None:
+    """To the same path, after the save has begun."""
+
+    def refuse(self: LocalStore, name: str, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "create", refuse)
+        with pytest.raises(SaveFailed, match="No space left"):
+            ostraka.save(step, TREE)
+
+
+def fail_to_save_a_step(step: Path) -> None:
+    """By a manager that deletes what it need not keep."""
+
+    def refuse(self: LocalStore, name: str, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Manager(step.parent, keep=1, asynchronous=False, on_preemption=False) as manager,
+    ):
+        patch.setattr(LocalStore, "create", refuse)
+        with pytest.raises(SaveFailed, match="No space left"):
+            manager.save(7, TREE, force=True)
+
+
+ATTEMPTS = [open_a_manager, collect_garbage, fail_to_save, fail_to_save_a_step]
+
+
+def assert_nothing_is_deleted(step: Path, damaged: bytes, attempts: list[Callable[[Path], None]]):
+    (step / "_METADATA").write_bytes(damaged)
+    before = files(step)
+    for attempt in attempts:
+        attempt(step)
+        left = files(step)
+        assert {name: left.get(name) for name in before} == before, (attempt.__name__, damaged)
+
+
+def test_no_flipped_bit_makes_a_leftover_of_a_shard(step: Path):
+    """Every bit; whoever deletes asks this one function."""
+    whole = (step / "_METADATA").read_bytes()
+    store = LocalStore(str(step))
+    for damaged in bit_flips(whole):
+        (step / "_METADATA").write_bytes(damaged)
+        assert find_leftovers(store) == [], damaged
+        assert committed_directory(store) == UNKNOWN, damaged
+    (step / "_METADATA").write_bytes(whole)
+    assert committed_directory(store) == next(step.glob("shards-*")).name
+    assert ostraka.verify(step).ok
+
+
+def test_no_flipped_bit_of_the_id_has_shards_deleted(step: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.CRITICAL)
+    whole = (step / "_METADATA").read_bytes()
+    digits = whole.index(b'"id":"') + len('"id":"')
+    taken_for_ids = 0
+    for damaged in bit_flips(whole):
+        save_id = damaged[digits : digits + 16]
+        if save_id != whole[digits : digits + 16] and _format.ID_PATTERN.fullmatch(
+            save_id.decode("latin-1")
+        ):
+            taken_for_ids += 1
+            assert_nothing_is_deleted(step, damaged, ATTEMPTS)
+    assert taken_for_ids > 16
+    (step / "_METADATA").write_bytes(whole)
+    assert ostraka.verify(step).ok
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_no_flipped_bit_has_shards_deleted(
+    step: Path, attempt: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+):
+    """Every bit of `_METADATA`, through everything that deletes."""
+    caplog.set_level(logging.CRITICAL)
+    for damaged in bit_flips((step / "_METADATA").read_bytes()):
+        assert_nothing_is_deleted(step, damaged, [attempt])
+        for name in [n for n in os.listdir(step) if n.startswith("shards-")][1:]:
+            for file in (step / name).iterdir():
+                file.unlink()
+            (step / name).rmdir()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 19, 100, -1, -50])
+def test_a_metadata_that_was_cut_short_has_no_shards_deleted(step: Path, cut: int):
+    whole = (step / "_METADATA").read_bytes()
+    assert_nothing_is_deleted(step, whole[:cut], ATTEMPTS)
+
+
+def test_zeros_where_metadata_was_have_no_shards_deleted(step: Path):
+    size = (step / "_METADATA").stat().st_size
+    assert_nothing_is_deleted(step, bytes(size), ATTEMPTS)
+
+
+def test_a_metadata_of_a_newer_version_has_no_shards_deleted(step: Path):
+    rewrite(step, lambda document: document.update(version=2, id="of another kind"))
+    assert_nothing_is_deleted(step, (step / "_METADATA").read_bytes(), ATTEMPTS)
+
+
+def test_a_metadata_that_names_shards_that_are_not_there_has_no_others_deleted(step: Path):
+    """As beside a copy that has only begun: `_METADATA` comes before `shards-…` in the alphabet."""
+    rewrite(step, lambda document: document.update(id="0123456789abcdef"))
+    assert_nothing_is_deleted(step, (step / "_METADATA").read_bytes(), ATTEMPTS)
+
+
+def test_a_metadata_that_the_disk_has_lost_has_no_shards_deleted(
+    step: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def get(self: LocalStore, name: str) -> bytes:
+        if name == "_METADATA":
+            raise ostraka.errors.StoreError("can't read it", errno=errno.EIO)
+        return read(self, name)
+
+    read = LocalStore.get
+    before = files(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "get", get)
+        for attempt in ATTEMPTS:
+            attempt(step)
+        assert {name: files(step)[name] for name in before} == before
+        # The step is not lost to the run: saved again, it is a good one.
+        ostraka.save(step, TREE)
+    assert ostraka.verify(step).ok
+    assert len(list(step.glob("shards-*"))) == 1
+
+
+@pytest.mark.parametrize("place", ["nowhere", "_METADATA"])
+def test_a_metadata_that_is_a_link_to_nowhere_has_no_shards_deleted(step: Path, place: str):
+    """As of a disk that is not mounted now; or in a circle."""
+    (step / "_METADATA").rename(step.parent / "kept")
+    (step / "_METADATA").symlink_to(place)
+    before = sorted(step.glob("shards-*/*"))
+    for attempt in (open_a_manager, collect_garbage):
+        try:
+            attempt(step)
+        except AssertionError:
+            assert place == "_METADATA"  # which gc can't read, and says so
+        assert sorted(step.glob("shards-*/*")) == before
+    with pytest.raises(Damaged, match="no step in .* can be read"):
+        Manager(step.parent, read_only=True).latest()
+    (step / "_METADATA").unlink()
+    (step.parent / "kept").rename(step / "_METADATA")
+    assert ostraka.verify(step).ok
+
+
+def test_gc_goes_on_after_a_place_that_it_cannot_read(step: Path):
+    (step / "_METADATA").unlink()
+    (step / "_METADATA").mkdir()
+    left = step.parent / "8" / "shards-0123456789abcdef"
+    left.mkdir(parents=True)
+    result = run("gc", step.parent, "--yes")
+    assert result.exit_code == 2
+    assert f"can't read {step}/_METADATA: Is a directory" in result.stderr
+    assert not left.exists()
+    assert list(step.glob("shards-*/*"))
+    refused = json.loads(run("gc", step.parent, "--json").stdout)["refused"]
+    assert [str(step) in text for text in refused] == [True]
+
+
+def test_a_save_that_succeeds_replaces_what_was_damaged(step: Path):
+    (step / "_METADATA").write_bytes(b"")
+    ostraka.save(step, TREE)
+    assert ostraka.verify(step).ok
+    assert len(list(step.glob("shards-*"))) == 1
+
+
+def test_a_checkpoint_without_arrays_needs_no_shards(tmp_path: Path):
+    ostraka.save(tmp_path, {"step": 1})
+    left = tmp_path / "shards-0123456789abcdef"
+    left.mkdir()
+    assert find_leftovers(LocalStore(str(tmp_path))) == [left.name]
+
+
+def test_a_metadata_of_another_program_is_in_the_way(tmp_path: Path):
+    (tmp_path / "_METADATA").write_text("{}")
+    with pytest.raises(PathInTheWay, match="holds something that Ostraka did not write"):
+        ostraka.save(tmp_path, TREE)
+    assert (tmp_path / "_METADATA").read_text() == "{}"

@@ -1,0 +1,242 @@
+"""Restored arrays work where the saved ones did: commitment, weak types, memory, the set mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka.errors import Mismatch
+from programs import run_quietly
+
+
+def make_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def make_state(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "w": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", "model"))),
+        "key": jax.random.key(0),
+        "step": jnp.zeros((), jnp.int32),
+        "rate": jnp.asarray(0.5),
+        "bound": jax.device_put(jnp.ones(2), jax.devices()[3]),
+    }
+
+
+@jax.jit
+def step(w: Any, key: Any, step: Any, rate: Any) -> Any:
+    return w + rate * jax.random.normal(key, w.shape), jax.random.split(key)[0], step + 1
+
+
+def run_step(state: dict[str, Any]) -> Any:
+    return step(*(state[name] for name in ("w", "key", "step", "rate")))
+
+
+def commitment(state: dict[str, Any]) -> dict[str, bool]:
+    return {name: value.committed for name, value in state.items()}
+
+
+MODES = ["none", "like", "abstract", "into"]
+
+
+def restore(path: Path, mode: str, template: Any) -> Any:
+    if mode == "none":
+        return ostraka.restore(path)
+    if mode == "abstract":
+        sharded = {"w": template["w"].sharding, "bound": template["bound"].sharding}
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded.get(name))
+            for name, x in template.items()
+        }
+        return ostraka.restore(path, like=shapes)
+    return ostraka.restore(path, **{mode: template})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_free_is_free_again(tmp_path: Path, mode: str):
+    state = make_state(make_mesh())
+    ostraka.save(tmp_path / "c", state)
+    restored = restore(tmp_path / "c", mode, state)
+    assert commitment(restored) == commitment(state)
+    assert restored["bound"].devices() == state["bound"].devices()
+    assert restored["rate"].weak_type
+    assert not restored["step"].weak_type
+    for one, other in zip(run_step(restored), run_step(state), strict=True):
+        assert jnp.array_equal(one, other)
+        assert one.sharding == other.sharding
+
+
+def test_the_commitment_of_a_template_decides(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"x": jnp.ones(3), "n": 7})
+    bound = jax.device_put(jnp.zeros(3), jax.devices()[2])
+    restored = ostraka.restore(tmp_path / "c", like={"x": bound})["x"]
+    assert restored.committed
+    assert restored.devices() == {jax.devices()[2]}
+    ostraka.save(tmp_path / "d", {"x": bound})
+    assert not ostraka.restore(tmp_path / "d", like={"x": jnp.zeros(3)})["x"].committed
+    assert ostraka.restore(tmp_path / "d")["x"].devices() == {jax.devices()[2]}
+    assert not ostraka.restore(tmp_path / "c", like={"n": jnp.zeros((), int)})["n"].committed
+
+
+def test_a_mesh_takes_what_was_free_along(tmp_path: Path):
+    ostraka.save(tmp_path / "c", make_state(make_mesh()))
+    half = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    restored = ostraka.restore(tmp_path / "c", mesh=half, specs={"w": P("data")})
+    assert {len(x.sharding.device_set) for x in restored.values()} == {2}
+    run_step(restored)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.complex64])
+def test_weak_types_come_back(tmp_path: Path, mode: str, shape: Any, dtype: Any):
+    weak = jnp.broadcast_to(jnp.asarray(dtype(2).item()), shape) + 1
+    assert weak.weak_type
+    state = {"w": weak, "bound": jax.device_put(weak, jax.devices()[1])}
+    ostraka.save(tmp_path / "c", state)
+    for value in restore(tmp_path / "c", mode, state).values():
+        assert value.weak_type
+        assert value.dtype == weak.dtype
+        assert (value + jnp.ones((), jnp.bfloat16)).dtype == (weak + jnp.bfloat16(1)).dtype
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_the_kind_of_memory_comes_back(tmp_path: Path, kind: str):
+    named = NamedSharding(make_mesh(), P("data"), memory_kind=kind)
+    single = SingleDeviceSharding(jax.devices()[1], memory_kind=kind)
+    state = {"w": jax.device_put(jnp.ones(8), named), "s": jax.device_put(jnp.ones(3), single)}
+    ostraka.save(tmp_path / "c", state)
+    for restored in (ostraka.restore(tmp_path / "c"), ostraka.restore(tmp_path / "c", like=state)):
+        assert {x.sharding.memory_kind for x in restored.values()} == {kind}
+    other = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    moved = ostraka.restore(tmp_path / "c", mesh=other)["w"]
+    assert (moved.sharding.mesh, moved.sharding.memory_kind) == (other, kind)
+
+
+def make_annotated() -> nnx.Linear:
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_init=init)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_abstract_template_goes_onto_the_mesh_that_is_set(tmp_path: Path, kind: AxisType):
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        model = nnx.jit(make_annotated)()
+        abstract = nnx.eval_shape(make_annotated)
+        ostraka.save(tmp_path / "c", model)
+        restored = ostraka.restore(tmp_path / "c", like=abstract)
+    assert restored.kernel[...].sharding == model.kernel[...].sharding
+    assert jnp.array_equal(restored.kernel[...], model.kernel[...])
+    with pytest.raises(Mismatch, match="abstract mesh, .* or restore under jax.set_mesh"):
+        ostraka.restore(tmp_path / "c", like=abstract)
+    other = jax.make_mesh((8,), ("else",))
+    with jax.set_mesh(other), pytest.raises(Mismatch, match="abstract mesh, which has no devices"):
+        ostraka.restore(tmp_path / "c", like=abstract)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remedy"),
+    [
+        ((4, 2), r"jax.make_mesh\(\(4, 2\)"),
+        ({"data": 2}, r"jax.make_mesh\(\(2,\), \('data',\)\)"),
+        ("data", "jax.make_mesh"),
+        (jax.sharding.AbstractMesh((8,), ("data",)), "jax.make_mesh"),
+    ],
+)
+def test_what_is_no_mesh(tmp_path: Path, mesh: Any, remedy: str):
+    ostraka.save(tmp_path / "c", {"x": jnp.ones(8)})
+    with pytest.raises(TypeError, match=rf"mesh is .* it must be a jax.sharding.Mesh.*{remedy}"):
+        ostraka.restore(tmp_path / "c", mesh=mesh)
+
+
+TRAIN = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp, optax
+from jax.sharding import NamedSharding, PartitionSpec as P, AxisType
+import ostraka
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+tx = optax.adam(1e-2)
+
+
+@jax.jit
+def step(state, batch):
+    key, sub = jax.random.split(state["key"])
+    noise = jax.random.normal(sub, ())
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p["w"] + noise) ** 2))(
+        state["params"]
+    )
+    updates, opt = tx.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "key": key, "step": state["step"] + 1}, loss
+
+
+def start():
+    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
+    params = {"w": w}
+    key, step = jax.random.key(0), jnp.zeros(())
+    return {"params": params, "opt": tx.init(params), "key": key, "step": step}
+
+
+batch = jax.device_put(jnp.arange(32.0).reshape(4, 8), NamedSharding(mesh, P()))
+root = sys.argv[1]
+"""
+
+
+def test_a_run_goes_on_in_a_new_process_as_if_nothing_had_happened(tmp_path: Path):
+    first = """
+state = start()
+ostraka.save(root + "/0", state)
+for _ in range(2):
+    state, loss = step(state, batch)
+ostraka.save(root + "/2", state)
+for _ in range(2):
+    state, loss = step(state, batch)
+    print(loss.item())
+"""
+    then = """
+for restored in (
+    ostraka.restore(root + "/2"),
+    ostraka.restore(root + "/2", like=start()),
+    ostraka.restore(root + "/2", like=jax.eval_shape(start)),
+):
+    for _ in range(2):
+        restored, loss = step(restored, batch)
+        print(loss.item())
+state = ostraka.restore(root + "/0")  # nothing of it came out of jit
+for number in range(4):
+    state, loss = step(state, batch)
+    if number > 1:
+        print(loss.item())
+"""
+    expected = run_quietly(TRAIN + first, tmp_path)
+    assert run_quietly(TRAIN + then, tmp_path) == expected * 4
+
+
+def test_moments_of_an_optimizer_beside_a_sharded_model(tmp_path: Path):
+    params = {"w": jax.device_put(jnp.ones((8, 4)), NamedSharding(make_mesh(), P("data")))}
+    state = optax.adam(1e-3).init(params)
+    ostraka.save(tmp_path / "c", state)
+    restored = ostraka.restore(tmp_path / "c")
+    assert restored[0].count.committed == state[0].count.committed
+    jax.jit(lambda p, s: optax.adam(1e-3).update(p, s))(params, restored)
+
+
+def test_numbers_as_arrays_on_a_mesh(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"step": 3})
+    place = NamedSharding(make_mesh(), P())
+    like = jax.device_put(jnp.zeros((), jnp.int32), place)
+    restored = ostraka.restore(tmp_path / "c", like={"step": like})["step"]
+    assert restored.sharding == place
+    assert np.asarray(restored) == 3
