@@ -214,7 +214,7 @@ def _legend(rows: list[Row]) -> list[Any]:
 
 
 def main() -> None:
-    """Draw a run's picture anew and put its table on its page: `python -m bench.report [FOLDER]`."""
+    """Draw the picture of a run and write its table anew: `python -m bench.report [FOLDER]`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "bench/results")
     document = json.loads((folder / "results.json").read_text())
     rows = [Row(**row) for row in document["rows"]]

@@ -1,11 +1,10 @@
-"""README.md and docs/ keep their word: their Python runs, their output is real, links lead somewhere.
+"""README.md and docs/ keep their word: all Python runs, output is real, links lead somewhere.
 
 The Python blocks of a page run in order, in one namespace and an empty directory. A block that
 begins with a comment such as `# train.py` is a program: it is written to that file and run in a
 process of its own. After each block that has saved something, a new process restores every
 checkpoint that is there and passes all its arrays through one `jax.jit`. A `text` block is what one
-of the Python blocks of the page printed. A block that can't run has `<!-- not run: why -->` on the
-line before it, and is reported as skipped.
+of the Python blocks of the page printed.
 """
 
 import builtins
@@ -72,10 +71,7 @@ class Block:
 
     page: str
     line: int
-    language: str
     text: str
-    skipped: str
-    """Why it is not run; empty if it is."""
 
     @property
     def program(self) -> str | None:
@@ -87,14 +83,13 @@ class Block:
         return f"{self.page}, line {self.line}"
 
 
-def find_blocks(page: str, *languages: str) -> list[Block]:
-    """The fenced blocks in these languages, in order."""
+def find_blocks(page: str, language: str) -> list[Block]:
+    """The fenced blocks in a language, in order."""
     text = (ROOT / page).read_text("utf-8")
-    pattern = r"^(?:<!-- not run: ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$"
     return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found[2], found[3], found[1] or "")
-        for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE)
-        if found[2] in languages
+        Block(page, text.count("\n", 0, found.start()) + 1, found[2])
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        if found[1] == language
     ]
 
 
@@ -144,8 +139,6 @@ def test_python_blocks_run_in_order(
     known: dict[Path, bytes] = {}
     restored = 0
     for block in find_blocks(page, "python"):
-        if block.skipped:
-            continue
         output = run_block(block, module, tmp_path) + capsys.readouterr().out
         printed.append(output.replace(str(tmp_path), "/home/me"))
         if checkpoints(tmp_path) != known:
@@ -156,15 +149,6 @@ def test_python_blocks_run_in_order(
     if page in ("README.md", *GUIDES):
         assert printed
         assert restored >= len(known) > 0
-
-
-SKIPPED = [block for page in PAGES for block in find_blocks(page, "python") if block.skipped]
-
-
-@pytest.mark.parametrize("block", SKIPPED, ids=str)
-def test_python_blocks_that_are_not_run(block: Block):
-    compile(block.text, str(block), "exec")
-    pytest.skip(f"{block} is not run: {block.skipped}")
 
 
 def test_an_evaluator_follows_a_run(tmp_path: Path):
