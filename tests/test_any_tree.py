@@ -142,8 +142,8 @@ def trees(draw: st.DrawFn) -> Any:
     def containers(items: Any) -> Any:
         lists = st.lists(items, max_size=3)
         dicts = st.dictionaries(KEYS, items, max_size=3)
-        # JAX sorts the keys of these, so they must be of one kind.
-        named = st.dictionaries(st.one_of(st.text(max_size=3)), items, max_size=3)
+        # JAX sorts the keys of a FrozenDict, and it freezes the dicts in it.
+        named = st.dictionaries(st.text(max_size=3), st.sampled_from(arrays), max_size=3)
         return st.one_of(
             lists,
             lists.map(tuple),
@@ -156,7 +156,7 @@ def trees(draw: st.DrawFn) -> Any:
             st.lists(items, min_size=1, max_size=2).map(Custom),
         )
 
-    return draw(st.recursive(leaves, containers, max_leaves=8))
+    return draw(st.recursive(leaves, containers, max_leaves=8)), variables
 
 
 # What there is to a tree, in a form that can be compared
@@ -218,7 +218,9 @@ class Describer:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict | FrozenDict):
-            pairs = [(describe_plain(key), self.describe(x)) for key, x in value.items()]
+            # JAX keeps a FrozenDict by its sorted keys.
+            items = sorted(value.items()) if isinstance(value, FrozenDict) else value.items()
+            pairs = [(describe_plain(key), self.describe(x)) for key, x in items]
             return type(value), getattr(value, "default_factory", None), *pairs
         if isinstance(value, list | tuple):
             return type(value), *map(self.describe, value)
@@ -258,14 +260,12 @@ def describe(tree: Any) -> Any:
     return Describer(as_dicts=False).describe(tree)
 
 
-def blank_variables(tree: Any) -> None:
+def blank(variables: list[Any]) -> None:
     """Overwrite what a restore in place is to bring back."""
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
-        for _, node in nnx.iter_graph(leaf) if isinstance(leaf, nnx.Variable | nnx.Pytree) else ():
-            if isinstance(node, nnx.Variable):
-                value = node.get_raw_value()
-                if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-                    node.set_raw_value(value * 0)
+    for variable in variables:
+        value = variable.get_raw_value()
+        if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            variable.set_raw_value(value * 0)
 
 
 # Dicts whose keys look alike are refused, and so are some keys and texts.
@@ -275,7 +275,8 @@ REFUSED = "two leaves have the path|has a key|has the key"
 @pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
 @settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
 @given(trees())
-def test_a_save_refuses_it_or_every_restore_gives_it_back(tree: Any):
+def test_a_save_refuses_it_or_every_restore_gives_it_back(drawn: tuple[Any, list[Any]]):
+    tree, variables = drawn
     name = uuid.uuid4().hex
     place = f"memory://{name}"
     expected, as_dicts = describe(tree), Describer(as_dicts=True).describe(tree)
@@ -289,7 +290,7 @@ def test_a_save_refuses_it_or_every_restore_gives_it_back(tree: Any):
         assert ostraka.verify(place).ok
         assert describe(ostraka.restore(place, like=tree)) == expected
         assert Describer(as_dicts=True).describe(ostraka.restore(place)) == as_dicts
-        blank_variables(tree)
+        blank(variables)
         assert describe(ostraka.restore(place, into=tree)) == expected
     finally:
         MemoryStore(name).delete("")

@@ -3,7 +3,7 @@
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,17 @@ def save_steps(root: Path, *names: str) -> Path:
     return root
 
 
-READERS = pytest.mark.parametrize("read", [ostraka.open, ostraka.verify], ids=["open", "verify"])
+class Restored(NamedTuple):
+    path: str
+
+
+def restore(path: Any) -> Restored:
+    records: list[Any] = []
+    ostraka.restore(path, on_record=records.append)
+    return Restored(records[0].path)
+
+
+READERS = pytest.mark.parametrize("read", [ostraka.open, ostraka.verify, restore])
 
 
 @READERS

@@ -267,9 +267,8 @@ def encode_checked(
     """As `encode`. Raises InvalidTree for what a restore could not read again as it is."""
     encoded = encode(node, numbers, variables)
     try:
-        read = json.loads(json.dumps(encoded, allow_nan=False))
-        again = _Decoder(len({*numbers.values()})).decode(read, "", 0)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        again = with_full_stack(lambda: _decode_again(encoded, len({*numbers.values()})))
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidTree(f"the tree could not be read again ({error})") from error
     for leaf, found in zip(leaves_of(node), leaves_of(again), strict=True):
         number = numbers.get(leaf.path)
@@ -282,6 +281,11 @@ def encode_checked(
 _KEYED = ("dict", "ordered_dict", "state", "defaultdict")
 _NAMED = ("namedtuple", "dataclass", "node")
 _SEQUENCES = ("list", "tuple")
+
+
+def _decode_again(encoded: Any, arrays: int) -> Branch | Leaf:
+    read = json.loads(json.dumps(encoded, allow_nan=False))
+    return _Decoder(arrays).decode(read, "", 0)
 
 
 def encode(node: Branch | Leaf, numbers: Mapping[str, int], variables: Mapping[str, str]) -> Any:

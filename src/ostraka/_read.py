@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
-from ostraka._checkpoint import Source, load
+from ostraka._checkpoint import Source, load_at
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
 from ostraka._fetch import FetchJob, detached
@@ -26,7 +26,7 @@ from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
-from ostraka.storage import PathLike, Store, open_store
+from ostraka.storage import PathLike
 
 _ATTEMPTS = 10
 _NOT_GIVEN: Any = object()
@@ -47,6 +47,9 @@ def restore(
     on_record: OnRecord | None = None,
 ) -> Any:
     """Bring a checkpoint back, onto any devices.
+
+    `path` is that of a checkpoint, of a run's directory (`runs`, its newest step) or of one of its
+    steps by number (`runs/7`).
 
     `like` says what is wanted: NNX modules and optimizers, arrays, or abstract ones
     (`nnx.eval_shape`, `jax.ShapeDtypeStruct`) with their shardings, numpy arrays, numbers. The
@@ -91,18 +94,17 @@ def restore(
             paused_gc(),
             Operation(f"restore of {path}", alone=not together, own_errors=True) as operation,
         ):
-            store = open_store(path)
             if dtype != "like":
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                result = _restore(store, operation, None, choices, InPlace(parse(into)), tally)
+                result = _restore(path, operation, None, choices, InPlace(parse(into)), tally)
             else:
                 tree = None if like is _NOT_GIVEN else parse(like)
-                result = _restore(store, operation, tree, choices, None, tally)
+                result = _restore(path, operation, tree, choices, None, tally)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
-    report("restore", str(path), tally.watch, tally.summary, on_record)
+    report("restore", tally.location, tally.watch, tally.summary, on_record)
     return result
 
 
@@ -112,6 +114,8 @@ class _Tally:
 
     watch: Stopwatch = field(default_factory=Stopwatch)
     bytes: int = 0
+    location: str = ""
+    """Where the checkpoint really is: of a run, which step."""
     summary: list[float] = field(default_factory=lambda: summarize([(0, 0.0)]))
     """Of all processes, at the end."""
 
@@ -121,7 +125,7 @@ class _Tally:
 
 
 def _restore(
-    store: Store,
+    path: PathLike,
     operation: Operation,
     tree: Branch | Leaf | None,
     choices: Choices,
@@ -133,7 +137,8 @@ def _restore(
     Whoever finds its files replaced says so, and all begin again with the new ones.
     """
     for attempt in range(_ATTEMPTS):
-        source = load(store)
+        source = load_at(path)
+        tally.location = source.location
         ids = operation.exchange(f"open-{attempt}", source.metadata.id, lambda ids: ids)
         tally.watch.lap("open")
         if len(set(ids)) > 1:
@@ -155,7 +160,7 @@ def _restore(
         if not again:
             return result
     raise Busy(
-        f"{store.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
+        f"{tally.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
         "the saves to end"
     )
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ostraka import _account, _format
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
-from ostraka._checkpoint import load
+from ostraka._checkpoint import load_at
 from ostraka._format import FileEntry, Metadata
 from ostraka._parallel import paused_gc
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
@@ -24,7 +24,7 @@ from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Saved, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, Problem, State, default_writers
 from ostraka.planner._time import Bandwidths, Times, work_out_times
-from ostraka.storage import PathLike, open_store
+from ostraka.storage import PathLike
 
 _EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
@@ -369,7 +369,7 @@ def _writer(write: WritePlan) -> dict[str, Any]:
 
 def plan_checkpoint(path: PathLike) -> Plan:
     """A checkpoint that is there, as the plan that it was written by."""
-    source = load(open_store(path))
+    source = load_at(path)
     found = source.metadata
     write = WritePlan(found.meshes, found.layouts, found.leaves, found.files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}

@@ -22,7 +22,7 @@ from ostraka.planner._names import MODELS
 from ostraka.planner._plan import Plan, plan_checkpoint, plan_state
 from ostraka.planner._rules import read_rules, settle_rules
 from ostraka.planner._state import State, share_devices
-from ostraka.storage import PathLike, open_store
+from ostraka.storage import PathLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _plan_saved(source: str, options: Options) -> Plan:
                 "plan(path).restore(mesh=…)"
             )
         return plan_checkpoint(source)
-    found = _checkpoint.load(open_store(source)).metadata
+    found = _checkpoint.load_at(source).metadata
     dtype = _dtype_name(options.dtype)
     leaves = [_without_place(leaf.spec, dtype) for leaf in found.leaves]
     problems = ()
