@@ -17,6 +17,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import jax
+import numpy as np
+
 from ostraka._document import Branch, Leaf, dict_builder, join, segment
 from ostraka._plain import decode_plain, encode_plain, is_plain, loaded_class
 
@@ -47,7 +50,7 @@ class _Parser:
     def graph(self, value: Any, path: str, depth: int) -> Branch:
         """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
         nnx = self._nnx
-        graphdef, state = nnx.split(value)
+        graphdef, state = _split(nnx, value)
 
         def rebuild(items: list[Any]) -> Any:
             return nnx.merge(graphdef, items[0])
@@ -93,7 +96,7 @@ class _Parser:
         if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
             keys, children = self._entries(entry, path, depth)
             return Branch("dict", path, children, dict_builder(keys), keys)
-        return self._parse(entry, path, depth)
+        return self._parse(_shape_of(entry), path, depth)
 
     def variable(self, variable: Any, path: str, depth: int) -> Branch:
         def rebuild(items: list[Any]) -> Any:
@@ -123,12 +126,39 @@ def _merge_together(owners: list[Any], items: list[list[Any]]) -> list[Any]:
     """Modules again, of new states, that share submodules and variables as the old ones do."""
     from flax import nnx
 
-    graphdef, together = nnx.split(tuple(owners))
+    graphdef, together = _split(nnx, tuple(owners))
     states = [item[0] for item in items]
     # What was met before, in another module or under another name, is not in the state again.
     paths: list[Any] = [path for path, _ in nnx.to_flat_state(together)]
     flat = {path: _entry_at(states, path) for path in paths}
     return list(nnx.merge(graphdef, nnx.from_flat_state(flat)))
+
+
+class _Blank(np.ndarray[Any, Any]):
+    """Stands for a shape where NNX takes only arrays for state."""
+
+    shape_and_dtype: Any
+
+
+def _split(nnx: Any, value: Any) -> tuple[Any, Any]:
+    """As `nnx.split`, but shapes outside of variables are state, as arrays there are."""
+    graphdef, state = nnx.split(value)
+    attributes = [getattr(attribute, "value", None) for _, attribute in graphdef.attributes]
+    if not any(isinstance(attribute, jax.ShapeDtypeStruct) for attribute in attributes):
+        return graphdef, state
+
+    def fill_in(_: Any, part: Any) -> Any:
+        if not isinstance(part, jax.ShapeDtypeStruct):
+            return part
+        blank = np.zeros(0).view(_Blank)
+        blank.shape_and_dtype = part
+        return blank
+
+    return nnx.split(nnx.recursive_map(fill_in, value))
+
+
+def _shape_of(entry: Any) -> Any:
+    return entry.shape_and_dtype if isinstance(entry, _Blank) else entry
 
 
 def _entry_at(states: Any, path: tuple[Any, ...]) -> Any:

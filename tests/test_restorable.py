@@ -1,0 +1,342 @@
+"""What can be saved can be restored: what could not come back is refused before it is written."""
+
+import dataclasses
+import enum
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, struct
+from flax.core import FrozenDict
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka.errors import InvalidTree, Mismatch, OstrakaError, PartialRestore
+from programs import run_quietly
+
+
+class Mode(enum.IntEnum):
+    FAST = 1
+
+
+class Name(str, enum.Enum):  # noqa: UP042
+    ADAM = "adam"
+
+
+def round_trips(path: Path, tree: Any) -> list[Any]:
+    ostraka.save(path, tree)
+    assert ostraka.verify(path).ok
+    return [ostraka.restore(path), ostraka.restore(path, like=tree)]
+
+
+# NNX objects and optimizers with keys that are no text
+
+
+@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_norms_that_key_their_state_by_tuples(tmp_path: Path, wrapper: Any):
+    def make(seed: int) -> Any:
+        return wrapper(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
+
+    model = make(0)
+    model(jnp.ones((2, 3)))
+    ostraka.save(tmp_path / "c", {"model": model})
+    assert ostraka.verify(tmp_path / "c").ok
+    changed = make(1)
+    ostraka.restore(tmp_path / "c", into={"model": changed})
+    found = [
+        ostraka.restore(tmp_path / "c", like={"model": make(2)})["model"],
+        ostraka.restore(tmp_path / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
+        changed,
+    ]
+    expected = model(jnp.ones((2, 3)))
+    for restored in found:
+        assert jnp.array_equal(restored(jnp.ones((2, 3))), expected)
+    plain = ostraka.restore(tmp_path / "c")["model"]
+    assert any(isinstance(key, tuple) for part in plain.values() for key in part)
+
+
+@pytest.mark.parametrize(
+    "labels", [(True, False), (Mode.FAST, 2), (Name.ADAM, "b"), (1.5, np.int8(2))]
+)
+def test_multi_transform_with_labels_of_any_kind(tmp_path: Path, labels: Any):
+    def make() -> Any:
+        model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        both = {labels[0]: optax.adam(1e-2), labels[1]: optax.sgd(1e-2, momentum=0.9)}
+
+        def pick(params: Any) -> Any:
+            return jax.tree.map(lambda x: labels[0] if x.ndim > 1 else labels[1], params)
+
+        return model, nnx.Optimizer(model, optax.multi_transform(both, pick), wrt=nnx.Param)
+
+    model, optimizer = make()
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    for restored in round_trips(tmp_path / "c", {"model": model, "optimizer": optimizer}):
+        assert set(ostraka_inner_states(restored["optimizer"])) == set(labels)
+
+
+def ostraka_inner_states(optimizer: Any) -> Any:
+    state = optimizer["opt_state"] if isinstance(optimizer, dict) else optimizer.opt_state
+    return state["inner_states"] if isinstance(state, dict) else state.inner_states
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict])
+def test_containers_with_keys_that_are_no_text(tmp_path: Path, kind: Any):
+    tree = {"x": kind({True: jnp.ones(2), False: jnp.zeros(3)})}
+    for restored in round_trips(tmp_path / "c", tree):
+        assert type(restored["x"]) is kind
+        assert {type(key) for key in restored["x"]} == {bool}
+        assert restored["x"][True].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("factory", [list, int, dict, None])
+def test_a_defaultdict_stays_one(tmp_path: Path, factory: Any):
+    tree = {"seen": defaultdict(factory, {True: 1, 2: jnp.ones(2)})}
+    for restored in round_trips(tmp_path / "c", tree):
+        assert type(restored["seen"]) is defaultdict
+        assert restored["seen"].default_factory is factory
+        assert list(restored["seen"]) == [True, 2]
+
+
+def test_a_defaultdict_with_a_function_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidTree, match=r"defaultdict at 'a/b' has the default_factory .*dict\("):
+        ostraka.save(tmp_path / "c", {"a": {"b": defaultdict(lambda: 1)}})
+    with pytest.raises(InvalidTree, match="leaf 'a' is a collections.Counter"):
+        ostraka.save(tmp_path / "c", {"a": Counter("xy")})
+
+
+# Statics
+
+
+@struct.dataclass
+class Settings:
+    weight: Any
+    mode: Any = struct.field(pytree_node=False, default=Mode.FAST)
+    name: Any = struct.field(pytree_node=False, default=Name.ADAM)
+    rate: Any = struct.field(pytree_node=False, default=np.float32(0.1))
+    shape: Any = struct.field(pytree_node=False, default=(1, ("a", None)))
+    other: Any = struct.field(pytree_node=False, default=None)
+
+
+def test_statics_come_back(tmp_path: Path):
+    for restored in round_trips(tmp_path / "c", {"a": [Settings(jnp.ones(2))]}):
+        found = restored["a"][0]
+        assert type(found) is Settings
+        assert [type(x) for x in (found.mode, found.name, found.rate)] == [Mode, Name, np.float32]
+        assert (found.mode, found.name, found.shape) == (Mode.FAST, Name.ADAM, (1, ("a", None)))
+
+
+@pytest.mark.parametrize("static", [len, object(), jnp.float32, {1}, lambda: 1], ids=str)
+def test_a_static_that_can_not_be_written_is_kept_by_the_template(tmp_path: Path, static: Any):
+    state = Settings(jnp.ones(2), other=static)
+    plain, like = round_trips(tmp_path / "c", {"a": state})
+    assert like["a"].other is static
+    assert list(plain["a"]) == ["weight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A dataclass with a constructor of its own, as every module of Equinox is."""
+
+    weight: jax.Array
+    bias: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def __init__(self, size: int, *, key: Any):
+        raise AssertionError("a restore must not call this")
+
+
+def put_together(size: int, parts: Any) -> Layer:
+    made = object.__new__(Layer)
+    for name, value in (("weight", parts[0]), ("bias", parts[1]), ("size", size)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def take_apart(layer: Layer) -> Any:
+    key = jax.tree_util.GetAttrKey
+    return [(key("weight"), layer.weight), (key("bias"), layer.bias)], layer.size
+
+
+jax.tree_util.register_pytree_with_keys(Layer, take_apart, put_together)
+
+
+def make_layer(size: int) -> Layer:
+    return put_together(size, [jnp.ones(size), jnp.zeros(size)])
+
+
+def test_constructors_are_not_called(tmp_path: Path):
+    for restored in round_trips(tmp_path / "c", {"layer": make_layer(3)}):
+        assert type(restored["layer"]) is Layer
+        assert restored["layer"].size == 3
+        assert restored["layer"].weight.tolist() == [1, 1, 1]
+    elsewhere = """
+import sys
+import ostraka
+print(sorted(ostraka.restore(sys.argv[1] + "/c")["layer"]))
+"""
+    assert run_quietly(elsewhere, tmp_path) == "['bias', 'weight']\n"
+
+
+# Functions and structure
+
+
+def test_functions_are_left_to_the_template(tmp_path: Path):
+    tree = {"f": jax.nn.relu, "w": jnp.ones(2), "more": [jnp.zeros(1), jax.jit(jnp.sin)]}
+    ostraka.save(tmp_path / "c", tree)
+    assert ostraka.verify(tmp_path / "c").ok
+    restored = ostraka.restore(tmp_path / "c", like=tree)
+    assert restored["f"] is jax.nn.relu
+    assert restored["more"][1] is tree["more"][1]
+    assert ostraka.restore(tmp_path / "c", into=tree)["f"] is jax.nn.relu
+    with pytest.warns(PartialRestore, match=r"left out 2 leaves whose value is a function \('f', "):
+        restored = ostraka.restore(tmp_path / "c")
+    assert set(restored) == {"w", "more"}
+    with pytest.raises(Mismatch, match=r"'f': the checkpoint has the function .*relu"):
+        ostraka.restore(tmp_path / "c", like={**tree, "f": 3})
+
+
+def test_a_graphdef_is_left_to_the_template_and_never_lost_silently(tmp_path: Path):
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tree = {"graphdef": graphdef, "state": state}
+    ostraka.save(tmp_path / "c", tree)
+    assert ostraka.restore(tmp_path / "c", like=tree)["graphdef"] == graphdef
+    with pytest.raises(Mismatch, match=r"'graphdef': it is a .*GraphDef, .* only='!graphdef'"):
+        ostraka.restore(tmp_path / "c")
+    assert list(ostraka.restore(tmp_path / "c", only="!graphdef")) == ["state"]
+
+
+# Refused at once, and nothing is written
+
+
+def deep(levels: int) -> Any:
+    tree: Any = jnp.ones(1)
+    for _ in range(levels):
+        tree = {"k": tree}
+    return tree
+
+
+def circle() -> Any:
+    tree: dict[str, Any] = {}
+    tree["a"] = [tree]
+    return tree
+
+
+class Mine(np.ndarray):
+    pass
+
+
+def unreduced() -> Any:
+    mesh = jax.make_mesh((8,), ("x",))
+    with jax.set_mesh(mesh):
+        array = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "x")))
+        other = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", None)))
+
+        @jax.jit
+        def product(a: Any, b: Any) -> Any:
+            return jnp.einsum("ab,bc->ac", a, b, out_sharding=P(None, None, unreduced={"x"}))
+
+        return product(array, other)
+
+
+def on_odd_axes() -> Any:
+    mesh = jax.make_mesh((1, 2), (1, "1"), devices=jax.devices()[:2])  # pyright: ignore
+    return jax.device_put(jnp.ones(2), NamedSharding(mesh, P("1")))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: deep(330), "more than 200 containers deep at 'k/k/k"),
+        (circle, "does one of them contain itself"),
+        (lambda: {"a": {10**5000: 1}}, "the container at 'a' has a key that is too long"),
+        (lambda: {"a": np.zeros((1,) * 64)}, "leaf 'a' has 64 dimensions"),
+        (lambda: {"a": [np.zeros(2).view(Mine)]}, "leaf 'a/0' is a test_restorable.Mine"),
+        (lambda: {"a": np.zeros(2).view(np.recarray)}, "leaf 'a' is a numpy.*recarray"),
+        (lambda: {"a": on_odd_axes()}, "leaf 'a' is on a mesh with the axis 1"),
+        (lambda: {"a": unreduced()}, "leaf 'a' has the spec .*unreduced"),
+        (lambda: {"a": nnx.Linear}, "the class Linear itself at 'a'"),
+        (lambda: nnx.Linear, "the class Linear itself at '.'"),
+        (lambda: {"a": {frozenset(): 1}}, "the container at 'a' has the key frozenset"),
+    ],
+)
+def test_what_could_not_come_back_is_refused_at_once(tmp_path: Path, make: Any, message: str):
+    tree = make()
+    for save in (ostraka.save, ostraka.save_async):
+        with pytest.raises(InvalidTree, match=message):
+            save(tmp_path / "c", tree)
+    assert not (tmp_path / "c").exists()
+
+
+def test_metadata_of_a_variable_with_any_number(tmp_path: Path):
+    param = nnx.Param(jnp.ones(2), range=(0.0, float("nan")), tag=Mode.FAST, also=[1, "x"])
+    ostraka.save(tmp_path / "c", param)
+    again = ostraka.restore(tmp_path / "c", as_state=True)
+    assert repr(again.range) == "(0.0, nan)"
+    assert (again.tag, again.also) == (Mode.FAST, [1, "x"])
+
+
+def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
+    ostraka.save(tmp_path / "c", deep(199))
+
+    def at_depth(depth: int) -> Any:
+        return ostraka.open(tmp_path / "c") if depth == 0 else at_depth(depth - 1)
+
+    room = sys.getrecursionlimit() - 500
+    assert len(at_depth(room)) == 1
+
+
+# In place
+
+
+def test_into_takes_any_tree(tmp_path: Path):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    tree = {"model": model, "step": 7, "key": jax.random.key(3), "n": np.arange(2), "t": (1.5,)}
+    ostraka.save(tmp_path / "c", tree)
+    other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    given = {
+        "model": other,
+        "step": 0,
+        "key": jax.random.key(0),
+        "n": np.zeros(2, int),
+        "t": (0.0,),
+    }
+    restored = ostraka.restore(tmp_path / "c", into=given)
+    assert restored["model"] is other
+    assert jnp.array_equal(other.kernel[...], model.kernel[...])
+    assert (restored["step"], restored["t"]) == (7, (1.5,))
+    assert restored["n"].tolist() == [0, 1]
+    assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
+    assert given["step"] == 0
+    only = ostraka.restore(tmp_path / "c", into={**given, "step": -1}, only="!step")
+    assert only["step"] == -1
+
+
+class WithTuple(nnx.Module):
+    def __init__(self, value: float):
+        self.kernel = nnx.Param(jnp.full(2, value))
+        self.table = nnx.data((jnp.full(2, value),))
+
+
+def test_into_refuses_before_it_changes_anything(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
+    first, module = nnx.Param(jnp.ones(2)), WithTuple(1.0)
+    with pytest.raises(InvalidTree, match="into= can't change the object at 'm' in place"):
+        ostraka.restore(tmp_path / "c", into={"a": first, "m": module})
+    assert first[...].tolist() == [1, 1]
+    assert module.kernel[...].tolist() == [1, 1]
+    restored = ostraka.restore(tmp_path / "c", like={"m": module})["m"]
+    assert restored.table[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("like", [nnx.Linear, [nnx.Linear], {"a": 3}, 7])
+def test_a_wrong_template_is_an_error_of_ours(tmp_path: Path, like: Any):
+    ostraka.save(tmp_path / "c", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(OstrakaError, match=r"(class Linear itself|does not fit)"):
+        ostraka.restore(tmp_path / "c", like=like)
