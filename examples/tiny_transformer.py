@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
@@ -101,10 +101,7 @@ def make_step(model: nnx.Module, optimizer: nnx.Optimizer) -> Callable[..., jax.
 
 def make_mesh(**sizes: int) -> Mesh:
     """A mesh such as data=2, model=4, of the first devices there are."""
-    count = int(np.prod(list(sizes.values())))
-    types = (AxisType.Auto,) * len(sizes)
-    shape, axes = tuple(sizes.values()), tuple(sizes)
-    return jax.make_mesh(shape, axes, types, devices=jax.devices()[:count])
+    return sharding.make_mesh(sizes)
 
 
 def run(

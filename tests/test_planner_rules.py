@@ -228,7 +228,7 @@ def hurry():
 
 @pytest.mark.usefixtures("hurry")
 def test_factored_moments_are_cut_as_in_what_init_makes(tmp_path: Path):
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    mesh = sharding.make_mesh({"data": 4, "model": 2})
     rules = read_rules("fsdp+tp", mesh_of_sizes(SIZES))
     transformation = optax.adafactor(1e-3)
     model, state = sharding.init(lambda: Decoder(nnx.Rngs(0)), mesh, rules, transformation)

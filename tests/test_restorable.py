@@ -132,7 +132,11 @@ def test_statics_come_back(tmp_path: Path):
         assert (found.mode, found.name, found.shape) == (Mode.FAST, Name.ADAM, (1, ("a", None)))
 
 
-@pytest.mark.parametrize("static", [len, object(), jnp.float32, {1}, lambda: 1], ids=str)
+@pytest.mark.parametrize(
+    "static",
+    [len, object(), jnp.float32, {1}, lambda: 1],
+    ids=["function", "object", "class", "set", "lambda"],
+)
 def test_a_static_that_can_not_be_written_is_kept_by_the_template(tmp_path: Path, static: Any):
     state = Settings(jnp.ones(2), other=static)
     plain, like = round_trips(tmp_path / "c", {"a": state})

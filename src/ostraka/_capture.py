@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, cast
 
 import jax
@@ -191,6 +190,8 @@ class _Placement:
     """This process's, in JAX's order."""
     index_of: dict[int, int]
     """The places of device numbers in that."""
+    is_on_one: bool
+    memory: str | None
 
 
 class _Capture:
@@ -261,7 +262,9 @@ class _Capture:
             at.mesh,
             at.partition,
             prng,
-            **how_it_lies(array),
+            uncommitted=at.is_on_one and not array.committed,
+            weak=array.weak_type,
+            memory=at.memory,
         )
         key = (at.mesh, at.partition, array.shape)
         boxes = self._boxes.get(key)
@@ -281,7 +284,9 @@ class _Capture:
         shards = shards_of(array)
         devices = [shard.device for shard in shards]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
-        known = _Placement(number, partition, devices, index_of)
+        is_on_one = isinstance(array.sharding, SingleDeviceSharding)
+        memory = _memory_kind(array.sharding)
+        known = _Placement(number, partition, devices, index_of, is_on_one, memory)
         self._shardings[array.sharding] = known
         return known
 
@@ -302,7 +307,6 @@ def how_it_lies(array: jax.Array) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=256)
 def _memory_kind(sharding: Any) -> str | None:
     """The kind of memory that a sharding names, if it is not the default one of its devices."""
     found = sharding.memory_kind

@@ -13,7 +13,6 @@ from typing import Any
 
 from ostraka._parallel import with_full_stack
 from ostraka._plain import (
-    SCALAR_KINDS,
     Unwritable,
     decode_key,
     decode_plain,
@@ -180,6 +179,8 @@ def escape(text: str) -> str:
     """The text of a key as a part of a path."""
     if text == "__metadata__":
         return f"~2{text}"  # safetensors has this name for something else
+    if "~" not in text and "/" not in text:
+        return text
     return text.replace("~", "~0").replace("/", "~1")
 
 
@@ -281,6 +282,7 @@ def encode_checked(
 _KEYED = ("dict", "ordered_dict", "state", "defaultdict")
 _NAMED = ("namedtuple", "dataclass", "node")
 _SEQUENCES = ("list", "tuple")
+_CONTAINERS = frozenset((*_KEYED, *_NAMED, *_SEQUENCES))
 
 
 def _decode_again(encoded: Any, arrays: int) -> Branch | Leaf:
@@ -362,10 +364,18 @@ class _Decoder:
             if encoded not in self._arrays:
                 raise ValueError(f"its tree has an array {encoded}, which is not there")
             return Leaf(path or ROOT, ArrayNumber(encoded))
-        if encoded is None or SCALAR_KINDS & encoded.keys():
-            return Leaf(path or ROOT, decode_scalar(encoded))
+        if encoded is None:
+            return Leaf(path or ROOT, None)
+        if "items" in encoded:
+            return self._node(encoded, path, depth)
         if "same_as" in encoded:
             return self._again(self._variables[encoded["same_as"]], path)
+        return Leaf(path or ROOT, decode_scalar(encoded))
+
+    def _node(self, encoded: Mapping[str, Any], path: str, depth: int) -> Branch | Leaf:
+        kind = next((kind for kind in encoded if kind in _CONTAINERS), None)
+        if kind is not None:
+            return self._container(kind, encoded, path, depth)
         if "states" in encoded:
             return Leaf(path or ROOT, SavedStates(tuple(map(decode_state, encoded["states"]))))
         if "kept" in encoded:
@@ -373,7 +383,10 @@ class _Decoder:
             return Leaf(path or ROOT, kept)
         if "nnx" in encoded or "variable" in encoded:
             return self._wrapper(encoded, path, depth)
-        return self._container(encoded, path, depth)
+        raise UnsupportedFormat(
+            f"its tree has a container that this Ostraka does not know ({', '.join(encoded)}); "
+            "install a newer ostraka"
+        )
 
     def _again(self, variable: Branch, path: str) -> Branch:
         # A few bytes of a stranger's file must not become any number of leaves.
@@ -394,25 +407,20 @@ class _Decoder:
             self._variables[path] = found
         return found
 
-    def _container(self, encoded: Mapping[str, Any], path: str, depth: int) -> Branch:
+    def _container(self, kind: str, encoded: Mapping[str, Any], path: str, depth: int) -> Branch:
         items: list[Any] = encoded["items"]
-        kind = next((k for k in (*_KEYED, *_NAMED, *_SEQUENCES) if k in encoded), None)
-        if kind is None:
-            raise UnsupportedFormat(
-                f"its tree has a container that this Ostraka does not know ({', '.join(encoded)}); "
-                "install a newer ostraka"
-            )
         named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
+        texts = [key if type(key) is str else text_of_encoded(key) for key in named]
         children = tuple(
             [
-                self.decode(item, join(path, escape(text_of_encoded(key))), depth + 1)
-                for key, item in zip(named, items, strict=True)
+                self.decode(item, join(path, escape(text)), depth + 1)
+                for text, item in zip(texts, items, strict=True)
             ]
         )
         keys = [decode_key(key) for key in named]
         if len({*keys}) < len(keys):
             # Members of enums whose classes are not loaded, by the same value.
-            keys = [text_of_encoded(key) for key in named]
+            keys = texts
         cls = _class_name(encoded[kind]) if kind in _NAMED else None
         about = {key: encoded[key] for key in ("static", "factory") if key in encoded}
         return Branch(kind, path, children, _builder(kind, cls, keys, about), keys, cls, about)

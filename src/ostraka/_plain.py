@@ -19,11 +19,6 @@ from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 SCALARS = (bool, int, float, complex, str, bytes)
 """Values that are kept in `_METADATA` itself, as is None."""
 
-SCALAR_KINDS = frozenset(
-    {"bool", "int", "float", "complex", "str", "bytes", "float64", "complex128", "surrogates"}
-)
-"""What the JSON of such a value can be called."""
-
 
 class Unwritable(Exception):
     """A value that JSON can't hold exactly."""

@@ -176,7 +176,7 @@ def _settle(
         return settle_rules(leaves, specs, mesh).partitions
     # All others have to do with JAX's types.
     from ostraka.planner._tree import partitions_given
-    from ostraka.sharding._rules import is_rules
+    from ostraka.sharding._specs import is_rules
 
     if is_rules(specs):
         return settle_rules(leaves, specs, mesh).partitions

@@ -19,11 +19,16 @@ from ostraka.sharding._findings import (
     raise_errors,
 )
 from ostraka.sharding._leaf import PlainLeaf, without_trailing
-from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
+from ostraka.sharding._presets import (
+    FSDP_AXES,
+    TENSOR_AXES,
+    Preset,
+    data_parallel,
+    fsdp,
+    tensor_parallel,
+)
 
 RULES = ("dp", "fsdp", "tp", "fsdp+tp")
-_DATA_AXES = ("data", "fsdp", "dp")
-_MODEL_AXES = ("model", "tp", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,10 @@ def settle_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Sett
     if not is_plain(rules):
         return _settle_with_jax(leaves, rules, mesh)
     plain = [_plain_leaf(leaf) for leaf in leaves]
-    partitions = settle_plain(plain, combined(rules), mesh)
-    findings = find_problems(plain, partitions, mesh, replicated_limit_bytes=REPLICATED_LIMIT_BYTES)
+    partitions, findings = settle_plain(plain, combined(rules), mesh)
+    findings += find_problems(
+        plain, partitions, mesh, replicated_limit_bytes=REPLICATED_LIMIT_BYTES
+    )
     return _settled({path: without_trailing(p) for path, p in partitions.items()}, findings, mesh)
 
 
@@ -107,8 +114,8 @@ def read_rules(text: str | None, mesh: MeshSpec) -> Any:
     Without it: FSDP over a data axis and tensor parallelism over a model axis, as far as there are
     such axes.
     """
-    data = next((axis for axis in _DATA_AXES if axis in mesh.axis_names), None)
-    model = next((axis for axis in _MODEL_AXES if axis in mesh.axis_names), None)
+    data = next((axis for axis in FSDP_AXES if axis in mesh.axis_names), None)
+    model = next((axis for axis in TENSOR_AXES if axis in mesh.axis_names), None)
     if text is None:
         text = "fsdp+tp" if data and model else "tp" if model else "fsdp" if data else "dp"
     if text not in RULES:
@@ -117,9 +124,9 @@ def read_rules(text: str | None, mesh: MeshSpec) -> Any:
         return data_parallel()
     rules: list[Preset] = []
     if "fsdp" in text:
-        rules.append(fsdp(data or _missing(text, mesh, _DATA_AXES)))
+        rules.append(fsdp(data or _missing(text, mesh, FSDP_AXES)))
     if "tp" in text.split("+"):
-        rules.append(tensor_parallel(model or _missing(text, mesh, _MODEL_AXES)))
+        rules.append(tensor_parallel(model or _missing(text, mesh, TENSOR_AXES)))
     return combine(*rules)
 
 

@@ -1,11 +1,10 @@
 """Where each leaf goes: spec trees from rules, presets, checks, placement, sharded initialization.
 
-import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from ostraka import sharding
 
-mesh = jax.make_mesh((2, 4), ("data", "model"))
+mesh = sharding.make_mesh({"data": 2, "model": 4})
 model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
 
 specs = sharding.spec_tree(model, {"**/kernel": P(None, "model"), "**/bias": P("model")})
@@ -24,12 +23,14 @@ if TYPE_CHECKING:
     from ostraka.sharding._combine import combine, logical
     from ostraka.sharding._findings import Finding
     from ostraka.sharding._init import init
+    from ostraka.sharding._mesh import ExplicitAxes, make_mesh
     from ostraka.sharding._picture import picture, show
     from ostraka.sharding._place import place
     from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
     from ostraka.sharding._rules import spec_tree
 
 __all__ = [
+    "ExplicitAxes",
     "Finding",
     "Preset",
     "check",
@@ -38,6 +39,7 @@ __all__ = [
     "fsdp",
     "init",
     "logical",
+    "make_mesh",
     "picture",
     "place",
     "show",
@@ -48,6 +50,7 @@ __all__ = [
 # Looked up when first used: the planner takes presets and checks from here, and must not wait for
 # JAX.
 _HOMES = {
+    "ExplicitAxes": "_mesh",
     "Finding": "_findings",
     "Preset": "_presets",
     "check": "_check",
@@ -56,6 +59,7 @@ _HOMES = {
     "fsdp": "_presets",
     "init": "_init",
     "logical": "_combine",
+    "make_mesh": "_mesh",
     "picture": "_picture",
     "place": "_place",
     "show": "_picture",

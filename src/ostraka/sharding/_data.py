@@ -1,25 +1,22 @@
-"""Meshes, specs and leaves of this package's callers as plain data."""
+"""Specs and leaves of this package's callers as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ostraka._capture import Devices, spec_entries
+from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, check_unique, leaves_of
-from ostraka._spec import MeshSpec, Partition
+from ostraka._spec import Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidSharding
 from ostraka.sharding._leaf import every_dimension
-
-AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
-"""A mesh, or no more than the sizes of its axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +41,6 @@ class ArrayLeaf:
     def nbytes(self) -> int:
         """The bytes of the whole leaf; a PRNG key has no size to speak of."""
         return 0 if self.is_key else self.elements * self.value.dtype.itemsize
-
-
-def mesh_spec(mesh: AnyMesh | None) -> MeshSpec:
-    """A mesh as data; None means the one that `jax.set_mesh` has set."""
-    if mesh is None:
-        current: Any = jax.sharding.get_abstract_mesh()
-        if not current.axis_names:
-            raise InvalidSharding(
-                "these rules need the sizes of the mesh's axes: give mesh=, or call under "
-                "jax.set_mesh(mesh)"
-            )
-        mesh = current
-    sizes: dict[str, int] = {str(name): size for name, size in _shape_of(mesh).items()}
-    if isinstance(mesh, Mesh):
-        devices = Devices()
-        numbers = tuple(devices.number(device) for device in mesh.devices.flat)
-    else:
-        numbers = tuple(range(prod(sizes.values())))
-    return MeshSpec(tuple(sizes), tuple(sizes.values()), numbers)
-
-
-def _shape_of(mesh: Any) -> Mapping[Any, int]:
-    if isinstance(mesh, Mapping):
-        return mesh
-    if isinstance(mesh, Mesh | AbstractMesh):
-        return mesh.shape
-    raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
 
 
 def parse_state(tree: Any) -> Branch | Leaf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,9 @@ from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
 REPLICATED_LIMIT_BYTES = 64 << 20
 """From this size on, a leaf that is whole on every device is worth a warning."""
+
+LARGE_BYTES = 1 << 20
+"""From this size on, a leaf that presets leave whole is worth one, though they cut others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +125,29 @@ def _replicated(
                 f"leaf {leaf.path!r} {leaf.shape} has {leaf.nbytes:,} bytes and is whole on each "
                 f"of {devices} devices",
             )
+
+
+def left_whole(
+    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition], mesh: MeshSpec
+) -> Iterator[Finding]:
+    """Large leaves that presets have not cut; one finding for the same one of all layers."""
+    devices = len(mesh.devices)
+    alike: dict[object, list[ShapedLeaf]] = {}
+    for leaf in leaves:
+        is_large = len(leaf.shape) > 1 and leaf.nbytes >= LARGE_BYTES
+        axes = [axis for cut in partitions[leaf.path] for axis in cut]
+        if devices > 1 and is_large and mesh.size_of(axes) == 1:
+            name = re.sub(r"\d+", "*", leaf.path)
+            alike.setdefault((name, leaf.shape), []).append(leaf)
+    for group in alike.values():
+        first = group[0]
+        nbytes = sum(leaf.nbytes for leaf in group)
+        others = f" and {len(group) - 1} like it have" if len(group) > 1 else " has"
+        yield Finding(
+            "warning",
+            first.path,
+            f"leaf {first.path!r} {first.shape}{others} {nbytes:,} bytes, which the presets leave "
+            f"whole on each of {devices} devices: no dimension that they would cut divides, or "
+            "they do not know the layer; a pattern in front of them, or "
+            "tensor_parallel(column=…, row=…), says how to cut it",
+        )

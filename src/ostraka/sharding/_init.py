@@ -14,21 +14,24 @@ from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
 from ostraka._spec import partition_problems
 from ostraka.errors import InvalidSharding, InvalidTree
+from ostraka.sharding._arguments import check_function, check_optimizer
 from ostraka.sharding._check import settle_checked
 from ostraka.sharding._combine import combine
-from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
+from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
+from ostraka.sharding._mesh import as_mesh, has_explicit_axes, make_mesh, mesh_spec, mesh_to_use
 from ostraka.sharding._place import put
 from ostraka.sharding._rules import follow_specs
 
 
 def init(
     model_fn: Callable[[], Any],
-    mesh: Mesh,
+    mesh: Mesh | Mapping[str, int],
     rules: Any = None,
     optimizer: Any = None,
     *,
     wrt: Any = None,
+    explicit: bool = False,
 ) -> Any:
     """A sharded NNX model, and its optimizer if an optax transformation is given.
 
@@ -37,17 +40,25 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say.
+    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say, or
+    the arrays if they are made with explicit shardings.
     The optimizer's arrays lie as the parameters that they belong to, also where they have only some
     of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
     Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
     `nnx.ModelAndOptimizer`, and gets that.
 
+    `mesh` may be axis sizes, of which `make_mesh` makes one. If it has Explicit axes, as those of
+    `jax.make_mesh` are, a plain model would fail in its first step: what is made lies on the same
+    devices with Auto axes, and a warning says so. Explicit axes stay if `explicit` is true, or if
+    `model_fn` itself makes arrays with explicit shardings (`jnp.zeros(…, out_sharding=P("data"))`).
+
         model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
         model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
     """
-    prepared = prepare(model_fn, mesh, rules, optimizer, wrt)
-    return prepared.finish(prepared.compiled()(), mesh)
+    given = as_mesh(mesh)
+    prepared = prepare(model_fn, given, rules, optimizer, wrt)
+    target = mesh_to_use(given, explicit=explicit or prepared.is_explicit)
+    return prepared.finish(prepared.compiled()(), target)
 
 
 _FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -61,6 +72,8 @@ class Prepared:
     """Returns the arrays of all objects, and leaves in `structures` how they belong together."""
     structures: list[tuple[Any, Any]]
     shardings: list[NamedSharding]
+    is_explicit: bool
+    """Whether the model can only be made under Explicit axes."""
 
     def compiled(self) -> Any:
         lowered = jax.jit(self.make, out_shardings=self.shardings).lower()
@@ -73,7 +86,7 @@ class Prepared:
         return lowered.compile()
 
     def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
-        """The objects. The arrays are in their places; their shardings get the caller's mesh."""
+        """The objects. The arrays are in their places; their shardings get this mesh."""
         from flax import nnx
 
         placed = put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
@@ -88,10 +101,12 @@ def prepare(
     model_fn: Callable[[], Any], mesh: Mesh, rules: Any, optimizer: Any, wrt: Any
 ) -> Prepared:
     """Trace the model for its shapes, and settle where everything goes."""
+    check_function(model_fn)
+    check_optimizer(optimizer)
+    is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
     # Of an axis of the explicit type JAX would compute every array whole on each device, and cut
-    # it at the end.
-    auto = Mesh(mesh.devices, mesh.axis_names)
-    abstract, model_key = _shapes(model_fn, optimizer, wrt)
+    # it at the end, unless the model says otherwise.
+    making = mesh if is_explicit else make_mesh(mesh)
     model = abstract[0] if model_key is None else abstract[0][model_key]
     model_leaves = list(array_leaves(parse_state(model)))
     specs = _settle_model(model, model_leaves, mesh, rules)
@@ -99,14 +114,14 @@ def prepare(
     # What is no part of the model has no model at this place, and follows.
     places = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
     flat = [
-        NamedSharding(auto, spec)
+        NamedSharding(making, spec)
         for tree, place in zip(trees, places, strict=True)
         for spec in jax.tree.leaves(_tree_of(tree, _specs_of(tree, place, model_leaves, specs)))
     ]
     structures: list[tuple[Any, Any]] = []
     eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
-    make = _maker(model_fn, optimizer, wrt, structures, eager=eager, mesh=auto)
-    return Prepared(make, structures, flat)
+    make = _maker(model_fn, optimizer, wrt, structures, eager=eager, mesh=making)
+    return Prepared(make, structures, flat, is_explicit)
 
 
 def _maker(
@@ -132,16 +147,26 @@ def _maker(
 def _settle_model(
     model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
 ) -> dict[str, PartitionSpec]:
-    if rules is None and all(leaf.named is None for leaf in leaves):
+    if rules is None and not any(map(_says_itself, leaves)):
         raise InvalidSharding(
             "no variable of the model says how it is cut (out_sharding): give rules, such as "
             'fsdp("data")'
         )
-    # Combined, a mapping is one of patterns, and no tree of specs.
-    settled = combine("metadata" if rules is None else rules)
-    specs, findings = settle_checked(parse_state(model), settled, mesh)
+    own = combine("metadata", _traced_spec)
+    specs, findings = settle_checked(parse_state(model), own if rules is None else rules, mesh)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
+
+
+def _says_itself(leaf: ArrayLeaf) -> bool:
+    return leaf.named is not None or _traced_spec(leaf.value) is not None
+
+
+def _traced_spec(value: Any) -> PartitionSpec | None:
+    """How an array is cut that was traced under Explicit axes, if it is."""
+    sharding = getattr(value, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return spec if any(spec) else None
 
 
 def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:
@@ -165,7 +190,26 @@ def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list
     return [made, nnx.Optimizer(made, optimizer, wrt=nnx.Param if wrt is None else wrt)]
 
 
-def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> tuple[list[Any], str | None]:
+def _trace(
+    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
+) -> tuple[bool, tuple[list[Any], str | None]]:
+    """Whether the model needs Explicit axes, and its shapes."""
+    try:
+        return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
+    except ValueError as error:
+        if "of type Auto" not in str(error):  # no type of JAX's tells it from others
+            raise
+        if not has_explicit_axes(mesh):
+            raise InvalidSharding(
+                f"model_fn makes arrays with explicit shardings, and the mesh ({mesh_spec(mesh)}) "
+                "has Auto axes: give one with Explicit axes, as jax.make_mesh makes it"
+            ) from error
+    return True, _shapes(model_fn, mesh, optimizer, wrt)
+
+
+def _shapes(
+    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
+) -> tuple[list[Any], str | None]:
     """The states of what is made, abstract, and under which key of the first the model is.
 
     No variable places itself here.
@@ -181,7 +225,7 @@ def _shapes(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> tuple[list
         return [nnx.state(made) for made in objects]
 
     try:
-        with nnx.use_eager_sharding(False):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nnx.use_eager_sharding(False):
             return jax.eval_shape(make), model_key[0]
     except TraceContextError as error:
         raise InvalidTree(

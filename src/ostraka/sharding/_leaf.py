@@ -62,6 +62,8 @@ def without_trailing(partition: Partition) -> Partition:
 
 
 _KERNELS = ("kernel", "weight", "w")
+_BOX = "/value"
+"""What Linen's boxes, which name the axes of an array, add to its path."""
 
 
 def kernel_of(
@@ -72,11 +74,11 @@ def kernel_of(
     None if the leaf is no bias, or lies beside no kernel whose last dimensions are its own. Where
     layers are stacked, both have a first dimension for them.
     """
-    above, _, name = path.rpartition("/")
+    *above, name = path.removesuffix(_BOX).split("/")
     rank = len(shape)
     if name != "bias" or not rank:
         return None
-    for kernel in (f"{above}/{name}" if above else name for name in _KERNELS):
+    for kernel in ("/".join([*above, own]) + box for own in _KERNELS for box in ("", _BOX)):
         found = tuple(shapes.get(kernel, ()))
         for stacked in (0, 1):
             dimensions = (

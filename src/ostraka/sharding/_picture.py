@@ -20,14 +20,8 @@ from ostraka._spec import (
     show_partition,
 )
 from ostraka._tree import parse
-from ostraka.sharding._data import (
-    AnyMesh,
-    array_leaves,
-    has_shape,
-    mesh_spec,
-    partition_of,
-    to_spec,
-)
+from ostraka.sharding._data import array_leaves, has_shape, partition_of, to_spec
+from ostraka.sharding._mesh import AnyMesh, mesh_spec
 
 
 def picture(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,26 +13,33 @@ from ostraka._document import Branch, Leaf, Stateful, leaves_of, rebuild
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
 from ostraka.sharding._check import settle_checked
-from ostraka.sharding._data import ArrayLeaf, array_leaves, mesh_spec, parse_state
+from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import Finding, raise_errors
+from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use
 
 
-def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
+def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
     """The same tree with every array on the mesh, cut as `specs` say.
 
     Modules and optimizers come back as such; the ones given are left as they are. numpy arrays
     become JAX arrays, abstract ones get a sharding, other values stay. `specs` is a tree as
-    `spec_tree` makes it, a spec for all leaves below a name, or rules. Nothing is placed if
-    anything does not fit: InvalidSharding lists all of it. Of several processes every one calls
-    this, with the same values in arrays that are its own.
+    `spec_tree` makes it, or rules as it takes them. Nothing is placed if anything does not fit:
+    InvalidSharding lists all of it. Of several processes every one calls this, with the same values
+    in arrays that are its own.
+
+    `mesh` may be axis sizes, of which `make_mesh` makes one. If it has Explicit axes, the arrays
+    lie on the same devices with Auto ones, and a warning says so, unless `explicit` is true: only
+    models that are written for Explicit axes run under them.
 
         model = place(model, mesh, fsdp("data"))
     """
     parsed = parse(tree)
-    found, findings = settle_checked(parse_state(tree), specs, mesh)
+    given = as_mesh(mesh)
+    found, findings = settle_checked(parse_state(tree), specs, given)
     findings += _narrowed(parsed)
-    raise_errors(f"can't place the tree on the mesh ({mesh_spec(mesh)})", findings)
-    shardings = {path: NamedSharding(mesh, spec) for path, spec in found.items()}
+    raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
+    target = mesh_to_use(given, explicit=explicit)
+    shardings = {path: NamedSharding(target, spec) for path, spec in found.items()}
     values = {
         leaf.path: leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
         for leaf in leaves_of(parsed)

@@ -8,13 +8,21 @@ No JAX.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ostraka._spec import MeshSpec, Partition
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.sharding._leaf import ShapedLeaf
+from ostraka.sharding._roles import Cut, find_cuts
+
+Fill = Callable[[ShapedLeaf, Partition], Partition]
+"""Given a leaf and its partition: the partition, with more of it settled."""
+
+FSDP_AXES = ("fsdp", "data", "dp")
+TENSOR_AXES = ("tp", "model", "tensor")
+"""What the axes are called that these presets cut along unless told; the first there is counts."""
 
 
 class Preset(ABC):
@@ -25,18 +33,18 @@ class Preset(ABC):
     order: int
     """Those that go by names come before those that take what is left."""
 
-    @property
     @abstractmethod
-    def axis(self) -> str | None:
-        """The mesh axis that it cuts along."""
+    def axis_on(self, mesh: MeshSpec) -> str | None:
+        """The axis of the mesh that it cuts along. Raises InvalidSharding if there is none."""
 
     @abstractmethod
-    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
-        """The leaf's partition, with more of it settled."""
+    def filler(
+        self, leaves: Sequence[ShapedLeaf], around: Sequence[ShapedLeaf], mesh: MeshSpec
+    ) -> Fill:
+        """What settles the partitions of leaves, that lie in a tree with others around them.
 
-    def knows(self, leaf: ShapedLeaf) -> bool:
-        """Whether the preset has something to say of this leaf, fitting or not."""
-        return True
+        Raises InvalidSharding if the preset can't be applied to these leaves on this mesh.
+        """
 
     def __or__(self, other: Any) -> Any:
         from ostraka.sharding._combine import combine
@@ -54,131 +62,121 @@ def data_parallel() -> Preset:
     return _DataParallel()
 
 
-def fsdp(axis: str = "data", *, min_size: int = 4096) -> Preset:
+def fsdp(axis: str | None = None, *, min_size: int = 4096) -> Preset:
     """Every array is cut along one axis, in the largest dimension that divides.
 
-    Arrays of fewer than `min_size` elements, or without such a dimension, stay whole.
+    Without `axis` it is the mesh's axis named `fsdp`, `data` or `dp`, or the only one. Arrays of
+    fewer than `min_size` elements, or without such a dimension, stay whole.
     """
     return _Fsdp(axis, min_size)
 
 
 def tensor_parallel(
-    axis: str = "model", *, column: Sequence[str] = (), row: Sequence[str] = ()
+    axis: str | None = None, *, column: Sequence[str] = (), row: Sequence[str] = ()
 ) -> Preset:
-    """Layers cut as in Megatron-LM, known by their names.
+    """Layers cut as in Megatron-LM, known by their names and shapes.
 
-    Projections into heads and hidden units (`query`, `q_proj`, `up_proj`, `fc1`, `wi`, …) are cut
-    in their output, the ones back (`out`, `o_proj`, `down_proj`, `fc2`, `wo`, …) in their input,
-    embeddings in the vocabulary, so that each pair needs one exchange. Attention kernels of three
-    dimensions are cut by heads. Biases follow their kernels. What does not divide stays whole.
-    `column` and `row` are further names of layers of the two kinds.
+    Projections into heads and hidden units (`query`, `q_proj`, `q_einsum`, `up_proj`, `wi_0`, …)
+    are cut in their output, the ones back (`out`, `o_proj`, `attn_vec_einsum`, `down_proj`, `wo`,
+    …) in their input, embeddings in the vocabulary, so that each pair needs one exchange. Attention
+    kernels of three dimensions are cut by heads, whichever dimension they are. Where names say
+    nothing, as Linen's `Dense_0` and `Dense_1`, a pair of which one takes what the other gives is
+    cut so. Biases follow their kernels. What does not divide stays whole, as do keys and values
+    with fewer heads than parts; `check` lists what is large among that.
+
+    `column` and `row` are further names of layers of the two kinds. Without `axis` it is the mesh's
+    axis named `tp`, `model` or `tensor`, or the only one.
     """
     return _TensorParallel(axis, tuple(column), tuple(row))
 
 
-def check_axis(preset: Preset, mesh: MeshSpec) -> None:
-    if preset.axis is not None and preset.axis not in mesh.axis_names:
+def _find_axis(given: str | None, usual: Sequence[str], mesh: MeshSpec, preset: str) -> str:
+    if given is not None:
+        if given not in mesh.axis_names:
+            raise InvalidSharding(
+                f"the rules cut along the axis {given!r}, which the mesh ({mesh}) does not have"
+                f"{nearest(given, mesh.axis_names)}"
+            )
+        return given
+    found = next((axis for axis in usual if axis in mesh.axis_names), None)
+    if found is None and len(mesh.axis_names) == 1:
+        found = mesh.axis_names[0]
+    if found is None:
         raise InvalidSharding(
-            f"the rules cut along the axis {preset.axis!r}, which the mesh ({mesh}) does not have"
-            f"{nearest(preset.axis, mesh.axis_names)}"
+            f"{preset}() can't tell which axis of the mesh ({mesh}) to cut along, since none is "
+            f"named {', '.join(usual[:-1])} or {usual[-1]}: name it, as in "
+            f"{preset}({next(iter(mesh.axis_names), 'data')!r})"
         )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _DataParallel(Preset):
     order = 2
 
-    @property
-    def axis(self) -> str | None:
+    def axis_on(self, mesh: MeshSpec) -> str | None:
         return None
 
-    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
-        return partition
+    def filler(
+        self, leaves: Sequence[ShapedLeaf], around: Sequence[ShapedLeaf], mesh: MeshSpec
+    ) -> Fill:
+        return lambda leaf, partition: partition
 
 
 @dataclass(frozen=True, slots=True)
 class _Fsdp(Preset):
-    along: str
+    along: str | None
     min_size: int
     order = 1
 
-    @property
-    def axis(self) -> str | None:
-        return self.along
+    def axis_on(self, mesh: MeshSpec) -> str:
+        return _find_axis(self.along, FSDP_AXES, mesh, "fsdp")
 
-    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
-        if leaf.elements < self.min_size or leaf.is_key:
-            return partition
-        by_size = sorted(range(len(leaf.shape)), key=lambda d: -leaf.shape[d])
-        return _cut_first(leaf, partition, by_size, self.along, mesh)
+    def filler(
+        self, leaves: Sequence[ShapedLeaf], around: Sequence[ShapedLeaf], mesh: MeshSpec
+    ) -> Fill:
+        axis = self.axis_on(mesh)
 
+        def fill(leaf: ShapedLeaf, partition: Partition) -> Partition:
+            if leaf.elements < self.min_size or leaf.is_key:
+                return partition
+            by_size = sorted(range(len(leaf.shape)), key=lambda d: -leaf.shape[d])
+            cuts = [Cut(dimension, leaf.shape[dimension]) for dimension in by_size]
+            return _cut_first(partition, cuts, axis, mesh)
 
-# Flax's own names, and those of well-known models.
-_ATTENTION_IN = (
-    *("query", "key", "value", "q", "k", "v", "q_proj", "k_proj", "v_proj", "wq", "wk", "wv"),
-    *("qkv", "qkv_proj", "wqkv", "query_key_value", "c_attn", "in_proj"),
-)
-_ATTENTION_OUT = ("out", "o_proj", "out_proj", "wo", "attn_out", "c_proj")
-_MLP_IN = (
-    *("up", "gate", "up_proj", "gate_proj", "gate_up_proj", "fc1", "fc_in", "linear1", "dense1"),
-    *("wi", "wi_0", "wi_1", "w1", "w3", "c_fc", "dense_h_to_4h", "intermediate", "mlp_in"),
-)
-_MLP_OUT = (
-    *("down", "down_proj", "fc2", "fc_out", "linear2", "dense2"),
-    *("w2", "dense_4h_to_h", "mlp_out"),
-)
-_COLUMN = frozenset({*_ATTENTION_IN, *_MLP_IN, "lm_head", "unembed"})
-_ROW = frozenset({*_ATTENTION_OUT, *_MLP_OUT})
-_BY_HEADS = frozenset({"query", "key", "value", "out"})
-_EMBEDDINGS = frozenset(
-    {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "wte"}
-)
-_PARAMETERS = frozenset({"kernel", "weight", "w", "embedding"})
+        return fill
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorParallel(Preset):
-    along: str
+    along: str | None
     column: tuple[str, ...]
     row: tuple[str, ...]
     order = 0
 
-    @property
-    def axis(self) -> str | None:
-        return self.along
+    def axis_on(self, mesh: MeshSpec) -> str:
+        return _find_axis(self.along, TENSOR_AXES, mesh, "tensor_parallel")
 
-    def knows(self, leaf: ShapedLeaf) -> bool:
-        return bool(self._dimensions(leaf))
-
-    def fill(self, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Partition:
-        return _cut_first(leaf, partition, self._dimensions(leaf), self.along, mesh)
-
-    def _dimensions(self, leaf: ShapedLeaf) -> tuple[int, ...]:
-        """The dimensions to cut, best first."""
-        names = leaf.path.split("/")
-        rank = len(leaf.shape)
-        if rank < 2 or names[-1] in ("bias", "scale"):
-            return ()
-        if names[-1] == "embedding":
-            return rank - 2, rank - 1
-        layer = names[-2] if names[-1] in _PARAMETERS and len(names) > 1 else names[-1]
-        # Dimensions before those of the kernel itself are stacked layers.
-        first = rank - (3 if layer in _BY_HEADS and rank > 2 else 2)
-        if layer in self.column or (layer in _COLUMN and layer not in self.row):
-            return (first + 1,)
-        if layer in self.row or layer in _ROW:
-            return (first,)
-        return (rank - 2, rank - 1) if layer in _EMBEDDINGS else ()
+    def filler(
+        self, leaves: Sequence[ShapedLeaf], around: Sequence[ShapedLeaf], mesh: MeshSpec
+    ) -> Fill:
+        axis = self.axis_on(mesh)
+        cuts = find_cuts(around, column=self.column, row=self.row)
+        kernels = [leaf for leaf in leaves if len(leaf.shape) > 1]
+        if kernels and not any(leaf.path in cuts for leaf in leaves):
+            raise InvalidSharding(
+                "tensor_parallel knows none of the layers by name or shape, such as "
+                f"{kernels[0].path!r} {kernels[0].shape}: name them with column= and row="
+            )
+        return lambda leaf, partition: _cut_first(partition, cuts.get(leaf.path, ()), axis, mesh)
 
 
-def _cut_first(
-    leaf: ShapedLeaf, partition: Partition, dimensions: Sequence[int], axis: str, mesh: MeshSpec
-) -> Partition:
-    """Cut the first of the dimensions that is whole and divides, if the axis is not used yet."""
+def _cut_first(partition: Partition, cuts: Sequence[Cut], axis: str, mesh: MeshSpec) -> Partition:
+    """Make the first cut whose dimension is whole and divides, if the axis is not used yet."""
     if any(axis in axes for axes in partition):
         return partition
     parts = mesh.size_of((axis,))
-    for dimension in dimensions:
-        if not partition[dimension] and leaf.shape[dimension] and not leaf.shape[dimension] % parts:
-            return (*partition[:dimension], (axis,), *partition[dimension + 1 :])
+    for cut in cuts:
+        if not partition[cut.dimension] and cut.units and not cut.units % parts:
+            return (*partition[: cut.dimension], (axis,), *partition[cut.dimension + 1 :])
     return partition

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
-from ostraka._nnx import physical_axes
-from ostraka.errors import InvalidSharding
-from ostraka.sharding._combine import Combined, Logical, Rules, ask, by_patterns, combined, fill
-from ostraka.sharding._data import (
-    AnyMesh,
-    ArrayLeaf,
-    array_leaves,
-    from_partition,
-    mesh_spec,
-    parse_state,
-    to_spec,
-)
+from ostraka.sharding._combine import Rules
+from ostraka.sharding._data import ArrayLeaf, array_leaves, from_partition, parse_state, to_spec
+from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._follow import cut_as, follow
-from ostraka.sharding._presets import Preset
+from ostraka.sharding._mesh import AnyMesh
+from ostraka.sharding._specs import resolve
 
 
 def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
@@ -36,6 +27,8 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
     - a mapping of path patterns to specs, of which the first that matches counts, such as
       `{"**/kernel": P(None, "model"), "**": P()}` (`*` is any name, `**/` any number of names, none
       included); each leaf must be matched, and each pattern must match a leaf;
+    - a tree of specs, as this function makes it, or one in which a spec holds for all below a name;
+    - one spec for all leaves;
     - `"metadata"`: what the NNX variables themselves say (`out_sharding`), logical names resolved
       by their `sharding_rules` and `nnx.logical_axis_rules`; the others stay whole;
     - `logical({"embed": "data", "mlp": "model"})`: the same, with more rules for logical names;
@@ -57,53 +50,27 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
     return rebuild(parsed, values)
 
 
-def is_rules(value: Any) -> bool:
-    """Whether a value is rules for sure, rather than a tree of specs."""
-    return isinstance(value, Combined | Logical | Preset | str) or inspect.isroutine(value)
-
-
 def settle(parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
-    """By path, the spec of each array."""
+    """By path, the spec of each array. Raises InvalidSharding."""
+    specs, findings = settle_all(parsed, rules, mesh)
+    raise_errors("the rules do not fit the tree", findings)
+    return specs
+
+
+def settle_all(
+    parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
+) -> tuple[dict[str, PartitionSpec], list[Finding]]:
+    """By path the spec of each array that has one, and what of the rules means no leaf."""
     leaves = list(array_leaves(parsed))
-    cut = [leaf for leaf in leaves if leaf.shape]
-    together = combined(rules)
-    said = ask(cut, together, _decider)
-    specs = {path: to_spec(path, spec) for path, spec in said.items()}
-    if together.presets:
-        settled = {path: spec_entries(path, spec) for path, spec in specs.items()}
-        filled = fill(cut, settled, together.presets, mesh_spec(mesh))
-        specs |= {path: from_partition(partition) for path, partition in filled.items()}
-    # In the order of the tree.
-    return {leaf.path: specs.get(leaf.path, PartitionSpec()) for leaf in leaves}
-
-
-def _decider(rule: Any, leaves: Sequence[ArrayLeaf]) -> Callable[[ArrayLeaf], Any]:
-    """What one rule says of a leaf; None if nothing."""
-    if isinstance(rule, PartitionSpec):
-        return lambda leaf: rule
-    if isinstance(rule, Mapping):
-        return by_patterns(cast("Mapping[str, Any]", rule), leaves)
-    if isinstance(rule, Logical):
-        return lambda leaf: (
-            None if leaf.named is None else PartitionSpec(*physical_axes(leaf.named, rule.axes))
-        )
-    if rule == "metadata":
-        return lambda leaf: leaf.named
-    if callable(rule):
-        if _takes_path(rule):
-            return lambda leaf: rule(leaf.path, leaf.value)
-        return lambda leaf: rule(leaf.value)
-    raise InvalidSharding(
-        f"rules is {rule!r}; it must be a function, a mapping of path patterns to specs, "
-        '"metadata", a preset such as fsdp("data"), or a combination of them'
-    )
-
-
-def _takes_path(function: Callable[..., Any]) -> bool:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    required = [p for p in parameters if p.kind in kinds and p.default is p.empty]
-    return len(required) == 2
+    known = [leaf.path for leaf in leaves_of(parsed)]
+    resolved = resolve(leaves, rules, mesh, known=known)
+    lost = {finding.path for finding in resolved.missing}
+    specs = {
+        leaf.path: to_spec(leaf.path, resolved.said.get(leaf.path))
+        for leaf in leaves
+        if leaf.path not in lost
+    }
+    return specs, [*resolved.missing, *resolved.unknown]
 
 
 def follow_specs(

@@ -1,0 +1,203 @@
+"""Rules, presets, trees of specs and single specs mean the same wherever specs are taken."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ostraka._document import leaves_of
+from ostraka.errors import InvalidSharding
+from ostraka.sharding import check, combine, fsdp, init, make_mesh, place, spec_tree
+from ostraka.sharding._data import array_leaves, parse_state, to_spec
+from ostraka.sharding._specs import resolve
+
+SIZES = {"data": 2, "model": 4}
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(16, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 16, rngs=rngs)
+
+
+def two() -> Two:
+    return Two(nnx.Rngs(0))
+
+
+def specs_of(tree: Any) -> dict[str, P]:
+    return {leaf.path: leaf.value.sharding.spec for leaf in array_leaves(parse_state(tree))}
+
+
+WAYS: dict[str, Any] = {
+    "patterns": {"**/kernel": P("data"), "**/bias": P()},
+    "patterns in lists": {"**/kernel": ["data"], "**/bias": None},
+    "combined": combine({"**/kernel": P("data")}, {"**": P()}),
+    "paths": {
+        "first/kernel": P("data"),
+        "first/bias": P(),
+        "second/kernel": P("data"),
+        "second/bias": P(),
+    },
+    "a tree": {
+        "first": {"kernel": P("data"), "bias": P()},
+        "second": {"kernel": P("data"), "bias": None},
+    },
+    "a spec tree": spec_tree(two(), {"**/kernel": P("data"), "**/bias": P()}),
+    "names and patterns": {"first/kernel": P("data"), "second/k*": P("data"), "**": P()},
+    "a function": lambda leaf: P("data") if leaf.ndim == 2 else P(),
+    "a preset": fsdp("data", min_size=100),
+}
+EXPECTED = {
+    "first/bias": P(),
+    "first/kernel": P("data"),
+    "second/bias": P(),
+    "second/kernel": P("data"),
+}
+
+OF_THE_PRESET = {  # the largest dimension of each kernel
+    "first/bias": P(),
+    "first/kernel": P("data", None),
+    "second/bias": P("data"),
+    "second/kernel": P(None, "data"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_specs_mean_the_same_everywhere(way: str):
+    specs = WAYS[way]
+    mesh = make_mesh(SIZES)
+    expected = OF_THE_PRESET if way == "a preset" else EXPECTED
+    made = spec_tree(two(), specs, SIZES)
+    leaves = array_leaves(parse_state(two()))
+    assert {leaf.path: leaf.value for leaf in leaves_of(parse_state(made))} == expected
+    assert specs_of(place(two(), mesh, specs)) == expected
+    assert specs_of(init(two, mesh, specs)) == expected
+    assert check(two(), specs, SIZES) == []
+    resolved = resolve(list(leaves), specs, SIZES)
+    assert {path: to_spec(path, spec) for path, spec in resolved.said.items()} == expected
+    assert resolved.missing == resolved.unknown == []
+
+
+def test_one_spec_for_all():
+    mesh = make_mesh(SIZES)
+    for spec in (P("data"), ("data",), NamedSharding(mesh, P("data"))):
+        placed = place({"a": np.ones(8, np.float32), "n": np.float32(1)}, mesh, spec)
+        assert placed["a"].sharding.spec == P("data")
+        assert placed["n"].sharding.spec == P()
+
+
+MISTAKES = {
+    "patterns": (
+        {"**/kernel": P()},
+        "no pattern matches 'first/bias', 'second/bias': add one, or '**' with P()",
+    ),
+    "paths": ({"first": P()}, "leaf 'second/kernel' has no spec"),
+    "unknown pattern": ({"**/kernle": P(), "**": P()}, "no leaf matches the pattern '**/kernle'"),
+    "unknown path": (
+        {"first": P(), "second": P(), "secnd": P()},
+        "specs has 'secnd', which is no leaf",
+    ),
+    "unknown name in a tree": (
+        {"first": {"kernel": P(), "biass": P()}, "second": P()},
+        "specs has 'first/biass', which is no leaf (did you mean 'first/bias'?)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_told_everywhere(case: str):
+    specs, sentence = MISTAKES[case]
+    findings = check(two(), specs, SIZES)
+    assert any(sentence in str(finding) for finding in findings)
+    assert {finding.severity for finding in findings} == {"error"}
+    mesh = make_mesh(SIZES)
+    for use in (
+        lambda: spec_tree(two(), specs),
+        lambda: place(two(), mesh, specs),
+        lambda: init(two, mesh, specs),
+    ):
+        with pytest.raises(InvalidSharding, match=".") as caught:
+            use()
+        assert sentence in str(caught.value)
+
+
+def test_many_leaves_without_a_pattern_are_one_sentence():
+    tree = {f"layer_{n}": {"kernel": np.ones(8), "scale": np.ones(8)} for n in range(48)}
+    (finding,) = check(tree, {"**/kernel": P("data")}, SIZES)
+    assert str(finding) == (
+        "no pattern matches 'layer_0/scale', 'layer_1/scale', 'layer_2/scale' and 45 more: add "
+        "one, or '**' with P() to leave the rest whole"
+    )
+
+
+def test_names_with_characters_of_patterns_and_paths():
+    tree = {"a/b": np.ones(8), "c*": np.ones(8), "d": {"e": np.ones(8)}, "empty": ()}
+    rules = {"a/b": P("data"), "c*": P("model"), "d/e": P(), "empty": ()}
+    made = spec_tree(tree, rules)
+    assert made == {"a/b": P("data"), "c*": P("model"), "d": {"e": P()}, "empty": ()}
+    assert check(tree, made, SIZES) == []
+    assert spec_tree(tree, made) == made
+    assert spec_tree(tree, {"c*": P("model"), "**": P()})["c*"] == P("model")
+
+
+def test_scalars_need_no_spec_and_take_none():
+    state = {"w": np.ones((4, 8), np.float32), "opt": {"count": np.int32(3), "mu": np.ones(8)}}
+    assert check(state, {"w": P("data"), "opt": P("model")}, SIZES) == []
+    assert check(state, {"w": P(), "opt/mu": P()}, SIZES) == []
+    (finding,) = check(state, {"w": P(), "opt": {"mu": P(), "count": P("data")}}, SIZES)
+    assert "leaf 'opt/count' has 0 dimensions" in str(finding)
+
+
+def test_a_named_tuple_is_a_tree():
+    state = optax.adam(1e-3).init({"w": np.ones((4, 8), np.float32)})
+    specs = spec_tree(state, fsdp("data", min_size=1), SIZES)
+    assert check(state, specs, SIZES) == []
+    placed = place(state, make_mesh(SIZES), specs)
+    assert placed[0].mu["w"].sharding.spec == P(None, "data")
+
+
+@given(
+    st.recursive(
+        st.just(None),
+        lambda children: st.one_of(
+            st.dictionaries(
+                st.sampled_from(["a", "b", "a/b", "*", "a*", "~"]), children, min_size=1
+            ),
+            st.lists(children, min_size=1, max_size=3),
+            st.tuples(children),
+        ),
+        max_leaves=6,
+    )
+)
+def test_a_spec_tree_goes_where_it_came_from(shape: Any):
+    """Whatever the names: what `spec_tree` makes is read as the same tree."""
+    tree = jax.tree.map(lambda _: np.ones(8), shape, is_leaf=lambda x: x is None)
+    rules = lambda path, leaf: P("data") if len(path) % 2 else P("model")  # noqa: E731
+    specs = spec_tree(tree, rules)
+    assert spec_tree(tree, specs) == specs
+    assert check(tree, specs, SIZES) == []
+
+
+def test_what_a_resolved_spec_keeps():
+    """For a restore: shardings as they are, None as None, and nothing of what is left out."""
+    mesh = make_mesh(SIZES)
+    leaves = list(array_leaves(parse_state({"a": np.ones(8), "b": np.ones(8), "c": np.ones(8)})))
+    sharding = NamedSharding(mesh, P("data"))
+    resolved = resolve(leaves, {"a": sharding, "b": None, "d": P()}, None)
+    assert resolved.said == {"a": sharding, "b": None}
+    assert [finding.path for finding in resolved.missing] == ["c"]
+    assert [finding.path for finding in resolved.unknown] == ["d"]
+
+
+def test_rules_that_are_none():
+    with pytest.raises(InvalidSharding, match="rules is 42; it must be a function, a mapping"):
+        check(two(), 42, SIZES)
+    with pytest.raises(InvalidSharding, match="leaf 'first' is given a int as its spec"):
+        check(two(), {"first": 3, "second": P()}, SIZES)
