@@ -22,6 +22,9 @@ COLOURS = {
 }
 YARDSTICK = "orbax"
 """What the picture compares with, as it is when nobody sets anything."""
+PAGE = Path("docs/performance.md")
+TABLE_BEGINS = "<!-- bench-table -->"
+TABLE_ENDS = "<!-- /bench-table -->"
 BAR_INCHES = 0.15
 GAP_INCHES = 0.14
 TITLE_INCHES = 0.6
@@ -54,16 +57,34 @@ def make_markdown(rows: list[Row], run: dict[str, Any], verdicts: list[Verdict])
         "not the rows of different runs. Same bytes, everything durable, every restore checked",
         "bit for bit.",
         "",
+        *make_table(rows, verdicts),
+        "",
+        "## Machine",
+        "",
+        *_bullets(run),
+    ]
+    notes = [note for row in rows for note in row.notes]
+    if notes:
+        lines += ["", "## Remarks", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def make_table(rows: list[Row], verdicts: list[Verdict]) -> list[str]:
+    """The lines of the table alone."""
+    lines = [
         "| work | " + " | ".join(NAMES.values()) + " | ratio | bar | met? |",
         "| --- |" + " ---: |" * len(NAMES) + " ---: | --- | --- |",
     ]
     for row in rows:
         lines += _table_lines(row, [v for v in verdicts if v.row == row.id])
-    lines += ["", "## Machine", "", *_bullets(run)]
-    notes = [note for row in rows for note in row.notes]
-    if notes:
-        lines += ["", "## Remarks", "", *(f"- {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def with_table(page: str, table: list[str]) -> str:
+    """A page with this table between its marks."""
+    before, _, rest = page.partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    return "\n".join([f"{before}{TABLE_BEGINS}", *table, f"{TABLE_ENDS}{after}"])
 
 
 def _table_lines(row: Row, verdicts: list[Verdict]) -> list[str]:
@@ -193,10 +214,12 @@ def _legend(rows: list[Row]) -> list[Any]:
 
 
 def main() -> None:
-    """Draw the picture of a run anew: `python -m bench.report [FOLDER]`."""
+    """Draw the picture of a run and write its table anew: `python -m bench.report [FOLDER]`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "bench/results")
     document = json.loads((folder / "results.json").read_text())
-    draw(folder / "results.png", [Row(**row) for row in document["rows"]])
+    rows = [Row(**row) for row in document["rows"]]
+    draw(folder / "results.png", rows)
+    PAGE.write_text(with_table(PAGE.read_text("utf-8"), make_table(rows, judge(rows))), "utf-8")
 
 
 if __name__ == "__main__":

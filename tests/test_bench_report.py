@@ -1,11 +1,11 @@
-"""The picture of the benchmark: its bars are as long as what they stand for."""
+"""What a run of the benchmark leaves: bars as long as their ratios, a table that is the results."""
 
 import json
 from pathlib import Path
 
 import pytest
-from bench.bars import median
-from bench.report import make_figure
+from bench.bars import judge, median
+from bench.report import TABLE_BEGINS, TABLE_ENDS, make_figure, make_table, with_table
 from bench.rounds import Row
 
 ROOT = Path(__file__).parents[1]
@@ -35,3 +35,10 @@ def test_a_bar_is_as_long_as_its_ratio():
 
 def test_without_orbax_there_is_no_picture():
     assert make_figure([Row("a", "a", 1, values={"ostraka": [1.0]})]) is None
+
+
+def test_the_page_has_the_table_of_the_results():
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    rows = measured()
+    assert with_table(page, make_table(rows, judge(rows))) == page
+    assert page.count(TABLE_BEGINS) == page.count(TABLE_ENDS) == 1

@@ -407,6 +407,20 @@ def test_only_some_leaves_of_a_module(saved: Any):
     assert_same(restored["model"], expected)
 
 
+def test_leaves_that_are_new_can_be_left_out(tmp_path: Path):
+    """A base without adapters goes into a model that has some."""
+    ostraka.save(tmp_path / "c", {"model": nnx.Linear(4, 2, rngs=nnx.Rngs(0))})
+    model = nnx.LoRALinear(4, 2, lora_rank=1, rngs=nnx.Rngs(1))
+    adapter = bits(model.lora.lora_a)
+    ostraka.restore(tmp_path / "c", into={"model": model}, only="!model/lora")
+    assert_same(model.kernel, nnx.Linear(4, 2, rngs=nnx.Rngs(0)).kernel)
+    assert bits(model.lora.lora_a) == adapter
+    with pytest.raises(Mismatch, match=r"only has '!model/lore' \(did you mean 'model/lora'\?\)"):
+        ostraka.restore(tmp_path / "c", into={"model": model}, only="!model/lore")
+    with pytest.raises(Mismatch, match=r"only has 'model/lora' .*matches no leaf of the check"):
+        ostraka.restore(tmp_path / "c", into={"model": model}, only="model/lora")
+
+
 def test_only_some_leaves_without_a_template(saved: Any):
     path, model, _ = saved
     restored = ostraka.restore(path, only="model/layers/*/kernel")

@@ -146,7 +146,7 @@ class Matcher:
 
     def match(self, tree: Branch | Leaf | None) -> Wanted:
         """Settle every leaf of a parsed `like`, or of all that was saved. Raises Mismatch."""
-        self._check_patterns()
+        self._check_patterns([] if tree is None else [leaf.path for leaf in leaves_of(tree)])
         wanted = tree or self._pruned(self._saved_tree)
         leaves = list(leaves_of(wanted))
         check_unique(leaves)
@@ -201,14 +201,16 @@ class Matcher:
     def _is_chosen(self, path: str) -> bool:
         return self._choices.only is None or selects(self._choices.only, path)
 
-    def _check_patterns(self) -> None:
-        """Patterns that match nothing are mistakes."""
+    def _check_patterns(self, wanted: Sequence[str]) -> None:
+        """Patterns that match nothing are mistakes; what is left out may be new in `like`."""
         given = self._choices.only
         only = [given] if isinstance(given, str) else given or ()
         paths = list(self._saved)
+        unused = unmatched([pattern for pattern in only if not pattern.startswith("!")], paths)
+        left_out = [pattern for pattern in only if pattern.startswith("!")]
+        unused += unmatched(left_out, [*paths, *wanted])
         self._differences.general += [
-            f"only has {pattern}, which matches no leaf of the checkpoint"
-            for pattern in unmatched(only, paths)
+            f"only has {pattern}, which matches no leaf of the checkpoint" for pattern in unused
         ]
         if isinstance(self._choices.dtype, dict):
             self._differences.general += [

@@ -63,12 +63,13 @@ def restore(
     `{"data": 4}` make one. `specs` overrides them: a PartitionSpec, a tree of them whose entries
     hold for everything below, or rules and presets as `ostraka.sharding.spec_tree` takes them.
 
-    `only` restores the leaves that match a pattern such as `"model/**"`, and leaves others as they
-    are in `like`. `rename` maps paths in the checkpoint to paths in `like`, for parts that have
-    moved. `strict=False` keeps what `like` has where the checkpoint has nothing, ignores what the
-    checkpoint has beyond `like`, and warns of both (PartialRestore). `dtype` casts floating-point
-    arrays: to one dtype, by path pattern, or with `"like"` to those of `like`. `on_record` is
-    called with what was done and how long it took, which is also logged.
+    `only` restores the leaves that match a pattern such as `"model/**"`, or all but those of
+    `"!model/head/**"`, and leaves others as they are in `like`. `rename` maps paths in the
+    checkpoint to paths in `like`, for parts that have moved. `strict=False` keeps what `like` has
+    where the checkpoint has nothing or another shape, ignores what the checkpoint has beyond
+    `like`, and warns of each (PartialRestore). `dtype` casts floating-point arrays: to one dtype,
+    by path pattern, or with `"like"` to those of `like`. `on_record` is called with what was done
+    and how long it took, which is also logged.
 
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
     bytes that are not as written; with arrays that span several processes, the others raise
