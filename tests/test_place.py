@@ -249,7 +249,7 @@ for number in range(4):
 
 def test_moments_of_an_optimizer_beside_a_sharded_model(tmp_path: Path):
     params = {"w": jax.device_put(jnp.ones((8, 4)), NamedSharding(make_mesh(), P("data")))}
-    state = optax.adam(1e-3).init(params)
+    state: Any = optax.adam(1e-3).init(params)
     ostraka.save(tmp_path / "c", state)
     restored = ostraka.restore(tmp_path / "c")
     assert restored[0].count.committed == state[0].count.committed

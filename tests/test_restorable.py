@@ -244,7 +244,9 @@ def unreduced() -> Any:
 
         @jax.jit
         def product(a: Any, b: Any) -> Any:
-            return jnp.einsum("ab,bc->ac", a, b, out_sharding=P(None, None, unreduced={"x"}))
+            return jnp.einsum(
+                "ab,bc->ac", a, b, out_sharding=P(None, None, unreduced=frozenset({"x"}))
+            )
 
         return product(array, other)
 
