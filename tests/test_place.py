@@ -169,7 +169,8 @@ def test_a_model_on_auto_axes_stays_on_such(tmp_path: Path):
     placed = ostraka.sharding.place(model, make_mesh(), {"kernel": P("data"), "bias": P()})
     ostraka.save(tmp_path / "c", {"model": placed})
     explicit = jax.make_mesh((4, 2), ("data", "model"))
-    for choices in ({}, {"like": {"model": placed}}, {"into": {"model": model}}):
+    every: list[dict[str, Any]] = [{}, {"like": {"model": placed}}, {"into": {"model": model}}]
+    for choices in every:
         with pytest.warns(ostraka.sharding.ExplicitAxes, match="same devices with Auto axes"):
             restored = ostraka.restore(tmp_path / "c", mesh=explicit, **choices)["model"]
         kernel = restored["kernel"] if isinstance(restored, dict) else restored.kernel[...]
