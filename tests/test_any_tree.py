@@ -273,7 +273,11 @@ REFUSED = "two leaves have the path|has a key|has the key"
 
 
 @pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
-@settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    deadline=None,
+)
 @given(trees())
 def test_a_save_refuses_it_or_every_restore_gives_it_back(drawn: tuple[Any, list[Any]]):
     tree, variables = drawn
