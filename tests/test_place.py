@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka.errors import Mismatch
+from ostraka.testing import run_processes
 from programs import run_quietly
 
 
@@ -264,3 +265,64 @@ def test_numbers_as_arrays_on_a_mesh(tmp_path: Path):
     restored = ostraka.restore(tmp_path / "c", like={"step": like})["step"]
     assert restored.sharding == place
     assert np.asarray(restored) == 3
+
+
+# Several processes
+
+
+def make_state_of_all() -> dict[str, Any]:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    sharding = NamedSharding(mesh, P("data"))
+    state = make_state_on(sharding, whole)
+    return {**state, "same": state["w"], "keys": [state["key"]]}
+
+
+def make_state_on(sharding: Any, whole: Any) -> dict[str, Any]:
+    return {
+        "w": jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index]),
+        "key": jax.random.key(3),
+        "step": jnp.asarray(7, jnp.int32),
+        "rate": jnp.asarray(0.5),
+    }
+
+
+def restore_and_step(path: str, is_saving: bool) -> dict[str, Any]:
+    state = make_state_of_all()
+    if is_saving:
+        ostraka.save(path, state)
+    found: dict[str, Any] = {}
+    for name, restored in (
+        ("none", ostraka.restore(path) if is_saving else None),
+        ("like", ostraka.restore(path, like=state)),
+    ):
+        if restored is None:
+            continue
+        w, _, step_count = run_step(restored)
+        expected, _, _ = run_step(state)
+        found[name] = (
+            {key: restored[key].committed for key in ("w", "key", "step", "rate")},
+            restored["rate"].weak_type,
+            restored["same"] is restored["w"] and restored["keys"][0] is restored["key"],
+            int(step_count),
+            all(
+                np.array_equal(one.data, other.data)
+                for one, other in zip(
+                    w.addressable_shards, expected.addressable_shards, strict=True
+                )
+            ),
+        )
+    return found
+
+
+def test_several_processes_and_others_after_them(tmp_path: Path):
+    path = str(tmp_path / "c")
+    free = {"w": True, "key": False, "step": False, "rate": False}
+    expected = (free, True, True, 8, True)
+    saving = run_processes(restore_and_step, path, True, processes=2, devices_per_process=2)
+    assert [result.value for result in saving] == [{"none": expected, "like": expected}] * 2
+    more = run_processes(restore_and_step, path, False, processes=4, devices_per_process=2)
+    assert [result.value for result in more] == [{"like": expected}] * 4
+    alone = ostraka.restore(path)
+    assert alone["same"] is alone["w"]
+    assert commitment({name: alone[name] for name in free}) == {**free, "w": True}
