@@ -35,6 +35,7 @@ from ostraka._document import (
     leaves_of,
     prune,
     segment,
+    unwrapped,
 )
 from ostraka._leaf_types import (
     exactly,
@@ -210,7 +211,7 @@ class Matcher:
         left_out = [pattern for pattern in only if pattern.startswith("!")]
         unused += unmatched(left_out, [*paths, *wanted])
         self._differences.general += [
-            f"only has {pattern}, which matches no leaf of the checkpoint" for pattern in unused
+            f"only has {pattern}, which matches no leaf" for pattern in unused
         ]
         if isinstance(self._choices.dtype, dict):
             self._differences.general += [
@@ -230,9 +231,7 @@ class Matcher:
         """Leave what `like` has, as far as it has a value."""
         if self._choices.in_place:
             return
-        value = leaf.value.owner if isinstance(leaf.value, Stateful) else leaf.value
-        if isinstance(value, Kept):
-            value = value.value
+        value = unwrapped(leaf.value)
         if isinstance(value, jax.ShapeDtypeStruct):
             self._differences.of_leaves.append(
                 (leaf.path, "it is not to be restored, and `like` has no value to keep for it")
@@ -321,17 +320,18 @@ class Matcher:
 
     def _match_shared(self, tree: Branch | Leaf) -> None:
         """A variable of several places stays one, and several variables don't become one."""
-        owners = {
-            branch.path: id(branch.owner)
-            for branch in branches_of(tree)
-            if branch.kind == "variable"
+        variables = {
+            branch.path: branch for branch in branches_of(tree) if branch.kind == "variable"
         }
         for path, first in find_shared(tree, is_object).variables.items():
-            for suffix in self._suffixes(path):
-                self._match_one_variable(f"{first}{suffix}", f"{path}{suffix}")
+            here, there = leaves_of(variables[path]), leaves_of(variables[first])
+            for leaf, its_first in zip(here, there, strict=True):
+                self._match_one_variable(its_first.path, leaf.path)
         for saved, saved_first in find_shared(self._saved_tree, is_object).variables.items():
             path, first = self._rename(saved), self._rename(saved_first)
-            if owners.get(path, 0) == owners.get(first, 0) or not {path, first} <= owners.keys():
+            if not {path, first} <= variables.keys():
+                continue
+            if variables[path].owner is variables[first].owner:
                 continue
             if not (self._is_chosen(path) and self._is_chosen(first)):
                 continue
@@ -343,12 +343,6 @@ class Matcher:
                 self._differences.of_leaves.append((path, text))
             else:
                 self._tolerated.add("untied {} that were saved as one variable with another", path)
-
-    def _suffixes(self, variable: str) -> list[str]:
-        """What follows the path of a variable in the paths of its leaves."""
-        below = f"{variable}/"
-        found = [path for path in self._saved if path == variable or path.startswith(below)]
-        return [path[len(variable) :] for path in found]
 
     def _match_one_variable(self, first: str, path: str) -> None:
         """Two places of `like` that are the same variable: the checkpoint must agree."""
