@@ -3,6 +3,7 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SHAKE_ARGS ?=
+WORLD_ARGS ?=
 TORCH := torch==2.13.0
 
 BIN := .venv/bin
@@ -10,6 +11,10 @@ FULL := .venv/.installed-full
 LIGHT := .venv/.installed-light
 TORCH_BIN := .venv-torch/bin
 TORCH_READY := .venv-torch/.installed
+WORLD_BIN := .venv-world/bin
+WORLD_READY := .venv-world/.installed
+NEWEST_BIN := .venv-world-newest/bin
+NEWEST_PYTHON ?= $(PYTHON)
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # The node that came with pip is used, and pyright does not go looking for newer versions of itself.
@@ -18,7 +23,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench torch soak shake clean
+.PHONY: help venv demo test check format bench torch soak shake world newest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +58,27 @@ shake: $(FULL) ## the test suite, its processes stopped for moments at random (S
 	@$(BIN)/python tests/shake.py $(SHAKE_ARGS) -- \
 	  $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
+# Others' packages live in an environment of their own: some want other versions than our tools do.
+world: $(WORLD_READY) ## others' models and optimizers through the full cycle (WORLD_ARGS=--write-docs)
+	@$(WORLD_BIN)/python -m world $(WORLD_ARGS)
+
+$(WORLD_READY): pyproject.toml world/packages.txt world/constraints.txt
+	@echo "Setting up .venv-world (the packages of world/packages.txt)"
+	@test -x $(WORLD_BIN)/python || $(PYTHON) -m venv .venv-world
+	@$(WORLD_BIN)/python -m pip install -qq --disable-pip-version-check \
+	  -c world/constraints.txt -r world/packages.txt -e '.[flax]'
+	@touch $@
+
+# Set up anew each time, as there may be newer ones. NEWEST_PYTHON: the newest JAX may need it.
+newest: ## `make world` with the newest JAX and Flax that install (NEWEST_PYTHON=python3.13)
+	@echo "Setting up .venv-world-newest"
+	@$(NEWEST_PYTHON) -m venv --clear .venv-world-newest
+	@$(NEWEST_BIN)/python -m pip install -qq --disable-pip-version-check jax flax
+	@$(NEWEST_BIN)/python -m pip freeze | grep -E '^(jax|jaxlib|flax)==' > .venv-world-newest/held.txt
+	@$(NEWEST_BIN)/python -m pip install -qq --disable-pip-version-check \
+	  -c .venv-world-newest/held.txt -r world/packages.txt -e '.[flax]'
+	@$(NEWEST_BIN)/python -m world $(WORLD_ARGS)
+
 check: $(FULL) ## ruff, formatting, pyright
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
@@ -78,4 +104,4 @@ torch:
 
 clean: ## remove caches, builds and scratch (environments stay)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch
-	@find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src tests bench examples world -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
