@@ -523,7 +523,7 @@ def _dataclass_builder(
 
 
 def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
-    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+    if not dataclasses.is_dataclass(kind):
         return False
     if {field.name for field in dataclasses.fields(kind)} != names:
         return False
@@ -532,7 +532,10 @@ def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
     # A checkpoint may come from a stranger: only types that this program has registered as pytrees
     # are ever made.
     blank: Any = object.__new__
-    return not jax.tree_util.all_leaves([blank(kind)])
+    try:
+        return not jax.tree_util.all_leaves([blank(kind)])
+    except TypeError:  # It is also a tuple, a dict, … which are not made of fields alone.
+        return False
 
 
 # States of data iterators and their like
