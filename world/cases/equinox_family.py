@@ -52,14 +52,12 @@ def own_loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
 
-@CASES.case(
-    "equinox", "nn.MLP, its arrays", "modules with functions left out (None)", as_dicts=True
-)
+@CASES.case("equinox", "nn.MLP, its arrays", "modules with functions left out (None)")
 def mlp() -> Program:
     return trained(lambda: eqx.nn.MLP(WIDTH, WIDTH, 16, 2, key=jax.random.key(0)), own_loss)
 
 
-@CASES.case("equinox", "nn.Linear as a whole", "a module with its static fields", as_dicts=True)
+@CASES.case("equinox", "nn.Linear as a whole", "a module with its static fields")
 def whole_mlp() -> Program:
     def make() -> Any:
         return {"model": eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)), "count": jnp.zeros(())}
@@ -105,7 +103,7 @@ def attention() -> Program:
     return trained(lambda: Block(jax.random.key(0)), own_loss, (2, 5, WIDTH))
 
 
-@CASES.case("equinox", "nn.BatchNorm with nn.State", "statistics beside the model", as_dicts=True)
+@CASES.case("equinox", "nn.BatchNorm with nn.State", "statistics beside the model")
 def batch_norm() -> Program:
     transform = optax.adam(1e-2)
 
@@ -202,7 +200,7 @@ def solve() -> Program:
     return Program(make, lambda state, i: update(state, jnp.asarray(0.1 * (i + 1))))
 
 
-@CASES.case("diffrax", "a neural ODE", "gradients through a solve", as_dicts=True)
+@CASES.case("diffrax", "a neural ODE", "gradients through a solve")
 def neural_ode() -> Program:
     def model() -> Any:
         return eqx.nn.MLP(WIDTH, WIDTH, 8, 1, activation=jnp.tanh, key=jax.random.key(3))
@@ -280,7 +278,7 @@ def operators() -> Program:
     )
 
 
-@CASES.case("flowjax", "a coupling flow", "parameters wrapped by paramax", as_dicts=True)
+@CASES.case("flowjax", "a coupling flow", "parameters wrapped by paramax")
 def flow() -> Program:
     def model() -> Any:
         return flowjax.flows.coupling_flow(

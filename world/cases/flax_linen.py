@@ -64,6 +64,14 @@ def with_train_state() -> Program:
     return Program(make, lambda state, i: update(state, numbers(i, 4, WIDTH)))
 
 
+@struct.dataclass
+class Boxed:
+    params: FrozenDict
+    opt: Any
+    scale: dynamic_scale.DynamicScale
+    name: str = struct.field(pytree_node=False)
+
+
 @CASES.case(
     "flax", "Linen FrozenDict, partitioned boxes", "linen.with_partitioning, struct.dataclass"
 )
@@ -71,13 +79,6 @@ def boxed() -> Program:
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("in", "out"))
     net = linen.Sequential([linen.Dense(16, kernel_init=init), linen.tanh, linen.Dense(WIDTH)])
     transform = optax.adam(1e-2)
-
-    @struct.dataclass
-    class Boxed:
-        params: FrozenDict
-        opt: Any
-        scale: dynamic_scale.DynamicScale
-        name: str = struct.field(pytree_node=False)
 
     def make() -> Any:
         params = freeze(net.init(jax.random.key(0), jnp.zeros((4, WIDTH)))["params"])

@@ -118,7 +118,7 @@ def blackjax_sgld() -> Program:
     return Program(make, lambda state, i: move(state, numbers(i, 4)))
 
 
-@CASES.case("tinygp", "a Gaussian process's kernel, trained", "kernels as trees", as_dicts=True)
+@CASES.case("tinygp", "a Gaussian process's kernel, trained", "kernels as trees")
 def tiny_gp() -> Program:
     transform = optax.adam(0.05)
 
