@@ -61,9 +61,6 @@ from ostraka._spec import (
 from ostraka._tree import is_key, is_object
 from ostraka.errors import Mismatch, PartialRestore, nearest, warn_caller
 
-_config: Any = jax.config
-"""JAX's flags, which its type declarations leave out."""
-
 
 @dataclass(frozen=True, slots=True)
 class Destination:
