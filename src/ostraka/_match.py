@@ -204,11 +204,15 @@ class Matcher:
         given = self._choices.only
         only = [given] if isinstance(given, str) else given or ()
         paths = list(self._saved)
-        unused = unmatched([pattern for pattern in only if not pattern.startswith("!")], paths)
+        chosen = [pattern for pattern in only if not pattern.startswith("!")]
         left_out = [pattern for pattern in only if pattern.startswith("!")]
-        unused += unmatched(left_out, [*paths, *wanted])
         self._differences.general += [
-            f"only has {pattern}, which matches no leaf" for pattern in unused
+            f"only has {pattern}, which matches no leaf of the checkpoint"
+            for pattern in unmatched(chosen, paths)
+        ]
+        self._differences.general += [
+            f"only has {pattern}, which matches no leaf"
+            for pattern in unmatched(left_out, [*paths, *wanted])
         ]
         if isinstance(self._choices.dtype, dict):
             self._differences.general += [
