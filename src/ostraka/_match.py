@@ -138,8 +138,8 @@ class Matcher:
         self._saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
         self._tolerated = Tolerated()
         self._states: list[tuple[Any, Any]] = []
-        self._first: dict[Any, str] = {}
-        """Of arrays that may be one object: where the first is."""
+        self._places: dict[int, list[tuple[Destination, int | None]]] = {}
+        """Of each array: where it goes, and which object of `like` stands there."""
         self._copies: list[tuple[str, str]] = []
 
     def match(self, tree: Branch | Leaf | None) -> Wanted:
@@ -458,12 +458,14 @@ class Matcher:
 
     def _is_known(self, found: Destination, leaf: Leaf) -> bool:
         """Whether it is the same array as an earlier one, in the checkpoint and in `like`."""
-        same = id(leaf.value) if is_object(leaf.value) else None
-        first = self._first.setdefault((replace(found, path=""), same), found.path)
-        if first == found.path or found.kind in ("scalar", "python"):
-            return False
-        self._copies.append((found.path, first))
-        return True
+        identity = id(leaf.value) if is_object(leaf.value) else None
+        earlier = self._places.setdefault(found.number, [])
+        for first, of_first in earlier if found.kind not in ("scalar", "python") else ():
+            if of_first == identity and replace(first, path=found.path) == found:
+                self._copies.append((found.path, first.path))
+                return True
+        earlier.append((found, identity))
+        return False
 
     def _may_keep(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> bool:
         """Whether a leaf differs in its shape, and there is another value for it."""

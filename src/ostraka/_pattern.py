@@ -42,12 +42,13 @@ def selects(patterns: Patterns, path: str) -> bool:
 
 def unmatched(patterns: Iterable[str], paths: Collection[str]) -> list[str]:
     """For each pattern that matches none of the paths, the pattern and the nearest name."""
-    names = {name for path in paths for name in _names_above(path)}
-    return [
-        f"{pattern!r}{nearest(pattern.strip('!*/'), sorted(names))}"
+    unused = [
+        pattern
         for pattern in patterns
         if not any(matches(pattern.removeprefix("!"), path) for path in paths)
     ]
+    names = sorted({name for path in paths if unused for name in _names_above(path)})
+    return [f"{pattern!r}{nearest(pattern.strip('!*/'), names)}" for pattern in unused]
 
 
 def _names_above(path: str) -> Iterator[str]:
