@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from mounts import mounted
-from ostraka import _coordinate, _shards, _write
+from ostraka import _commit, _coordinate, _shards, _write
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import run_processes
@@ -950,7 +950,7 @@ def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (_write, "remove_other_shards", 0),
+        (_commit, "remove_other_shards", 0),
         (_local, "_sync_directory", 2),
         (_local.LocalStore, "delete", 0),
         (_local.LocalStore, "list", 1),

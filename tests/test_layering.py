@@ -45,6 +45,7 @@ LAYERS = (
     "_shards",
     "_handle",
     "_leftovers",
+    "_commit",
     "_alike",
     "_write",
     "_inplace",

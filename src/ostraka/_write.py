@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -28,11 +28,11 @@ from ostraka._capture import (
     make_common,
     make_per_process,
 )
+from ostraka._commit import SavePlace
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import fill_in_states
 from ostraka._format import IndexEntry, Metadata
 from ostraka._handle import SaveHandle, settle, settled, start_in_background
-from ostraka._leftovers import UNKNOWN, committed_directory, remove_leftovers, remove_other_shards
 from ostraka._parallel import StopSignal, paused_gc, run_all
 from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import (
@@ -184,11 +184,9 @@ class _Save:
         self._watch = watch
         self._watch.lap("wait")
         self._operation = Operation(f"save to {path}")
-        self._held = ExitStack()
         self._store: Store = _NOWHERE
+        self._place = SavePlace(_NOWHERE)
         self._save_id = ""
-        self._made_place = False
-        """Whether there was nothing at the path, not even an empty directory."""
         self._values: list[Value] = []
         self._unclaimed = [True]
         """Token: whoever pops it must finish or fail the save."""
@@ -213,6 +211,7 @@ class _Save:
                     f"max_file_bytes is {limit_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
                 )
             self._store = open_store(self._path)
+            self._place = SavePlace(self._store)
             captured = capture(tree)
             self._user = _json_only(user)
             check_dtype_rule(dtype, captured.leaves)
@@ -248,10 +247,10 @@ class _Save:
             self._values.clear()
             summary = self._commit(plan, index, written)
             if self._operation.process == 0:
-                remove_other_shards(self._store, self._save_id)
+                self._place.remove_replaced(self._save_id)
             self._watch.lap("commit")
             self._operation.__exit__(None, None, None)
-        self._held.close()
+        self._place.release()
         if self._on_commit is not None and self._operation.process == 0:
             call_safely(self._on_commit)
         return report("save", str(self._path), self._watch, summary, self._on_record)
@@ -293,8 +292,10 @@ class _Save:
             self._unclaimed.clear()
             # The error may be kept for long, and would keep the values with it.
             self._values.clear()
-            with self._held:
+            try:
                 self._clean_up()
+            finally:
+                self._place.release()
             if isinstance(error, ProcessFailed):
                 cause = error.__cause__
                 raise SaveFailed(str(self._path), error.process, error.reason) from cause
@@ -303,21 +304,13 @@ class _Save:
             raise
 
     def _clean_up(self) -> None:
-        """Remove what a failed save wrote, unless it is what `_METADATA` names.
-
-        Done by process 0 once the others have stopped. What stays all the same, because it can't
-        be told or deleted now, is recognised and removed by the next save.
-        """
+        """On process 0, once the others have stopped, remove what a failed save wrote."""
         if self._operation.process != 0:
             return
         with suppress(OSError):
             if self._save_id:
                 self._operation.wait_until_left()
-                directory = _format.shards_directory(self._save_id)
-                if committed_directory(self._store) not in (directory, UNKNOWN):
-                    self._store.delete(directory)
-            if self._made_place:
-                self._store.remove_if_empty()
+            self._place.clean_up(self._save_id)
 
     def _begin(self, captured: Captured, rest: Any) -> str:
         """Agree on the tree and the id; sort out leaves that live on one process alone."""
@@ -336,9 +329,7 @@ class _Save:
         self._states = found.states
         if self._check_place is not None:
             self._check_place()
-        self._made_place = self._store.prepare()
-        self._held.enter_context(self._store.exclusive())
-        remove_leftovers(self._store)
+        self._place.take()
         return {
             "id": secrets.token_hex(8),
             "common": found.common,
@@ -392,10 +383,7 @@ class _Save:
                 indexes=indexes,
                 user=self._user,
             )
-            data = _format.encode_metadata(metadata)
-            # The shards must not be lost to a crash that keeps the commit.
-            self._store.settle("")
-            self._store.put(_format.METADATA_NAME, data)
+            self._place.commit(_format.encode_metadata(metadata))
             return summary
 
         entry = None if index is None else [index.size, index.digest]
