@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from ostraka import _account, _box, _fetch, _format, _shards
+from ostraka import _account, _box, _fetch, _format, _metadata, _shards
 from ostraka._account import Spread
-from ostraka._plan import plan_write
+from ostraka._plan_write import plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
 from ostraka.planner._state import default_writers
 from ostraka.planner._time import Bandwidths, advise_interval
@@ -115,8 +115,8 @@ def test_all_processes_together_need_everything_once_or_more():
 
 def test_metadata_can_be_read_back():
     metadata = metadata_of()
-    data = _format.encode_metadata(metadata)
-    assert _format.decode_metadata(data).leaves == PLAN.leaves
+    data = _metadata.encode_metadata(metadata)
+    assert _metadata.decode_metadata(data).leaves == PLAN.leaves
     assert json.loads(data)["indexes"][0][1] == _account.index_bytes(PLAN, {0})[0]
 
 

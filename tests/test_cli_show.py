@@ -14,7 +14,7 @@ import pytest
 
 import ostraka
 from cli_runs import flip, put, run, save_model
-from ostraka import _format
+from ostraka import _metadata
 from ostraka.storage import LocalStore
 from ostraka.testing import run_processes
 from replacing import replaced_once, saving_in_a_loop
@@ -297,10 +297,10 @@ def test_files_of_several_hosts(tmp_path: Path):
 def test_hosts_that_are_not_told(tmp_path: Path, hosts: Any):
     path = save_model(tmp_path / "c")
     store = LocalStore(str(path))
-    metadata = _format.decode_metadata(store.get("_METADATA"))
+    metadata = _metadata.decode_metadata(store.get("_METADATA"))
     writer = {name: value for name, value in metadata.writer.items() if name != "hosts"}
     writer |= {} if hosts is None else {"hosts": hosts}
-    store.put("_METADATA", _format.encode_metadata(dataclasses.replace(metadata, writer=writer)))
+    store.put("_METADATA", _metadata.encode_metadata(dataclasses.replace(metadata, writer=writer)))
     assert "host:" not in run("show", path).stdout
     assert rows(run("show", path, "--files").stdout)["shard_00000.safetensors"][2] == "unknown"
     assert " unknown " in run("show", path, "kernel").stdout

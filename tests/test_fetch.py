@@ -14,7 +14,7 @@ from ostraka import _fetch
 from ostraka._checkpoint import Source, load
 from ostraka._fetch import FetchJob, fetch
 from ostraka._parallel import StopSignal
-from ostraka._plan import Target
+from ostraka._spec import Target
 from ostraka.storage import open_store
 
 SHAPE = (24, 16)

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka import _box, _format, _plan
-from ostraka._format import Entry, FileDigests, IndexEntry, Metadata
+from ostraka import _box, _format, _metadata, _plan_write
+from ostraka._format import Entry, FileDigests
+from ostraka._metadata import IndexEntry, Metadata
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, StoredLeaf
 from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
 from ostraka.storage import MemoryStore
@@ -64,7 +65,7 @@ def plans(draw, **options):
     names = draw(st.lists(paths, min_size=1, max_size=8, unique=True))
     leaves = [draw(leaf_specs(name, **options)) for name in names]
     cap = draw(st.sampled_from([5000, 9000, 1 << 40]))
-    return _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap)
+    return _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap)
 
 
 # Runs of integers
@@ -285,7 +286,7 @@ def test_a_header_never_outgrows_its_plan(names, data):
 
 def test_a_subset_of_devices_gives_the_same_entries():
     leaves = [LeafSpec(f"w{i}", "jax", "float32", (8, i + 2), 0, (("x", "y"),)) for i in range(20)]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=4300)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=4300)
     everything = _format.entries_by_file(plan.leaves, plan.layouts)
     some = _format.entries_by_file(plan.leaves, plan.layouts, {1, 6})
     assert some == {key: entries for key, entries in everything.items() if key[0] in (1, 6)}
@@ -293,7 +294,7 @@ def test_a_subset_of_devices_gives_the_same_entries():
 
 def test_the_leaves_between_two_offsets_are_named():
     leaves = [LeafSpec(name, "jax", "uint8", (10,), 2) for name in "abc"]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
     entries = _format.entries_by_file(plan.leaves, plan.layouts)[2, 0]
     assert _format.paths_between(plan.leaves, entries, 0, 10) == ("a",)
     assert _format.paths_between(plan.leaves, entries, 9, 11) == ("a", "b")
@@ -365,10 +366,10 @@ def metadata_of(draw):
 @settings(max_examples=40)
 @given(metadata_of())
 def test_metadata_decodes_to_what_was_encoded(metadata):
-    data = _format.encode_metadata(metadata)
-    assert _format.metadata_is_intact(data)
-    assert _format.decode_metadata(data) == metadata
-    assert _format.encode_metadata(_format.decode_metadata(data)) == data
+    data = _metadata.encode_metadata(metadata)
+    assert _metadata.metadata_is_intact(data)
+    assert _metadata.decode_metadata(data) == metadata
+    assert _metadata.encode_metadata(_metadata.decode_metadata(data)) == data
     assert json.loads(data)["digest"] in data.decode()
 
 
@@ -379,11 +380,11 @@ def test_every_kind_of_leaf_survives():
         LeafSpec("s", "scalar", "int8", ()),
         LeafSpec("p", "numpy", "int64", (4, 2), per_process=True),
     ]
-    plan = _plan.plan_write(specs, MESHES, PROCESS_OF)
+    plan = _plan_write.plan_write(specs, MESHES, PROCESS_OF)
     metadata = Metadata(
         ID, {}, plan.process_of, None, plan.meshes, plan.layouts, plan.leaves, plan.files, {}, {}
     )
-    decoded = _format.decode_metadata(_format.encode_metadata(metadata))
+    decoded = _metadata.decode_metadata(_metadata.encode_metadata(metadata))
     assert [leaf.spec for leaf in decoded.leaves] == specs
     assert decoded.process_count == 4
 
@@ -393,7 +394,7 @@ def example_metadata():
         LeafSpec("layers/0/kernel", "jax", "bfloat16", (16, 8), 0, (("x",), ("y",))),
         LeafSpec('é"\\', "jax", "int4", (5,), 1),
     ]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
     return Metadata(
         id=ID,
         writer={"ostraka": "0.1"},
@@ -409,24 +410,24 @@ def example_metadata():
 
 
 def test_any_flipped_bit_of_metadata_shows():
-    data = _format.encode_metadata(example_metadata())
-    assert _format.metadata_is_intact(data)
+    data = _metadata.encode_metadata(example_metadata())
+    assert _metadata.metadata_is_intact(data)
     for position in range(len(data)):
         flipped = bytearray(data)
         flipped[position] ^= 1 << position % 8
-        assert not _format.metadata_is_intact(bytes(flipped)), position
+        assert not _metadata.metadata_is_intact(bytes(flipped)), position
 
 
 def test_metadata_that_was_cut_short_or_grew_shows():
-    data = _format.encode_metadata(example_metadata())
+    data = _metadata.encode_metadata(example_metadata())
     for length in range(len(data)):
-        assert not _format.metadata_is_intact(data[:length]), length
-    assert not _format.metadata_is_intact(data + b"\n")
-    assert not _format.metadata_is_intact(b" " + data)
+        assert not _metadata.metadata_is_intact(data[:length]), length
+    assert not _metadata.metadata_is_intact(data + b"\n")
+    assert not _metadata.metadata_is_intact(b" " + data)
 
 
 def changed(**fields):
-    body = json.loads(_format.encode_metadata(example_metadata()))
+    body = json.loads(_metadata.encode_metadata(example_metadata()))
     return json.dumps({**body, **fields}).encode()
 
 
@@ -434,24 +435,24 @@ def test_a_newer_version_asks_for_a_newer_ostraka():
     with pytest.raises(
         UnsupportedFormat, match="version 2 and this Ostraka reads version 1; install"
     ):
-        _format.decode_metadata(changed(version=2))
+        _metadata.decode_metadata(changed(version=2))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"PK\x03\x04", b"not json", b'{"format":'])
 def test_what_is_not_json_is_not_a_checkpoint(data):
     with pytest.raises(NotACheckpoint, match="its _METADATA is not JSON"):
-        _format.decode_metadata(data)
+        _metadata.decode_metadata(data)
 
 
 @pytest.mark.parametrize("data", [b"[]", b"3", b"null", b"{}", b'{"format":"orbax","version":1}'])
 def test_json_of_others_is_not_a_checkpoint(data):
     with pytest.raises(NotACheckpoint, match="was not written by Ostraka"):
-        _format.decode_metadata(data)
+        _metadata.decode_metadata(data)
 
 
 def test_nesting_without_end_is_not_a_checkpoint():
     with pytest.raises((NotACheckpoint, ValueError), match="_METADATA|nest"):
-        _format.decode_metadata(b"[" * 200_000)
+        _metadata.decode_metadata(b"[" * 200_000)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +470,7 @@ def test_nesting_without_end_is_not_a_checkpoint():
 )
 def test_contradictions_are_value_errors(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
-        _format.decode_metadata(changed(**fields))
+        _metadata.decode_metadata(changed(**fields))
 
 
 @pytest.mark.parametrize(
@@ -490,10 +491,10 @@ def test_contradictions_are_value_errors(fields, sentence):
     ],
 )
 def test_a_leaf_that_can_not_be_is_a_value_error(field, value):
-    body = json.loads(_format.encode_metadata(example_metadata()))
+    body = json.loads(_metadata.encode_metadata(example_metadata()))
     body["leaves"][0][field] = value
     with pytest.raises(ValueError, match="leaf|malformed|layout"):
-        _format.decode_metadata(json.dumps(body).encode())
+        _metadata.decode_metadata(json.dumps(body).encode())
 
 
 # Whole checkpoints that someone has tampered with, and sealed again
@@ -650,6 +651,6 @@ def test_a_tree_that_contradicts_its_arrays_is_not_intact():
 def test_fields_of_a_newer_writer_are_kept():
     store, body = save_example("fields")
     store.put("_METADATA", sealed({**body, "compression": {"level": 3}}))
-    metadata = _format.decode_metadata(store.get("_METADATA"))
+    metadata = _metadata.decode_metadata(store.get("_METADATA"))
     assert metadata.unknown == {"compression": {"level": 3}}
     assert ostraka.restore(store.location)["p"].x == 1

@@ -12,7 +12,7 @@ import pytest
 
 import ostraka
 from cli_runs import run
-from ostraka import Manager, _format
+from ostraka import Manager, _format, _metadata
 from ostraka._leftovers import UNKNOWN, committed_directory, find_leftovers
 from ostraka.errors import Damaged, PathInTheWay, SaveFailed
 from ostraka.storage import LocalStore
@@ -38,7 +38,7 @@ def rewrite(step: Path, change: Callable[[dict[str, object]], None]) -> None:
     document.pop("digest")
     text = json.dumps(document, separators=(",", ":")).encode()[:-1]
     whole = text + b',"digest":"' + _format.digest(text).encode() + b'"}\n'
-    assert _format.metadata_is_intact(whole)
+    assert _metadata.metadata_is_intact(whole)
     (step / "_METADATA").write_bytes(whole)
 
 

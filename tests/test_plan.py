@@ -14,15 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostraka import _box, _format, _plan
-from ostraka._format import FileDigests, Metadata
+from ostraka import _box, _format, _metadata, _plan_read, _plan_write
+from ostraka._format import FileDigests
+from ostraka._metadata import Metadata
 from ostraka._pack import unpack
-from ostraka._plan import Direct, Strided, Target
+from ostraka._plan_read import Direct, Strided
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
+    Target,
     device_boxes,
     numpy_dtype,
     partition_grid,
@@ -66,8 +68,8 @@ def plans(draw, max_leaves=10):
     count = draw(st.integers(1, max_leaves))
     leaves = [draw(leaf_specs(f"leaf{n}")) for n in range(count)]
     # Headers take a page: what a file may hold beyond that is a few elements, or many.
-    cap = 4096 + draw(st.sampled_from([60, 500, 5000, _plan.MAX_FILE_BYTES]))
-    return _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap), cap
+    cap = 4096 + draw(st.sampled_from([60, 500, 5000, _plan_write.MAX_FILE_BYTES]))
+    return _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap), cap
 
 
 def entries_of(plan):
@@ -167,14 +169,14 @@ def test_a_file_has_one_box_of_a_leaf_and_no_more_bytes_than_allowed(planned):
 def test_no_file_grows_past_the_cap_header_included():
     leaves = [LeafSpec(f"w{n}", "jax", "float32", (1 << 17,), 4) for n in range(8)]
     leaves.append(LeafSpec("large", "jax", "float32", (5, 1 << 20), 4))
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=MiB)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=MiB)
     assert max(file.size for file in plan.files) <= MiB
 
 
 def test_long_names_make_large_headers_and_count_as_well():
     names = ["short", *("long" * n for n in (900, 1000, 1100, 5000))]
     leaves = [LeafSpec(name, "jax", "int8", (60_000,), 4) for name in names]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=64 << 10)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=64 << 10)
     assert max(file.size for file in plan.files) <= 64 << 10
 
 
@@ -184,13 +186,13 @@ def test_many_small_leaves_fill_files_up_to_the_cap(data_bytes):
     leaves = [LeafSpec(f"leaf{n}", "jax", "int8", (1,), 4) for n in range(60)]
     leaves.append(LeafSpec("rest", "jax", "int8", (data_bytes,), 4))
     for cap in (8192, 12288, 16000):
-        plan = _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap)
+        plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap)
         assert max(file.size for file in plan.files) <= cap
 
 
 def test_parts_are_numbered_from_zero_without_gaps():
     leaves = [LeafSpec(f"w{n}", "jax", "int8", (64, 64), 0, (("x",),)) for n in range(10)]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=4096 + 1000)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=4096 + 1000)
     for device in range(8):
         parts = [file.part for file in plan.files if file.device == device]
         assert parts == sorted(parts)
@@ -203,7 +205,7 @@ def test_parts_are_numbered_from_zero_without_gaps():
 def test_the_same_leaves_give_the_same_plan(planned):
     plan, cap = planned
     leaves = [leaf.spec for leaf in plan.leaves]
-    again = _plan.plan_write(leaves, list(MESHES), list(PROCESS_OF), max_file_bytes=cap)
+    again = _plan_write.plan_write(leaves, list(MESHES), list(PROCESS_OF), max_file_bytes=cap)
     assert again == plan
 
 
@@ -248,7 +250,7 @@ def mixed_leaves(seed, count=200, mesh=0):
 
 
 def mixed_plan(seed):
-    return _plan.plan_write(mixed_leaves(seed), MESHES, PROCESS_OF)
+    return _plan_write.plan_write(mixed_leaves(seed), MESHES, PROCESS_OF)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -274,7 +276,7 @@ def test_replicas_share_the_writing_evenly(name, shapes, mesh):
     leaves = [
         LeafSpec(f"{name}/{n}", "jax", "float32", shape, mesh) for n, shape in enumerate(shapes)
     ]
-    loads = _plan.plan_write(leaves, MESHES, PROCESS_OF).bytes_by_process()
+    loads = _plan_write.plan_write(leaves, MESHES, PROCESS_OF).bytes_by_process()
     mean = sum(loads) / PROCESSES
     assert max(abs(load - mean) for load in loads) <= 0.05 * mean, loads
 
@@ -283,25 +285,25 @@ def test_an_uneven_start_is_made_up_for():
     """One device holds a large leaf alone: what is replicated goes to the others."""
     alone = LeafSpec("alone", "jax", "int8", (4 * MiB,), 4)
     shared = [LeafSpec(f"shared{n}", "jax", "int8", (100_003,), 0) for n in range(200)]
-    loads = _plan.plan_write([*shared, alone], MESHES, PROCESS_OF).bytes_by_process()
+    loads = _plan_write.plan_write([*shared, alone], MESHES, PROCESS_OF).bytes_by_process()
     mean = sum(loads) / PROCESSES
     assert max(loads) <= 1.05 * mean, loads
 
 
 def test_a_leaf_of_every_process_is_written_by_each():
     leaf = LeafSpec("rng", "numpy", "int64", (PROCESSES, 3), per_process=True)
-    plan = _plan.plan_write([leaf], MESHES, PROCESS_OF)
+    plan = _plan_write.plan_write([leaf], MESHES, PROCESS_OF)
     assert plan.bytes_by_process() == [24] * PROCESSES
 
 
 def test_an_empty_tree_has_no_files():
-    plan = _plan.plan_write([], [], PROCESS_OF)
+    plan = _plan_write.plan_write([], [], PROCESS_OF)
     assert plan.files == ()
     assert plan.bytes_by_process() == [0] * PROCESSES
 
 
 def test_an_empty_leaf_is_in_some_file():
-    plan = _plan.plan_write(
+    plan = _plan_write.plan_write(
         [LeafSpec("w", "jax", "float32", (0, 8), 0, (("x",),))], MESHES, [0] * 8
     )
     assert len(plan.files) == 1
@@ -333,18 +335,18 @@ def large_plan(layers, mesh_shape):
         for layer in range(layers)
         for name, (shape, partition) in kinds.items()
     ]
-    return _plan.plan_write(leaves, [mesh], [device // 4 for device in range(count)])
+    return _plan_write.plan_write(leaves, [mesh], [device // 4 for device in range(count)])
 
 
 def metadata_bytes(plan):
-    return len(_format.encode_metadata(metadata_of(plan)))
+    return len(_metadata.encode_metadata(metadata_of(plan)))
 
 
 def test_3400_leaves_on_16384_devices_fit_in_four_mebibytes():
     begin = time.perf_counter()
     plan = large_plan(126, (2048, 8))
     planned = time.perf_counter()
-    data = _format.encode_metadata(metadata_of(plan))
+    data = _metadata.encode_metadata(metadata_of(plan))
     print(
         f"{len(plan.leaves):,} leaves on 16,384 devices: planned in {planned - begin:.2f} s, "
         f"encoded in {time.perf_counter() - planned:.2f} s, {len(data):,} bytes"
@@ -441,7 +443,7 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
     targets = data.draw(targets_for(plan))
     chunk_bytes = data.draw(st.sampled_from([16, 64, 1000, 8 * MiB]))
     metadata = metadata_of(plan)
-    read_plan = _plan.plan_read(metadata, targets)
+    read_plan = _plan_read.plan_read(metadata, targets)
     assert read_plan.targets == tuple(targets)
     buffers = [np.zeros(_box.shape_of(t.box), arrays[t.leaf].dtype) for t in targets]
     seen = [np.zeros(_box.shape_of(t.box), np.int64) for t in targets]
@@ -449,7 +451,7 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
         stored = files[read.file.device, read.file.part]
         digests = random_blocks(read.file, rng)
         starts = [0, *accumulate(digests.lengths)]
-        chunks = _plan.plan_chunks(read, digests, metadata, targets, chunk_bytes=chunk_bytes)
+        chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=chunk_bytes)
         for chunk in chunks:
             assert (chunk.start, chunk.stop) == (
                 starts[chunk.first_block],
@@ -492,11 +494,13 @@ def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
     metadata = metadata_of(plan)
     counts = {}
     moved = 0
-    for read in _plan.plan_read(metadata, targets).files:
+    for read in _plan_read.plan_read(metadata, targets).files:
         lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
         digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
         count = counts[read.file.device, read.file.part] = [0] * len(lengths)
-        for chunk in _plan.plan_chunks(read, digests, metadata, targets, chunk_bytes=chunk_bytes):
+        for chunk in _plan_read.plan_chunks(
+            read, digests, metadata, targets, chunk_bytes=chunk_bytes
+        ):
             moved += chunk.stop - chunk.start
             for block in range(chunk.first_block, chunk.last_block):
                 count[block] += 1
@@ -505,7 +509,7 @@ def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
 
 def resharded(shape, dtype, source, destination, mesh=0):
     leaf = LeafSpec("w", "jax", dtype, shape, mesh, source)
-    plan = _plan.plan_write([leaf], MESHES, [0] * 8)
+    plan = _plan_write.plan_write([leaf], MESHES, [0] * 8)
     boxes = device_boxes(shape, MESHES[mesh], destination)
     targets = [Target(0, box) for box in dict.fromkeys(boxes.values())]
     return plan, targets
@@ -549,13 +553,13 @@ def test_reading_a_part_reads_only_the_blocks_under_it():
 
 def test_small_neighbours_are_read_in_one_go():
     leaves = [LeafSpec(f"w{n}", "jax", "float32", (1000 + n,), 4) for n in range(500)]
-    plan = _plan.plan_write(leaves, MESHES, PROCESS_OF)
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
     targets = [Target(n, ((0, 1000 + n),)) for n in range(500)]
     metadata = metadata_of(plan)
-    (read,) = _plan.plan_read(metadata, targets).files
+    (read,) = _plan_read.plan_read(metadata, targets).files
     lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
     digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
-    chunks = _plan.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
+    chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
     assert len(chunks) == 1
     assert len(chunks[0].direct) == 500
 
@@ -563,22 +567,22 @@ def test_small_neighbours_are_read_in_one_go():
 def test_chunks_stay_near_their_size():
     plan, targets = resharded((16384, 8192), "float32", ROWS, ())
     metadata = metadata_of(plan)
-    for read in _plan.plan_read(metadata, targets).files:
+    for read in _plan_read.plan_read(metadata, targets).files:
         lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
         digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
-        chunks = _plan.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
+        chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
         assert len(chunks) == 8
         assert all(chunk.stop - chunk.start == 8 * MiB for chunk in chunks)
 
 
 def test_nothing_wanted_reads_nothing():
     plan, _ = resharded((64, 64), "float32", ROWS, ())
-    assert _plan.plan_read(metadata_of(plan), []).files == ()
+    assert _plan_read.plan_read(metadata_of(plan), []).files == ()
 
 
 def test_an_empty_target_still_names_its_file():
     plan, _ = resharded((0, 64), "float32", (), ())
-    (read,) = _plan.plan_read(metadata_of(plan), [Target(0, ((0, 0), (0, 64)))]).files
+    (read,) = _plan_read.plan_read(metadata_of(plan), [Target(0, ((0, 0), (0, 64)))]).files
     assert read.pieces == ()
     assert read.file == plan.files[0]
 
@@ -588,7 +592,7 @@ def test_a_file_table_that_contradicts_the_layouts_is_a_value_error():
     metadata = metadata_of(plan)
     short = Metadata(**{**_fields(metadata), "files": metadata.files[1:]})
     with pytest.raises(ValueError, match="disagree about shard_00000.safetensors"):
-        _plan.plan_read(short, targets)
+        _plan_read.plan_read(short, targets)
 
 
 def _fields(metadata):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from nnx_models import Block, Sharded
-from ostraka import _checkpoint, _format, sharding
+from ostraka import _checkpoint, _metadata, sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.planner import Plan, plan
 from ostraka.planner._plan import plan_checkpoint
@@ -138,13 +138,13 @@ def written(path: Path) -> dict[str, int]:
 
 def assert_metadata_as_planned(planned: Plan, data: bytes) -> None:
     """To the byte, but for the digits of how long the save took."""
-    metadata = _format.decode_metadata(data)
+    metadata = _metadata.decode_metadata(data)
     timeline = planned.metadata.writer["timeline"]
     assert metadata.writer["timeline"].keys() == timeline.keys()
     for name in ("bytes", "process_bytes"):
         assert metadata.writer["timeline"][name] == timeline[name]
     same_times = replace(metadata, writer={**metadata.writer, "timeline": timeline})
-    assert len(_format.encode_metadata(same_times)) == planned.metadata_bytes
+    assert len(_metadata.encode_metadata(same_times)) == planned.metadata_bytes
     assert abs(len(data) - planned.metadata_bytes) <= max(0.01 * len(data), 24)
 
 

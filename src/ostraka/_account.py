@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from ostraka import _box, _format
-from ostraka._format import Entry, FileDigests, FileEntry, IndexEntry, Metadata
-from ostraka._plan import Target, WritePlan, plan_chunks, plan_read
-from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, holders, partition_grid
+from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._metadata import IndexEntry, Metadata
+from ostraka._plan_read import plan_chunks, plan_read
+from ostraka._plan_write import WritePlan
+from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, Target, holders, partition_grid
 
 STAGING_BYTES = 1 << 30
 """How much of what is on accelerators a save holds in host memory at one time."""

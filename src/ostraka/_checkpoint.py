@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
-from ostraka import _format
+from ostraka import _format, _metadata
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._foreign import foreign_metadata, is_committed, names_in, nothing_there
-from ostraka._format import FileDigests, FileEntry, Metadata
+from ostraka._format import FileDigests, FileEntry
+from ostraka._metadata import Metadata
 from ostraka._parallel import RenewedLock, with_full_stack
 from ostraka._step_names import names_of_step, steps_among
 from ostraka.errors import (
@@ -210,7 +211,7 @@ def load(store: Store) -> Source:
         if error.loss is None:
             raise
         raise Damaged(store.location, [Problem(_format.METADATA_NAME, error.loss)]) from error
-    if not _format.metadata_is_intact(data):
+    if not _metadata.metadata_is_intact(data):
         if not looks_like_ours(store, data):
             raise foreign_metadata(store)
         raise Damaged(
@@ -218,7 +219,7 @@ def load(store: Store) -> Source:
             [Problem(_format.METADATA_NAME, "its digest is not the one that was written")],
         )
     try:
-        return Source(store, _format.decode_metadata(data), len(data))
+        return Source(store, _metadata.decode_metadata(data), len(data))
     except (NotACheckpoint, UnsupportedFormat) as error:
         raise type(error)(f"can't read {store.location}: {error}") from error
     except ValueError as error:

@@ -17,8 +17,7 @@ from ostraka._box import Box
 from ostraka._checkpoint import Source
 from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
-from ostraka._plan import Target
-from ostraka._spec import LeafSpec, show_partition
+from ostraka._spec import LeafSpec, Target, show_partition
 from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]

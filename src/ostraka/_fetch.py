@@ -23,8 +23,8 @@ from ostraka import _box, _format, _pack
 from ostraka._checkpoint import Source
 from ostraka._format import FileDigests
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
-from ostraka._plan import Chunk, Direct, FileRead, ReadPlan, Strided, Target, plan_chunks, plan_read
-from ostraka._spec import DTYPES, numpy_dtype
+from ostraka._plan_read import Chunk, Direct, FileRead, ReadPlan, Strided, plan_chunks, plan_read
+from ostraka._spec import DTYPES, Target, numpy_dtype
 from ostraka.errors import StoreError
 from ostraka.storage import FileReader
 

@@ -11,8 +11,7 @@ from ostraka._box import Box
 from ostraka._checkpoint import Source, load_at
 from ostraka._document import ArrayNumber, Kept, leaves_of
 from ostraka._fetch import fetch
-from ostraka._plan import Target
-from ostraka._spec import LeafSpec, MeshSpec, numpy_dtype, show_partition
+from ostraka._spec import LeafSpec, MeshSpec, Target, numpy_dtype, show_partition
 from ostraka.errors import nearest_path
 from ostraka.storage import PathLike
 

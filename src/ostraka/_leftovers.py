@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ostraka import _format
+from ostraka import _format, _metadata
 from ostraka._checkpoint import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
 from ostraka.storage import Store
@@ -57,12 +57,12 @@ def committed_directory(store: Store) -> str | None:
         if error.loss is None:
             raise
         return UNKNOWN
-    if not _format.metadata_is_intact(data):
+    if not _metadata.metadata_is_intact(data):
         if looks_like_ours(store, data):
             return UNKNOWN
         raise _not_ours(store, f"its {_format.METADATA_NAME} was not written by Ostraka")
     try:
-        metadata = _format.decode_metadata(data)
+        metadata = _metadata.decode_metadata(data)
     except NotACheckpoint as error:
         raise _not_ours(store, str(error)) from error
     except ValueError:

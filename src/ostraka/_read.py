@@ -20,9 +20,8 @@ from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
 from ostraka._parallel import StopSignal, paused_gc
 from ostraka._pattern import Patterns
-from ostraka._plan import Target
 from ostraka._record import OnRecord, Stopwatch, report, summarize
-from ostraka._spec import numpy_dtype
+from ostraka._spec import Target, numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
 from ostraka.sharding._mesh import as_mesh

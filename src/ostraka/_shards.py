@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ostraka import _format, _pack
-from ostraka._format import Entry, FileDigests, FileEntry, StoredLeaf
+from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
-from ostraka._plan import WritePlan
-from ostraka._spec import DTYPES
+from ostraka._plan_write import WritePlan
+from ostraka._spec import DTYPES, StoredLeaf
 from ostraka._values import Value, flat_bytes
 from ostraka.storage import FileWriter, Store
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ostraka import _box
 from ostraka.errors import InvalidSharding
@@ -181,6 +181,26 @@ class StoredLeaf:
     spec: LeafSpec
     layout: int
     part: int
+
+
+class Target(NamedTuple):
+    """A box of a leaf that is wanted in memory."""
+
+    leaf: int
+    box: _box.Box
+
+
+def turns_of(layout: Layout) -> npt.NDArray[np.int64] | None:
+    """For each cell, how many cells of the same device come before it; None if none do."""
+    import numpy as np
+
+    if len(set(layout.owners)) == len(layout.owners):
+        return None
+    cells = layout.cells_by_owner()
+    turns = np.zeros(len(layout.owners), dtype=np.int64)
+    for mine in cells.values():
+        turns[mine] = np.arange(len(mine))
+    return turns
 
 
 def partition_grid(mesh: MeshSpec, partition: Partition, rank: int) -> tuple[int, ...]:

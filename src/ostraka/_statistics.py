@@ -13,7 +13,7 @@ import numpy as np
 
 from ostraka._box import Box
 from ostraka._checkpoint import Source
-from ostraka._plan import Target
+from ostraka._spec import Target
 from ostraka._stream import Array, Result, Wanted, as_numbers, pieces_of, slices_of, work_through
 
 

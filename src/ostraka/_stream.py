@@ -13,8 +13,7 @@ from ostraka._box import Box
 from ostraka._checkpoint import Source
 from ostraka._fetch import fetch
 from ostraka._parallel import StopSignal, run_as_completed
-from ostraka._plan import Target
-from ostraka._spec import numpy_dtype
+from ostraka._spec import Target, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Wanted = tuple[Target, ...]

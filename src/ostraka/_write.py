@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 
-from ostraka import _format
+from ostraka import _format, _metadata
 from ostraka._alike import compare_trees, describe_tree
 from ostraka._capture import (
     Captured,
@@ -31,10 +31,10 @@ from ostraka._capture import (
 from ostraka._commit import SavePlace
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import fill_in_states
-from ostraka._format import IndexEntry, Metadata
 from ostraka._handle import SaveHandle, settle, settled, start_in_background
+from ostraka._metadata import IndexEntry, Metadata
 from ostraka._parallel import StopSignal, paused_gc, run_all
-from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
+from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import (
     OnRecord,
     Record,
@@ -383,7 +383,7 @@ class _Save:
                 indexes=indexes,
                 user=self._user,
             )
-            self._place.commit(_format.encode_metadata(metadata))
+            self._place.commit(_metadata.encode_metadata(metadata))
             return summary
 
         entry = None if index is None else [index.size, index.digest]

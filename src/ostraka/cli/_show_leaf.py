@@ -16,8 +16,7 @@ from ostraka._checkpoint import Source
 from ostraka._fetch import fetch
 from ostraka._lazy import bounding_box
 from ostraka._picture import draw
-from ostraka._plan import Target
-from ostraka._spec import LeafSpec, numpy_dtype
+from ostraka._spec import LeafSpec, Target, numpy_dtype
 from ostraka._statistics import Statistics, statistics_of
 from ostraka.cli import _tree
 from ostraka.cli._progress import progress

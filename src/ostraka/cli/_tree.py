@@ -12,7 +12,8 @@ import click
 
 from ostraka._checkpoint import Source
 from ostraka._document import ArrayNumber, Kept, leaves_of
-from ostraka._format import FileEntry, Metadata, shards_directory
+from ostraka._format import FileEntry, shards_directory
+from ostraka._metadata import Metadata
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
     Table,

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, SupportsIndex
 import jax
 
 from ostraka._capture import DtypeRule
-from ostraka._plan import MAX_FILE_BYTES
+from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import Record, Stopwatch
 from ostraka._record import logger as log

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
-from ostraka import _account, _format
+from ostraka import _account, _format, _metadata
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka._checkpoint import load_at
-from ostraka._format import FileEntry, Metadata
+from ostraka._format import FileEntry
+from ostraka._metadata import Metadata
 from ostraka._parallel import paused_gc
-from ostraka._plan import MAX_FILE_BYTES, WritePlan, plan_write
+from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
 from ostraka._units import bytes_per_second, human_bytes, size_bytes
@@ -311,7 +312,7 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
     metadata = _account.describe_metadata(
         write, tree=state.tree, user=state.user, writer=_writer(write), indexes=sizes
     )
-    size = len(_format.encode_metadata(metadata))
+    size = len(_metadata.encode_metadata(metadata))
     return Plan(
         write=write,
         metadata=metadata,

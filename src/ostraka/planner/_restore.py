@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ostraka import _account
 from ostraka._account import ReadAccount, Spread
-from ostraka._format import Metadata
+from ostraka._metadata import Metadata
 from ostraka._pattern import selects, unmatched
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
 from ostraka._units import bytes_per_second, human_bytes

@@ -12,7 +12,7 @@ import numpy as np
 
 from ostraka import _checkpoint, _format
 from ostraka._parallel import paused_gc
-from ostraka._plan import MAX_FILE_BYTES
+from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
 from ostraka.errors import InvalidSharding, nearest, store_error
 from ostraka.planner._factory import evaluate_factory, is_factory
