@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from mounts import mounted
-from ostraka import _commit, _coordinate, _shards, _write
+from ostraka import _commit, _coordinate, _service, _shards, _write
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import run_processes
@@ -457,7 +457,7 @@ def test_a_full_disk_with_one_process(small_disk: Path):
 def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
     """One process kills itself in the middle of its shard; how long ago it was heard of, and died.
 
-    The first is at least as long as since its last pulse, whatever the processes were kept from.
+    The first is at least as long as since it last answered a roll call, or came.
     """
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
@@ -465,7 +465,7 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
     ostraka.save(path, make_tree(1))
     mark = Path(path + ".died")
     heard_s = time.monotonic()
-    real_write, real_set = LocalWriter.write, _coordinate.Operation._set
+    real_write, real_set = LocalWriter.write, _service.Keys.set
 
     def write(writer: Any, offset: int, buffers: Any) -> None:
         real_write(writer, offset, buffers)
@@ -473,16 +473,16 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
             mark.write_text(f"{heard_s} {time.monotonic()}")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def set_and_note(operation: Any, key: str, value: str) -> None:
+    def set_and_note(keys: Any, key: str, value: Any) -> None:
         nonlocal heard_s
         begin = time.monotonic()
-        real_set(operation, key, value)
-        if key.startswith("pulse/"):
+        real_set(keys, key, value)
+        if key.startswith("here/"):
             heard_s = begin
 
     with (
         patch.object(LocalWriter, "write", write),
-        patch.object(_coordinate.Operation, "_set", set_and_note),
+        patch.object(_service.Keys, "set", set_and_note),
     ):
         try:
             ostraka.save(path, make_tree(2))
@@ -646,23 +646,23 @@ def be_stopped_while_writing(path: str) -> int | str:
     """The machine is suspended for longer than it takes to count as dead."""
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    real_finish, real_look = LocalWriter.finish, _coordinate.Operation._first_failure
+    real_finish, real_call = LocalWriter.finish, _coordinate.Operation._call_roll
 
     def finish(writer: Any) -> None:
-        Path(f"{path}.writing").touch()
-        while not os.path.exists(f"{path}.awake"):
-            time.sleep(0.01)
+        if jax.process_index() == 1:
+            Path(f"{path}.writing").touch()
+            while not os.path.exists(f"{path}.awake"):
+                time.sleep(0.01)
         real_finish(writer)
 
-    def look(operation: Any, seen: dict[int, Any], awake_s: float) -> Any:
-        failure = real_look(operation, seen, awake_s)
-        if len(seen) == 2:
-            Path(f"{path}.heard").touch()
-        return failure
+    def call_roll(operation: Any, stage: str, roll: Any) -> None:
+        real_call(operation, stage, roll)
+        if stage == "commit":
+            Path(f"{path}.waiting").touch()
 
     with (
         patch.object(LocalWriter, "finish", finish),
-        patch.object(_coordinate.Operation, "_first_failure", look),
+        patch.object(_coordinate.Operation, "_call_roll", call_roll),
     ):
         ostraka.save(path, make_tree(1))
     return number_in(ostraka.restore(path, like=make_tree(0)))
@@ -672,7 +672,7 @@ def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
     path = tmp_path / "checkpoint"
 
     def suspend(popens: list[Any]) -> None:
-        while not (Path(f"{path}.writing").exists() and Path(f"{path}.heard").exists()):
+        while not (Path(f"{path}.writing").exists() and Path(f"{path}.waiting").exists()):
             if any(popen.returncode is not None for popen in popens):
                 return
             time.sleep(0.01)
@@ -681,7 +681,7 @@ def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
         time.sleep(DEAD_AFTER_S + 1)
         for popen in popens:
             popen.send_signal(signal.SIGCONT)
-            time.sleep(0.8)  # so that process 0 sees the pulses of before
+            time.sleep(0.8)  # so that process 0 goes on alone for a moment
         Path(f"{path}.awake").touch()
 
     results = run_processes(

@@ -221,17 +221,17 @@ DEAD_AFTER_S = 10.0
 
 
 def mark_when_entered(mark: Path) -> None:
-    """A process that dies before it has entered the save, with its pulse, is JAX's to miss."""
+    """A process that dies before it has entered the save is JAX's to miss."""
     from ostraka import _coordinate
 
-    real = _coordinate.Operation._set
+    real = _coordinate.Operation.__enter__
 
-    def set_and_mark(self: Any, key: str, value: str) -> None:
-        real(self, key, value)
-        if key.startswith("pulse/"):
-            mark.touch()
+    def enter_and_mark(self: Any) -> Any:
+        entered = real(self)
+        mark.touch()
+        return entered
 
-    _coordinate.Operation._set = set_and_mark
+    _coordinate.Operation.__enter__ = enter_and_mark
 
 
 def save_among_four(path: str, number: int, nbytes: int) -> str:

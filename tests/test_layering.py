@@ -38,6 +38,7 @@ LAYERS = (
     "_stream",
     "_statistics",
     "_compare",
+    "_service",
     "_coordinate",
     "_nnx",
     "_tree",

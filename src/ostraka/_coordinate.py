@@ -1,46 +1,44 @@
 """Agree, report and commit across processes, on JAX's own coordination service.
 
-This is the only module that knows the service's client, which JAX keeps private. With one process
-every step happens here and now.
+With one process every step happens here and now.
 
-An operation goes through named stages. In each, every process posts what it has, or its error;
-process 0 collects, decides, and posts the verdict that all wait for. The first error is the
-verdict at once, without waiting for the rest. While an operation runs each process posts a pulse,
-so that one which was killed or hangs is named after `DEAD_AFTER_S` rather than waited for.
+An operation goes through stages. In each, every process posts what it has and then waits; the
+process whose post is the last tells process 0, which lists all posts once, decides, and publishes
+its answer. A process that fails reports it to process 0, which publishes the failure in place of an
+answer, without waiting for the rest. All waiting is done by blocking gets, in one thread for each
+operation, so that the main thread can be interrupted: how many calls a process makes depends on the
+number of stages, not on how long they take or on how many processes there are.
+
+The one exception: while process 0 waits for others it calls the roll every few seconds, and those
+still at work answer. One that was killed or hangs is so named within `DEAD_AFTER_S`. JAX's own
+heartbeats can't tell: they come every 50 s, and JAX ends all processes once they are missing.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from ostraka._parallel import Latch
+from ostraka._service import ALONE, Member, this_member
 from ostraka.errors import OstrakaError, describe
 
 DEAD_AFTER_S = 30.0
-"""A process whose pulse has stood still for this long no longer counts on."""
+"""A process that process 0 waits for, and that does not answer for this long, counts as dead."""
 ARRIVE_WITHIN_S = 600.0
 """How long the others wait for a process that has not come to the operation at all."""
 
-_PULSE_EVERY_S = 1.0
-_LONGEST_LOOK_S = 1.0
-_POLL_S = 0.02
-_KEEP_OPERATIONS = 16
-_KEEP_AT_MOST = 256
+_ROLL_CALLS = 10
+"""Within `DEAD_AFTER_S`."""
+_LOOK_EVERY_S = 0.2
+"""How often process 0 looks at its clock while it waits; this makes no call."""
 _VERDICT_WITHIN_S = 5.0
-
-_numbers = itertools.count(1)
-_ended: deque[str] = deque()
-"""On process 0, the prefixes of operations that it has left, oldest first."""
-_forgetting = threading.Lock()
 
 
 class ProcessFailed(Exception):
@@ -52,66 +50,55 @@ class ProcessFailed(Exception):
         super().__init__(f"process {process}: {reason}")
 
 
-class _Client(Protocol):
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def key_value_try_get(self, key: str) -> str: ...
-    def key_value_delete(self, key: str) -> None: ...
-
-
-def _service() -> tuple[int, int, _Client | None]:
-    """This process's number, the number of processes, and the service's client."""
-    import jax
-
-    count = jax.process_count()
-    if count == 1:
-        return 0, 1, None
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
-    if client is None:
-        raise RuntimeError(
-            f"JAX has {count} processes but no coordination service: call "
-            "jax.distributed.initialize() first"
-        )
-    return jax.process_index(), count, client
-
-
 class Operation:
     """One save or restore that all processes do together. Use as a context manager.
 
     An exception inside becomes ProcessFailed on every process; with `own_errors` a process that
     raised one of Ostraka's own raises just that. It must be entered by every process, in the same
-    order among operations, before anything that may fail on one process alone.
+    order among operations, before anything that may fail on one process alone. `member` is for
+    measurements with many members in one process.
     """
 
-    def __init__(self, name: str, *, alone: bool = False, own_errors: bool = False):
-        process, count, client = (0, 1, None) if alone else _service()
-        self.process = process
-        self.count = count
+    def __init__(
+        self,
+        name: str,
+        *,
+        alone: bool = False,
+        own_errors: bool = False,
+        member: Member | None = None,
+    ):
+        self._member = member or (ALONE if alone else this_member())
+        self.process = self._member.process
+        self.count = self._member.count
         self._name = name
         self._own_errors = own_errors
-        self._client = client
+        self._keys = self._member.begin_operation()
         self._verdict: ProcessFailed | None = None
-        self._deciding = threading.Lock()
-        self._is_decided = False
-        """On process 0: the last stage has its answer, which nothing may contradict any more."""
-        self._closed = Latch()
-        self._threads: list[threading.Thread] = []
-        self._prefix = ""
-        if client is not None:
-            self._prefix = f"ostraka/{next(_numbers)}"
+        self._is_closed = False
+        self._listener: threading.Thread | None = None
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+        """From the listener: answers, or on process 0 None for a complete stage; or a failure."""
+        self._stage = 0
+        """The stage that comes next, as far as the listener has heard."""
+        self._posts = 0
+        """How many stages this process has posted to."""
+        self._is_last = False
+        self._told = 0
+        """On process 0: how many words it has published."""
+        self._telling = threading.Lock()
 
     def __enter__(self) -> Self:
         try:
-            if self._client is not None:
-                self._start(self._pulse)
-                if self.process == 0:
-                    self._forget_old(self._client)
-                    self._start(self._watch)
+            if self.count == 1:
+                return self
+            if self.process == 0:
+                self._member.forget_old()
+                self._start(self._hear_turns)
+            else:
+                self._keys.set(f"here/{self.process}", -1)
+                self._start(self._hear_words)
         except BaseException:
-            # Nobody else will, and a pulse that goes on would have the others wait for ever.
+            # The others have to hear of it, and nobody else will tell them.
             self.__exit__(*sys.exc_info())
             raise
         return self
@@ -122,17 +109,14 @@ class Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._closed.is_set():
+        if self._is_closed or self.count == 1:
             return
         failure = None
-        if error is not None and not isinstance(error, ProcessFailed) and self._client is not None:
+        if error is not None and not isinstance(error, ProcessFailed):
             failure = self._report(error)
-        self._closed.set()
-        for thread in self._threads:
-            if thread.ident is not None:  # else the system had none left
-                thread.join()
-        if self.process == 0 and self._client is not None:
-            _ended.append(self._prefix)
+        self._is_closed = True
+        with suppress(Exception):  # The service may have gone: not in the place of the error.
+            self._leave()
         keep = self._own_errors and isinstance(error, OstrakaError)
         if failure is not None and isinstance(error, Exception) and not keep:
             raise failure from error
@@ -143,13 +127,23 @@ class Operation:
         if self._verdict is None:
             with suppress(Exception):  # The service may have gone: not in the place of the error.
                 if self.process == 0:
-                    self._post_verdict(mine)
+                    self._conclude(mine)
                 else:
-                    self._set(f"error/{self.process}", json.dumps(mine.reason))
-        deadline = time.monotonic() + _VERDICT_WITHIN_S
-        while self._verdict is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+                    self._take_turn("failed", mine.process, mine.reason)
+                    self._join()
         return self._verdict or mine
+
+    def _leave(self) -> None:
+        if self.process == 0:
+            if self._listener is not None and self._listener.is_alive():
+                self._take_turn("over")
+            self._join()
+            if self._verdict is None and not self._is_last:
+                self._tell("over")
+            self._member.ended.append(self._keys.prefix)
+        else:
+            self._join()
+        self._keys.leave(self.count)
 
     def exchange(
         self,
@@ -166,26 +160,22 @@ class Operation:
         or `decide` raised; on process 0 the error of `decide` is the cause. What was decided in the
         last stage holds for all, even if a process fails before it has heard of it.
         """
-        if self._client is None:
-            self.check()
+        self.check()
+        if self.count == 1:
             return decide([payload])
-        self._set(f"{stage}/post/{self.process}", json.dumps(payload))
+        self._is_last = is_last
+        self._post(stage, payload)
         if self.process == 0:
-            payloads = self._collect(stage, timeout_s)
-            return self._decide(stage, payloads, decide, is_last)
+            payloads = self._collect(stage, ARRIVE_WITHIN_S if timeout_s is None else timeout_s)
+            return self._decide(payloads, decide)
         return self._await_answer(stage)
 
     def give_up(self, reason: str) -> None:
         """From any thread: have this operation fail on all processes, unless it is decided."""
-        mine = ProcessFailed(self.process, reason)
-        if self._client is None:
-            self._verdict = self._verdict or mine
-        elif self.process != 0:
-            self._set(f"error/{self.process}", json.dumps(reason))
+        if self.count == 1:
+            self._verdict = self._verdict or ProcessFailed(self.process, reason)
         else:
-            with self._deciding:
-                if self._verdict is None and not self._is_decided:
-                    self._post_verdict(mine)
+            self._take_turn("failed", self.process, reason)
 
     def check(self) -> None:
         """Raise ProcessFailed if this operation has failed on any process."""
@@ -194,177 +184,199 @@ class Operation:
 
     def wait_until_left(self) -> None:
         """On process 0, after the end: wait a little for the others to be done with it as well."""
-        if self._client is None:
-            return
-        deadline = time.monotonic() + _VERDICT_WITHIN_S
-        with suppress(Exception):  # The service itself may be what failed.
-            while time.monotonic() < deadline:
-                pulses = self._list("pulse")
-                if all(value == "done" for _, value in pulses):
+        if self.count > 1:
+            with suppress(Exception):  # One may never leave, or the service itself have failed.
+                self._keys.wait_until_left(_VERDICT_WITHIN_S)
+
+    # Every process
+
+    def _post(self, stage: str, payload: Any) -> None:
+        self._posts += 1
+        self._keys.set(f"{stage}/post/{self.process}", payload)
+        if self._keys.count_up(f"{stage}/count") == self.count:
+            self._complete_stage()
+
+    def _complete_stage(self) -> None:
+        # If it has failed already, then that holds.
+        self._keys.create(f"turn/{self._posts - 1}", ["complete"])
+
+    def _take_turn(self, *word: Any) -> None:
+        """Tell process 0. Each stage has one turn; if that is taken, it is about the next stage.
+
+        What comes first holds: nothing can make a stage fail that is complete.
+        """
+        stage = self._stage
+        while not self._keys.create(f"turn/{stage}", word):
+            stage += 1
+
+    def _start(self, listen: Callable[[], None]) -> None:
+        self._listener = threading.Thread(
+            target=self._guarded, args=(listen,), name="ostraka_listen", daemon=True
+        )
+        self._listener.start()
+
+    def _guarded(self, listen: Callable[[], None]) -> None:
+        try:
+            listen()
+        except Exception as error:
+            # What the service's client says further down is about itself.
+            said = (str(error).splitlines() or [""])[0]
+            reason = f"the coordination service can't be reached ({type(error).__name__}: {said})"
+            self._verdict = self._verdict or ProcessFailed(self.process, reason)
+            self._heard.put(self._verdict)
+
+    def _join(self) -> None:
+        """Wait for the listener, which ends with the operation; but not for long.
+
+        Process 0 may be busy while this one was interrupted.
+        """
+        if self._listener is not None and self._listener.ident is not None:
+            self._listener.join(_VERDICT_WITHIN_S)
+
+    # Every process but 0
+
+    def _await_answer(self, stage: str) -> Any:
+        # Process 0 is always there: the service lives in it, and JAX ends all others when it dies.
+        heard = self._heard.get()
+        if isinstance(heard, ProcessFailed):
+            raise heard
+        return heard
+
+    def _hear_words(self) -> None:
+        """Take in what process 0 publishes, until the last of it."""
+        for number in itertools.count():
+            kind, *said = self._keys.wait_for(f"word/{number}")
+            if kind == "roll_call":
+                if self._posts == self._stage:  # It waits only for those that have not posted.
+                    self._keys.set(f"here/{self.process}", number)
+            elif kind == "answer":
+                answer, is_last = said
+                self._stage += 1
+                self._heard.put(answer)
+                if is_last:
                     return
-                time.sleep(_POLL_S)
+            elif kind == "failed":
+                self._verdict = ProcessFailed(*said)
+                self._heard.put(self._verdict)
+                return
+            else:
+                self._heard.put(ProcessFailed(0, f"it has left the {self._name}"))
+                return
 
     # Process 0
 
-    def _decide(
-        self, stage: str, payloads: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
-    ) -> Any:
-        # Under the lock, so that the watch can't fail an operation that is being committed.
-        with self._deciding:
-            self.check()
-            try:
-                answer = decide(payloads)
-            except ProcessFailed as failure:
-                self._post_verdict(failure)
-                raise
-            except Exception as error:
-                failure = ProcessFailed(0, describe(error))
-                self._post_verdict(failure)
-                raise failure from error
-            self._is_decided = is_last
-            self._set(f"{stage}/answer", json.dumps(answer))
-            return answer
-
-    def _collect(self, stage: str, timeout_s: float | None) -> list[Any]:
-        limit = ARRIVE_WITHIN_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
+    def _hear_turns(self) -> None:
+        """Take in what happens to each stage: it is complete, or a process has failed."""
         while True:
+            kind, *said = self._keys.wait_for(f"turn/{self._stage}")
+            self._stage += 1
+            if kind == "failed":
+                self._heard.put(self._conclude(ProcessFailed(*said)))
+            if kind != "complete":
+                return
+            is_last = self._is_last  # before the main thread goes on
+            self._heard.put(None)
+            if is_last:
+                return
+
+    def _conclude(self, failure: ProcessFailed) -> ProcessFailed:
+        """Publish that the operation has failed; returns why, which may be an earlier failure."""
+        with self._telling:
+            if self._verdict is None:
+                self._publish("failed", failure.process, failure.reason)
+                self._verdict = failure
+            return self._verdict
+
+    def _tell(self, *word: Any) -> int:
+        """Publish a word, unless the operation has failed; returns its number."""
+        with self._telling:
             self.check()
-            posted = self._posts(stage)
-            if len(posted) == self.count:
-                self.check()
-                return [posted[p] for p in range(self.count)]
-            if time.monotonic() > deadline:
-                # Those that have a pulse are at work, which may take as long as it takes.
-                arrived = {int(key.rsplit("/", 1)[1]) for key, _ in self._list("pulse")}
-                for late in sorted(set(range(self.count)) - arrived):
-                    failure = ProcessFailed(
-                        late, f"it did not come to the {self._name} in {limit:g} s"
-                    )
-                    self._post_verdict(failure)
-                    raise failure
-            time.sleep(_POLL_S / 10)
+            return self._publish(*word)
 
-    def _posts(self, stage: str) -> dict[int, Any]:
-        return {
-            int(key.rsplit("/", 1)[1]): json.loads(value)
-            for key, value in self._list(f"{stage}/post")
-        }
+    def _publish(self, *word: Any) -> int:
+        # Whatever an interrupt leaves undone here, there is never a gap between two words.
+        while not self._keys.create(f"word/{self._told}", word):
+            self._told += 1
+        return self._told
 
-    def _watch(self) -> None:
-        """Turn the first error, or a pulse that has stopped, into the verdict."""
-        seen: dict[int, tuple[str, float]] = {}
-        looked_at_s = time.monotonic()
-        awake_s = 0.0
-        while not self._closed.wait(_POLL_S * 5):
-            # While this process stood still, perhaps the whole machine, it could not hear others.
-            now_s = time.monotonic()
-            awake_s += min(now_s - looked_at_s, _LONGEST_LOOK_S)
-            looked_at_s = now_s
-            with self._deciding:
-                if self._verdict is not None or self._is_decided or self._closed.is_set():
-                    return
-                failure = self._first_failure(seen, awake_s)
-                if failure is not None:
-                    self._post_verdict(failure)
-                    return
+    def _decide(self, payloads: list[Any], decide: Callable[[list[Any]], Any]) -> Any:
+        self.check()
+        try:
+            answer = decide(payloads)
+        except ProcessFailed as failure:
+            self._conclude(failure)
+            raise
+        except Exception as error:
+            failure = ProcessFailed(0, describe(error))
+            self._conclude(failure)
+            raise failure from error
+        self._tell("answer", answer, self._is_last)
+        return answer
 
-    def _first_failure(
-        self, seen: dict[int, tuple[str, float]], awake_s: float
+    def _collect(self, stage: str, limit_s: float) -> list[Any]:
+        """All posts, once they are there. Meanwhile, find those that are dead or do not come."""
+        roll = _Roll(limit_s)
+        while True:
+            begin_s = time.monotonic()
+            try:
+                failure = self._heard.get(timeout=_LOOK_EVERY_S)
+            except Empty:
+                # While the whole machine stood still nobody could answer: that does not count.
+                roll.waited_s += min(time.monotonic() - begin_s, 5 * _LOOK_EVERY_S)
+                if roll.is_due():
+                    self._call_roll(stage, roll)
+                continue
+            if failure is not None:
+                raise failure
+            posts = self._keys.by_process(f"{stage}/post")
+            return [posts[process] for process in range(self.count)]
+
+    def _call_roll(self, stage: str, roll: _Roll) -> None:
+        posted = self._keys.by_process(f"{stage}/post").keys()
+        missing = set(range(self.count)) - posted
+        if not missing:
+            self._complete_stage()  # The process that was to do it has died.
+            return
+        answers = self._keys.by_process("here")
+        failure = roll.first_failure(missing, answers, self._name)
+        if failure is not None:
+            self._take_turn("failed", failure.process, failure.reason)
+        elif missing & answers.keys():
+            with suppress(ProcessFailed):  # The listener passes it on.
+                self._tell("roll_call")
+
+
+class _Roll:
+    """On process 0: how long it has waited for the others, and when it last heard of whom."""
+
+    def __init__(self, limit_s: float):
+        self.waited_s = 0.0
+        self._limit_s = limit_s
+        self._called_s = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}
+        """By process, its latest answer and when that was first seen."""
+
+    def is_due(self) -> bool:
+        next_s = self._called_s + DEAD_AFTER_S / _ROLL_CALLS
+        return self.waited_s >= next_s or self._called_s < self._limit_s <= self.waited_s
+
+    def first_failure(
+        self, missing: set[int], answers: dict[int, int], name: str
     ) -> ProcessFailed | None:
-        for key, value in self._list("error"):
-            return ProcessFailed(int(key.rsplit("/", 1)[1]), json.loads(value))
-        for key, value in self._list("pulse"):
-            process = int(key.rsplit("/", 1)[1])
-            if seen.get(process, ("", 0.0))[0] != value:
-                seen[process] = (value, awake_s)
-            elif value != "done" and awake_s - seen[process][1] > DEAD_AFTER_S:
+        """Of the missing, a process that has not come in time, or no longer answers."""
+        self._called_s = self.waited_s
+        for process in sorted(missing):
+            if process not in answers:
+                if self.waited_s >= self._limit_s:
+                    reason = f"it did not come to the {name} in {self._limit_s:g} s"
+                    return ProcessFailed(process, reason)
+                continue
+            if self._heard.get(process, (None, 0.0))[0] != answers[process]:
+                self._heard[process] = (answers[process], self.waited_s)
+            elif self.waited_s - self._heard[process][1] >= DEAD_AFTER_S:
                 return ProcessFailed(
                     process,
                     f"it has not been heard of for {DEAD_AFTER_S:g} s; it was killed, or its host "
                     "is gone",
                 )
         return None
-
-    def _post_verdict(self, failure: ProcessFailed) -> None:
-        self._verdict = failure
-        self._set("verdict", json.dumps([failure.process, failure.reason]))
-
-    def _forget_old(self, client: _Client) -> None:
-        """Delete what operations left with the service, but not of one that others are still in.
-
-        One that some process never leaves, because it died, is deleted in the end all the same.
-        """
-        with _forgetting:
-            while len(_ended) > _KEEP_OPERATIONS:
-                pulses = client.key_value_dir_get(f"{_ended[0]}/pulse/")
-                # A process without a pulse has not come yet, and must find how it ended.
-                is_over = [value for _, value in pulses] == ["done"] * self.count
-                if not is_over and len(_ended) < _KEEP_AT_MOST:
-                    return
-                client.key_value_delete(f"{_ended.popleft()}/")
-
-    # Every process
-
-    def _await_answer(self, stage: str) -> Any:
-        # Process 0 is always there: the service lives in it, and JAX ends all others when it dies.
-        assert self._client is not None
-        while True:
-            self.check()
-            try:
-                text = self._client.blocking_key_value_get(f"{self._prefix}/{stage}/answer", 250)
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-            else:
-                return json.loads(text)
-
-    def _pulse(self) -> None:
-        """Say that this process is alive, and hear what process 0 decided."""
-        beat = 0
-        since = 0.0
-        while True:
-            if time.monotonic() - since >= _PULSE_EVERY_S:
-                beat += 1
-                since = time.monotonic()
-                self._set(f"pulse/{self.process}", str(beat))
-            if self.process != 0 and self._verdict is None:
-                text = self._try_get("verdict")
-                if text is not None:
-                    self._verdict = ProcessFailed(*json.loads(text))
-            if self._closed.wait(_POLL_S * 5):
-                self._set(f"pulse/{self.process}", "done")
-                return
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            # What the service's client says further down is about itself.
-            said = (str(error).splitlines() or [""])[0]
-            reason = f"the coordination service can't be reached ({type(error).__name__}: {said})"
-            self._verdict = self._verdict or ProcessFailed(self.process, reason)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(
-            target=self._guarded, args=(work,), name=f"ostraka{work.__name__}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
-
-    def _set(self, key: str, value: str) -> None:
-        assert self._client is not None
-        self._client.key_value_set(f"{self._prefix}/{key}", value, allow_overwrite=True)
-
-    def _list(self, key: str) -> list[tuple[str, str]]:
-        assert self._client is not None
-        return self._client.key_value_dir_get(f"{self._prefix}/{key}/")
-
-    def _try_get(self, key: str) -> str | None:
-        assert self._client is not None
-        try:
-            return self._client.key_value_try_get(f"{self._prefix}/{key}")
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise

@@ -1,0 +1,133 @@
+"""JAX's coordination service: a key-value store that lives in process 0.
+
+This is the only module that knows the service's client, which JAX keeps private.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+_KEEP_OPERATIONS = 16
+_KEEP_AT_MOST = 256
+_NO_LIMIT_MS = 2**31 - 1
+
+
+class Client(Protocol):
+    """What is used of JAX's client."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def key_value_increment(self, key: str, increment: int) -> int: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_try_get(self, key: str) -> str: ...
+    def key_value_delete(self, key: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Member:
+    """One of the processes that the service joins, and the operations it has had there."""
+
+    process: int
+    count: int
+    client: Client
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Of operations: the same on all processes, which begin them in the same order."""
+    ended: deque[str] = field(default_factory=deque[str])
+    """On process 0, the prefixes of operations that it has left, oldest first."""
+    forgetting: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin_operation(self) -> Keys:
+        return Keys(self.client, f"ostraka/{next(self.numbers)}")
+
+    def forget_old(self) -> None:
+        """On process 0: delete old operations' keys, but not of one that others are still in.
+
+        One that some process never leaves, because it died, is deleted in the end all the same.
+        """
+        with self.forgetting:
+            while len(self.ended) > _KEEP_OPERATIONS:
+                old = Keys(self.client, self.ended[0])
+                if len(self.ended) < _KEEP_AT_MOST and not old.have_all_left():
+                    return
+                self.client.key_value_delete(f"{self.ended.popleft()}/")
+
+
+ALONE = Member(0, 1, cast(Client, None))
+_this = Member(0, 1, cast(Client, None))
+
+
+def this_member() -> Member:
+    """This process, as JAX knows it."""
+    import jax
+
+    count = jax.process_count()
+    if count == 1:
+        return ALONE
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            f"JAX has {count} processes but no coordination service: call "
+            "jax.distributed.initialize() first"
+        )
+    _this.process, _this.count, _this.client = jax.process_index(), count, client
+    return _this
+
+
+class Keys:
+    """The keys of one operation, with JSON values. Each method is one call of the service."""
+
+    def __init__(self, client: Client, prefix: str):
+        self._client = client
+        self.prefix = prefix
+
+    def set(self, key: str, value: Any) -> None:
+        self._client.key_value_set(f"{self.prefix}/{key}", json.dumps(value), allow_overwrite=True)
+
+    def create(self, key: str, value: Any) -> bool:
+        """Set it if it is not there yet; whether it was not."""
+        try:
+            self._client.key_value_set(f"{self.prefix}/{key}", json.dumps(value))
+        except Exception as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+    def wait_for(self, key: str, timeout_ms: int = _NO_LIMIT_MS) -> Any:
+        """Its value, as soon as it is there."""
+        text = self._client.blocking_key_value_get(f"{self.prefix}/{key}", timeout_ms)
+        return json.loads(text)
+
+    def by_process(self, key: str) -> dict[int, Any]:
+        """What each process has set below `key`."""
+        found = self._client.key_value_dir_get(f"{self.prefix}/{key}/")
+        return {int(name.rsplit("/", 1)[1]): json.loads(value) for name, value in found}
+
+    def count_up(self, key: str) -> int:
+        """How many have counted this key up, with this one."""
+        return self._client.key_value_increment(f"{self.prefix}/{key}", 1)
+
+    def leave(self, count: int) -> None:
+        """Note that one of `count` processes is done with the operation."""
+        if self.count_up("left") == count:
+            self.set("all_left", True)
+
+    def wait_until_left(self, timeout_s: float) -> None:
+        self.wait_for("all_left", int(timeout_s * 1000))
+
+    def have_all_left(self) -> bool:
+        try:
+            self._client.key_value_try_get(f"{self.prefix}/all_left")
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return False
+            raise
+        return True
