@@ -343,7 +343,7 @@ def save_without_threads(root: str) -> str:
     start = threading.Thread.start
 
     def fail(self: threading.Thread) -> None:
-        if self.name.startswith("ostraka_pulse") and jax.process_index() == 1:
+        if self.name.startswith("ostraka_listen") and jax.process_index() == 1:
             raise RuntimeError("can't start new thread")
         start(self)
 

@@ -83,6 +83,9 @@ class Operation:
         self._posts = 0
         """How many stages this process has posted to."""
         self._is_last = False
+        """Whether this process has come to the last stage."""
+        self._is_decided = False
+        """On process 0: whether the last stage has its answer."""
         self._told = 0
         """On process 0: how many words it has published."""
         self._telling = threading.Lock()
@@ -134,15 +137,14 @@ class Operation:
         return self._verdict or mine
 
     def _leave(self) -> None:
-        if self.process == 0:
+        if self.process == 0 and not self._is_decided:
             if self._listener is not None and self._listener.is_alive():
                 self._take_turn("over")
-            self._join()
-            if self._verdict is None and not self._is_last:
+            if self._verdict is None:
                 self._tell("over")
+        self._join()
+        if self.process == 0:
             self._member.ended.append(self._keys.prefix)
-        else:
-            self._join()
         self._keys.leave(self.count)
 
     def exchange(
@@ -287,17 +289,18 @@ class Operation:
                 self._verdict = failure
             return self._verdict
 
-    def _tell(self, *word: Any) -> int:
-        """Publish a word, unless the operation has failed; returns its number."""
+    def _tell(self, *word: Any) -> None:
+        """Publish a word, unless the operation has failed."""
         with self._telling:
             self.check()
-            return self._publish(*word)
+            self._publish(*word)
 
-    def _publish(self, *word: Any) -> int:
-        # Whatever an interrupt leaves undone here, there is never a gap between two words.
+    def _publish(self, *word: Any) -> None:
+        # Counted after it is there: an interrupt in between must not leave a gap, which the others
+        # would wait at for ever.
         while not self._keys.create(f"word/{self._told}", word):
             self._told += 1
-        return self._told
+        self._told += 1
 
     def _decide(self, payloads: list[Any], decide: Callable[[list[Any]], Any]) -> Any:
         self.check()
@@ -311,6 +314,7 @@ class Operation:
             self._conclude(failure)
             raise failure from error
         self._tell("answer", answer, self._is_last)
+        self._is_decided = self._is_last
         return answer
 
     def _collect(self, stage: str, limit_s: float) -> list[Any]:
