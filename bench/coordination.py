@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,12 +61,15 @@ class CountingClient:
         return call
 
 
+def _runtime() -> Any:
+    """The part of jaxlib that makes services and clients, which JAX keeps private."""
+    return import_module("jax._src.lib")._jax
+
+
 @contextmanager
 def serve(port: int, count: int) -> Generator[None]:
     """JAX's coordination service, for so many processes."""
-    from jaxlib import _jax
-
-    service = _jax.get_distributed_runtime_service(
+    service = _runtime().get_distributed_runtime_service(
         f"[::]:{port}", count, heartbeat_timeout=100, shutdown_timeout=60
     )
     try:
@@ -77,10 +81,9 @@ def serve(port: int, count: int) -> Generator[None]:
 @contextmanager
 def connect(port: int, numbers: Iterable[int], count: int) -> Generator[list[Member]]:
     """Some of the `count` processes; all must come, and leave, at about the same time."""
-    from jaxlib import _jax
-
+    runtime = _runtime()
     clients = {
-        number: _jax.get_distributed_runtime_client(
+        number: runtime.get_distributed_runtime_client(
             f"localhost:{port}",
             number,
             init_timeout=120,

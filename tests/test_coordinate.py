@@ -3,8 +3,11 @@
 That real processes hear of each other's failures is tested in test_failures.py and test_kill.py.
 """
 
+import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -208,6 +211,24 @@ def test_an_interrupt_between_two_words_of_process_0_leaves_no_gap():
         said = on_all(members, lambda m: caught(lambda: work(m)))
     assert said[0].startswith("KeyboardInterrupt")
     assert said[1:] == ["ProcessFailed: process 0: KeyboardInterrupt: "] * 2
+
+
+def test_ctrl_c_ends_the_wait_for_an_answer():
+    def work(member: Member) -> None:
+        with Operation("work", member=member) as operation:
+            if member.process == 0:
+                operation._keys.wait_for("begin/post/1")
+                os.kill(os.getpid(), signal.SIGINT)
+                while True:
+                    operation.check()
+                    time.sleep(0.01)
+            operation.exchange("begin", None, len)
+
+    with many_members(2) as members, ThreadPoolExecutor(1) as pool:
+        process_0 = pool.submit(lambda: caught(lambda: work(members[0])))
+        with pytest.raises(KeyboardInterrupt, match=""):
+            work(members[1])  # in the main thread, which signals interrupt
+        assert process_0.result() == "ProcessFailed: process 1: KeyboardInterrupt: "
 
 
 # The roll

@@ -9,9 +9,10 @@ answer, without waiting for the rest. All waiting is done by blocking gets, in o
 operation, so that the main thread can be interrupted: how many calls a process makes depends on the
 number of stages, not on how long they take or on how many processes there are.
 
-The one exception: while process 0 waits for others it calls the roll every few seconds, and those
-still at work answer. One that was killed or hangs is so named within `DEAD_AFTER_S`. JAX's own
-heartbeats can't tell: they come every 50 s, and JAX ends all processes once they are missing.
+The one exception: while process 0 has posted and waits for others it calls the roll every few
+seconds, and those still at work answer. One that does not answer for `DEAD_AFTER_S` was killed or
+hangs, and is named. JAX's own heartbeats would be too slow: they come every 50 s, and once they are
+missing JAX ends all processes.
 """
 
 from __future__ import annotations
