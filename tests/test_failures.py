@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "encoding": (
         0,
         "ValueError: too much",
-        lambda _: broken(_write._format, "encode_metadata", ValueError("too much")),
+        lambda _: broken(_write._metadata, "encode_metadata", ValueError("too much")),
     ),
     "busy": (0, "another save to", held),
     "index": (2, "Input/output error", lambda _: broken(os, "replace", eio("index"))),
@@ -1199,7 +1199,7 @@ def test_the_index_of_a_failed_save_is_gone(tmp_path: Path):
     """Nothing that a failed save wrote is ever taken for a part of a later one."""
     path = tmp_path / "checkpoint"
     with (
-        broken(_write._format, "encode_metadata", RuntimeError("odd")),
+        broken(_write._metadata, "encode_metadata", RuntimeError("odd")),
         pytest.raises(RuntimeError, match="odd"),
     ):
         ostraka.save(path, make_tree(1))

@@ -212,15 +212,15 @@ class Operation:
         while not self._keys.create(f"turn/{stage}", word):
             stage += 1
 
-    def _start(self, listen: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], None]) -> None:
         self._listener = threading.Thread(
-            target=self._guarded, args=(listen,), name="ostraka_listen", daemon=True
+            target=self._guarded, args=(work,), name="ostraka_listen", daemon=True
         )
         self._listener.start()
 
-    def _guarded(self, listen: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            listen()
+            work()
         except Exception as error:
             # What the service's client says further down is about itself.
             said = (str(error).splitlines() or [""])[0]
