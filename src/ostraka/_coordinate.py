@@ -139,8 +139,8 @@ class Operation:
 
     def _leave(self) -> None:
         if self.process == 0 and not self._is_decided:
-            if self._listener is not None and self._listener.is_alive():
-                self._take_turn("over")
+            self._take_turn("over")  # for the listener
+            self._join()
             if self._verdict is None:
                 self._tell("over")
         self._join()
@@ -229,12 +229,13 @@ class Operation:
             self._heard.put(self._verdict)
 
     def _join(self) -> None:
-        """Wait for the listener, which ends with the operation; but not for long.
+        """Wait for the listener, which ends with the operation; once, and not for long.
 
         Process 0 may be busy while this one was interrupted.
         """
-        if self._listener is not None and self._listener.ident is not None:
-            self._listener.join(_VERDICT_WITHIN_S)
+        listener, self._listener = self._listener, None
+        if listener is not None and listener.ident is not None:
+            listener.join(_VERDICT_WITHIN_S)
 
     # Every process but 0
 

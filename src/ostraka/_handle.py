@@ -232,7 +232,7 @@ def _refuse_if_busy(is_mine: bool) -> None:
         mine = "a save that another thread has begun"
     with Operation("check for a save under way") as operation:
         found = operation.exchange(
-            "busy", mine, lambda all_found: next(filter(None, all_found), None)
+            "busy", mine, lambda all_found: next(filter(None, all_found), None), is_last=True
         )
     if found is not None:
         raise Busy(f"{found} is still under way; wait for it first")

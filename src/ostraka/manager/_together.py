@@ -71,7 +71,7 @@ def agree(
 
     try:
         with Operation(what) as operation:
-            told = operation.exchange("decide", payload, tell, timeout_s=timeout_s)
+            told = operation.exchange("decide", payload, tell, timeout_s=timeout_s, is_last=True)
     except ProcessFailed as failure:
         if isinstance(failure.__cause__, Exception):
             raise failure.__cause__ from None
