@@ -284,7 +284,10 @@ def main() -> None:
         return
     results = {"cores": os.cpu_count(), "load_before": load, "limit_s": LIMIT_S, "rows": rows}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text("utf-8"), make_table(rows)), "utf-8")
+    block = (
+        f"{make_table(rows)}\nMedians of {ROUNDS} saves; load of the machine before: {load:.1f}.\n"
+    )
+    PAGE.write_text(with_table(PAGE.read_text("utf-8"), block), "utf-8")
 
 
 if __name__ == "__main__":
