@@ -650,7 +650,6 @@ def be_stopped_while_writing(path: str) -> int | str:
 
     def finish(writer: Any) -> None:
         if jax.process_index() == 1:
-            Path(f"{path}.writing").touch()
             while not os.path.exists(f"{path}.awake"):
                 time.sleep(0.01)
         real_finish(writer)
@@ -658,7 +657,8 @@ def be_stopped_while_writing(path: str) -> int | str:
     def call_roll(operation: Any, stage: str, roll: Any) -> None:
         real_call(operation, stage, roll)
         if stage == "commit":
-            Path(f"{path}.waiting").touch()
+            with open(f"{path}.calls", "a") as file:
+                file.write("x")
 
     with (
         patch.object(LocalWriter, "finish", finish),
@@ -671,13 +671,20 @@ def be_stopped_while_writing(path: str) -> int | str:
 def test_a_machine_that_is_suspended_in_the_middle(tmp_path: Path):
     path = tmp_path / "checkpoint"
 
-    def suspend(popens: list[Any]) -> None:
-        while not (Path(f"{path}.writing").exists() and Path(f"{path}.waiting").exists()):
+    def wait_for_roll_calls(popens: list[Any], number: int) -> None:
+        """Wait for so many more."""
+        calls = Path(f"{path}.calls")
+        least = number + (calls.stat().st_size if calls.exists() else 0)
+        while not calls.exists() or calls.stat().st_size < least:
             if any(popen.returncode is not None for popen in popens):
-                return
+                break
             time.sleep(0.01)
-        for popen in popens:
-            popen.send_signal(signal.SIGSTOP)
+
+    def suspend(popens: list[Any]) -> None:
+        wait_for_roll_calls(popens, 1)
+        popens[1].send_signal(signal.SIGSTOP)
+        wait_for_roll_calls(popens, 2)  # so that process 0 waits for an answer
+        popens[0].send_signal(signal.SIGSTOP)
         time.sleep(DEAD_AFTER_S + 1)
         for popen in popens:
             popen.send_signal(signal.SIGCONT)
