@@ -17,14 +17,12 @@ import numpy as np
 from ostraka import _box, _format
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
-from ostraka._plan_read import plan_chunks, plan_read
+from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
 from ostraka._plan_write import WritePlan
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, Target, holders, partition_grid
 
 STAGING_BYTES = 1 << 30
 """How much of what is on accelerators a save holds in host memory at one time."""
-CHUNK_BYTES = 8 << 20
-"""How much a restore reads at one time."""
 
 _NO_ID = "0" * 16
 _NO_DIGEST = "0" * 32
@@ -317,8 +315,7 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
     plan = plan_read(metadata, targets)
     read = ranges = 0
     for part in plan.files:
-        lengths = tuple(_format.block_lengths(part.file.header_bytes, part.entries))
-        blocks = FileDigests(part.file.size, lengths, ())
+        blocks = _format.planned_blocks(part.file.header_bytes, part.entries)
         chunks = plan_chunks(part, blocks, metadata, targets, chunk_bytes=CHUNK_BYTES)
         read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)

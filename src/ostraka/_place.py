@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from ostraka._box import Box
 from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
 from ostraka._document import Leaf
-from ostraka._metadata import Metadata
+from ostraka._source import Saved
 from ostraka._spec import (
     HOST_LOCAL,
     LeafSpec,
@@ -35,14 +35,14 @@ class Placer:
 
     def __init__(
         self,
-        metadata: Metadata,
+        saved: Saved,
         *,
         mesh: Mesh | None,
         process: int,
         process_count: int,
     ):
-        self._meshes = metadata.meshes
-        self._process_of = metadata.process_of
+        self._meshes = saved.meshes
+        self._process_of = saved.process_of
         self._mesh = mesh
         self._said: Mapping[str, Any] = {}
         self._process = process

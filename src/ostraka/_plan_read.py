@@ -5,14 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from ostraka import _box, _format
 from ostraka._box import Box
-from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._format import Block, Entry, FileEntry
 from ostraka._metadata import Metadata
 from ostraka._spec import DTYPES, Layout, Target, turns_of
+
+CHUNK_BYTES = 8 << 20
+"""How much is read at one time."""
 
 
 class Piece(NamedTuple):
@@ -109,7 +112,7 @@ def _file_read(
 
 
 class Direct(NamedTuple):
-    """Bytes of a file that lie in a buffer just as they lie in the file."""
+    """Bytes `[start, stop)` of a file's data, which lie in a buffer as they lie there."""
 
     start: int
     stop: int
@@ -118,7 +121,7 @@ class Direct(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Bytes `[start, stop)` of a file out of which `shared` is copied into a buffer, row by row.
+    """Bytes `[start, stop)` of a file's data; `shared` is copied out of them row by row.
 
     The bytes are those of `box`, in row-major order.
     """
@@ -132,7 +135,10 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go."""
+    """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go.
+
+    Together they hold `[start, stop)` of the file's data.
+    """
 
     start: int
     stop: int
@@ -144,7 +150,7 @@ class Chunk:
 
 def plan_chunks(
     read: FileRead,
-    digests: FileDigests,
+    blocks: Sequence[Block],
     metadata: Metadata,
     targets: Sequence[Target],
     *,
@@ -155,7 +161,8 @@ def plan_chunks(
     A block is read once, except where strided pieces of a box whose rows are longer than a chunk
     meet in it.
     """
-    starts = [0, *accumulate(digests.lengths)]
+    starts = [block.start for block in blocks]
+    starts.append(blocks[-1].stop if blocks else 0)
     chunks: list[Chunk] = []
     pending: list[Direct | Strided] = []
     first = last = 0
@@ -196,7 +203,7 @@ def _moves(
         entry = piece.entry
         if entry.nbytes == 0:
             continue
-        base = read.file.header_bytes + entry.offset
+        base = entry.offset
         dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
         target = targets[piece.buffer].box
         if entry.box == target and entry.nbytes <= chunk_bytes and dtype.bits >= 8:
