@@ -22,7 +22,9 @@ from ostraka._spec import LeafSpec, Target, numpy_dtype
 Array = np.ndarray[Any, Any]
 
 _ALIGNMENT = 64
+_FIRST_ARENA_BYTES = 64 << 10
 _ARENA_BYTES = 2 << 20
+"""Arenas grow to this size, so that a few small arrays don't take much."""
 _ARENA_LIMIT_BYTES = 1 << 20
 """Buffers from this size on have memory of their own."""
 _MAPPED_BYTES = 64 << 10
@@ -73,7 +75,8 @@ class Buffers:
     def _cut(self, nbytes: int) -> tuple[Array, int]:
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > self._arena.size:
-            self._arena = aligned(_ARENA_BYTES)
+            grown = max(2 * self._arena.size, _FIRST_ARENA_BYTES, nbytes)
+            self._arena = aligned(min(grown, _ARENA_BYTES))
             start = 0
         self._arena_used = start + nbytes
         return self._arena, start
