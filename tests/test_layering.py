@@ -24,6 +24,7 @@ LAYERS = (
     "_metadata",
     "_plan_write",
     "_plan_read",
+    "_plan_restore",
     "_account",
     "_record",
     "_pack",

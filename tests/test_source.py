@@ -45,6 +45,9 @@ class NpySource:
         for number, (leaf, box) in enumerate(targets):
             yield number, self._arrays[leaf][tuple(slice(*span) for span in box)].copy()
 
+    def order(self) -> Sequence[int]:
+        return range(len(self._names))
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return (1,) * self._arrays[leaf].ndim
 
@@ -65,7 +68,7 @@ def open_npy(store: Store) -> NpySource | None:
     return NpySource(store, names) if names else None
 
 
-ARRAYS = {"kernel": np.arange(64, dtype=np.float32).reshape(8, 8), "step": np.int32([7])}
+ARRAYS = {"kernel": np.arange(64, dtype=np.float32).reshape(8, 8), "step": np.array([7], np.int32)}
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def test_it_is_shown_and_compared(saved: Path):
     assert "kernel.npy" in run("show", saved, "--stats", "--files")
     document = json.loads(run("show", saved, "kernel", "--slice", "0,:3", "--json"))
     assert document["slice"]["values"] == [0.0, 1.0, 2.0]
-    ostraka.save(saved / "ours", ARRAYS | {"step": np.int32([8])})
+    ostraka.save(saved / "ours", ARRAYS | {"step": np.array([8], np.int32)})
     found = json.loads(run("diff", saved, saved / "ours", "--json", exit_code=1))
     assert {leaf["path"]: leaf["differs"] for leaf in found["leaves"]} == {
         "kernel": [],

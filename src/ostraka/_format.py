@@ -166,8 +166,13 @@ def _placed_boxes(
         for turn, number in enumerate(cells):
             box = _box.cell(shape, grid, number)
             nbytes = (_box.count(box) * bits + 7) // 8
-            placed.append(_Placed(device, turn, -min(nbytes & -nbytes, PAGE_BYTES), box, nbytes))
+            placed.append(_Placed(device, turn, -alignment_of(nbytes), box, nbytes))
     return placed
+
+
+def alignment_of(nbytes: int) -> int:
+    """The largest power of two, up to a page, that divides the size of a box."""
+    return min(nbytes & -nbytes, PAGE_BYTES)
 
 
 def _with_offsets(unordered: list[tuple[int, int, _Placed]]) -> list[Entry]:

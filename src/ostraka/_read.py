@@ -230,30 +230,28 @@ def _with_copies(arrays: Iterator[tuple[str, Any]], wanted: Wanted) -> Iterator[
 def _read_arrays(
     source: Source, wanted: Wanted, operation: Operation, tally: _Tally
 ) -> Iterator[tuple[str, Any]]:
-    """Each array as soon as its bytes are there, while others are still being read."""
-    targets: list[Target] = []
-    owner: list[tuple[int, int]] = []
-    for number, destination in enumerate(wanted.arrays):
-        for place, box in enumerate(destination.boxes):
-            targets.append(Target(destination.number, box))
-            owner.append((number, place))
+    """Each array as soon as its bytes are there, while others are still being read.
+
+    All processes make them in the same order: one that is early waits for those before it.
+    """
+    turns = {leaf: turn for turn, leaf in enumerate(source.order())}
+    destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
+    targets = [Target(found.number, box) for found in destinations for box in found.boxes]
+    there: dict[int, np.ndarray[Any, Any]] = {}
+    reads = source.read(targets, on_bytes=tally.add_bytes)
     assembler = Assembler()
-    waiting: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
-    yield from (
-        (destination.path, _place(source, destination, [], assembler))
-        for destination in wanted.arrays
-        if not destination.boxes
-    )
-    for target, array in source.read(targets, on_bytes=tally.add_bytes):
-        operation.check()
-        number, place = owner[target]
-        destination = wanted.arrays[number]
-        there = waiting.setdefault(number, {})
-        there[place] = array
-        if len(there) == len(destination.boxes):
-            arrays = [there[place] for place in range(len(there))]
-            del waiting[number], there, array
-            yield destination.path, _place(source, destination, arrays, assembler)
+    first = 0
+    for destination in destinations:
+        own = range(first, first + len(destination.boxes))
+        first = own.stop
+        while not all(target in there for target in own):
+            operation.check()
+            target, array = next(reads)
+            there[target] = array
+        arrays = [there.pop(target) for target in own]
+        yield destination.path, _place(source, destination, arrays, assembler)
+    for _ in reads:  # to its end, which closes files
+        pass
 
 
 def _place(

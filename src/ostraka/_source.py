@@ -95,6 +95,13 @@ class Source(Protocol):
         """
         ...
 
+    def order(self) -> Sequence[int]:
+        """The numbers of all leaves, in the order in which `read` comes to them.
+
+        The same for all processes of a run.
+        """
+        ...
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         """Into how many parts each dimension of a leaf is cut; a part lies in one file."""
         ...

@@ -11,6 +11,7 @@ from ostraka._blocks import Shards
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._foreign import looks_like_ours
 from ostraka._metadata import Metadata
+from ostraka._plan_restore import reading_order
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import Target
 from ostraka.errors import Damaged, NotACheckpoint, Problem, StoreError, UnsupportedFormat
@@ -62,6 +63,9 @@ class OstrakaSource:
         from ostraka._fetch import read_boxes  # with numpy, which a look at the tree does without
 
         return read_boxes(self.shards, targets, on_bytes)
+
+    def order(self) -> list[int]:
+        return reading_order(self.metadata.leaves, self.metadata.layouts)
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
