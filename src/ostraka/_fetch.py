@@ -11,7 +11,16 @@ from ostraka import _box, _format, _pack
 from ostraka._blocks import ShardFile, Shards
 from ostraka._memory import Array, Buffers, aligned, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
-from ostraka._plan_read import CHUNK_BYTES, Chunk, Direct, FileRead, Strided, plan_chunks, plan_read
+from ostraka._plan_read import (
+    CHUNK_BYTES,
+    Chunk,
+    Direct,
+    FileRead,
+    Piece,
+    Strided,
+    plan_chunks,
+    plan_read,
+)
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 
@@ -71,7 +80,7 @@ class _Fetch:
             for number, nbytes in done:
                 yield from self._take_complete()
                 self._count_bytes(nbytes)
-                self._count_moves(started[number], -1)
+                self._done_with((*started[number].direct, *started[number].strided))
                 yield from self._take_complete()
             yield from self._take_complete()
         finally:
@@ -89,25 +98,21 @@ class _Fetch:
         file.reads_left = len(chunks)
         self._count_bytes(read.file.header_bytes)
         for chunk in chunks:
-            self._count_moves(chunk, +1)
-        for piece in read.pieces:
-            self._count(piece.buffer, -1)
+            for move in (*chunk.direct, *chunk.strided):
+                self._waiting[move.buffer] += 1
+        self._done_with(read.pieces)
         yield from ((file, chunk) for chunk in chunks)
 
     def _count_bytes(self, nbytes: int) -> None:
         if self._on_bytes is not None:
             self._on_bytes(nbytes)
 
-    def _count_moves(self, chunk: Chunk, change: int) -> None:
-        for move in chunk.direct:
-            self._count(move.buffer, change)
-        for move in chunk.strided:
-            self._count(move.buffer, change)
-
-    def _count(self, target: int, change: int) -> None:
-        self._waiting[target] += change
-        if self._waiting[target] == 0:
-            self._complete.append(target)
+    def _done_with(self, parts: Sequence[Piece | Direct | Strided]) -> None:
+        waiting = self._waiting
+        for part in parts:
+            waiting[part.buffer] -= 1
+            if waiting[part.buffer] == 0:
+                self._complete.append(part.buffer)
 
     def _take_complete(self) -> list[tuple[int, Array]]:
         complete, self._complete = self._complete, []

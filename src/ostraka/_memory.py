@@ -33,6 +33,10 @@ _ADVISED_BYTES = 4 << 20
 """From this size on numpy asks the kernel for huge pages."""
 
 
+_Kind = tuple[tuple[int, ...], np.dtype[Any], int]
+"""Shape, dtype, bytes."""
+
+
 class Buffers:
     """A buffer for each target of a read."""
 
@@ -41,29 +45,32 @@ class Buffers:
         self._leaves = leaves
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
-        self._shapes: dict[_box.Box, tuple[tuple[int, ...], int]] = {}
+        self._kinds: dict[tuple[str, _box.Box], _Kind] = {}
         self._places: dict[int, tuple[Array, int]] = {}
         """Small buffers: the arena that each was cut from, and where."""
         self.arrays: list[Array] = [_EMPTY] * len(targets)
 
     def allocate(self, targets: Iterable[int]) -> None:
         """Make memory for targets that have none yet, in the order in which they will be filled."""
+        arrays = self.arrays
         for number in targets:
-            if self.arrays[number] is _EMPTY:
-                self._allocate(number)
+            if arrays[number] is not _EMPTY:
+                continue
+            leaf, box = self._targets[number]
+            key = (self._leaves[leaf].dtype, box)
+            shape, dtype, nbytes = self._kinds.get(key) or self._kind(key)
+            if 0 < nbytes < _ARENA_LIMIT_BYTES:
+                place = self._places[number] = self._cut(nbytes)
+                arrays[number] = np.ndarray(shape, dtype, *place)
+            else:
+                arrays[number] = np.ndarray(shape, dtype, aligned(nbytes))
 
-    def _allocate(self, number: int) -> None:
-        leaf, box = self._targets[number]
-        dtype = numpy_dtype(self._leaves[leaf].dtype)
-        shape, elements = self._shapes.get(box) or self._shapes.setdefault(
-            box, (_box.shape_of(box), _box.count(box))
-        )
-        nbytes = elements * dtype.itemsize
-        if 0 < nbytes < _ARENA_LIMIT_BYTES:
-            memory, start = self._places[number] = self._cut(nbytes)
-        else:
-            memory, start = aligned(nbytes), 0
-        self.arrays[number] = np.ndarray(shape, dtype, memory, start)
+    def _kind(self, key: tuple[str, _box.Box]) -> _Kind:
+        """What all boxes of one dtype and place have in common: many leaves are of few kinds."""
+        dtype, box = numpy_dtype(key[0]), key[1]
+        nbytes = _box.count(box) * dtype.itemsize
+        found = self._kinds[key] = (_box.shape_of(box), dtype, nbytes)
+        return found
 
     def take(self, number: int) -> Array:
         """A buffer that is full. It is the caller's now."""

@@ -237,17 +237,19 @@ def _read_arrays(
     turns = {leaf: turn for turn, leaf in enumerate(source.order())}
     destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
     targets = [Target(found.number, box) for found in destinations for box in found.boxes]
+    owner = [number for number, found in enumerate(destinations) for _ in found.boxes]
+    left = [len(found.boxes) for found in destinations]
     there: dict[int, np.ndarray[Any, Any]] = {}
     reads = source.read(targets, on_bytes=tally.add_bytes)
     assembler = Assembler()
     first = 0
-    for destination in destinations:
+    for number, destination in enumerate(destinations):
+        while left[number]:
+            operation.check()
+            target, there[target] = next(reads)
+            left[owner[target]] -= 1
         own = range(first, first + len(destination.boxes))
         first = own.stop
-        while not all(target in there for target in own):
-            operation.check()
-            target, array = next(reads)
-            there[target] = array
         arrays = [there.pop(target) for target in own]
         yield destination.path, _place(source, destination, arrays, assembler)
     for _ in reads:  # to its end, which closes files
