@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ class Member:
     """Of operations: the same on all processes, which begin them in the same order."""
     ended: deque[str] = field(default_factory=deque[str])
     """On process 0, the prefixes of operations that it has left, oldest first."""
-    forgetting: threading.Lock = field(default_factory=threading.Lock)
 
     def begin_operation(self) -> Keys:
         return Keys(self.client, f"ostraka/{next(self.numbers)}")
@@ -50,12 +48,12 @@ class Member:
 
         One that some process never leaves, because it died, is deleted in the end all the same.
         """
-        with self.forgetting:
-            while len(self.ended) > _KEEP_OPERATIONS:
-                old = Keys(self.client, self.ended[0])
-                if len(self.ended) < _KEEP_AT_MOST and not old.have_all_left():
-                    return
-                self.client.key_value_delete(f"{self.ended.popleft()}/")
+        while len(self.ended) > _KEEP_OPERATIONS:
+            oldest = self.ended.popleft()  # so that no other thread has it
+            if len(self.ended) < _KEEP_AT_MOST and not Keys(self.client, oldest).have_all_left():
+                self.ended.appendleft(oldest)
+                return
+            self.client.key_value_delete(f"{oldest}/")
 
 
 ALONE = Member(0, 1, cast(Client, None))
