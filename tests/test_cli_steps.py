@@ -17,7 +17,7 @@ import pytest
 import ostraka
 from cli_runs import flip, run
 from ostraka import Manager
-from ostraka.storage import LocalStore
+from ostraka.storage import LocalStore, claimed
 from ostraka.storage._local import _LocalWriter
 
 LEFT = "shards-0123456789abcdef"
@@ -247,7 +247,7 @@ def test_rm_of_what_is_not_there(root: Path, step: str, message: str):
 
 
 def test_rm_leaves_a_step_alone_that_is_being_written(root: Path):
-    with LocalStore(str(root / "step_00000200")).exclusive():
+    with claimed(LocalStore(str(root / "step_00000200"))):
         result = run("rm", root, 200, "--yes")
     assert result.exit_code == 2
     assert "is under way" in result.stderr
@@ -312,7 +312,7 @@ def test_gc_of_one_checkpoint(root: Path):
 def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
     live = leave_behind(root / "step_00000400")
     dead = leave_behind(root / "step_00000500")
-    with LocalStore(str(live.parent)).exclusive():
+    with claimed(LocalStore(str(live.parent))):
         result = run("gc", root, *options)
         document = json.loads(run("gc", root, "--json", *options).stdout)
     assert result.exit_code == 0

@@ -136,11 +136,11 @@ def no_metadata() -> Generator[list[float], None, None]:
     real = _local.LocalStore.put
     raised_at: list[float] = []
 
-    def put(store: Any, name: str, data: bytes) -> None:
+    def put(store: Any, name: str, data: bytes, **options: Any) -> None:
         if name == "_METADATA":
             raised_at.append(time.monotonic())
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(store, name, data)
+        real(store, name, data, **options)
 
     with patch.object(_local.LocalStore, "put", put):
         yield raised_at
@@ -152,8 +152,8 @@ def sync_after_commit() -> Generator[list[float], None, None]:
     real = _local.LocalStore.put
     raised_at: list[float] = []
 
-    def put(store: Any, name: str, data: bytes) -> None:
-        real(store, name, data)
+    def put(store: Any, name: str, data: bytes, **options: Any) -> None:
+        real(store, name, data, **options)
         if name == "_METADATA":
             raised_at.append(time.monotonic())
             raise eio("directory")
@@ -950,7 +950,7 @@ def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (_commit, "remove_other_shards", 0),
+        (_commit.SavePlace, "remove_replaced", 0),
         (_local, "_sync_directory", 2),
         (_local.LocalStore, "delete", 0),
         (_local.LocalStore, "list", 1),
@@ -1013,11 +1013,11 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
             raise KeyboardInterrupt
         return real_await(operation, stage)
 
-    def put(store: Any, name: str, data: bytes) -> None:
+    def put(store: Any, name: str, data: bytes, **options: Any) -> None:
         if name == "_METADATA":
             committing.touch()
             wait_for(interrupted)
-        real_put(store, name, data)
+        real_put(store, name, data, **options)
 
     said = "saved"
     with (
@@ -1076,11 +1076,11 @@ def test_two_saves_to_one_path(tmp_path: Path):
 
 
 def test_two_saves_to_one_place_in_memory():
-    from ostraka.storage import open_store
+    from ostraka.storage import claimed, open_store
 
     path = "memory://failures/busy"
     ostraka.save(path, {"a": 1})
-    with open_store(path).exclusive(), pytest.raises(Busy, match="another save to memory://"):
+    with claimed(open_store(path)), pytest.raises(Busy, match="another save to memory://"):
         ostraka.save(path, {"a": 2})
     ostraka.save(path, {"a": 3})
     assert ostraka.restore(path) == {"a": 3}

@@ -639,7 +639,7 @@ def test_leftovers_are_removed_at_opening(tmp_path: Path):
 
 def test_leftovers_of_a_live_save_stay(tmp_path: Path):
     leave_behind(tmp_path)
-    with ostraka.storage.open_store(tmp_path / "4").exclusive():  # as a save does
+    with ostraka.storage.claimed(ostraka.storage.open_store(tmp_path / "4")):  # as a save does
         Manager(tmp_path).close()
         assert len(os.listdir(tmp_path / "4")) == 2
     Manager(tmp_path).close()

@@ -20,7 +20,7 @@ import pytest
 import ostraka
 from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
-from ostraka.storage import LocalStore, MemoryStore, open_store
+from ostraka.storage import LocalStore, MemoryStore, claimed, open_store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -62,7 +62,7 @@ def read_file(store, name):
 
 
 def test_a_place_is_not_there_until_it_is_prepared(store):
-    assert store.list() is None
+    assert not store.exists() and store.list() == []
     assert store.prepare()
     assert store.list() == []
     assert not store.prepare()
@@ -77,7 +77,7 @@ def test_a_place_is_removed_if_it_is_empty(store):
     assert read_file(store, "d/file") == b"kept"
     store.delete("d")
     store.remove_if_empty()
-    assert store.list() is None
+    assert not store.exists() and store.list() == []
     assert store.prepare()
 
 
@@ -267,7 +267,7 @@ def test_deleting_what_is_not_there_is_fine(store, name):
 
 def test_deleting_where_there_is_no_place_is_fine(store):
     store.delete("nothing")
-    assert store.list() is None
+    assert not store.exists() and store.list() == []
 
 
 def test_an_abandoned_file_can_be_deleted_and_written_again(store):
@@ -292,9 +292,9 @@ def test_abandoning_a_finished_file_does_no_harm(store):
 def test_one_writer_holds_a_place(store):
     store.prepare()
     busy = pytest.raises(Busy, match=f"another save to {store.location} is under way")
-    with store.exclusive(), busy, again(store).exclusive():
+    with claimed(store), busy, claimed(again(store)):
         pass
-    with again(store).exclusive():
+    with claimed(again(store)):
         pass
 
 
@@ -304,9 +304,9 @@ def test_the_hold_ends_with_an_error(store):
     class Interrupted(Exception):
         pass
 
-    with pytest.raises(Interrupted, match="stop"), store.exclusive():
+    with pytest.raises(Interrupted, match="stop"), claimed(store):
         raise Interrupted("stop")
-    with store.exclusive():
+    with claimed(store):
         pass
 
 
@@ -318,7 +318,7 @@ def test_of_many_threads_one_holds_the_place(store):
     def hold(_):
         barrier.wait()
         try:
-            with again(store).exclusive():
+            with claimed(again(store)):
                 outcomes.append("held")
                 # Nobody lets go before all have tried.
                 wait_until(lambda: len(outcomes) == 8)
@@ -340,20 +340,20 @@ def test_other_places_are_not_held(store):
     other = open_store(f"{store.location}-other")
     store.prepare()
     other.prepare()
-    with store.exclusive(), other.exclusive():
+    with claimed(store), claimed(other):
         pass
 
 
 def test_what_is_held_can_be_read_and_written(store):
     store.prepare()
-    with store.exclusive():
+    with claimed(store):
         again(store).put("note", b"1")
         assert again(store).get("note") == b"1"
 
 
 def test_a_save_to_a_place_that_is_held_is_busy(store):
     ostraka.save(store.location, {"a": 1})
-    with store.exclusive():
+    with claimed(store):
         with pytest.raises(Busy, match="another save to .* is under way; wait for it"):
             ostraka.save(store.location, {"a": 2})
         assert ostraka.restore(store.location) == {"a": 1}
@@ -365,16 +365,16 @@ def test_a_save_to_a_place_that_is_held_is_busy(store):
 
 HOLD = """
 import sys
-from ostraka.storage import LocalStore
-with LocalStore(sys.argv[1]).exclusive():
+from ostraka.storage import LocalStore, claimed
+with claimed(LocalStore(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 HOLD_AND_FORK = """
 import os, sys, time
-from ostraka.storage import LocalStore
-with LocalStore(sys.argv[1]).exclusive():
+from ostraka.storage import LocalStore, claimed
+with claimed(LocalStore(sys.argv[1])):
     if os.fork() == 0:
         print("held", flush=True)
         os.close(1)
@@ -405,11 +405,11 @@ def holder(location, script=HOLD):
 @pytest.mark.parametrize("script", [HOLD, HOLD_AND_FORK], ids=["alone", "with a child"])
 def test_another_process_holds_a_place_until_it_is_killed(local, script):
     with holder(local.location, script) as process:
-        with pytest.raises(Busy, match="another save to"), local.exclusive():
+        with pytest.raises(Busy, match="another save to"), claimed(local):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with local.exclusive():
+        with claimed(local):
             pass
     assert local.list() == []
 
@@ -561,7 +561,7 @@ def test_a_place_that_its_last_holder_has_removed_is_not_held(local):
     with (
         patch.object(fcntl, "flock", removed_meanwhile),
         pytest.raises(Busy, match="another save has just removed .*place; try again"),
-        local.exclusive(),
+        claimed(local),
     ):
         raise AssertionError("it is held")
 
@@ -574,7 +574,7 @@ def test_parents_are_made(tmp_path):
 
 def test_a_file_is_no_place(tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert LocalStore(str(tmp_path / "file")).list() is None
+    assert not LocalStore(str(tmp_path / "file")).exists()
 
 
 def test_a_link_is_deleted_and_what_it_points_to_is_not(local, tmp_path):

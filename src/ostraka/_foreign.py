@@ -33,7 +33,7 @@ def foreign_metadata(store: Store) -> NotACheckpoint:
 def nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
     """Of a place without `_METADATA`: the likely cause, and what to give instead."""
     names = store.list()
-    if names is None:
+    if not names and not store.exists():
         return _no_directory(store)
     where = store.location
     if any(_format.is_shards_directory(name) for name in names):

@@ -7,24 +7,33 @@ import errno
 import os
 import shutil
 import stat
-import uuid
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
-from ostraka.storage._base import byte_views
-from ostraka.storage._hold import DirectoryHold
+from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, store_error
+from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.storage._flock import DirectoryLock, lock_directory
 
 _MAX_BUFFERS = 1024
 """What one vectored call takes (IOV_MAX)."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What file systems without hard links say."""
 
 
 class LocalStore:
     """Names are files below one directory."""
 
+    parts = Parts()
+
     def __init__(self, directory: str):
         self.location = directory
+
+    def __str__(self) -> str:
+        return self.location
+
+    def at(self, name: str) -> LocalStore:
+        return LocalStore(self._path(name))
 
     def prepare(self) -> bool:
         try:
@@ -50,19 +59,11 @@ class LocalStore:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise store_error("remove the directory", self.location, error) from error
 
-    @contextmanager
-    def exclusive(self) -> Generator[None]:
-        hold = DirectoryHold(self.location)
-        try:
-            if not hold.take():
-                raise Busy(
-                    f"another save to {self.location} is under way; wait for it, or save elsewhere"
-                )
-            if not hold.is_in_place():
-                raise Busy(f"another save has just removed {self.location}; try again")
-            yield
-        finally:
-            hold.let_go()
+    def exists(self) -> bool:
+        return os.path.isdir(self.location)
+
+    def lock(self) -> DirectoryLock | None:
+        return lock_directory(self.location)
 
     def get(self, name: str) -> bytes:
         path = self._path(name)
@@ -74,9 +75,16 @@ class LocalStore:
         except OSError as error:
             raise store_error("read", path, error) from error
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replaces: Any = ANYTHING,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         path = self._path(name)
-        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
             try:
                 file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -85,13 +93,34 @@ class LocalStore:
                     os.fsync(file)
                 finally:
                     os.close(file)
-                os.replace(temporary, path)
+                if check is not None:
+                    check()
+                if replaces is not ANYTHING:
+                    there = self.look(name)
+                    if replaces != (there and there.version):
+                        raise _replaced_meanwhile(path)
+                _publish(temporary, path, create=replaces is None)
             except BaseException:
                 _unlink_quietly(temporary)
                 raise
             _sync_directory(os.path.dirname(path))
+        except OstrakaError:
+            raise
         except OSError as error:
             raise _explain("write", path, len(data), error) from error
+
+    def touch(self, name: str, *, create: bool) -> FileInfo:
+        path = self._path(name)
+        try:
+            if create:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            else:
+                os.utime(path)
+            return _info(name, os.stat(path))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise store_error("write", path, error) from error
 
     def create(self, name: str, size: int) -> _LocalWriter:
         path = self._path(name)
@@ -110,15 +139,35 @@ class LocalStore:
         except OSError as error:
             raise store_error("open", path, error) from error
 
-    def list(self) -> list[str] | None:
+    def look(self, name: str) -> FileInfo | None:
+        path = self._path(name)
+        # Of a link that leads nowhere, perhaps to a disk that is not mounted now, the link counts.
+        for status_of in (os.stat, os.lstat):
+            try:
+                return _info(name, status_of(path))
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise store_error("look at", path, error) from error
+        return None
+
+    def list(self) -> list[str]:
         try:
             return sorted(os.listdir(self.location))
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return []
         except OSError as error:
             raise store_error("list", self.location, error) from error
 
-    def settle(self, directory: str) -> None:
+    def files(self, prefix: str) -> list[FileInfo]:
+        directory, slash, start = prefix.rpartition("/")
+        found: list[FileInfo] = []
+        self._find_files(directory + slash, start, found)
+        return sorted(found, key=lambda file: file.name)
+
+    def is_link(self, name: str) -> bool:
+        return os.path.islink(self._path(name))
+
+    def sync(self, directory: str) -> None:
         try:
             _sync_directory(self._path(directory))
         except FileNotFoundError:
@@ -137,6 +186,24 @@ class LocalStore:
             return
         except OSError as error:
             raise store_error("delete", path, error) from error
+
+    def _find_files(self, above: str, start: str, found: list[FileInfo]) -> None:
+        """Add the files whose names begin with `start` in the directory `above`, and below it."""
+        try:
+            with os.scandir(self._path(above)) as entries:
+                for entry in entries:
+                    if not entry.name.startswith(start):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        self._find_files(f"{above}{entry.name}/", "", found)
+                    else:
+                        with suppress(FileNotFoundError):  # deleted meanwhile
+                            status = entry.stat(follow_symlinks=False)
+                            found.append(_info(above + entry.name, status))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise store_error("list", self._path(above), error) from error
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, *name.split("/")) if name else self.location
@@ -314,6 +381,41 @@ def _sync_directory(path: str) -> None:
             raise
     finally:
         os.close(directory)
+
+
+def _info(name: str, status: os.stat_result) -> FileInfo:
+    return FileInfo(name, status.st_size, status.st_mtime, _version(status))
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    # Every `put` is a rename: the file is another one each time.
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _publish(temporary: str, path: str, *, create: bool) -> None:
+    """Give a file that is complete its name, in one event; with `create`, if that is free."""
+    try:
+        if create:
+            try:
+                os.link(temporary, path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if os.path.lexists(path):  # as near as it gets without hard links
+                    raise _replaced_meanwhile(path) from error
+            else:
+                os.unlink(temporary)
+                return
+        os.replace(temporary, path)
+    except FileExistsError as error:
+        raise _replaced_meanwhile(path) from error
+    except FileNotFoundError as error:
+        # The next writer, which took this one for dead, has deleted its temporary file.
+        raise _replaced_meanwhile(path) from error
+
+
+def _replaced_meanwhile(path: str) -> Busy:
+    return Busy(f"another save has replaced {path} meanwhile, or is about to; try again")
 
 
 def _unlink_quietly(path: str) -> None:

@@ -1,0 +1,196 @@
+"""One writer at a time in a place, told by a marker file that its owner renews.
+
+A claim is an empty file, `_CLAIM-` and 32 hex digits (the scope of its owner's lock, and a random
+number), whose owner sets its time anew every
+`RENEW_EVERY_S`. Its age is the difference to the marker that whoever asks has just written itself:
+both times are the store's, and no clock of a machine matters. A marker that has not been renewed
+for `DEAD_AFTER_S` is that of a dead owner. Whoever takes a claim writes its marker first and looks
+for others then, so that of two at least one sees the other.
+
+Where the store has locks, they answer at once: who finds the place locked raises Busy, and who
+gets the lock knows that other claims of the same scope are dead: those of this machine and this
+mount. Of others the lock may know nothing, as on network file systems that lock locally: there the
+markers decide.
+
+An owner that stood still for longer than `DEAD_AFTER_S` may wake up after another took its place.
+It must find out before it commits (`check`); and since that can't be one event with the commit
+itself, whoever takes over deletes the temporary files of those before it, before it looks at what
+is committed: a commit that was about to happen then fails.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+from ostraka.errors import Busy
+from ostraka.storage._base import FileInfo, PlaceLock, Store
+
+RENEW_EVERY_S = 5.0
+DEAD_AFTER_S = 30.0
+_LOOK_EVERY_S = 0.1
+_PREFIX = "_CLAIM-"
+_DIGITS = 32
+NO_SCOPE = "0" * 16
+"""In the name of a claim whose owner has no lock."""
+
+
+class Claim:
+    """The right to write to a place, which one at a time can have.
+
+    Only the process and the thread that took it may release it.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._lock: PlaceLock | None = None
+        self._marker = ""
+        self._process = 0
+        self._renewing: _thread.LockType | None = None
+        self.names: list[str] = []
+        """The names in the place when it was taken, without those of claims."""
+
+    def take(self, *, wait: bool) -> None:
+        """Take it.
+
+        Raises Busy if another has it. Whether the owner of a marker is alive may not be known at
+        once: then it waits until the marker is renewed or too old, or without `wait` raises Busy.
+        """
+        self._process = os.getpid()
+        try:
+            self._lock = self._store.lock()
+            if self._lock is not None and not self._lock.is_in_place():
+                raise _removed(self._store)
+            scope = NO_SCOPE if self._lock is None else self._lock.scope
+            self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
+            mine = self._store.touch(self._marker, create=True)
+            names = self._store.list()
+            if any(is_claim(name) and name != self._marker for name in names):
+                self._remove_dead(mine, wait=wait)
+                names = self._store.list()
+            self._begin_to_renew()
+        except FileNotFoundError as error:
+            self.release()
+            raise _removed(self._store) from error
+        except BaseException:
+            self.release()
+            raise
+        self.names = [name for name in names if not is_claim(name)]
+
+    def check(self) -> None:
+        """Raise Busy if another has taken it, for this one stood still too long."""
+        if not self.is_held():
+            raise Busy(
+                f"another save to {self._store.location} took this one for dead, since it had "
+                f"stood still for more than {DEAD_AFTER_S:g} s; save again"
+            )
+
+    def is_held(self) -> bool:
+        """Whether the place still has this claim, and is still the one that was claimed."""
+        in_place = self._lock is None or self._lock.is_in_place()
+        return in_place and self._store.look(self._marker) is not None
+
+    def release(self) -> None:
+        """Let others have the place; again is as good as once."""
+        if os.getpid() != self._process:
+            return  # A forked child: it is its parent's.
+        if self._renewing is not None:
+            self._renewing.release()
+            self._renewing = None
+        marker, self._marker = self._marker, ""
+        try:
+            if marker:
+                with suppress(OSError):  # What stays is removed by the next save.
+                    self._store.delete(marker)
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _remove_dead(self, mine: FileInfo, *, wait: bool) -> None:
+        """Delete the markers of dead owners; raise Busy if one is alive."""
+        first_seen: dict[str, FileInfo] = {}
+        while others := [f for f in self._store.files(_PREFIX) if f.name != mine.name]:
+            for other in others:
+                before = first_seen.setdefault(other.name, other)
+                age_s = mine.changed_s - other.changed_s
+                if self._is_dead(other, age_s):
+                    self._store.delete(other.name)
+                elif not wait or before.version != other.version:
+                    raise Busy(_explain_busy(self._store, age_s, before, other))
+            time.sleep(_LOOK_EVERY_S if wait else 0)
+            mine = self._store.touch(mine.name, create=False)
+
+    def _is_dead(self, other: FileInfo, age_s: float) -> bool:
+        lock = self._lock
+        is_unlocked = lock is not None and other.name.startswith(f"{_PREFIX}{lock.scope}")
+        return is_unlocked or age_s > DEAD_AFTER_S
+
+    def _begin_to_renew(self) -> None:
+        # The bare function: a small save must not pay for all that threading.Thread does.
+        self._renewing = _thread.allocate_lock()
+        self._renewing.acquire()
+        _thread.start_new_thread(_renew, (self._store, self._marker, self._renewing))
+
+
+@contextmanager
+def claimed(store: Store, *, wait: bool = False) -> Generator[Claim]:
+    """Hold a place; raises `errors.Busy` while another does."""
+    claim = Claim(store)
+    claim.take(wait=wait)
+    try:
+        yield claim
+    finally:
+        claim.release()
+
+
+def refuse_claimed(store: Store) -> None:
+    """Raise Busy if a writer may be alive in a place, without writing anything."""
+    lock = store.lock()
+    try:
+        for name in filter(is_claim, store.list()):
+            if lock is None or not name.startswith(f"{_PREFIX}{lock.scope}"):
+                raise Busy(f"another save to {store.location} may be under way")
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def is_claim(name: str) -> bool:
+    """Whether a name is that of a claim's marker."""
+    digits = name[len(_PREFIX) :]
+    return (
+        name.startswith(_PREFIX)
+        and len(digits) == _DIGITS
+        and all(digit in "0123456789abcdef" for digit in digits)
+    )
+
+
+
+def _renew(store: Store, marker: str, end: _thread.LockType) -> None:
+    """Runs in a thread of its own, until `end` is released or the marker is gone."""
+    while not end.acquire(timeout=RENEW_EVERY_S):
+        try:
+            store.touch(marker, create=False)
+        except FileNotFoundError:
+            return
+        except OSError:
+            continue  # The store may be back at the next time.
+
+
+def _explain_busy(store: Store, age_s: float, before: FileInfo, now: FileInfo) -> str:
+    text = f"another save to {store.location} is under way"
+    if before.version != now.version:
+        return f"{text}; wait for it, or save elsewhere"
+    left_s = max(DEAD_AFTER_S - age_s, 0) + 1
+    return f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
+
+
+def _removed(store: Store) -> Busy:
+    return Busy(f"another save has just removed {store.location}; try again")
