@@ -134,8 +134,8 @@ def test_other_arguments_that_make_no_sense(tmp_path: Path):
         Best("loss", "most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n of Best must be more than 0, not 0"):
         Best("loss", n=0)
-    with pytest.raises(UnsupportedFormat, match="a Manager needs a directory, and memory://x"):
-        Manager("memory://x")
+    with pytest.raises(UnsupportedFormat, match="has no store for ftp://"):
+        Manager("ftp://x")
     with Manager(tmp_path) as manager:
         with pytest.raises(ValueError, match="a step must be 0 or more, not -1"):
             manager.save(-1, {})
@@ -637,11 +637,15 @@ def test_leftovers_are_removed_at_opening(tmp_path: Path):
         assert ostraka.verify(manager.path(1)).ok
 
 
+def without_claims(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if not name.startswith("_CLAIM-")]
+
+
 def test_leftovers_of_a_live_save_stay(tmp_path: Path):
     leave_behind(tmp_path)
     with ostraka.storage.claimed(ostraka.storage.open_store(tmp_path / "4")):  # as a save does
         Manager(tmp_path).close()
-        assert len(os.listdir(tmp_path / "4")) == 2
+        assert len(without_claims(tmp_path / "4")) == 2
     Manager(tmp_path).close()
     assert not (tmp_path / "4").exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 from ostraka import _format
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, look_at, remove_leftovers
@@ -29,7 +28,8 @@ class SavePlace:
         self._is_new = self._store.prepare()
         self._claim.take(wait=True)
         self._seen = look_at(self._store, self._claim.names)
-        remove_leftovers(self._store, self._seen)
+        if self._seen.names:
+            remove_leftovers(self._store, self._seen)
 
     def commit(self, metadata: bytes, save_id: str, sizes: Mapping[str, int]) -> None:
         """Write `_METADATA`: from now on the checkpoint is there.
@@ -70,10 +70,12 @@ class SavePlace:
         """
         assert self._seen is not None
         # Only what was seen before: what has come since then is another save's, and alive.
-        with suppress(OSError):
+        try:
             for name in self._seen.names:
                 if _format.is_shards_directory(name):
                     self._store.delete(name)
+        except OSError:
+            pass
 
     def clean_up(self, save_id: str) -> None:
         """Remove what a failed save wrote, unless it is what `_METADATA` names.

@@ -49,6 +49,8 @@ def look_at(store: Store, names: Sequence[str]) -> Seen:
 
     Raises PathInTheWay if another program wrote the `_METADATA` that is there.
     """
+    if not names:
+        return Seen((), None, None)
     # Before looking at `_METADATA`: a save that was taken for dead, and is not, can't commit then.
     for name in names:
         if is_temporary(name, _format.METADATA_NAME):

@@ -182,7 +182,8 @@ def _in_parts(
     nbytes = 0
     for block in blocks:
         part.append(block)
-        nbytes += sum(piece.nbytes for piece in block[1])
+        if least_bytes:
+            nbytes += sum(piece.nbytes for piece in block[1])
         if nbytes >= least_bytes:
             yield shard, part
             part, nbytes = [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import weakref
 
 from ostraka._record import logger as log
 from ostraka.errors import Busy, PathInTheWay
@@ -22,6 +23,8 @@ class RootLock:
     def __init__(self, store: Store):
         self._store = store
         self._claim = Claim(store)
+        # A manager that was not closed: not at the end of the program, where saves may go on.
+        weakref.finalize(self, self._claim.release).atexit = False
 
     def acquire(self, *, wait: bool) -> None:
         """Take the lock; raises Busy if another manager has it, or waits until it lets go."""
@@ -59,7 +62,9 @@ class RootLock:
 
     def _try(self) -> bool:
         try:
-            self._claim.take(wait=True)
+            # A root is held for long, and who looks into it should see steps alone. What saves
+            # write below it is claimed by markers in any case.
+            self._claim.take(wait=True, rely_on_lock=True)
         except Busy:
             return False
         return True

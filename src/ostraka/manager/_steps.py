@@ -188,7 +188,11 @@ class Root:
 
     def _is_pinned(self, name: str) -> bool:
         # What a link leads to is not the manager's to delete.
-        return self.is_link(name) or self.at(name).look(PIN_NAME) is not None
+        if self.is_link(name):
+            return True
+        with suppress(StoreError):  # Then it has problems, for which it is kept.
+            return self.at(name).look(PIN_NAME) is not None
+        return False
 
     def _known(self, name: str) -> _Found:
         found = self._cache[name][1]

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import _thread
 import os
+import re
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from ostraka.errors import Busy
 from ostraka.storage._base import FileInfo, PlaceLock, Store
@@ -33,7 +34,7 @@ RENEW_EVERY_S = 5.0
 DEAD_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.1
 _PREFIX = "_CLAIM-"
-_DIGITS = 32
+_NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 NO_SCOPE = "0" * 16
 """In the name of a claim whose owner has no lock."""
 
@@ -53,36 +54,41 @@ class Claim:
         self.names: list[str] = []
         """The names in the place when it was taken, without those of claims."""
 
-    def take(self, *, wait: bool) -> None:
+    def take(self, *, wait: bool, rely_on_lock: bool = False) -> None:
         """Take it.
 
         Raises Busy if another has it. Whether the owner of a marker is alive may not be known at
         once: then it waits until the marker is renewed or too old, or without `wait` raises Busy.
+        With `rely_on_lock` a marker is written only where the lock does not decide alone.
         """
         self._process = os.getpid()
         try:
             self._lock = self._store.lock()
             if self._lock is not None and not self._lock.is_in_place():
                 raise _removed(self._store)
-            scope = NO_SCOPE if self._lock is None else self._lock.scope
-            self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
-            mine = self._store.touch(self._marker, create=True)
-            names = self._store.list()
-            if any(is_claim(name) and name != self._marker for name in names):
-                self._remove_dead(mine, wait=wait)
-                names = self._store.list()
-            self._begin_to_renew()
+            if self._lock is None or not rely_on_lock or any(map(is_claim, self._store.list())):
+                self._mark(wait=wait)
         except FileNotFoundError as error:
             self.release()
             raise _removed(self._store) from error
         except BaseException:
             self.release()
             raise
-        self.names = [name for name in names if not is_claim(name)]
+
+    def _mark(self, *, wait: bool) -> None:
+        scope = NO_SCOPE if self._lock is None else self._lock.scope
+        self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
+        mine = self._store.touch(self._marker, create=True)
+        names = self._store.list()
+        if any(is_claim(name) for name in names if name != self._marker):
+            self._remove_dead(mine, wait=wait)
+            names = self._store.list()
+        self.names = [name for name in names if name != self._marker and not is_claim(name)]
+        self._begin_to_renew()
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
-        if not self.is_held():
+        if self._store.look(self._marker) is None:
             raise Busy(
                 f"another save to {self._store.location} took this one for dead, since it had "
                 f"stood still for more than {DEAD_AFTER_S:g} s; save again"
@@ -90,8 +96,9 @@ class Claim:
 
     def is_held(self) -> bool:
         """Whether the place still has this claim, and is still the one that was claimed."""
-        in_place = self._lock is None or self._lock.is_in_place()
-        return in_place and self._store.look(self._marker) is not None
+        if self._lock is not None and not self._lock.is_in_place():
+            return False
+        return not self._marker or self._store.look(self._marker) is not None
 
     def release(self) -> None:
         """Let others have the place; again is as good as once."""
@@ -103,15 +110,13 @@ class Claim:
         marker, self._marker = self._marker, ""
         try:
             if marker:
-                with suppress(OSError):  # What stays is removed by the next save.
-                    self._store.delete(marker)
+                self._store.delete(marker)
+        except OSError:
+            pass  # The next save removes it.
         finally:
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
-
-    def __del__(self) -> None:
-        self.release()
 
     def _remove_dead(self, mine: FileInfo, *, wait: bool) -> None:
         """Delete the markers of dead owners; raise Busy if one is alive."""
@@ -164,13 +169,7 @@ def refuse_claimed(store: Store) -> None:
 
 def is_claim(name: str) -> bool:
     """Whether a name is that of a claim's marker."""
-    digits = name[len(_PREFIX) :]
-    return (
-        name.startswith(_PREFIX)
-        and len(digits) == _DIGITS
-        and all(digit in "0123456789abcdef" for digit in digits)
-    )
-
+    return _NAME.fullmatch(name) is not None
 
 
 def _renew(store: Store, marker: str, end: _thread.LockType) -> None:

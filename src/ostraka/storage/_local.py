@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, store_error
@@ -28,6 +29,7 @@ class LocalStore:
 
     def __init__(self, directory: str):
         self.location = directory
+        self._start = directory if directory.endswith(os.sep) else directory + os.sep
 
     def __str__(self) -> str:
         return self.location
@@ -95,11 +97,10 @@ class LocalStore:
                     os.close(file)
                 if check is not None:
                     check()
-                if replaces is not ANYTHING:
-                    there = self.look(name)
-                    if replaces != (there and there.version):
-                        raise _replaced_meanwhile(path)
-                _publish(temporary, path, create=replaces is None)
+                if replaces is ANYTHING:
+                    os.replace(temporary, path)
+                else:
+                    self._replace(temporary, name, replaces)
             except BaseException:
                 _unlink_quietly(temporary)
                 raise
@@ -108,6 +109,20 @@ class LocalStore:
             raise
         except OSError as error:
             raise _explain("write", path, len(data), error) from error
+
+    def _replace(self, temporary: str, name: str, replaces: Any) -> None:
+        path = self._path(name)
+        try:
+            if replaces is None:
+                _create(temporary, path)
+                return
+            there = self.look(name)
+            if there is None or there.version != replaces:
+                raise _replaced_meanwhile(path)
+            os.replace(temporary, path)
+        except (FileExistsError, FileNotFoundError) as error:
+            # Not found: the next writer, which took this one for dead, has deleted `temporary`.
+            raise _replaced_meanwhile(path) from error
 
     def touch(self, name: str, *, create: bool) -> FileInfo:
         path = self._path(name)
@@ -125,8 +140,11 @@ class LocalStore:
     def create(self, name: str, size: int) -> _LocalWriter:
         path = self._path(name)
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _LocalWriter(path, size)
+            try:
+                return _LocalWriter(path, size)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                return _LocalWriter(path, size)
         except OSError as error:
             raise _explain("create", path, size, error) from error
 
@@ -162,7 +180,7 @@ class LocalStore:
         directory, slash, start = prefix.rpartition("/")
         found: list[FileInfo] = []
         self._find_files(directory + slash, start, found)
-        return sorted(found, key=lambda file: file.name)
+        return sorted(found, key=attrgetter("name"))
 
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._path(name))
@@ -178,11 +196,20 @@ class LocalStore:
     def delete(self, name: str) -> None:
         path = self._path(name)
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, onerror=_unless_gone)
-            else:
-                os.unlink(path)
+            os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
+            return
+        except (IsADirectoryError, PermissionError) as error:
+            self._delete_directory(path, error)
+        except OSError as error:
+            raise store_error("delete", path, error) from error
+
+    def _delete_directory(self, path: str, refused: OSError) -> None:
+        if os.path.islink(path) or not os.path.isdir(path):
+            raise store_error("delete", path, refused) from refused
+        try:
+            shutil.rmtree(path, onerror=_unless_gone)
+        except FileNotFoundError:
             return
         except OSError as error:
             raise store_error("delete", path, error) from error
@@ -196,17 +223,19 @@ class LocalStore:
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         self._find_files(f"{above}{entry.name}/", "", found)
-                    else:
-                        with suppress(FileNotFoundError):  # deleted meanwhile
-                            status = entry.stat(follow_symlinks=False)
-                            found.append(_info(above + entry.name, status))
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # deleted meanwhile
+                    found.append(_info(above + entry.name, status))
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise store_error("list", self._path(above), error) from error
 
     def _path(self, name: str) -> str:
-        return os.path.join(self.location, *name.split("/")) if name else self.location
+        return self._start + name if name else self.location
 
 
 class _LocalWriter:
@@ -384,34 +413,23 @@ def _sync_directory(path: str) -> None:
 
 
 def _info(name: str, status: os.stat_result) -> FileInfo:
-    return FileInfo(name, status.st_size, status.st_mtime, _version(status))
-
-
-def _version(status: os.stat_result) -> tuple[int, int, int]:
     # Every `put` is a rename: the file is another one each time.
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    version = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return FileInfo(name, status.st_size, status.st_mtime, version)
 
 
-def _publish(temporary: str, path: str, *, create: bool) -> None:
-    """Give a file that is complete its name, in one event; with `create`, if that is free."""
+def _create(temporary: str, path: str) -> None:
+    """Give a file that is complete a name that must be free, in one event."""
     try:
-        if create:
-            try:
-                os.link(temporary, path)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                if os.path.lexists(path):  # as near as it gets without hard links
-                    raise _replaced_meanwhile(path) from error
-            else:
-                os.unlink(temporary)
-                return
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):  # as near as it gets without hard links
+            raise FileExistsError(path) from error
         os.replace(temporary, path)
-    except FileExistsError as error:
-        raise _replaced_meanwhile(path) from error
-    except FileNotFoundError as error:
-        # The next writer, which took this one for dead, has deleted its temporary file.
-        raise _replaced_meanwhile(path) from error
+    else:
+        os.unlink(temporary)
 
 
 def _replaced_meanwhile(path: str) -> Busy:
