@@ -46,9 +46,7 @@ class SavePlace:
 
         # The shards must not be lost to a crash that keeps the commit.
         self._store.sync("")
-        self._store.put(
-            _format.METADATA_NAME, metadata, replaces=self._seen.version, check=check
-        )
+        self._store.put(_format.METADATA_NAME, metadata, replaces=self._seen.version, check=check)
 
     def _check_files(self, directory: str, sizes: Mapping[str, int]) -> None:
         if not sizes:

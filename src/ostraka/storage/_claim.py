@@ -79,12 +79,12 @@ class Claim:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         mine = self._store.touch(self._marker, create=True)
+        self._begin_to_renew()
         names = self._store.list()
         if any(is_claim(name) for name in names if name != self._marker):
             self._remove_dead(mine, wait=wait)
             names = self._store.list()
         self.names = [name for name in names if name != self._marker and not is_claim(name)]
-        self._begin_to_renew()
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
@@ -104,9 +104,6 @@ class Claim:
         """Let others have the place; again is as good as once."""
         if os.getpid() != self._process:
             return  # A forked child: it is its parent's.
-        if self._renewing is not None:
-            self._renewing.release()
-            self._renewing = None
         marker, self._marker = self._marker, ""
         try:
             if marker:
@@ -114,6 +111,9 @@ class Claim:
         except OSError:
             pass  # The next save removes it.
         finally:
+            renewing, self._renewing = self._renewing, None
+            if renewing is not None:
+                renewing.release()
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
