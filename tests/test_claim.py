@@ -63,7 +63,6 @@ class Saver:
         self.steps = 0
         self._stop_at = stop_at
         self._suspended = suspended
-        self._marked = False
         self._stopped, self._go_on = threading.Event(), threading.Event()
         self.store = FaultyStore(path, has_locks=False, before=self._before)
         self._thread = threading.Thread(target=self._save)
@@ -89,15 +88,14 @@ class Saver:
             self._stopped.set()
 
     def _before(self, verb: str, name: str) -> None:
-        renews = verb == "touch" and self._marked
-        self._marked |= verb == "touch"
+        renews = verb == "touch" and threading.current_thread() is not self._thread
         if not renews:
             self.steps += 1
             if self.steps == self._stop_at:
                 self._stopped.set()
-        if self._stop_at is not None and self.steps >= self._stop_at:
-            if self._suspended or not renews:
-                assert self._go_on.wait(LONG_S)
+        is_stopped = self._stop_at is not None and self.steps >= self._stop_at
+        if is_stopped and (self._suspended or not renews):
+            assert self._go_on.wait(LONG_S)
 
 
 def count_steps(path: Path) -> int:
@@ -190,7 +188,7 @@ def test_a_save_whose_shards_are_gone_is_not_committed(tmp_path: Path):
     """Whoever removed them: a program that cleans up, for instance."""
 
     def remove(verb: str, name: str) -> None:
-        if verb == "look" and is_claim(name):
+        if verb == "files" and name.startswith("shards-"):
             for file in tmp_path.glob("c/shards-*/*.safetensors"):
                 file.unlink()
 
@@ -203,7 +201,7 @@ def test_a_save_whose_shards_are_gone_is_not_committed(tmp_path: Path):
 
 def test_a_save_whose_shards_were_cut_short_is_not_committed(tmp_path: Path):
     def cut(verb: str, name: str) -> None:
-        if verb == "look" and is_claim(name):
+        if verb == "files" and name.startswith("shards-"):
             for file in tmp_path.glob("c/shards-*/*.safetensors"):
                 os.truncate(file, 100)
 

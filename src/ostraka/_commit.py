@@ -53,13 +53,25 @@ class SavePlace:
             return
         there = {file.name: file.size for file in self._store.files(f"{directory}/")}
         for name, size in sizes.items():
-            found = there.get(f"{directory}/{name}")
+            path = f"{directory}/{name}"
+            if there.get(path) == size:
+                continue
+            found = self._size_of(path)
             if found != size:
                 what = "is gone" if found is None else f"has {found:,} of its {size:,} bytes"
                 raise Busy(
-                    f"{self._store.location}/{directory}/{name}, which this save has written, "
-                    f"{what}: another save or program has changed it; save again"
+                    f"{self._store.location}/{path}, which this save has written, {what}: another "
+                    "save or program has changed it; save again"
                 )
+
+    def _size_of(self, path: str) -> int | None:
+        """Asked of the file itself: a list may be that of a moment ago, on network file systems."""
+        try:
+            reader = self._store.open(path)
+        except FileNotFoundError:
+            return None
+        reader.close()
+        return reader.size
 
     def remove_replaced(self) -> None:
         """After the commit: delete the shards of what was there before.

@@ -88,7 +88,7 @@ class Claim:
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
-        if self._store.look(self._marker) is None:
+        if not self._is_marked():
             raise Busy(
                 f"another save to {self._store.location} took this one for dead, since it had "
                 f"stood still for more than {DEAD_AFTER_S:g} s; save again"
@@ -98,7 +98,7 @@ class Claim:
         """Whether the place still has this claim, and is still the one that was claimed."""
         if self._lock is not None and not self._lock.is_in_place():
             return False
-        return not self._marker or self._store.look(self._marker) is not None
+        return not self._marker or self._is_marked()
 
     def release(self) -> None:
         """Let others have the place; again is as good as once."""
@@ -117,6 +117,14 @@ class Claim:
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
+
+    def _is_marked(self) -> bool:
+        # To look is not enough: a network file system may answer from what it remembers.
+        try:
+            self._store.touch(self._marker, create=False)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _remove_dead(self, mine: FileInfo, *, wait: bool) -> None:
         """Delete the markers of dead owners; raise Busy if one is alive."""

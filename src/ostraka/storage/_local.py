@@ -132,9 +132,9 @@ class LocalStore:
             else:
                 os.utime(path)
             return _info(name, os.stat(path))
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: another machine has deleted it
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
             raise store_error("write", path, error) from error
 
     def create(self, name: str, size: int) -> _LocalWriter:
