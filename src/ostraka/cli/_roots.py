@@ -61,5 +61,4 @@ def is_forbidden(root: Root, step: Step) -> bool:
 
 
 def newest_good(steps: list[Step]) -> int | None:
-    good = (step.step for step in steps if not step.problems or step.unsupported is not None)
-    return max(good, default=None)
+    return max((step.step for step in steps if step.is_good), default=None)

@@ -352,7 +352,7 @@ class Manager:
             return {
                 "names": [[s.step, s.names[0]] for s in steps],
                 "links": [s.step for s in steps if self._root.is_link(s.names[0])],
-                "newest": max((s.step for s in steps if _counts(s)), default=None),
+                "newest": max((s.step for s in steps if s.is_good), default=None),
             }
 
         try:
@@ -418,7 +418,7 @@ class Manager:
         damaged = self._damaged
 
         def look() -> int | None:
-            there = (s.step for s in self._root.scan() if _counts(s) and s.step not in damaged)
+            there = (s.step for s in self._root.scan() if s.is_good and s.step not in damaged)
             return max(there, default=None)
 
         self._newest = decide_together(f"look at {self.root}", look)
@@ -471,8 +471,3 @@ class Manager:
         finally:
             self._lock.release()
             self._closed = True
-
-
-def _counts(step: Step) -> bool:
-    """Whether a run may go on from a step: with this version of Ostraka, or with a newer one."""
-    return not step.problems or step.unsupported is not None

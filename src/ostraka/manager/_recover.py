@@ -132,7 +132,7 @@ class Recovery:
         chosen = left[-1]
         if chosen.unsupported is not None:
             raise UnsupportedFormat(chosen.unsupported)
-        before = [s.step for s in left[:-1] if not s.problems]
+        before = [s.step for s in left[:-1] if s.is_good]
         name = chosen.names[0]
         problems = chosen.problems
         if self._verify_first and not problems:

@@ -56,6 +56,11 @@ class Step:
     unsupported: str | None = field(default=None, repr=False)
     """Set if it is not damaged, and only a newer version of Ostraka can read it: its sentence."""
 
+    @property
+    def is_good(self) -> bool:
+        """Whether a run can go on from it, with this version of Ostraka or a newer one."""
+        return not self.problems or self.unsupported is not None
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
