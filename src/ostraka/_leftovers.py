@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostraka import _format, _metadata
-from ostraka._checkpoint import looks_like_ours
+from ostraka._foreign import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
 from ostraka.storage import Store, claimed, is_claim, is_temporary, refuse_claimed
 

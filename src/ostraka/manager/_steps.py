@@ -14,11 +14,10 @@ from datetime import datetime
 from typing import Any
 
 from ostraka import _format
-from ostraka._checkpoint import load
 from ostraka._leftovers import collect_garbage, find_leftovers, is_of_a_save
-from ostraka._metadata import Metadata
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
+from ostraka._source import Saved
 from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import (
     Busy,
@@ -29,7 +28,9 @@ from ostraka.errors import (
     Problem,
     StoreError,
     UnsupportedFormat,
+    describe,
 )
+from ostraka.formats import open_source
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import PathLike, Store, claimed, is_claim, open_store
 
@@ -220,7 +221,8 @@ class Root:
             there = place.look(_format.METADATA_NAME)
         except StoreError as error:
             # It may be a step, and the newest: what can't be seen must not pass for nothing.
-            self._cache[name] = (None, _Found(problems=(_problem(error),)))
+            problem = Problem(_format.METADATA_NAME, describe(error.__cause__ or error))
+            self._cache[name] = (None, _Found(problems=(problem,)))
             return self._cache[name][1]
         if there is None:
             return None
@@ -258,7 +260,7 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
 
 def _read(place: Store) -> _Found | None:
     try:
-        metadata = load(place).metadata
+        saved = open_source(place).saved
     except NotACheckpoint:
         return None
     except CheckpointNotFound:
@@ -272,15 +274,15 @@ def _read(place: Store) -> _Found | None:
         return _Found(problems=(_problem(error),), unsupported=str(error))
     except OSError as error:
         return _Found(problems=(_problem(error),))
-    return _Found(_saved_s(metadata), metrics_in(metadata.user))
+    return _Found(_saved_s(saved), metrics_in(saved.user))
 
 
 def _problem(error: Exception) -> Problem:
     return Problem(_format.METADATA_NAME, str(error))
 
 
-def _saved_s(metadata: Metadata) -> float | None:
+def _saved_s(saved: Saved) -> float | None:
     try:
-        return datetime.fromisoformat(metadata.writer["time"]).timestamp()
+        return datetime.fromisoformat(saved.writer["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
