@@ -229,3 +229,19 @@ def test_a_metadata_of_another_program_is_in_the_way(tmp_path: Path):
     with pytest.raises(PathInTheWay, match="holds something that Ostraka did not write"):
         ostraka.save(tmp_path, TREE)
     assert (tmp_path / "_METADATA").read_text() == "{}"
+
+
+def test_a_save_over_a_checkpoint_reads_its_id_alone(step: Path, monkeypatch: pytest.MonkeyPatch):
+    """To decode all of a large `_METADATA` takes longer than to save a small tree."""
+
+    def refuse(data: bytes) -> None:
+        raise AssertionError("all of it is decoded")
+
+    old = next(step.glob("shards-*"))
+    store = FaultyStore(step)
+    with monkeypatch.context() as patched:
+        patched.setattr(_metadata, "decode_metadata", refuse)
+        ostraka.save(store, TREE)
+    assert store.calls.count(("get", "_METADATA")) == 1
+    assert not old.exists()
+    assert ostraka.verify(step).ok

@@ -1,6 +1,7 @@
 """The manager of steps, in one process: when it saves, what is a step, restoring, locks."""
 
 import errno
+import inspect
 import logging
 import math
 import os
@@ -807,3 +808,18 @@ def test_callback_that_raises_fails_nothing(tmp_path: Path, caplog: pytest.LogCa
         manager.save(1, tree_of(1))
         assert manager.restore()["step"] == 1
     assert caplog.text.count("what it was told of is done all the same") == 2
+
+
+def test_restore_has_the_arguments_of_restore():
+    own = inspect.signature(Manager.restore).parameters
+    for name, parameter in inspect.signature(ostraka.restore).parameters.items():
+        if name != "path":
+            assert own[name].annotation == parameter.annotation, name
+            assert own[name].kind == inspect.Parameter.KEYWORD_ONLY
+            if name not in ("like", "into"):
+                assert own[name].default == parameter.default, name
+    assert set(own) - set(inspect.signature(ostraka.restore).parameters) == {
+        "self",
+        "step",
+        "fallback",
+    }
