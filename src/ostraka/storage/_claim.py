@@ -79,12 +79,16 @@ class Claim:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         mine = self._store.touch(self._marker, create=True)
-        self._begin_to_renew()
+        # The bare function: a small save must not pay for all that threading.Thread does.
+        self._renewing = _thread.allocate_lock()
+        self._renewing.acquire()
+        _thread.start_new_thread(_renew, (self._store, self._marker, self._renewing))
         names = self._store.list()
-        if any(is_claim(name) for name in names if name != self._marker):
-            self._remove_dead(mine, wait=wait)
-            names = self._store.list()
-        self.names = [name for name in names if name != self._marker and not is_claim(name)]
+        if names != [self._marker]:
+            if any(is_claim(name) for name in names if name != self._marker):
+                self._remove_dead(mine, wait=wait)
+                names = self._store.list()
+            self.names = [name for name in names if not is_claim(name)]
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
@@ -144,12 +148,6 @@ class Claim:
         lock = self._lock
         is_unlocked = lock is not None and other.name.startswith(f"{_PREFIX}{lock.scope}")
         return is_unlocked or age_s > DEAD_AFTER_S
-
-    def _begin_to_renew(self) -> None:
-        # The bare function: a small save must not pay for all that threading.Thread does.
-        self._renewing = _thread.allocate_lock()
-        self._renewing.acquire()
-        _thread.start_new_thread(_renew, (self._store, self._marker, self._renewing))
 
 
 @contextmanager

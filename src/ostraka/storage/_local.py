@@ -68,7 +68,7 @@ class LocalStore:
         return lock_directory(self.location)
 
     def get(self, name: str) -> bytes:
-        path = self._path(name)
+        path = self._start + name
         try:
             with open(path, "rb", opener=_open_file) as file:
                 return file.read()
@@ -85,7 +85,7 @@ class LocalStore:
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
     ) -> None:
-        path = self._path(name)
+        path = self._start + name
         temporary = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
             try:
@@ -125,7 +125,7 @@ class LocalStore:
             raise _replaced_meanwhile(path) from error
 
     def touch(self, name: str, *, create: bool) -> FileInfo:
-        path = self._path(name)
+        path = self._start + name
         try:
             if create:
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -138,7 +138,7 @@ class LocalStore:
             raise store_error("write", path, error) from error
 
     def create(self, name: str, size: int) -> _LocalWriter:
-        path = self._path(name)
+        path = self._start + name
         try:
             try:
                 return _LocalWriter(path, size)
@@ -149,7 +149,7 @@ class LocalStore:
             raise _explain("create", path, size, error) from error
 
     def open(self, name: str) -> _LocalReader:
-        path = self._path(name)
+        path = self._start + name
         try:
             return _LocalReader(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -194,7 +194,7 @@ class LocalStore:
             raise store_error("sync the directory", self._path(directory), error) from error
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
+        path = self._start + name
         try:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
