@@ -27,6 +27,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from ostraka._parallel import after_fork
 from ostraka.errors import Busy
 from ostraka.storage._base import FileInfo, PlaceLock, Store
 
@@ -79,10 +80,11 @@ class Claim:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         mine = self._store.touch(self._marker, create=True)
-        # The bare function: a small save must not pay for all that threading.Thread does.
         self._renewing = _thread.allocate_lock()
         self._renewing.acquire()
-        _thread.start_new_thread(_renew, (self._store, self._marker, self._renewing))
+        _young[self._marker] = (self._store, self._renewing)
+        if _no_timer:
+            _start_timer()
         names = self._store.list()
         if names != [self._marker]:
             if any(is_claim(name) for name in names if name != self._marker):
@@ -115,6 +117,7 @@ class Claim:
         except OSError:
             pass  # The next save removes it.
         finally:
+            _young.pop(marker, None)
             renewing, self._renewing = self._renewing, None
             if renewing is not None:
                 renewing.release()
@@ -178,15 +181,61 @@ def is_claim(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def _renew(store: Store, marker: str, end: _thread.LockType) -> None:
-    """Runs in a thread of its own, until `end` is released or the marker is gone."""
-    while not end.acquire(timeout=RENEW_EVERY_S):
+# Renewing. A small save must not pay for a thread of its own: a timer, which touches no store,
+# looks every `RENEW_EVERY_S` for claims that are new since then, and starts a thread for each.
+# These don't wait for each other, as a store may hang.
+
+_young: dict[str, tuple[Store, _thread.LockType]] = {}
+"""Claims that no thread renews yet, by marker: the store, and a lock whose release ends it."""
+_no_timer = [True]
+"""Token: who pops it starts the timer."""
+
+
+def _start_timer() -> None:
+    try:
+        _no_timer.pop()
+    except IndexError:
+        return  # Another thread was faster.
+    try:
+        _thread.start_new_thread(_start_renewing, ())
+    except BaseException:
+        _no_timer.append(True)
+        raise
+
+
+def _start_renewing() -> None:
+    while True:
+        time.sleep(RENEW_EVERY_S)
+        for marker in list(_young):
+            claim = _young.pop(marker, None)
+            if claim is not None:
+                _thread.start_new_thread(_renew, (marker, *claim))
+        if not _young:
+            _no_timer.append(True)
+            if _young:  # It came in between, and may have found no token.
+                _start_timer()
+            return
+
+
+def _renew(marker: str, store: Store, end: _thread.LockType) -> None:
+    """Until `end` is released or the marker is gone."""
+    while True:
         try:
             store.touch(marker, create=False)
         except FileNotFoundError:
             return
         except OSError:
-            continue  # The store may be back at the next time.
+            pass  # The store may be back at the next time.
+        if end.acquire(timeout=RENEW_EVERY_S):
+            return
+
+
+def _forget_after_fork() -> None:
+    _young.clear()
+    _no_timer[:] = [True]
+
+
+after_fork(_forget_after_fork)
 
 
 def _explain_busy(store: Store, age_s: float, before: FileInfo, now: FileInfo) -> str:
