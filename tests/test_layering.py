@@ -59,6 +59,7 @@ LAYERS = (
     "_differences",
     "_place",
     "_leaf_types",
+    "_wanted",
     "_match",
     "_assemble",
     "_read",

@@ -6,17 +6,15 @@ All differences are found before anything is read, and raised as one `errors.Mis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from ostraka._box import Box, full
 from ostraka._capture import (
-    DtypeRule,
     floating_dtype,
     may_cast,
 )
@@ -49,7 +47,7 @@ from ostraka._leaf_types import (
     x64_problems,
 )
 from ostraka._nnx import as_state
-from ostraka._pattern import Patterns, rename_with, selects, unmatched
+from ostraka._pattern import rename_with, selects, unmatched
 from ostraka._place import Placer, Unfit, is_committed, logical_shape
 from ostraka._source import Source
 from ostraka._spec import (
@@ -59,55 +57,8 @@ from ostraka._spec import (
     is_floating,
 )
 from ostraka._tree import is_key, is_object
+from ostraka._wanted import Choices, Destination, Wanted
 from ostraka.errors import Mismatch, PartialRestore, nearest, warn_caller
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where an array leaf of the checkpoint goes."""
-
-    number: int
-    path: str
-    kind: str
-    """"jax", "key", "numpy", "scalar", or "python" for a Python number."""
-    sharding: Any
-    """For JAX arrays."""
-    boxes: tuple[Box, ...]
-    """What this process needs of it, each once."""
-    python: type | None = None
-    cast: str | None = None
-    """The dtype to cast it to, if that was asked for."""
-    committed: bool = True
-    """Whether JAX must leave it on its devices."""
-    weak: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A settled restore: what to read, what is known already, how to put it together."""
-
-    tree: Branch | Leaf
-    arrays: tuple[Destination, ...]
-    values: Mapping[str, Any]
-    copies: tuple[tuple[str, str], ...] = ()
-    """Leaves that are the same as another one, and that one."""
-    states: tuple[tuple[Any, Any], ...] = ()
-    """Stateful objects of `like`, and the state that each gets at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What the caller said about a restore, besides `like`."""
-
-    mesh: Mesh | None = None
-    specs: Any = None
-    strict: bool = True
-    only: Patterns | None = None
-    rename: Mapping[str, str] | None = None
-    dtype: DtypeRule = None
-    as_state: bool = False
-    in_place: bool = False
-    """What is not restored is not touched, rather than taken over from `like`."""
 
 
 class Matcher:

@@ -16,7 +16,7 @@ from ostraka._checkpoint import open_at
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
 from ostraka._inplace import InPlace
-from ostraka._match import Choices, Destination, Matcher, Wanted
+from ostraka._match import Matcher
 from ostraka._memory import detached
 from ostraka._parallel import paused_gc
 from ostraka._pattern import Patterns
@@ -24,6 +24,7 @@ from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._source import Source
 from ostraka._spec import Target, numpy_dtype
 from ostraka._tree import parse
+from ostraka._wanted import Choices, Destination, Wanted
 from ostraka.errors import Busy, Damaged, RestoreFailed
 from ostraka.sharding._mesh import as_mesh
 from ostraka.storage import PathLike

@@ -15,7 +15,7 @@ from ostraka._source import Source
 from ostraka._spec import Target, numpy_dtype
 
 Array = np.ndarray[Any, Any]
-Wanted = tuple[Target, ...]
+Targets = tuple[Target, ...]
 Result = TypeVar("Result")
 
 PIECE_BYTES = 16 << 20
@@ -56,17 +56,17 @@ def _cut(box: Box, max_elements: int) -> Iterator[Box]:
 
 def work_through(
     sources: Sequence[Source],
-    wanted: Iterable[Wanted],
+    wanted: Iterable[Targets],
     work: Callable[[Sequence[Array]], Result],
     on_bytes: Callable[[int], None] | None,
-) -> Iterator[tuple[Wanted, Result]]:
+) -> Iterator[tuple[Targets, Result]]:
     """What `work` gives for each item of `wanted`: a box of a leaf in each of the sources.
 
     Items come in any order. What is in memory at one time is bounded, whatever there is to read.
     `on_bytes` is told how many bytes of arrays have been worked through since it was last called.
     """
 
-    def read_and_work(batch: list[Wanted]) -> tuple[list[tuple[Wanted, Result]], int]:
+    def read_and_work(batch: list[Targets]) -> tuple[list[tuple[Targets, Result]], int]:
         columns = [
             _read_all(source, [targets[number] for targets in batch])
             for number, source in enumerate(sources)
@@ -83,9 +83,9 @@ def work_through(
             on_bytes(nbytes)
 
 
-def _batches(sources: Sequence[Source], wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+def _batches(sources: Sequence[Source], wanted: Iterable[Targets]) -> Iterator[list[Targets]]:
     """Items together that need about `PIECE_BYTES` of each source."""
-    batch: list[Wanted] = []
+    batch: list[Targets] = []
     held = 0
     for targets in wanted:
         leaf, box = targets[0]
