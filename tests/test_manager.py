@@ -404,7 +404,7 @@ def test_restore_returns_what_ostraka_restore_returns(tmp_path: Path):
             results.append(None if result is None else result is target)
         assert results[0] == results[1]
         with pytest.raises(TypeError, match="unexpected keyword argument 'lik'"):
-            manager.restore(lik=model)
+            manager.restore(lik=model)  # type: ignore[call-arg]
 
 
 def test_a_damaged_newest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
