@@ -152,7 +152,7 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
         (["rm", "nowhere"], "Missing argument 'STEP...' (see ostraka rm --help)"),
         (["gc", "nowhere"], "there is no directory "),
         (["gc", __file__], "is a file; ostraka gc needs a directory"),
-        (["gc", "memory://x"], "ostraka gc needs a directory, and memory://x is none"),
+        (["gc", "memory://x"], "there is no directory memory://x"),
         (["show", __file__], "is a file, not a checkpoint directory"),
         (["show", "gopher://x"], "has no store for gopher://"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),

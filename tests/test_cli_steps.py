@@ -17,8 +17,8 @@ import pytest
 import ostraka
 from cli_runs import flip, run
 from ostraka import Manager
-from ostraka.storage import LocalStore
-from ostraka.storage._local import _LocalWriter
+from ostraka.storage import LocalStore, claimed
+from ostraka.testing import FaultyStore
 
 LEFT = "shards-0123456789abcdef"
 
@@ -247,7 +247,7 @@ def test_rm_of_what_is_not_there(root: Path, step: str, message: str):
 
 
 def test_rm_leaves_a_step_alone_that_is_being_written(root: Path):
-    with LocalStore(str(root / "step_00000200")).exclusive():
+    with claimed(LocalStore(str(root / "step_00000200"))):
         result = run("rm", root, 200, "--yes")
     assert result.exit_code == 2
     assert "is under way" in result.stderr
@@ -312,7 +312,7 @@ def test_gc_of_one_checkpoint(root: Path):
 def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
     live = leave_behind(root / "step_00000400")
     dead = leave_behind(root / "step_00000500")
-    with LocalStore(str(live.parent)).exclusive():
+    with claimed(LocalStore(str(live.parent))):
         result = run("gc", root, *options)
         document = json.loads(run("gc", root, "--json", *options).stdout)
     assert result.exit_code == 0
@@ -322,17 +322,16 @@ def test_gc_leaves_a_live_save_alone(root: Path, options: list[str]):
     assert dead.exists() == (not options)
 
 
-def test_gc_beside_a_real_save(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gc_beside_a_real_save(root: Path):
     writing, go_on = threading.Event(), threading.Event()
-    finish = _LocalWriter.finish
 
-    def wait_and_finish(self: _LocalWriter) -> None:
-        writing.set()
-        assert go_on.wait(120)
-        finish(self)
+    def before(verb: str, name: str) -> None:
+        if verb == "finish":
+            writing.set()
+            assert go_on.wait(120)
 
-    monkeypatch.setattr(_LocalWriter, "finish", wait_and_finish)
-    handle = ostraka.save_async(root / "step_00000400", {"x": np.ones(1000)})
+    store = FaultyStore(root / "step_00000400", before=before)
+    handle = ostraka.save_async(store, {"x": np.ones(1000)})
     try:
         assert writing.wait(120)
         assert "a save is under way; left alone" in run("gc", root, "--yes").stdout
@@ -346,9 +345,11 @@ def test_gc_after_a_save_that_was_killed(root: Path):
     program = (
         "import os, signal, sys\n"
         "import numpy as np, ostraka\n"
-        "from ostraka.storage._local import _LocalWriter\n"
-        "_LocalWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "ostraka.save(sys.argv[1], {'x': np.ones(1000)})\n"
+        "from ostraka.testing import FaultyStore\n"
+        "def die(verb, name):\n"
+        "    if verb == 'finish':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ostraka.save(FaultyStore(sys.argv[1], before=die), {'x': np.ones(1000)})\n"
     )
     for step in ("step_00000300", "step_00000400"):  # over an older one, and a new one
         killed = subprocess.run([sys.executable, "-c", program, root / step], check=False)

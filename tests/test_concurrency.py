@@ -137,10 +137,10 @@ class Data:
 SLOW = """
 put = LocalStore.put
 
-def slow(self, name, data):
+def slow(self, name, data, **options):
     if self.location.endswith("handler"):
         time.sleep(2)  # far longer than the program would go on
-    put(self, name, data)
+    put(self, name, data, **options)
 
 LocalStore.put = slow
 """

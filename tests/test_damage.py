@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from mounts import lose_sectors
 from ostraka.errors import CheckpointNotFound, Damaged, store_error
-from ostraka.storage import LocalStore
-from ostraka.testing import run_processes
+from ostraka.testing import FaultyStore, run_processes
 
 FLIPS = 600
 """Random places in each checkpoint, beside the edges of all regions."""
@@ -531,20 +530,14 @@ def test_what_the_disk_can_not_give_any_more_is_damage(
 
 
 @pytest.mark.parametrize("lost", ["_METADATA", "process_00000.json"])
-def test_small_files_that_the_disk_can_not_give_any_more(
-    single: Subject, monkeypatch: pytest.MonkeyPatch, lost: str
-):
-    get = LocalStore.get
-
-    def refuse(store: LocalStore, name: str) -> bytes:
-        if name.endswith(lost):
+def test_small_files_that_the_disk_can_not_give_any_more(single: Subject, lost: str):
+    def refuse(verb: str, name: str) -> None:
+        if verb == "get" and name.endswith(lost):
             raise store_error("read", name, OSError(errno.EIO, os.strerror(errno.EIO)))
-        return get(store, name)
 
-    monkeypatch.setattr(LocalStore, "get", refuse)
     for read in (ostraka.verify, ostraka.restore):
         with pytest.raises(Damaged, match=f"{lost}: it can't be read: Input/output error"):
-            read(single.path)
+            read(FaultyStore(single.path, before=refuse))
 
 
 def test_a_report_of_a_whole_checkpoint(subject: Subject):

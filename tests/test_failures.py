@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from mounts import mounted
-from ostraka import _commit, _coordinate, _service, _shards, _write
+from ostraka import _coordinate, _service, _shards, _write
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
-from ostraka.testing import run_processes
+from ostraka.testing import FaultyStore, run_processes
 
 WITHIN_S = 10.0
 """From the failure of one process until all have raised."""
@@ -35,8 +35,6 @@ LONG_S = 60.0
 NEVER_S = 1000.0
 DEAD_AFTER_S = 10.0
 """Long enough for a process that lives and does not get its turn for a while."""
-
-LocalWriter = _local._LocalWriter
 
 
 def make_tree(number: int, rows: int = 96) -> dict[str, Any]:
@@ -130,20 +128,30 @@ def small_files(nbytes: int) -> Generator[list[float], None, None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+class Raised(list[float]):
+    """When a fault came up, and the store that has it."""
+
+    store: FaultyStore
+
+
 @contextmanager
-def no_metadata() -> Generator[list[float], None, None]:
-    """Process 0 can't put `_METADATA`; other small files go through."""
-    real = _local.LocalStore.put
-    raised_at: list[float] = []
+def failing(
+    path: str, verb: str, error: BaseException, *, name: str = ""
+) -> Generator[Raised, None, None]:
+    """A store whose verb raises, for files of this name."""
 
-    def put(store: Any, name: str, data: bytes) -> None:
-        if name == "_METADATA":
-            raised_at.append(time.monotonic())
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(store, name, data)
+    def fail(called: str, file: str) -> None:
+        if called == verb and file.endswith(name):
+            raised.append(time.monotonic())
+            raise error
 
-    with patch.object(_local.LocalStore, "put", put):
-        yield raised_at
+    raised = Raised()
+    raised.store = FaultyStore(path, before=fail)
+    yield raised
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
@@ -152,8 +160,8 @@ def sync_after_commit() -> Generator[list[float], None, None]:
     real = _local.LocalStore.put
     raised_at: list[float] = []
 
-    def put(store: Any, name: str, data: bytes) -> None:
-        real(store, name, data)
+    def put(store: Any, name: str, data: bytes, **options: Any) -> None:
+        real(store, name, data, **options)
         if name == "_METADATA":
             raised_at.append(time.monotonic())
             raise eio("directory")
@@ -197,7 +205,7 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "any exception": (
         2,
         "RuntimeError: the cat sat on it",
-        lambda _: broken(LocalWriter, "write", RuntimeError("the cat sat on it")),
+        lambda path: failing(path, "write", RuntimeError("the cat sat on it")),
     ),
     "no memory": (
         1,
@@ -219,7 +227,11 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
         "TypeError: odd tree",
         lambda _: broken(_write, "capture", TypeError("odd tree")),
     ),
-    "committing": (0, "No space left on device", lambda _: no_metadata()),
+    "committing": (
+        0,
+        "No space left on device",
+        lambda path: failing(path, "publish", no_space(), name="_METADATA"),
+    ),
     "encoding": (
         0,
         "ValueError: too much",
@@ -249,7 +261,7 @@ def save_with_fault(path: str, fault: str) -> dict[str, Any]:
     raised_at: list[float] = []
     with make(path) if me == process else nullcontext([]) as times:
         try:
-            ostraka.save(path, tree)
+            ostraka.save(getattr(times, "store", path), tree)
         except BaseException as error:
             said, kind, cause = str(error), type(error).__name__, getattr(error, "process", None)
         caught_at = time.monotonic()
@@ -371,29 +383,21 @@ def test_a_process_without_a_path(tmp_path: Path):
 def save_twice_with_slow_clean_up(path: str) -> tuple[str, int | str]:
     """Process 2 fails and takes its time to remove files; the others must not be blamed for it."""
     me = jax.process_index()
-    real = _local.LocalStore.delete
     ostraka.save(path, make_tree(1))
 
-    def delete(store: Any, name: str) -> None:
-        real(store, name)
-        time.sleep(1.0)
+    def before(verb: str, name: str) -> None:
+        if verb == "write":
+            if me == 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            time.sleep(0.4)
+        elif verb == "delete":
+            time.sleep(1.0)
 
-    def write(writer: Any, offset: int, buffers: Any) -> None:
-        if me == 2:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        time.sleep(0.4)
-        writer_write(writer, offset, buffers)
-
-    writer_write = LocalWriter.write
     said = "saved"
-    with (
-        patch.object(LocalWriter, "write", write),
-        patch.object(_local.LocalStore, "delete", delete),
-    ):
-        try:
-            ostraka.save(path, make_tree(2))
-        except SaveFailed as error:
-            said = str(error)
+    try:
+        ostraka.save(FaultyStore(path, before=before), make_tree(2))
+    except SaveFailed as error:
+        said = str(error)
     return said, number_in(ostraka.restore(path, like=make_tree(0)))
 
 
@@ -465,11 +469,10 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
     ostraka.save(path, make_tree(1))
     mark = Path(path + ".died")
     heard_s = time.monotonic()
-    real_write, real_set = LocalWriter.write, _service.Keys.set
+    real_set = _service.Keys.set
 
-    def write(writer: Any, offset: int, buffers: Any) -> None:
-        real_write(writer, offset, buffers)
-        if me == dying:
+    def die(verb: str, name: str) -> None:
+        if me == dying and verb == "finish":
             mark.write_text(f"{heard_s} {time.monotonic()}")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -480,12 +483,9 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
         if key.startswith("here/"):
             heard_s = begin
 
-    with (
-        patch.object(LocalWriter, "write", write),
-        patch.object(_service.Keys, "set", set_and_note),
-    ):
+    with patch.object(_service.Keys, "set", set_and_note):
         try:
-            ostraka.save(path, make_tree(2))
+            ostraka.save(FaultyStore(path, before=die), make_tree(2))
         except SaveFailed as error:
             if dying == 0:
                 time.sleep(NEVER_S)  # JAX is about to end this process too
@@ -563,19 +563,18 @@ def write_slowly(path: str) -> int | str:
     """One process takes longer than the others would wait for one that does not come at all."""
     wait_for_ever()
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    real = LocalWriter.finish
     begin = time.monotonic()
 
-    def finish(writer: Any) -> None:
+    def before(verb: str, name: str) -> None:
+        if verb != "finish":
+            return
         _coordinate.ARRIVE_WITHIN_S = 1.0  # by now all have come
         if jax.process_index() == 1:
             time.sleep(max(0.0, begin + DEAD_AFTER_S + 1 - time.monotonic()))
-        real(writer)
 
     meet("begin")
     begin = time.monotonic()
-    with patch.object(LocalWriter, "finish", finish):
-        ostraka.save(path, make_tree(1))
+    ostraka.save(FaultyStore(path, before=before), make_tree(1))
     wait_for_ever()
     return number_in(ostraka.restore(path, like=make_tree(0)))
 
@@ -591,23 +590,22 @@ def stop_while_writing(path: str) -> tuple[str, int | str, int | str, list[str]]
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
     like = make_tree(0)
     ostraka.save(path, make_tree(1))
-    real = LocalWriter.write
     stopped = Path(path + ".stopped")
     once = threading.Lock()  # a second thread that stopped the process would stop it for good
 
-    def write(writer: Any, offset: int, buffers: Any) -> None:
+    def stop(verb: str, name: str) -> None:
+        if verb != "write":
+            return
         with once:
             if jax.process_index() == 2 and not stopped.exists():
                 stopped.touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
-        real(writer, offset, buffers)
 
     said = "saved"
-    with patch.object(LocalWriter, "write", write):
-        try:
-            ostraka.save(path, make_tree(2))
-        except SaveFailed as error:
-            said = str(error)
+    try:
+        ostraka.save(FaultyStore(path, before=stop), make_tree(2))
+    except SaveFailed as error:
+        said = str(error)
     Path(f"{path}.over{jax.process_index()}").touch()
     before = number_in(ostraka.restore(path, like=like))
     ostraka.save(path, make_tree(3))
@@ -646,13 +644,12 @@ def be_stopped_while_writing(path: str) -> int | str:
     """The machine is suspended for longer than it takes to count as dead."""
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    real_finish, real_call = LocalWriter.finish, _coordinate.Operation._call_roll
+    real_call = _coordinate.Operation._call_roll
 
-    def finish(writer: Any) -> None:
-        if jax.process_index() == 1:
+    def before(verb: str, name: str) -> None:
+        if verb == "finish" and jax.process_index() == 1:
             while not os.path.exists(f"{path}.awake"):
                 time.sleep(0.01)
-        real_finish(writer)
 
     def call_roll(operation: Any, stage: str, roll: Any) -> None:
         real_call(operation, stage, roll)
@@ -660,11 +657,8 @@ def be_stopped_while_writing(path: str) -> int | str:
             with open(f"{path}.calls", "a") as file:
                 file.write("x")
 
-    with (
-        patch.object(LocalWriter, "finish", finish),
-        patch.object(_coordinate.Operation, "_call_roll", call_roll),
-    ):
-        ostraka.save(path, make_tree(1))
+    with patch.object(_coordinate.Operation, "_call_roll", call_roll):
+        ostraka.save(FaultyStore(path, before=before), make_tree(1))
     return number_in(ostraka.restore(path, like=make_tree(0)))
 
 
@@ -863,7 +857,7 @@ def ostraka_threads() -> list[str]:
 @contextmanager
 def interrupt(delay_s: float | None) -> Generator[None]:
     """Ctrl-C after a time, however late, or without one for sure while a shard is written."""
-    real = LocalWriter.write
+    real = _local._LocalWriter.write
     once = threading.Lock()
 
     def write(writer: Any, offset: int, buffers: Any) -> None:
@@ -872,7 +866,7 @@ def interrupt(delay_s: float | None) -> Generator[None]:
             os.kill(os.getpid(), signal.SIGINT)
 
     if delay_s is None:
-        with patch.object(LocalWriter, "write", write):
+        with patch.object(_local._LocalWriter, "write", write):
             yield
         return
     timer = threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGINT])
@@ -954,30 +948,39 @@ def test_an_interrupt_at_any_moment(tmp_path: Path, trials: int):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), eio("directory"), RuntimeError("odd")])
-@pytest.mark.parametrize(
-    ("owner", "name", "after"),
-    [
-        (_commit, "remove_other_shards", 0),
-        (_local, "_sync_directory", 2),
-        (_local.LocalStore, "delete", 0),
-        (_local.LocalStore, "list", 1),
-    ],
-    ids=["clearing", "syncing", "deleting", "listing"],
-)
-def test_an_error_around_the_commit(tmp_path: Path, owner: Any, name: str, after: int, error: Any):
-    """Whatever happens while `_METADATA` is replaced, one of the two checkpoints is there.
+def test_an_error_at_any_step_of_a_save(tmp_path: Path, error: Any):
+    """Whatever happens when, one of the two checkpoints is there, and the next save goes well.
 
     A save that fails once `_METADATA` is new must not take the new shards away.
     """
     path = tmp_path / "checkpoint"
     ostraka.save(path, make_tree(1))
-    with broken(owner, name, error, after=after), suppress(BaseException):
-        ostraka.save(path, make_tree(2))
-    assert ostraka.verify(path).ok
-    assert number_in(ostraka.restore(path)) in (1, 2)
-    ostraka.save(path, make_tree(3))
-    assert number_in(ostraka.restore(path)) == 3
-    assert names_in(path) == CLEAN
+    has_failed = True
+    for step in range(200):
+        if not has_failed:
+            return
+        has_failed = save_and_fail(path, step, error)
+        assert ostraka.verify(path).ok, step
+        assert number_in(ostraka.restore(path)) in (1, 2), step
+        ostraka.save(path, make_tree(1))
+        assert names_in(path) == CLEAN, step
+    pytest.fail("a save has more steps than this test expects")
+
+
+def save_and_fail(path: Path, step: int, error: BaseException) -> bool:
+    """Save 2 to a store where one step raises; whether it came to that."""
+    left = iter(range(step + 1))
+
+    def fail(verb: str, name: str) -> None:
+        nonlocal failed
+        if next(left, None) == step:
+            failed = True
+            raise error
+
+    failed = False
+    with suppress(BaseException):
+        ostraka.save(FaultyStore(path, before=fail), make_tree(2))
+    return failed
 
 
 def test_every_directory_sync_may_fail(tmp_path: Path):
@@ -1020,11 +1023,11 @@ def interrupted_after_reporting(path: str) -> tuple[str, int | str]:
             raise KeyboardInterrupt
         return real_await(operation, stage)
 
-    def put(store: Any, name: str, data: bytes) -> None:
+    def put(store: Any, name: str, data: bytes, **options: Any) -> None:
         if name == "_METADATA":
             committing.touch()
             wait_for(interrupted)
-        real_put(store, name, data)
+        real_put(store, name, data, **options)
 
     said = "saved"
     with (
@@ -1057,25 +1060,24 @@ def test_two_saves_to_one_path(tmp_path: Path):
     path = tmp_path / "checkpoint"
     ostraka.save(path, make_tree(1))
     writing, go_on = threading.Event(), threading.Event()
-    real = LocalWriter.write
 
-    def write(writer: Any, offset: int, buffers: Any) -> None:
-        writing.set()
-        assert go_on.wait(60)
-        real(writer, offset, buffers)
+    def before(verb: str, name: str) -> None:
+        if verb == "write":
+            writing.set()
+            assert go_on.wait(60)
 
-    with patch.object(LocalWriter, "write", write):
-        first = threading.Thread(target=ostraka.save, args=(path, make_tree(2)))
-        first.start()
-        assert writing.wait(60)
-        try:
-            with pytest.raises(Busy, match="another save to .* is under way") as caught:
-                ostraka.save(path, make_tree(3))
-            assert str(path) in str(caught.value)
-            assert number_in(ostraka.restore(path)) == 1
-        finally:
-            go_on.set()
-            first.join()
+    store = FaultyStore(path, before=before)
+    first = threading.Thread(target=ostraka.save, args=(store, make_tree(2)))
+    first.start()
+    assert writing.wait(60)
+    try:
+        with pytest.raises(Busy, match="another save to .* is under way") as caught:
+            ostraka.save(path, make_tree(3))
+        assert str(path) in str(caught.value)
+        assert number_in(ostraka.restore(path)) == 1
+    finally:
+        go_on.set()
+        first.join()
     assert number_in(ostraka.restore(path)) == 2
     ostraka.save(path, make_tree(4))
     assert number_in(ostraka.restore(path)) == 4
@@ -1083,11 +1085,11 @@ def test_two_saves_to_one_path(tmp_path: Path):
 
 
 def test_two_saves_to_one_place_in_memory():
-    from ostraka.storage import open_store
+    from ostraka.storage import claimed, open_store
 
     path = "memory://failures/busy"
     ostraka.save(path, {"a": 1})
-    with open_store(path).exclusive(), pytest.raises(Busy, match="another save to memory://"):
+    with claimed(open_store(path)), pytest.raises(Busy, match="another save to memory://"):
         ostraka.save(path, {"a": 2})
     ostraka.save(path, {"a": 3})
     assert ostraka.restore(path) == {"a": 3}

@@ -22,10 +22,7 @@ import pytest
 
 import ostraka
 from ostraka.errors import CheckpointNotFound, SaveFailed
-from ostraka.storage import _local
-from ostraka.testing import run_processes
-
-LocalWriter = _local._LocalWriter
+from ostraka.testing import FaultyStore, run_processes
 
 CLEAN = ["_METADATA", "shards"]
 NOTHING = -1
@@ -107,10 +104,13 @@ def outcome_of(work: Callable[..., Any], *args: Any) -> Any:
 
 def save_and_say(path: str, number: int, nbytes: int, is_endless: bool, pipe: int) -> None:
     tree = make_tree(number, nbytes)
-    if is_endless:
-        LocalWriter.finish = lambda self: time.sleep(1000)
+
+    def never_finish(verb: str, name: str) -> None:
+        if is_endless and verb == "finish":
+            time.sleep(1000)
+
     os.write(pipe, b"r")
-    ostraka.save(path, tree)
+    ostraka.save(FaultyStore(path, before=never_finish), tree)
     os.write(pipe, b"s")
 
 

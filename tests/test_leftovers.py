@@ -16,6 +16,7 @@ from ostraka import Manager, _format, _metadata
 from ostraka._leftovers import UNKNOWN, committed_directory, find_leftovers
 from ostraka.errors import Damaged, PathInTheWay, SaveFailed
 from ostraka.storage import LocalStore
+from ostraka.testing import FaultyStore
 
 TREE = {"w": np.arange(3, dtype=np.int8)}
 
@@ -56,31 +57,24 @@ def collect_garbage(step: Path) -> None:
     assert run("gc", step.parent, "--yes").exit_code == 0
 
 
+def full(path: Path) -> FaultyStore:
+    """A disk that takes no more files."""
+    return FaultyStore(path, fail={"create": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))})
+
+
 def fail_to_save(step: Path) -> None:
     """To the same path, after the save has begun."""
-
-    def refuse(self: LocalStore, name: str, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, "create", refuse)
-        with pytest.raises(SaveFailed, match="No space left"):
-            ostraka.save(step, TREE)
+    with pytest.raises(SaveFailed, match="No space left"):
+        ostraka.save(full(step), TREE)
 
 
 def fail_to_save_a_step(step: Path) -> None:
     """By a manager that deletes what it need not keep."""
-
-    def refuse(self: LocalStore, name: str, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-
     with (
-        pytest.MonkeyPatch.context() as patch,
-        Manager(step.parent, keep=1, asynchronous=False, on_preemption=False) as manager,
+        Manager(full(step.parent), keep=1, asynchronous=False, on_preemption=False) as manager,
+        pytest.raises(SaveFailed, match="No space left"),
     ):
-        patch.setattr(LocalStore, "create", refuse)
-        with pytest.raises(SaveFailed, match="No space left"):
-            manager.save(7, TREE, force=True)
+        manager.save(7, TREE, force=True)
 
 
 ATTEMPTS = [open_a_manager, collect_garbage, fail_to_save, fail_to_save_a_step]
@@ -235,3 +229,19 @@ def test_a_metadata_of_another_program_is_in_the_way(tmp_path: Path):
     with pytest.raises(PathInTheWay, match="holds something that Ostraka did not write"):
         ostraka.save(tmp_path, TREE)
     assert (tmp_path / "_METADATA").read_text() == "{}"
+
+
+def test_a_save_over_a_checkpoint_reads_its_id_alone(step: Path, monkeypatch: pytest.MonkeyPatch):
+    """To decode all of a large `_METADATA` takes longer than to save a small tree."""
+
+    def refuse(data: bytes) -> None:
+        raise AssertionError("all of it is decoded")
+
+    old = next(step.glob("shards-*"))
+    store = FaultyStore(step)
+    with monkeypatch.context() as patched:
+        patched.setattr(_metadata, "decode_metadata", refuse)
+        ostraka.save(store, TREE)
+    assert store.calls.count(("get", "_METADATA")) == 1
+    assert not old.exists()
+    assert ostraka.verify(step).ok

@@ -1,6 +1,7 @@
 """The manager of steps, in one process: when it saves, what is a step, restoring, locks."""
 
 import errno
+import inspect
 import logging
 import math
 import os
@@ -134,8 +135,8 @@ def test_other_arguments_that_make_no_sense(tmp_path: Path):
         Best("loss", "most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n of Best must be more than 0, not 0"):
         Best("loss", n=0)
-    with pytest.raises(UnsupportedFormat, match="a Manager needs a directory, and memory://x"):
-        Manager("memory://x")
+    with pytest.raises(UnsupportedFormat, match="has no store for ftp://"):
+        Manager("ftp://x")
     with Manager(tmp_path) as manager:
         with pytest.raises(ValueError, match="a step must be 0 or more, not -1"):
             manager.save(-1, {})
@@ -403,7 +404,7 @@ def test_restore_returns_what_ostraka_restore_returns(tmp_path: Path):
             results.append(None if result is None else result is target)
         assert results[0] == results[1]
         with pytest.raises(TypeError, match="unexpected keyword argument 'lik'"):
-            manager.restore(lik=model)
+            manager.restore(lik=model)  # type: ignore[call-arg]
 
 
 def test_a_damaged_newest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -637,11 +638,15 @@ def test_leftovers_are_removed_at_opening(tmp_path: Path):
         assert ostraka.verify(manager.path(1)).ok
 
 
+def without_claims(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if not name.startswith("_CLAIM-")]
+
+
 def test_leftovers_of_a_live_save_stay(tmp_path: Path):
     leave_behind(tmp_path)
-    with ostraka.storage.open_store(tmp_path / "4").exclusive():  # as a save does
+    with ostraka.storage.claimed(ostraka.storage.open_store(tmp_path / "4")):  # as a save does
         Manager(tmp_path).close()
-        assert len(os.listdir(tmp_path / "4")) == 2
+        assert len(without_claims(tmp_path / "4")) == 2
     Manager(tmp_path).close()
     assert not (tmp_path / "4").exists()
 
@@ -803,3 +808,18 @@ def test_callback_that_raises_fails_nothing(tmp_path: Path, caplog: pytest.LogCa
         manager.save(1, tree_of(1))
         assert manager.restore()["step"] == 1
     assert caplog.text.count("what it was told of is done all the same") == 2
+
+
+def test_restore_has_the_arguments_of_restore():
+    own = inspect.signature(Manager.restore).parameters
+    for name, parameter in inspect.signature(ostraka.restore).parameters.items():
+        if name != "path":
+            assert own[name].annotation == parameter.annotation, name
+            assert own[name].kind == inspect.Parameter.KEYWORD_ONLY
+            if name not in ("like", "into"):
+                assert own[name].default == parameter.default, name
+    assert set(own) - set(inspect.signature(ostraka.restore).parameters) == {
+        "self",
+        "step",
+        "fallback",
+    }

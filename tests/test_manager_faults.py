@@ -22,8 +22,7 @@ import ostraka
 from mounts import lose_sectors
 from ostraka import Best, Manager
 from ostraka.errors import Damaged, OstrakaError, PathInTheWay
-from ostraka.storage import LocalStore
-from ostraka.testing import run_processes
+from ostraka.testing import FaultyStore, run_processes
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -423,36 +422,25 @@ def test_a_step_that_cannot_be_looked_at_is_not_passed_over(
     assert manager.restore()["step"] == 2
 
 
-def test_a_step_that_is_replaced_by_the_next_while_it_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def slow(self: LocalStore) -> list[str] | None:
-        names = listing(self)
-        if names == ["step_00000001"]:
+def test_a_step_that_is_replaced_by_the_next_while_it_is_looked_at(tmp_path: Path):
+    def save_next(verb: str, name: str) -> None:
+        if verb == "look" and writer.latest() == 1:
             writer.save(2, tree_of(2))
-        return names
 
-    listing = LocalStore.list
     fill(tmp_path, 1)
     with Manager(tmp_path, keep=1, asynchronous=False) as writer:
-        reader = Manager(tmp_path, read_only=True)
-        monkeypatch.setattr(LocalStore, "list", slow)
+        reader = Manager(FaultyStore(tmp_path, before=save_next), read_only=True)
         assert reader.latest() == 2
 
 
 def test_leftovers_that_cannot_be_removed_do_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """As where another machine has one of the files open, on a network file system."""
-
-    def refuse(self: LocalStore, name: str) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), name)
-
+    refused = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     fill(tmp_path, 1)
     (tmp_path / "step_00000002" / "shards-0123456789abcdef").mkdir(parents=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalStore, "delete", refuse)
-        Manager(tmp_path).close()
+    Manager(FaultyStore(tmp_path, fail={"delete": refused})).close()
     assert "step_00000002 can't be removed now" in caplog.text
     with Manager(tmp_path) as manager:
         assert manager.steps() == [1]

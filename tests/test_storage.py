@@ -12,6 +12,7 @@ import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,14 +21,16 @@ import pytest
 import ostraka
 from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
-from ostraka.storage import LocalStore, MemoryStore, open_store
+from ostraka.storage import LocalStore, MemoryStore, Parts, claimed, open_store
+from ostraka.testing import FaultyStore
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "wrapped"])
 def store(request, tmp_path):
-    if request.param == "local":
-        return LocalStore(str(tmp_path / "place"))
-    return MemoryStore(f"test-{uuid.uuid4().hex}")
+    if request.param == "memory":
+        return MemoryStore(f"test-{uuid.uuid4().hex}")
+    local = LocalStore(str(tmp_path / "place"))
+    return local if request.param == "local" else FaultyStore(local)
 
 
 @pytest.fixture
@@ -62,7 +65,8 @@ def read_file(store, name):
 
 
 def test_a_place_is_not_there_until_it_is_prepared(store):
-    assert store.list() is None
+    assert not store.exists()
+    assert store.list() == []
     assert store.prepare()
     assert store.list() == []
     assert not store.prepare()
@@ -77,7 +81,8 @@ def test_a_place_is_removed_if_it_is_empty(store):
     assert read_file(store, "d/file") == b"kept"
     store.delete("d")
     store.remove_if_empty()
-    assert store.list() is None
+    assert not store.exists()
+    assert store.list() == []
     assert store.prepare()
 
 
@@ -267,7 +272,8 @@ def test_deleting_what_is_not_there_is_fine(store, name):
 
 def test_deleting_where_there_is_no_place_is_fine(store):
     store.delete("nothing")
-    assert store.list() is None
+    assert not store.exists()
+    assert store.list() == []
 
 
 def test_an_abandoned_file_can_be_deleted_and_written_again(store):
@@ -289,12 +295,213 @@ def test_abandoning_a_finished_file_does_no_harm(store):
     assert store.get("file") == b"abc"
 
 
+# What may be replaced
+
+
+def test_a_put_that_must_be_the_first(store):
+    store.prepare()
+    store.put("note", b"1", replaces=None)
+    with pytest.raises(Busy, match="another save has replaced .*/note meanwhile"):
+        store.put("note", b"2", replaces=None)
+    assert store.get("note") == b"1"
+    assert store.list() == ["note"]
+
+
+def test_a_put_that_replaces_what_was_seen(store):
+    store.prepare()
+    store.put("note", b"1")
+    seen = store.look("note").version
+    store.put("note", b"2", replaces=seen)
+    assert store.get("note") == b"2"
+    with pytest.raises(Busy, match="another save has replaced .*/note meanwhile"):
+        store.put("note", b"3", replaces=seen)
+    store.delete("note")
+    with pytest.raises(Busy, match="another save has replaced .*/note meanwhile"):
+        store.put("note", b"3", replaces=seen)
+    assert store.list() == []
+
+
+def test_of_many_puts_that_must_be_the_first_one_is(store):
+    store.prepare()
+    barrier = threading.Barrier(8)
+    outcomes = []
+
+    def put(number):
+        barrier.wait()
+        try:
+            again(store).put("note", b"%d" % number, replaces=None)
+            outcomes.append(number)
+        except Busy:
+            pass
+
+    in_threads(put, range(8))
+    assert [store.get("note")] == [b"%d" % number for number in outcomes]
+
+
+def test_a_put_is_checked_before_it_shows(store):
+    store.prepare()
+    store.put("note", b"1")
+
+    def refuse():
+        assert store.get("note") == b"1"
+        raise ValueError("not now")
+
+    with pytest.raises(ValueError, match="not now"):
+        store.put("note", b"2", check=refuse)
+    assert store.get("note") == b"1"
+    assert store.list() == ["note"]
+
+
+def test_a_version_changes_with_the_file_alone(store):
+    store.prepare()
+    assert store.look("note") is None
+    store.put("note", b"1")
+    seen = store.look("note")
+    assert (seen.name, seen.size) == ("note", 1)
+    store.put("other", b"1")
+    found = again(store).look("note")
+    assert found is not None
+    assert found.version == seen.version
+    store.put("note", b"1")
+    assert store.look("note").version != seen.version
+
+
+def test_touch_makes_a_file_and_sets_its_time(store):
+    store.prepare()
+    first = store.touch("mark", create=True)
+    assert (first.name, first.size, store.get("mark")) == ("mark", 0, b"")
+    with pytest.raises(StoreError, match="mark"):
+        store.touch("mark", create=True)
+    wait_until(lambda: store.touch("mark", create=False).changed_s > first.changed_s)
+    assert store.look("mark").version != first.version
+    store.delete("mark")
+    with pytest.raises(FileNotFoundError, match="mark"):
+        store.touch("mark", create=False)
+    assert store.list() == []
+
+
+# What is there
+
+
+def test_files_by_prefix(store):
+    store.prepare()
+    for name in ("a/1", "a/b/2", "ab", "b/3", "_x-1", "_x-2"):
+        write_file(store, name, b"x" * len(name))
+    found = {prefix: [f.name for f in store.files(prefix)] for prefix in ("", "a", "a/", "_x-")}
+    assert found == {
+        "": ["_x-1", "_x-2", "a/1", "a/b/2", "ab", "b/3"],
+        "a": ["a/1", "a/b/2", "ab"],
+        "a/": ["a/1", "a/b/2"],
+        "_x-": ["_x-1", "_x-2"],
+    }
+    assert [f.name for f in store.files("a/b/")] == ["a/b/2"]
+    assert [f.name for f in store.files("a/b/2")] == ["a/b/2"]
+    assert {f.size - len(f.name) for f in store.files("")} == {0}
+    assert store.files("nothing/") == store.files("ab/") == []
+    assert store.files("ab")[0].version == store.look("ab").version
+
+
+def test_a_place_that_is_not_there_has_no_files(store):
+    assert store.files("") == []
+    assert store.look("note") is None
+
+
+def test_a_place_below(store):
+    store.prepare()
+    below = store.at("step_1")
+    assert below.location == f"{store.location}/step_1" == str(below)
+    assert not below.exists()
+    assert below.prepare()
+    assert store.list() == ["step_1"]
+    below.put("note", b"1")
+    assert store.get("step_1/note") == b"1"
+    assert store.at("step_1").list() == ["note"]
+    with claimed(store), claimed(below):
+        pass
+    assert not store.is_link("step_1")
+    store.delete("step_1")
+    assert not below.exists()
+    assert store.list() == []
+
+
+def test_a_store_says_how_it_likes_to_be_written(store):
+    assert store.parts.at_once >= 1
+    assert store.parts.size_bytes >= 0
+
+
+def test_a_store_may_stand_where_a_path_may(store):
+    tree = {"w": np.arange(1000), "n": 1}
+    ostraka.save(store, tree)
+    assert ostraka.restore(store)["n"] == 1
+    ostraka.save_async(store, {**tree, "n": 2}).wait()
+    checkpoint = ostraka.open(store)
+    assert (checkpoint["n"], checkpoint.path) == (2, store.location)
+    assert checkpoint["w"][:3].tolist() == [0, 1, 2]
+    assert ostraka.verify(store).ok
+    assert ostraka.plan(store).total_bytes == ostraka.plan(store.location).total_bytes
+    assert open_store(store) is store
+
+
+def test_the_writer_keeps_to_what_the_store_likes(tmp_path):
+    """In order, and no more than so many bytes apart."""
+    written = {}
+
+    class Writer:
+        def __init__(self, name, writer):
+            self.name, self.writer = name, writer
+
+        def write(self, offset, buffers):
+            size = sum(memoryview(buffer).nbytes for buffer in buffers)
+            with lock:
+                order = written.setdefault(self.name, [])
+                order.append((offset, size, threading.get_ident()))
+            self.writer.write(offset, buffers)
+
+        def __getattr__(self, name):
+            return getattr(self.writer, name)
+
+    class Watched(FaultyStore):
+        def create(self, name, size) -> Any:
+            return Writer(name, super().create(name, size))
+
+    lock = threading.Lock()
+    tree = {str(n): np.ones(3_000_000, np.float32) for n in range(8)}
+    store = Watched(tmp_path / "in-order", parts=Parts(at_once=3, in_any_order=False))
+    ostraka.save(store, tree)
+    for order in written.values():
+        assert [offset for offset, _, _ in order] == sorted(offset for offset, _, _ in order)
+        assert len({thread for _, _, thread in order}) == 1
+    written.clear()
+    size = 16 << 20
+    store = Watched(tmp_path / "in-parts", parts=Parts(at_once=2, size_bytes=size))
+    ostraka.save(store, tree)
+    for order in written.values():
+        parts = parts_of(sorted(order))
+        assert all(nbytes >= size for nbytes in parts[:-1])
+    assert ostraka.verify(tmp_path / "in-order").ok
+    assert ostraka.verify(tmp_path / "in-parts").ok
+
+
+def parts_of(order):
+    """The bytes that one thread wrote before another went on; the least that there can be."""
+    parts, before = [], None
+    for _, nbytes, thread in order:
+        if thread != before:
+            parts.append(0)
+        parts[-1] += nbytes
+        before = thread
+    return parts
+
+
+# One writer at a time
+
+
 def test_one_writer_holds_a_place(store):
     store.prepare()
     busy = pytest.raises(Busy, match=f"another save to {store.location} is under way")
-    with store.exclusive(), busy, again(store).exclusive():
+    with claimed(store), busy, claimed(again(store)):
         pass
-    with again(store).exclusive():
+    with claimed(again(store)):
         pass
 
 
@@ -304,9 +511,9 @@ def test_the_hold_ends_with_an_error(store):
     class Interrupted(Exception):
         pass
 
-    with pytest.raises(Interrupted, match="stop"), store.exclusive():
+    with pytest.raises(Interrupted, match="stop"), claimed(store):
         raise Interrupted("stop")
-    with store.exclusive():
+    with claimed(store):
         pass
 
 
@@ -318,7 +525,7 @@ def test_of_many_threads_one_holds_the_place(store):
     def hold(_):
         barrier.wait()
         try:
-            with again(store).exclusive():
+            with claimed(again(store)):
                 outcomes.append("held")
                 # Nobody lets go before all have tried.
                 wait_until(lambda: len(outcomes) == 8)
@@ -340,20 +547,20 @@ def test_other_places_are_not_held(store):
     other = open_store(f"{store.location}-other")
     store.prepare()
     other.prepare()
-    with store.exclusive(), other.exclusive():
+    with claimed(store), claimed(other):
         pass
 
 
 def test_what_is_held_can_be_read_and_written(store):
     store.prepare()
-    with store.exclusive():
+    with claimed(store):
         again(store).put("note", b"1")
         assert again(store).get("note") == b"1"
 
 
 def test_a_save_to_a_place_that_is_held_is_busy(store):
     ostraka.save(store.location, {"a": 1})
-    with store.exclusive():
+    with claimed(store):
         with pytest.raises(Busy, match="another save to .* is under way; wait for it"):
             ostraka.save(store.location, {"a": 2})
         assert ostraka.restore(store.location) == {"a": 1}
@@ -365,16 +572,16 @@ def test_a_save_to_a_place_that_is_held_is_busy(store):
 
 HOLD = """
 import sys
-from ostraka.storage import LocalStore
-with LocalStore(sys.argv[1]).exclusive():
+from ostraka.storage import LocalStore, claimed
+with claimed(LocalStore(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 HOLD_AND_FORK = """
 import os, sys, time
-from ostraka.storage import LocalStore
-with LocalStore(sys.argv[1]).exclusive():
+from ostraka.storage import LocalStore, claimed
+with claimed(LocalStore(sys.argv[1])):
     if os.fork() == 0:
         print("held", flush=True)
         os.close(1)
@@ -405,11 +612,11 @@ def holder(location, script=HOLD):
 @pytest.mark.parametrize("script", [HOLD, HOLD_AND_FORK], ids=["alone", "with a child"])
 def test_another_process_holds_a_place_until_it_is_killed(local, script):
     with holder(local.location, script) as process:
-        with pytest.raises(Busy, match="another save to"), local.exclusive():
+        with pytest.raises(Busy, match="another save to"), claimed(local):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with local.exclusive():
+        with claimed(local):
             pass
     assert local.list() == []
 
@@ -561,7 +768,7 @@ def test_a_place_that_its_last_holder_has_removed_is_not_held(local):
     with (
         patch.object(fcntl, "flock", removed_meanwhile),
         pytest.raises(Busy, match="another save has just removed .*place; try again"),
-        local.exclusive(),
+        claimed(local),
     ):
         raise AssertionError("it is held")
 
@@ -574,7 +781,7 @@ def test_parents_are_made(tmp_path):
 
 def test_a_file_is_no_place(tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert LocalStore(str(tmp_path / "file")).list() is None
+    assert not LocalStore(str(tmp_path / "file")).exists()
 
 
 def test_a_link_is_deleted_and_what_it_points_to_is_not(local, tmp_path):

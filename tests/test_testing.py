@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ostraka import testing
-from ostraka.testing import ProcessesFailed, free_port, kill_when, run_processes
+from ostraka.testing import ProcessesFailed, _processes, free_port, kill_when, run_processes
 
 
 @dataclass
@@ -67,10 +67,10 @@ def fail_everywhere():
     """Process 0 fails first, the other so much later that JAX would end it were 0 gone."""
     import jax
 
-    from ostraka import testing
+    from ostraka.testing import _child
 
     if jax.process_index() == 0:
-        testing._COORDINATOR_LINGER_S = 100.0  # the other may be slow to come to its own error
+        _child._COORDINATOR_LINGER_S = 100.0  # the other may be slow to come to its own error
     else:
         while not Path(sys.argv[1], "raised.0").exists():
             time.sleep(0.01)
@@ -345,7 +345,7 @@ def test_a_function_of_a_test_file_that_no_import_finds(tmp_path: Path):
         )
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    python_path = str(Path(testing.__file__).parents[1])
+    python_path = str(Path(testing.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"],
         cwd=tmp_path,
@@ -453,13 +453,13 @@ def test_the_environment_of_a_process(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_proxy_is_not_asked_for_the_coordinator():
-    assert "no_grpc_proxy" not in testing._child_environment({}, 1)
-    env = testing._child_environment({"https_proxy": "http://proxy"}, 1)
+    assert "no_grpc_proxy" not in _processes._child_environment({}, 1)
+    env = _processes._child_environment({"https_proxy": "http://proxy"}, 1)
     assert env["no_grpc_proxy"] == "127.0.0.1"
 
 
 def test_a_reserved_port_is_given_to_nobody_else():
-    with testing._reserve_port() as reserved:
+    with _processes._reserve_port() as reserved:
         port = reserved.getsockname()[1]
         for address in ("127.0.0.1", "0.0.0.0"):
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):

@@ -48,7 +48,7 @@ def _foreign_metadata(store: Store) -> NotACheckpoint:
 def _nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
     """Of a place without `_METADATA`: the likely cause, and what to give instead."""
     names = store.list()
-    if names is None:
+    if not names and not store.exists():
         return _no_directory(store)
     where = store.location
     if any(_format.is_shards_directory(name) for name in names):

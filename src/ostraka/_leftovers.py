@@ -7,14 +7,57 @@ them.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ostraka import _format, _metadata
 from ostraka._foreign import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
-from ostraka.storage import Store
+from ostraka.storage import Store, claimed, is_claim, is_temporary, refuse_claimed
 
 UNKNOWN = "unknown"
+
+_HEAD = re.compile(
+    rb'\{"format":"ostraka","version":%d,"id":"(%b)"[,}]'
+    % (_format.VERSION, _format.ID_PATTERN.pattern.encode())
+)
+"""How our `_METADATA` begins, with the id: the rest need not be decoded to know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was in a place when its claim was taken."""
+
+    names: tuple[str, ...]
+    kept: str | None
+    """The shards of the checkpoint that is there, as `committed_directory` says."""
+    version: Any
+    """The version of its `_METADATA`; None if there is none."""
+
+    @property
+    def leftovers(self) -> list[str]:
+        """What dead saves left, if it can be told what belongs to what."""
+        if self.kept == UNKNOWN:
+            return []
+        return [name for name in self.names if is_of_a_save(name) and name != self.kept]
+
+
+def look_at(store: Store, names: Sequence[str]) -> Seen:
+    """Look at a place that this process holds a claim on; `names` are those in it.
+
+    Raises PathInTheWay if another program wrote the `_METADATA` that is there.
+    """
+    if not names:
+        return Seen((), None, None)
+    # Before looking at `_METADATA`: a save that was taken for dead, and is not, can't commit then.
+    for name in names:
+        if is_temporary(name, _format.METADATA_NAME):
+            store.delete(name)
+    there = store.look(_format.METADATA_NAME)
+    kept = None if there is None else committed_directory(store, names)
+    return Seen(tuple(names), kept, None if there is None else there.version)
 
 
 def find_leftovers(store: Store) -> list[str]:
@@ -22,37 +65,60 @@ def find_leftovers(store: Store) -> list[str]:
 
     Raises PathInTheWay if another program wrote the `_METADATA` that is there.
     """
-    ours = [name for name in store.list() or [] if is_of_a_save(name)]
+    ours = [name for name in store.list() if is_of_a_save(name)]
     kept = committed_directory(store) if ours else None
     return [] if kept == UNKNOWN else [name for name in ours if name != kept]
 
 
-def remove_leftovers(store: Store) -> None:
+def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bool]:
+    """Remove what dead saves left in a place, and the place itself if nothing is left in it.
+
+    Returns the names, and whether a checkpoint is there, which stays. Raises Busy while a save may
+    be under way there, PathInTheWay if another program wrote the `_METADATA`. Without `remove`
+    nothing is written or removed.
+    """
+    dead_claims = [name for name in store.list() if is_claim(name)]
+    if not remove:
+        refuse_claimed(store)
+        names = find_leftovers(store)
+        return names, committed_directory(store) is not None
+    with claimed(store) as claim:
+        seen = look_at(store, claim.names)
+        for name in seen.leftovers:
+            store.delete(name)
+        if seen.leftovers:
+            store.sync("")
+    if seen.version is None:
+        store.remove_if_empty()  # other people's files stay
+    return [*dead_claims, *seen.leftovers], seen.version is not None
+
+
+def remove_leftovers(store: Store, seen: Seen) -> None:
     """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
-    names = store.list() or []
-    if _format.METADATA_NAME in names:
-        committed_directory(store)  # raises if another program wrote it
-    elif foreign := [name for name in names if not is_of_a_save(name)]:
+    if seen.version is None and (
+        foreign := [name for name in seen.names if not is_of_a_save(name)]
+    ):
         raise PathInTheWay(
             f"{store.location} is a directory with other things in it "
             f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
             "its own"
         )
-    for name in find_leftovers(store):
+    for name in seen.leftovers:
         store.delete(name)
 
 
-def committed_directory(store: Store) -> str | None:
+def committed_directory(store: Store, names: Sequence[str] | None = None) -> str | None:
     """The shards directory of the checkpoint that is there now; None if there is no checkpoint.
 
     UNKNOWN if there may be one, and which shards it needs can't be told: its `_METADATA` is damaged
     or of a newer version, a link that leads nowhere, or names shards that are not there.
     """
+    names = store.list() if names is None else names
     try:
         data = store.get(_format.METADATA_NAME)
     except FileNotFoundError:
         # A link that leads nowhere, perhaps to a disk that is not mounted now, has that name, too.
-        return UNKNOWN if _format.METADATA_NAME in (store.list() or []) else None
+        return UNKNOWN if _format.METADATA_NAME in names else None
     except StoreError as error:
         if error.loss is None:
             raise
@@ -61,6 +127,16 @@ def committed_directory(store: Store) -> str | None:
         if looks_like_ours(store, data):
             return UNKNOWN
         raise _not_ours(store, f"its {_format.METADATA_NAME} was not written by Ostraka")
+    head = _HEAD.match(data)
+    if head is not None:
+        directory = _format.shards_directory(head[1].decode())
+        if directory in names:
+            return directory
+    return _directory_in(store, data, names)
+
+
+def _directory_in(store: Store, data: bytes, names: Sequence[str]) -> str:
+    """The same from all of `_METADATA`, where its head alone does not tell."""
     try:
         metadata = _metadata.decode_metadata(data)
     except NotACheckpoint as error:
@@ -68,8 +144,7 @@ def committed_directory(store: Store) -> str | None:
     except ValueError:
         return UNKNOWN
     directory = _format.shards_directory(metadata.id)
-    is_there = not metadata.files or directory in (store.list() or [])
-    return directory if is_there else UNKNOWN
+    return directory if not metadata.files or directory in names else UNKNOWN
 
 
 def _not_ours(store: Store, why: str) -> PathInTheWay:
@@ -81,16 +156,8 @@ def _not_ours(store: Store, why: str) -> PathInTheWay:
 
 def is_of_a_save(name: str) -> bool:
     """What a save puts into its directory, but for `_METADATA` itself."""
-    is_temporary = name.startswith(f"{_format.METADATA_NAME}.") and name.endswith(".tmp")
-    return is_temporary or _format.is_shards_directory(name)
-
-
-def remove_other_shards(store: Store, save_id: str) -> None:
-    """After the commit: what was there before is no longer needed.
-
-    The new checkpoint is good: what can't be deleted now, the next save tries again.
-    """
-    with suppress(OSError):
-        for name in store.list() or []:
-            if _format.is_shards_directory(name) and name != _format.shards_directory(save_id):
-                store.delete(name)
+    return (
+        is_temporary(name, _format.METADATA_NAME)
+        or _format.is_shards_directory(name)
+        or is_claim(name)
+    )

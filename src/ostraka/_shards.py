@@ -7,7 +7,6 @@ of the work, and threads that all did it would only wait for each other.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,13 +19,12 @@ from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
 from ostraka._values import Value, flat_bytes
-from ostraka.storage import FileWriter, Store
+from ostraka.storage import FileWriter, Parts, Store
 
 Array = np.ndarray[Any, Any]
 Block = tuple[int, list[Array]]
 """A block's number in its file, and the bytes it is made of."""
 
-_WRITERS = max(4, min(os.cpu_count() or 1, 16))
 _OPEN_FILES = 64
 _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
@@ -85,8 +83,9 @@ def write_shards(
         for file in files
     ]
     try:
-        tasks = _tasks(shards, values, _must_be_copied(plan, values), staging, check_all)
-        run_all(write, tasks, threads=_WRITERS, stop=stop)
+        copied = _must_be_copied(plan, values)
+        tasks = _tasks(shards, values, copied, staging, check_all, store.parts)
+        run_all(write, tasks, threads=store.parts.at_once, stop=stop)
     except BaseException:
         for shard in shards:
             shard.abandon()
@@ -154,18 +153,20 @@ def _tasks(
     copied: frozenset[int],
     staging: ByteBudget,
     check: Callable[[], None],
+    parts: Parts,
 ) -> Iterator[tuple[_Shard, Iterable[Block]]]:
-    """What a thread does at a time: a block whose views are there, or all of a file.
+    """What a thread does at a time: blocks whose views are there, or all of a file.
 
     A file with something in it that must first be copied (from an accelerator, to another dtype)
     is done by one thread from its first byte to its last, so that no more is copied than is needed
-    soon. Blocks of the others come in turn, so that a leaf's shards are looked at together.
+    soon; so is every file where the store wants it written in order. Blocks of the others come in
+    turn, so that a leaf's shards are looked at together: one by one, or as many as the store likes.
     """
     of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
     for shard in shards:
         blocks = shard.blocks(_stream(shard, values, copied, staging, check))
-        if copied.isdisjoint(entry.leaf for entry in shard.entries):
-            of_views.append(_one_by_one(shard, blocks))
+        if parts.in_any_order and copied.isdisjoint(entry.leaf for entry in shard.entries):
+            of_views.append(_in_parts(shard, blocks, parts.size_bytes))
         else:
             yield shard, blocks
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
@@ -173,9 +174,21 @@ def _tasks(
         yield task
 
 
-def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+def _in_parts(
+    shard: _Shard, blocks: Iterator[Block], least_bytes: int
+) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    """Blocks that follow each other, as few as have `least_bytes` together."""
+    part: list[Block] = []
+    nbytes = 0
     for block in blocks:
-        yield shard, [block]
+        part.append(block)
+        if least_bytes:
+            nbytes += sum(piece.nbytes for piece in block[1])
+        if nbytes >= least_bytes:
+            yield shard, part
+            part, nbytes = [], 0
+    if part:
+        yield shard, part
 
 
 def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:

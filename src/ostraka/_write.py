@@ -247,7 +247,7 @@ class _Save:
             self._values.clear()
             summary = self._commit(plan, index, written)
             if self._operation.process == 0:
-                self._place.remove_replaced(self._save_id)
+                self._place.remove_replaced()
             self._watch.lap("commit")
             self._operation.__exit__(None, None, None)
         self._place.release()
@@ -383,7 +383,9 @@ class _Save:
                 indexes=indexes,
                 user=self._user,
             )
-            self._place.commit(_metadata.encode_metadata(metadata))
+            sizes = {file.name: file.size for file in plan.files}
+            sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}
+            self._place.commit(_metadata.encode_metadata(metadata), self._save_id, sizes)
             return summary
 
         entry = None if index is None else [index.size, index.digest]

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 import click
 
-from ostraka._leftovers import committed_directory, find_leftovers
+from ostraka._leftovers import collect_garbage, find_leftovers
 from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
-from ostraka.errors import (
-    Busy,
-    CheckpointNotFound,
-    NotACheckpoint,
-    PathInTheWay,
-    StoreError,
-    UnsupportedFormat,
-)
-from ostraka.storage import LocalStore, open_store
+from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, StoreError
+from ostraka.storage import Store, is_claim, open_store
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
     """What a dead save left in one directory."""
 
+    name: str
+    """The directory's name in the root; empty for the root itself."""
     directory: str
     names: tuple[str, ...]
     nbytes: int
@@ -56,12 +49,13 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
       ostraka gc runs
       ostraka gc runs --yes
     """
-    location = _existing(root)
+    store = _existing(root)
+    location = store.location
     found: list[Leftovers] = []
     refusals: list[StoreError] = []
-    for place in _places(location):
+    for name in _places(store):
         try:
-            found += _collect(place, remove=yes)
+            found += _collect(store, name, remove=yes)
         except StoreError as error:  # The others are none the worse for it.
             refusals.append(error)
     dead = [left for left in found if not left.busy]
@@ -88,76 +82,48 @@ def _print(location: str, found: list[Leftovers], dead: list[Leftovers], *, remo
     echo_lines(lines or [f"{printable(location)}: nothing was left behind"])
 
 
-def _existing(root: str) -> str:
+def _existing(root: str) -> Store:
     store = open_store(root)
-    if not isinstance(store, LocalStore):
-        raise UnsupportedFormat(f"ostraka gc needs a directory, and {store.location} is none")
-    if store.list() is None:
-        if os.path.exists(store.location):
+    if not store.exists():
+        if store.look("") is not None:
             raise NotACheckpoint(f"{store.location} is a file; ostraka gc needs a directory")
         raise CheckpointNotFound(f"there is no directory {store.location}")
-    return store.location
+    return store
 
 
-def _places(root: str) -> Iterator[str]:
-    """The directories that saves may have written to: the root itself, and its steps."""
-    yield root
-    for name in LocalStore(root).list() or []:
-        path = os.path.join(root, name)
-        # What a link leads to is somebody else's.
-        if step_of(name) is not None and os.path.isdir(path) and not os.path.islink(path):
-            yield path
+def _places(root: Store) -> Iterator[str]:
+    """The names of what saves may have written to: the root itself (""), and its steps."""
+    yield ""
+    for name in root.list():
+        if step_of(name) is not None and not root.is_link(name):  # that is somebody else's
+            yield name
 
 
-def _collect(directory: str, *, remove: bool) -> list[Leftovers]:
-    store = LocalStore(directory)
-    if not _leftovers(store):
-        return []
+def _collect(root: Store, name: str, *, remove: bool) -> list[Leftovers]:
+    place = root.at(name) if name else root
+    left: list[str] = []
     try:
-        # Looked at again, now that no save can be under way.
-        with store.exclusive():
-            names = _leftovers(store)
-            nbytes = sum(_size(os.path.join(directory, name)) for name in names)
-            beside = committed_directory(store) is not None
-            if remove:
-                for name in names:
-                    store.delete(name)
-                store.settle("")
-                if not beside:
-                    with suppress(OSError):  # not empty: other people's files stay
-                        os.rmdir(directory)
+        left = find_leftovers(place)
+        if not left:
+            return []
+        sizes = {file.name: file.size for file in place.files("")}
+        names, beside = collect_garbage(place, remove=remove)
     except Busy:
-        return [Leftovers(directory, (), 0, False, busy=True)]
-    except FileNotFoundError:
-        return []  # somebody else has removed it
-    return [Leftovers(directory, tuple(names), nbytes, beside)] if names else []
-
-
-def _leftovers(store: LocalStore) -> list[str]:
-    try:
-        return find_leftovers(store)
+        if all(map(is_claim, left)):
+            return []  # An open Manager has nothing but its claim in its root.
+        return [Leftovers(name, place.location, (), 0, False, busy=True)]
     except PathInTheWay:
         return []
-
-
-def _size(path: str) -> int:
-    total = 0
-    for folder, _, files in os.walk(path):
-        for name in files:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    if os.path.isfile(path):
-        total += os.lstat(path).st_size
-    return total
+    nbytes = sum(size for file, size in sizes.items() if file.split("/")[0] in names)
+    return [Leftovers(name, place.location, tuple(names), nbytes, beside)] if names else []
 
 
 def _table(location: str, found: list[Leftovers], removed: bool) -> list[str]:
     table = Table(("directory", "what", "size", "beside"), right=("size",))
     for left in found:
-        shown = os.path.relpath(left.directory, location)
         beside = "a checkpoint, which stays" if left.beside else "nothing"
         what = ", ".join(printable(name) for name in left.names)
-        table.add(printable(shown), what, human_bytes(left.nbytes), beside)
+        table.add(printable(left.name or "."), what, human_bytes(left.nbytes), beside)
     total = human_bytes(sum(left.nbytes for left in found))
     total = f"{count_of(sum(len(left.names) for left in found), 'leftover')}, {total}"
     verb = "removed from" if removed else "would go from"

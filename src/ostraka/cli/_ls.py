@@ -41,8 +41,9 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 
     Each is shown with its size, its age, its metrics, whether it is pinned, and its state:
     "complete" means that it was committed, "intact" that all of it has just been read and verified
-    (--verify), "damaged" that it can't be used, "forbidden" that you may not read it. The exit code
-    is 1 if any is damaged, else 2 if any is forbidden.
+    (--verify), "damaged" that it can't be used, "forbidden" that you may not read it, "unsupported"
+    that only a newer version of Ostraka can. The exit code is 1 if any is damaged, else 2 if any is
+    forbidden or unsupported.
 
     \b
     Examples:
@@ -82,8 +83,11 @@ class _Entry:
     @property
     def state(self) -> str:
         if self.problems:
-            word = "forbidden" if self.forbidden else "damaged"
-            return f"{word}: {shorten(printable(str(self.problems[0])), _PROBLEM_WIDTH)}"
+            if self.step.unsupported is not None:
+                word, why = "unsupported", self.step.unsupported
+            else:
+                word, why = "forbidden" if self.forbidden else "damaged", str(self.problems[0])
+            return f"{word}: {shorten(printable(why), _PROBLEM_WIDTH)}"
         return "intact" if self.verdict else "complete"
 
     def describe(self) -> dict[str, Any]:

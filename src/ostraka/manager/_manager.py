@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
 import jax
+from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule
+from ostraka._pattern import Patterns
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
-from ostraka._record import Record, Stopwatch
+from ostraka._record import OnRecord, Record, Stopwatch
 from ostraka._record import logger as log
 from ostraka._step_names import name_of
 from ostraka._write import begin_save
@@ -38,11 +40,13 @@ from ostraka.manager._retain import retain
 from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
 from ostraka.manager._when import Schedule, check_when
-from ostraka.storage import PathLike
+from ostraka.storage import PathLike, Store
+
+_NOT_GIVEN: Any = object()
 
 
 class Manager:
-    """The steps of a run, in one directory: saves them, keeps some, restores the newest intact one.
+    """The steps of a run in one directory: saves them, keeps some, restores the newest intact one.
 
     When to save: at multiples of `every` steps, every `every_s` seconds, `at` given steps, `when` a
     callable of the step says so, and, with `on_preemption`, when the run is about to be ended
@@ -110,7 +114,7 @@ class Manager:
         self._newest: int | None = None
         self._closed = False
         self._process = os.getpid()
-        self._lock = RootLock(self._root.location)
+        self._lock = RootLock(self._root.store)
         self._preemption: Preemption | None = None
         self.restored: int | None = None
         """The step that was restored last."""
@@ -194,7 +198,7 @@ class Manager:
 
     def wait(self) -> None:
         """Wait for the save under way, if any; raises its error."""
-        self._pending.settle()
+        self._pending.wait()
 
     # What is there
 
@@ -205,7 +209,8 @@ class Manager:
     def latest(self) -> int | None:
         """The highest step on disk, the same on all processes; None if there is none.
 
-        Raises Damaged if there are steps, and not one of them can be read.
+        Raises Damaged if there are steps, and not one of them can be read; UnsupportedFormat if a
+        newer version of Ostraka wrote the highest.
         """
         return latest_step(self._root)
 
@@ -232,26 +237,57 @@ class Manager:
         return self._root.path(self._root.find(check_step(step)).names[0])
 
     def restore(
-        self, step: SupportsIndex | None = None, *, fallback: bool = False, **options: Any
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        fallback: bool = False,
+        like: Any = _NOT_GIVEN,
+        into: Any = _NOT_GIVEN,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        specs: Any = None,
+        strict: bool = True,
+        only: Patterns | None = None,
+        rename: Mapping[str, str] | None = None,
+        dtype: DtypeRule = None,
+        as_state: bool = False,
+        on_record: OnRecord | None = None,
     ) -> Any:
         """Restore a step, or else the newest; returns what `ostraka.restore` returns.
 
-        `options` are those of `ostraka.restore`: `like`, `into`, `mesh`, `only` and the others.
-        Every byte that is read is verified. If a step is damaged that is logged, and raises
-        Damaged, which names the step before it; with `fallback` a warning says so and that one is
-        restored, and so on. `restored` is the step it came to. Raises CheckpointNotFound if there
-        is nothing to restore.
+        The arguments from `like` on are those of `ostraka.restore`; without `on_record`, that of
+        the manager is called. Every byte that is read is verified. If a step is damaged that is
+        logged, and raises Damaged, which names the step before it; with `fallback` a warning says
+        so and that one is restored, and so on. `restored` is the step it came to. Raises
+        CheckpointNotFound if there is nothing to restore, UnsupportedFormat if the step was written
+        by a newer version of Ostraka.
         """
-        self._pending.settle()
+        self._pending.wait()
         self._check_open()
         began_s = time.perf_counter()
         # What a damaged step has put into `into=` must not stay beside what an older one has.
-        mixes = "into" in options and not options.get("strict", True)
+        mixes = into is not _NOT_GIVEN and not strict
         wanted = check_restored_step(step)
-        options.setdefault("on_record", self._on_record)
         recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
+
+        trees = {"like": like, "into": into}
+        trees = {name: tree for name, tree in trees.items() if tree is not _NOT_GIVEN}
+
+        def restore_from(place: Store) -> Any:
+            return restore(
+                place,
+                **trees,
+                mesh=mesh,
+                specs=specs,
+                strict=strict,
+                only=only,
+                rename=rename,
+                dtype=dtype,
+                as_state=as_state,
+                on_record=self._on_record if on_record is None else on_record,
+            )
+
         try:
-            self.restored, value = recovery.run(lambda path: restore(path, **options))
+            self.restored, value = recovery.run(restore_from)
         finally:
             self._damaged |= recovery.damaged
         self._schedule.note_restore(self.restored)
@@ -278,7 +314,7 @@ class Manager:
         if self._closed:
             return
         try:
-            self._pending.settle()
+            self._pending.wait()
         finally:
             self._leave()
 
@@ -316,7 +352,7 @@ class Manager:
             return {
                 "names": [[s.step, s.names[0]] for s in steps],
                 "links": [s.step for s in steps if self._root.is_link(s.names[0])],
-                "newest": max((s.step for s in steps if not s.problems), default=None),
+                "newest": max((s.step for s in steps if s.is_good), default=None),
             }
 
         try:
@@ -341,19 +377,19 @@ class Manager:
         self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
     ) -> None:
         watch = Stopwatch()  # it counts that the save before is waited for
-        self._pending.settle()
+        self._pending.wait()
         if not force:
             self._check_order(step)
         name = self._names.get(step, name_of(step))
         if jax.process_count() == 1 or step in self._links:
             decide_together(f"look at step {step}", lambda: self._check_place(name))
         self._schedule.note_save()
-        path = self._root.path(name)
+        place = self._root.at(name)
         self._newest = max(step, step if self._newest is None else self._newest)
         background = background and not self.reached_preemption(step)
         self._pending.begin(
             lambda: begin_save(
-                path,
+                place,
                 tree,
                 check_place=lambda: self._check_place(name),
                 on_commit=lambda: self._retain(step),
@@ -382,7 +418,7 @@ class Manager:
         damaged = self._damaged
 
         def look() -> int | None:
-            there = (s.step for s in self._root.steps() if s.step not in damaged)
+            there = (s.step for s in self._root.scan() if s.is_good and s.step not in damaged)
             return max(there, default=None)
 
         self._newest = decide_together(f"look at {self.root}", look)
@@ -400,7 +436,7 @@ class Manager:
     def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
         self._check_writable()
         number = check_step(step)
-        self._pending.settle()
+        self._pending.wait()
 
         def change_in_place() -> None:
             with suppress(FileNotFoundError):

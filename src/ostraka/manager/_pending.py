@@ -18,7 +18,7 @@ class PendingSave:
 
     A save that fails does so on every process, but they learn of it at different times. A call that
     takes no part in anything common raises as soon as it knows (`raise_if_failed`). At the next
-    call that all processes take part in (`settle`), all raise unless all have done so already: so
+    call that all processes take part in (`wait`), all raise unless all have done so already: so
     either every process goes on from there, or none.
     """
 
@@ -39,7 +39,7 @@ class PendingSave:
                 self._heard = True
                 raise
         if not background:
-            self.settle()
+            self.wait()
 
     def is_running(self) -> bool:
         return self._handle is not None and not self._handle.done()
@@ -53,7 +53,7 @@ class PendingSave:
             self._heard = True
             raise error
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the save; raise its error, on all processes alike."""
         error = self._refusal if self._handle is None else self._handle.exception()
         heard = self._heard

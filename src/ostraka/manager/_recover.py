@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostraka._record import logger as log
-from ostraka.errors import CheckpointNotFound, Damaged, Problem, RestoreFailed, warn_caller
+from ostraka.errors import (
+    CheckpointNotFound,
+    Damaged,
+    Problem,
+    RestoreFailed,
+    UnsupportedFormat,
+    warn_caller,
+)
 from ostraka.integrity import verify
-from ostraka.manager._steps import Root, no_such_step
+from ostraka.manager._steps import Root, Step, no_such_step
 from ostraka.manager._together import agree, decide_together
+from ostraka.storage import Store
 
 _ATTEMPTS = 10
 
@@ -20,7 +28,7 @@ class _Choice:
     """A step to restore, and the one before it, if any."""
 
     step: int
-    path: str
+    name: str
     problems: tuple[Problem, ...]
     before: int | None
 
@@ -48,6 +56,7 @@ def latest_step(root: Root) -> int | None:
     def look() -> dict[str, Any]:
         every = root.scan()
         good = [step.step for step in every if not step.problems]
+        refuse_newer(every, max(good, default=-1))
         if good or not every:
             return {"step": max(good, default=None)}
         return {"path": root.path(every[-1].names[0]), "problems": _encode(every[-1].problems)}
@@ -61,6 +70,17 @@ def latest_step(root: Root) -> int | None:
     raise damaged
 
 
+def refuse_newer(steps: Sequence[Step], since: int) -> None:
+    """Raise UnsupportedFormat if a step after `since` needs a newer version of Ostraka.
+
+    It is as good as any: a run that went on from an older one would do its work again, and replace
+    it.
+    """
+    for step in reversed(steps):
+        if step.unsupported is not None and step.step > since:
+            raise UnsupportedFormat(step.unsupported)
+
+
 class Recovery:
     """One restore from a root, of a step and those before it."""
 
@@ -72,8 +92,8 @@ class Recovery:
         self.damaged: set[int] = set()
         """Steps that turned out to be damaged."""
 
-    def run(self, restore: Callable[[str], Any]) -> tuple[int, Any]:
-        """The step that was restored, and what `restore` made of its path."""
+    def run(self, restore: Callable[[Store], Any]) -> tuple[int, Any]:
+        """The step that was restored, and what `restore` made of its place."""
         times_gone = 0
         while times_gone <= _ATTEMPTS:
             choice = self._choose()
@@ -99,7 +119,7 @@ class Recovery:
     def _choose(self) -> _Choice:
         found = decide_together(f"choice of a step in {self._root.location}", self._decide)
         problems = _decode(found["problems"])
-        return _Choice(found["step"], found["path"], problems, found["before"])
+        return _Choice(found["step"], found["name"], problems, found["before"])
 
     def _decide(self) -> dict[str, Any]:
         every = self._root.scan()
@@ -110,24 +130,26 @@ class Recovery:
         if not left:
             raise CheckpointNotFound(f"there is no step in {self._root.location} to restore")
         chosen = left[-1]
-        before = [s.step for s in left[:-1] if not s.problems]
-        path = self._root.path(chosen.names[0])
+        if chosen.unsupported is not None:
+            raise UnsupportedFormat(chosen.unsupported)
+        before = [s.step for s in left[:-1] if s.is_good]
+        name = chosen.names[0]
         problems = chosen.problems
         if self._verify_first and not problems:
-            problems = verify(path, raises=False).problems
+            problems = verify(self._root.at(name), raises=False).problems
         return {
             "step": chosen.step,
-            "path": path,
+            "name": name,
             "problems": _encode(problems),
             "before": before[-1] if before else None,
         }
 
     # How it went
 
-    def _try(self, choice: _Choice, restore: Callable[[str], Any]) -> _Outcome:
+    def _try(self, choice: _Choice, restore: Callable[[Store], Any]) -> _Outcome:
         if choice.problems:
             return _Outcome("damaged", choice.problems, None, None)
-        mine = _attempt(choice.path, restore)
+        mine = _attempt(self._root.at(choice.name), restore)
         status, problems = agree(
             f"restore of step {choice.step}", [mine.status, _encode(mine.problems)], _sum_up
         )
@@ -136,7 +158,7 @@ class Recovery:
     def _go_on_without(self, choice: _Choice, outcome: _Outcome) -> None:
         """Say so loudly, and raise unless the step before is wanted and there."""
         self.damaged.add(choice.step)
-        damaged = Damaged(choice.path, outcome.problems)
+        damaged = Damaged(self._root.path(choice.name), outcome.problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
         if self._fallback and choice.before is not None:
             what = f"step {choice.step} can't be restored, so step {choice.before} is: {damaged}"
@@ -155,9 +177,9 @@ class Recovery:
         raise damaged from outcome.error
 
 
-def _attempt(path: str, restore: Callable[[str], Any]) -> _Outcome:
+def _attempt(place: Store, restore: Callable[[Store], Any]) -> _Outcome:
     try:
-        return _Outcome("ok", (), restore(path), None)
+        return _Outcome("ok", (), restore(place), None)
     except Damaged as error:
         return _Outcome("damaged", error.problems, None, error)
     except CheckpointNotFound as error:

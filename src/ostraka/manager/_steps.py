@@ -7,8 +7,6 @@ saves and deletions left behind in directories that are named as steps.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from ostraka import _format
-from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
+from ostraka._leftovers import collect_garbage, find_leftovers, is_of_a_save
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
 from ostraka._source import Saved
@@ -28,12 +26,13 @@ from ostraka.errors import (
     NotACheckpoint,
     PathInTheWay,
     Problem,
+    StoreError,
     UnsupportedFormat,
     describe,
 )
 from ostraka.formats import open_source
 from ostraka.manager._metrics import NO_METRICS, metrics_in
-from ostraka.storage import LocalStore, PathLike, open_store
+from ostraka.storage import PathLike, Store, claimed, is_claim, open_store
 
 PIN_NAME = "_PINNED"
 """An empty file of this name in a step's directory: retention leaves the step alone."""
@@ -55,6 +54,13 @@ class Step:
     """The directories that hold this step; the first counts."""
     problems: tuple[Problem, ...] = field(default=(), repr=False)
     """Why it can't be read. Empty for every step that counts."""
+    unsupported: str | None = field(default=None, repr=False)
+    """Set if it is not damaged, and only a newer version of Ostraka can read it: its sentence."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a run can go on from it, with this version of Ostraka or a newer one."""
+        return not self.problems or self.unsupported is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +70,41 @@ class _Found:
     saved_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
     problems: tuple[Problem, ...] = ()
+    unsupported: str | None = None
 
 
 class Root:
     """A directory with steps in it."""
 
     def __init__(self, path: PathLike):
-        store = open_store(path)
-        if not isinstance(store, LocalStore):
-            raise UnsupportedFormat(
-                f"a Manager needs a directory, and {store.location} is none; use a local path or "
-                "one on a mounted file system"
-            )
-        self.location = store.location
-        self._store = store
+        self.store = open_store(path)
+        self.location = self.store.location
         self._cache: dict[str, tuple[Any, _Found | None]] = {}
         # Retention runs in the background while the training loop asks what is there.
         self._looking = RenewedLock()
 
     def prepare(self) -> None:
         self.refuse_checkpoint(PathInTheWay)
-        self._store.prepare()
+        self.store.prepare()
 
     def refuse_checkpoint(self, kind: type[PathInTheWay | CheckpointNotFound]) -> None:
         """Raise if this is no place for steps, being a checkpoint itself."""
-        if _format.METADATA_NAME in (self._store.list() or []):
+        if _format.METADATA_NAME in self.store.list():
             raise kind(
                 f"{self.location} is itself a checkpoint, not a directory of steps; give a Manager "
                 "the directory above it, or read this one with ostraka.restore or ostraka.open"
             )
 
+    def at(self, name: str) -> Store:
+        """The place of a step."""
+        return self.store.at(name)
+
     def path(self, name: str) -> str:
-        return os.path.join(self.location, name)
+        return self.at(name).location
 
     def is_link(self, name: str) -> bool:
         """Whether what lies under this name is elsewhere, and not the manager's to change."""
-        return os.path.islink(self.path(name))
+        return self.store.is_link(name)
 
     def refuse_link(self, name: str) -> None:
         """Raise PathInTheWay where saving would replace what a link leads to."""
@@ -114,11 +119,11 @@ class Root:
     def scan(self) -> list[Step]:
         """All steps in ascending order, those that can't be read included."""
         with self._looking.lock:
-            there = self._store.list() or []
+            there = self.store.list()
             named = self._look_at(there)
             for _ in range(_LOOK_AGAIN):
                 # A run that keeps one step may have saved the next and deleted this meanwhile.
-                before, there = there, self._store.list() or []
+                before, there = there, self.store.list()
                 if before == there:
                     break
                 named = self._look_at(there)
@@ -147,23 +152,21 @@ class Root:
         with self._looking.lock:
             step = self.find(number)
             if not step.pinned:
-                store = self._open(step.names[0])
-                store.create(PIN_NAME, 0).finish()
-                store.settle("")
+                self.at(step.names[0]).put(PIN_NAME, b"")
 
     def unpin(self, number: int) -> None:
         with self._looking.lock:
             for name in self.find(number).names:
                 if self.is_link(name):
                     continue  # Another run may have pinned what it leads to.
-                store = self._open(name)
+                store = self.at(name)
                 store.delete(PIN_NAME)
-                store.settle("")
+                store.sync("")
 
     def clean(self) -> None:
         """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
         with self._looking.lock:
-            for name in self._store.list() or []:
+            for name in self.store.list():
                 if step_of(name) is None or self.is_link(name):
                     continue
                 try:
@@ -174,19 +177,28 @@ class Root:
 
     # One directory
 
-    def _open(self, name: str) -> LocalStore:
-        return LocalStore(self.path(name))
-
     def _step(self, number: int, names: list[str]) -> Step:
         # A damaged directory does not hide a good one of the same step.
         names.sort(key=lambda name: bool(self._known(name).problems))
         found = self._known(names[0])
         pinned = any(self._is_pinned(name) for name in names)
-        return Step(number, found.saved_s, found.metrics, pinned, tuple(names), found.problems)
+        return Step(
+            number,
+            found.saved_s,
+            found.metrics,
+            pinned,
+            tuple(names),
+            found.problems,
+            found.unsupported,
+        )
 
     def _is_pinned(self, name: str) -> bool:
         # What a link leads to is not the manager's to delete.
-        return self.is_link(name) or os.path.lexists(os.path.join(self.path(name), PIN_NAME))
+        if self.is_link(name):
+            return True
+        with suppress(StoreError):  # Then it has problems, for which it is kept.
+            return self.at(name).look(PIN_NAME) is not None
+        return False
 
     def _known(self, name: str) -> _Found:
         found = self._cache[name][1]
@@ -204,65 +216,69 @@ class Root:
 
     def _look(self, name: str) -> _Found | None:
         """What a directory holds, None if it is no checkpoint; read again only if replaced."""
-        metadata = os.path.join(self.path(name), _format.METADATA_NAME)
+        place = self.at(name)
         try:
-            status = os.stat(metadata)
-        except OSError as error:
-            gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-            if gone and not os.path.islink(metadata):
-                return None
+            there = place.look(_format.METADATA_NAME)
+        except StoreError as error:
             # It may be a step, and the newest: what can't be seen must not pass for nothing.
-            found = _Found(problems=(Problem(_format.METADATA_NAME, describe(error)),))
-            self._cache[name] = (None, found)
-            return found
-        # A commit is a rename: the file is another one each time.
-        mark = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if name not in self._cache or self._cache[name][0] != mark:
-            self._cache[name] = (mark, _read(self._open(name)))
+            problem = Problem(_format.METADATA_NAME, describe(error.__cause__ or error))
+            self._cache[name] = (None, _Found(problems=(problem,)))
+            return self._cache[name][1]
+        if there is None:
+            return None
+        if name not in self._cache or self._cache[name][0] != there.version:
+            self._cache[name] = (there.version, _read(place))
         return self._cache[name][1]
 
     def _remove(self, name: str) -> None:
         if self.is_link(name):
-            os.unlink(self.path(name))
+            self.store.delete(name)
             return
-        store = self._open(name)
-        with store.exclusive():
+        place = self.at(name)
+        with claimed(place):
             # The pin first: alone in the directory it would be in the way of the next save.
-            store.delete(PIN_NAME)
+            place.delete(PIN_NAME)
             # Then what makes it a step, for good, so that not even a power failure brings back a
             # `_METADATA` whose shards are gone.
-            store.delete(_format.METADATA_NAME)
-            store.settle("")
-            for other in store.list() or []:
-                if is_of_a_save(other):
-                    store.delete(other)
-            store.remove_if_empty()  # other people's files stay
+            place.delete(_format.METADATA_NAME)
+            place.sync("")
+            for other in place.list():
+                if is_of_a_save(other) and not is_claim(other):
+                    place.delete(other)
+        place.remove_if_empty()  # other people's files stay
 
     def _clean(self, name: str) -> None:
-        store = self._open(name)
-        if not any(is_of_a_save(other) for other in store.list() or []):
-            return
-        with suppress(Busy, PathInTheWay, FileNotFoundError), store.exclusive():
-            for other in find_leftovers(store):
-                store.delete(other)
-            if committed_directory(store) is None:
-                store.remove_if_empty()
+        place = self.at(name)
+        with suppress(Busy, PathInTheWay):
+            if find_leftovers(place):
+                collect_garbage(place)
 
 
 def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:
     return CheckpointNotFound(f"there is no step {number} in {root}; it has {list_steps(there)}")
 
 
-def _read(store: LocalStore) -> _Found | None:
+def _read(place: Store) -> _Found | None:
     try:
-        saved = open_source(store).saved
-    except (CheckpointNotFound, NotACheckpoint):
+        saved = open_source(place).saved
+    except NotACheckpoint:
         return None
+    except CheckpointNotFound:
+        if place.look(_format.METADATA_NAME) is None:
+            return None
+        lost = Problem(_format.METADATA_NAME, "it is a link that leads nowhere")
+        return _Found(problems=(lost,))
     except Damaged as error:
         return _Found(problems=error.problems)
-    except (UnsupportedFormat, OSError) as error:
-        return _Found(problems=(Problem(_format.METADATA_NAME, str(error)),))
+    except UnsupportedFormat as error:
+        return _Found(problems=(_problem(error),), unsupported=str(error))
+    except OSError as error:
+        return _Found(problems=(_problem(error),))
     return _Found(_saved_s(saved), metrics_in(saved.user))
+
+
+def _problem(error: Exception) -> Problem:
+    return Problem(_format.METADATA_NAME, str(error))
 
 
 def _saved_s(saved: Saved) -> float | None:

@@ -28,7 +28,7 @@ from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, Problem, State, default_writers
 from ostraka.planner._time import Bandwidths, Times, work_out_times
-from ostraka.storage import PathLike
+from ostraka.storage import PathLike, Store
 
 _EXACT_ENTRIES = 200_000
 """Up to so many boxes the index of every process is worked out, rather than that of a few."""
@@ -179,7 +179,7 @@ class Plan:
         read_bandwidth: float | str | None = None,
         storage_bandwidth: float | str | None = None,
         device_bandwidth: float | str | None = None,
-        probe: PathLike | None = None,
+        probe: str | os.PathLike[str] | None = None,
         mtbf_s: float | None = None,
     ) -> Times:
         """How long a save and a restore take, and how often to save.
@@ -262,7 +262,7 @@ def plan(
     >>> plan("llama-3.1-70b", mesh={"data": 64}, optimizer="adamw").bytes_by_group
     """
     size = size_bytes("max_file_bytes", max_file_bytes)
-    if isinstance(tree, str | os.PathLike):
+    if isinstance(tree, str | os.PathLike | Store):
         from ostraka.planner._restore import target_mesh
         from ostraka.planner._sources import Options, plan_source
 

@@ -62,6 +62,8 @@ def host_count(mesh: MeshSpec, hosts: int | None) -> int:
 
 def plan_source(source: PathLike, options: Options) -> Plan:
     """The plan of what a source means. Raises ValueError, or OstrakaError, with the remedy."""
+    if not isinstance(source, str | os.PathLike):
+        return _plan_saved(source, options)
     config = _config_of(source)
     if config is not None:
         return _plan_config(config, options)
@@ -79,7 +81,7 @@ def plan_source(source: PathLike, options: Options) -> Plan:
     return _plan_saved(name, options)
 
 
-def _config_of(source: PathLike) -> Mapping[str, Any] | None:
+def _config_of(source: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     if isinstance(source, str) and source in MODELS:
         return MODELS[source]
     name = os.fspath(source)
@@ -134,7 +136,7 @@ def _dtype_name(dtype: Any) -> str | None:
 # Checkpoints
 
 
-def _plan_saved(source: str, options: Options) -> Plan:
+def _plan_saved(source: PathLike, options: Options) -> Plan:
     if options.adds_optimizer or options.optimizer_dtype is not None:
         raise ValueError("a checkpoint has the optimizer that it was saved with: leave that out")
     if options.mesh is None:

@@ -1,4 +1,4 @@
-"""The few verbs that a checkpoint needs of the place where it lives.
+"""The verbs that a checkpoint needs of the place where it lives: a directory, a bucket, memory.
 
 Names are relative, with `/` between directories. A missing name raises FileNotFoundError; any other
 refusal raises `errors.StoreError`, a sentence with the name in it.
@@ -6,13 +6,44 @@ refusal raises `errors.StoreError`, a sentence with the name in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file as a store lists it."""
+
+    name: str
+    size: int
+    changed_s: float
+    """When it was last written, by the store's own clock: compare it only with other files of the
+    same store."""
+    version: Any
+    """Equal for two looks at a file if, and only if, it was not replaced between them."""
+
+
+USUAL_WRITERS = max(4, min(os.cpu_count() or 1, 16))
+"""Where writing is mostly the work of this machine's cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a store likes large files to be written."""
+
+    at_once: int = USUAL_WRITERS
+    """How many threads of one process may write at the same time."""
+    size_bytes: int = 0
+    """A thread writes at least this much of a file, in order, before another goes on after it; 0 if
+    the store does not care."""
+    in_any_order: bool = True
+    """Whether a file may be written in any order; else from its first byte to its last."""
 
 
 class FileWriter(Protocol):
-    """A new file of a known size, written in any order."""
+    """A new file of a known size, written in the order that the store's `parts` allow."""
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         """Put the bytes of `buffers`, one after the other, at `offset`."""
@@ -39,31 +70,92 @@ class FileReader(Protocol):
     def close(self) -> None: ...
 
 
+class PlaceLock(Protocol):
+    """A lock on a place, which ends with its process."""
+
+    scope: str
+    """16 hex digits. Locks of the same scope exclude each other; those of two machines may not."""
+
+    def is_in_place(self) -> bool:
+        """Whether the place that is locked is still the one of that name."""
+        ...
+
+    def release(self) -> None:
+        """Unlock; again is as good as once."""
+        ...
+
+
+class _Anything:
+    """The type of ANYTHING alone."""
+
+
+ANYTHING: Final = _Anything()
+"""For `put`: replace whatever is there."""
+
+
+@runtime_checkable
 class Store(Protocol):
-    """One checkpoint's place: a directory, a prefix in a bucket, a dictionary."""
+    """One place: a directory, a prefix in a bucket, a part of a dictionary. `str` of it is
+    `location`.
+
+    One writer at a time is the business of `storage.Claim`, which works by files in the place.
+    """
 
     location: str
     """What to call this place in messages."""
+    parts: Parts
+
+    def at(self, name: str) -> Store:
+        """The store of a place below this one."""
+        ...
 
     def prepare(self) -> bool:
         """Make the place itself exist; returns whether it was not there before."""
+        ...
+
+    def exists(self) -> bool:
+        """Whether the place is there, be it empty."""
         ...
 
     def remove_if_empty(self) -> None:
         """Undo `prepare`, if nothing is in this place."""
         ...
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Hold the place for one writer; raises `errors.Busy` while another holds it.
+    def lock(self) -> PlaceLock | None:
+        """Lock the place; None where there are no locks. Raises `errors.Busy` if it is locked.
 
-        The hold of a process that died is over. Stores that can't tell hold nothing.
+        The lock of a process that died is over at once. Nobody relies on locks alone: they may hold
+        on one machine only, as on some network file systems.
         """
         ...
 
     def get(self, name: str) -> bytes: ...
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file as one atomic, durable event, replacing what was there."""
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replaces: Any = ANYTHING,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a small file as one atomic, durable event.
+
+        `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
+        `errors.Busy`. `check` is called when all is ready but for the event itself, and may raise.
+
+        None is atomic everywhere. A version is compared just before the file is replaced; on a
+        directory two writers may fall between the two, unless they hold a Claim: who takes a claim
+        over first deletes the temporary files (`is_temporary`) of writers before it, whose `put`
+        then raises Busy.
+        """
+        ...
+
+    def touch(self, name: str, *, create: bool) -> FileInfo:
+        """Set the time of a file to now, by the store's clock; durable only by chance.
+
+        With `create` the file is made, empty, and must not be there. Else it must be there.
+        """
         ...
 
     def create(self, name: str, size: int) -> FileWriter:
@@ -72,18 +164,35 @@ class Store(Protocol):
 
     def open(self, name: str) -> FileReader: ...
 
-    def list(self) -> list[str] | None:
-        """The names directly in this place (directories without their contents), None if it is not
-        there."""
+    def look(self, name: str) -> FileInfo | None:
+        """A file's size, time and version; None if it is not there."""
         ...
 
-    def settle(self, directory: str) -> None:
+    def list(self) -> list[str]:
+        """The names directly in this place, directories without their contents; sorted. Empty if
+        the place is not there."""
+        ...
+
+    def files(self, prefix: str) -> list[FileInfo]:
+        """All files, at any depth, whose names begin with `prefix`; sorted by name."""
+        ...
+
+    def is_link(self, name: str) -> bool:
+        """Whether what lies under this name is elsewhere, and not to be changed from here."""
+        ...
+
+    def sync(self, directory: str) -> None:
         """Make the names in a directory as durable as their files."""
         ...
 
     def delete(self, name: str) -> None:
         """Remove a file, or a directory with all in it; nothing if there is none."""
         ...
+
+
+def is_temporary(name: str, of: str) -> bool:
+    """Whether a name is that of the file `of` while it is being put."""
+    return name.startswith(f"{of}.") and name.endswith(".tmp")
 
 
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:

@@ -7,24 +7,35 @@ import errno
 import os
 import shutil
 import stat
-import uuid
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
-from ostraka.errors import Busy, PathInTheWay, StoreError, store_error
-from ostraka.storage._base import byte_views
-from ostraka.storage._hold import DirectoryHold
+from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, store_error
+from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.storage._flock import DirectoryLock, lock_directory
 
 _MAX_BUFFERS = 1024
 """What one vectored call takes (IOV_MAX)."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What file systems without hard links say."""
 
 
 class LocalStore:
     """Names are files below one directory."""
 
+    parts = Parts()
+
     def __init__(self, directory: str):
         self.location = directory
+        self._start = directory if directory.endswith(os.sep) else directory + os.sep
+
+    def __str__(self) -> str:
+        return self.location
+
+    def at(self, name: str) -> LocalStore:
+        return LocalStore(self._path(name))
 
     def prepare(self) -> bool:
         try:
@@ -50,22 +61,14 @@ class LocalStore:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise store_error("remove the directory", self.location, error) from error
 
-    @contextmanager
-    def exclusive(self) -> Generator[None]:
-        hold = DirectoryHold(self.location)
-        try:
-            if not hold.take():
-                raise Busy(
-                    f"another save to {self.location} is under way; wait for it, or save elsewhere"
-                )
-            if not hold.is_in_place():
-                raise Busy(f"another save has just removed {self.location}; try again")
-            yield
-        finally:
-            hold.let_go()
+    def exists(self) -> bool:
+        return os.path.isdir(self.location)
+
+    def lock(self) -> DirectoryLock | None:
+        return lock_directory(self.location)
 
     def get(self, name: str) -> bytes:
-        path = self._path(name)
+        path = self._start + name
         try:
             with open(path, "rb", opener=_open_file) as file:
                 return file.read()
@@ -74,9 +77,16 @@ class LocalStore:
         except OSError as error:
             raise store_error("read", path, error) from error
 
-    def put(self, name: str, data: bytes) -> None:
-        path = self._path(name)
-        temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replaces: Any = ANYTHING,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        path = self._start + name
+        temporary = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
             try:
                 file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -85,24 +95,61 @@ class LocalStore:
                     os.fsync(file)
                 finally:
                     os.close(file)
-                os.replace(temporary, path)
+                if check is not None:
+                    check()
+                if replaces is ANYTHING:
+                    os.replace(temporary, path)
+                else:
+                    self._replace(temporary, name, replaces)
             except BaseException:
                 _unlink_quietly(temporary)
                 raise
             _sync_directory(os.path.dirname(path))
+        except OstrakaError:
+            raise
         except OSError as error:
             raise _explain("write", path, len(data), error) from error
 
-    def create(self, name: str, size: int) -> _LocalWriter:
+    def _replace(self, temporary: str, name: str, replaces: Any) -> None:
         path = self._path(name)
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _LocalWriter(path, size)
+            if replaces is None:
+                _create(temporary, path)
+                return
+            there = self.look(name)
+            if there is None or there.version != replaces:
+                raise _replaced_meanwhile(path)
+            os.replace(temporary, path)
+        except (FileExistsError, FileNotFoundError) as error:
+            # Not found: the next writer, which took this one for dead, has deleted `temporary`.
+            raise _replaced_meanwhile(path) from error
+
+    def touch(self, name: str, *, create: bool) -> FileInfo:
+        path = self._start + name
+        try:
+            if create:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            else:
+                os.utime(path)
+            return _info(name, os.stat(path))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: another machine has deleted it
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+            raise store_error("write", path, error) from error
+
+    def create(self, name: str, size: int) -> _LocalWriter:
+        path = self._start + name
+        try:
+            try:
+                return _LocalWriter(path, size)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                return _LocalWriter(path, size)
         except OSError as error:
             raise _explain("create", path, size, error) from error
 
     def open(self, name: str) -> _LocalReader:
-        path = self._path(name)
+        path = self._start + name
         try:
             return _LocalReader(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -110,15 +157,35 @@ class LocalStore:
         except OSError as error:
             raise store_error("open", path, error) from error
 
-    def list(self) -> list[str] | None:
+    def look(self, name: str) -> FileInfo | None:
+        path = self._path(name)
+        # Of a link that leads nowhere, perhaps to a disk that is not mounted now, the link counts.
+        for status_of in (os.stat, os.lstat):
+            try:
+                return _info(name, status_of(path))
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise store_error("look at", path, error) from error
+        return None
+
+    def list(self) -> list[str]:
         try:
             return sorted(os.listdir(self.location))
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return []
         except OSError as error:
             raise store_error("list", self.location, error) from error
 
-    def settle(self, directory: str) -> None:
+    def files(self, prefix: str) -> list[FileInfo]:
+        directory, slash, start = prefix.rpartition("/")
+        found: list[FileInfo] = []
+        self._find_files(directory + slash, start, found)
+        return sorted(found, key=attrgetter("name"))
+
+    def is_link(self, name: str) -> bool:
+        return os.path.islink(self._path(name))
+
+    def sync(self, directory: str) -> None:
         try:
             _sync_directory(self._path(directory))
         except FileNotFoundError:
@@ -127,19 +194,48 @@ class LocalStore:
             raise store_error("sync the directory", self._path(directory), error) from error
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
+        path = self._start + name
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, onerror=_unless_gone)
-            else:
-                os.unlink(path)
+            os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
+            return
+        except (IsADirectoryError, PermissionError) as error:
+            self._delete_directory(path, error)
+        except OSError as error:
+            raise store_error("delete", path, error) from error
+
+    def _delete_directory(self, path: str, refused: OSError) -> None:
+        if os.path.islink(path) or not os.path.isdir(path):
+            raise store_error("delete", path, refused) from refused
+        try:
+            shutil.rmtree(path, onerror=_unless_gone)
+        except FileNotFoundError:
             return
         except OSError as error:
             raise store_error("delete", path, error) from error
 
+    def _find_files(self, above: str, start: str, found: list[FileInfo]) -> None:
+        """Add the files whose names begin with `start` in the directory `above`, and below it."""
+        try:
+            with os.scandir(self._path(above)) as entries:
+                for entry in entries:
+                    if not entry.name.startswith(start):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        self._find_files(f"{above}{entry.name}/", "", found)
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # deleted meanwhile
+                    found.append(_info(above + entry.name, status))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise store_error("list", self._path(above), error) from error
+
     def _path(self, name: str) -> str:
-        return os.path.join(self.location, *name.split("/")) if name else self.location
+        return self._start + name if name else self.location
 
 
 class _LocalWriter:
@@ -314,6 +410,30 @@ def _sync_directory(path: str) -> None:
             raise
     finally:
         os.close(directory)
+
+
+def _info(name: str, status: os.stat_result) -> FileInfo:
+    # Every `put` is a rename: the file is another one each time.
+    version = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return FileInfo(name, status.st_size, status.st_mtime, version)
+
+
+def _create(temporary: str, path: str) -> None:
+    """Give a file that is complete a name that must be free, in one event."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):  # as near as it gets without hard links
+            raise FileExistsError(path) from error
+        os.replace(temporary, path)
+    else:
+        os.unlink(temporary)
+
+
+def _replaced_meanwhile(path: str) -> Busy:
+    return Busy(f"another save has replaced {path} meanwhile, or is about to; try again")
 
 
 def _unlink_quietly(path: str) -> None:

@@ -3,83 +3,177 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ostraka.errors import Busy
-from ostraka.storage._base import byte_views
+from ostraka.errors import Busy, StoreError
+from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
 
-_places: dict[str, dict[str, bytearray]] = {}
+_guard = threading.RLock()
+_files: dict[str, _File] = {}
+"""All files of all places, by place and name."""
+_places: set[str] = set()
+"""Places that were prepared: they may be empty."""
 _locks: dict[str, threading.Lock] = {}
-_guard = threading.Lock()
+_versions = itertools.count(1)
+
+
+class _File:
+    def __init__(self, data: bytearray):
+        self.data = data
+        self.touch()
+
+    def touch(self) -> None:
+        self.version = next(_versions)
+        self.changed_s = time.monotonic()
 
 
 class MemoryStore:
     """Names are keys of a dictionary that lives as long as the process."""
 
+    parts = Parts()
+
     def __init__(self, name: str):
-        self.location = f"memory://{name}"
-        self._name = name
+        self._name = name.strip("/")
+        self.location = f"memory://{self._name}"
+
+    def __str__(self) -> str:
+        return self.location
+
+    def at(self, name: str) -> MemoryStore:
+        return MemoryStore(f"{self._name}/{name}")
 
     def prepare(self) -> bool:
         with _guard:
-            is_new = self._name not in _places
-            _places.setdefault(self._name, {})
+            is_new = not self.exists()
+            _places.add(self._name)
             return is_new
+
+    def exists(self) -> bool:
+        with _guard:
+            below = self._key("")
+            known = itertools.chain(_files, _places)
+            return self._name in _places or any(key.startswith(below) for key in known)
 
     def remove_if_empty(self) -> None:
         with _guard:
-            if not _places.get(self._name, True):
-                del _places[self._name]
+            if not self.list():
+                _places.discard(self._name)
 
-    @contextmanager
-    def exclusive(self) -> Generator[None]:
-        with _guard:
-            lock = _locks.setdefault(self._name, threading.Lock())
-        if not lock.acquire(blocking=False):
-            raise Busy(
-                f"another save to {self.location} is under way; wait for it, or save elsewhere"
-            )
-        try:
-            yield
-        finally:
-            lock.release()
+    def lock(self) -> _MemoryLock:
+        return _MemoryLock(self)
 
     def get(self, name: str) -> bytes:
-        return bytes(self._find(name))
+        return bytes(self._find(name).data)
 
-    def put(self, name: str, data: bytes) -> None:
-        _places.setdefault(self._name, {})[name] = bytearray(data)
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replaces: Any = ANYTHING,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        with _guard:
+            there = self.look(name)
+            if replaces is not ANYTHING and replaces != (there and there.version):
+                raise Busy(f"another save has replaced {self.location}/{name} meanwhile")
+            if check is not None:
+                check()
+            self._add(name, bytearray(data))
+
+    def touch(self, name: str, *, create: bool) -> FileInfo:
+        with _guard:
+            if not create:
+                self._find(name).touch()
+            elif self.look(name) is not None:
+                raise StoreError(f"{self.location}/{name} is there", errno=errno.EEXIST)
+            else:
+                self._add(name, bytearray())
+            return self._info(name, self._find(name))
 
     def create(self, name: str, size: int) -> _MemoryWriter:
         data = bytearray(size)
-        _places.setdefault(self._name, {})[name] = data
+        self._add(name, data)
         return _MemoryWriter(data)
 
     def open(self, name: str) -> _MemoryReader:
-        return _MemoryReader(self._find(name))
+        return _MemoryReader(self._find(name).data)
 
-    def list(self) -> list[str] | None:
-        place = _places.get(self._name)
-        return None if place is None else sorted({name.split("/")[0] for name in place})
+    def look(self, name: str) -> FileInfo | None:
+        file = _files.get(self._key(name))
+        return None if file is None else self._info(name, file)
 
-    def settle(self, directory: str) -> None:
+    def list(self) -> list[str]:
+        below = self._key("")
+        with _guard:
+            keys = [key for key in itertools.chain(_files, _places) if key.startswith(below)]
+        return sorted({key[len(below) :].split("/")[0] for key in keys})
+
+    def files(self, prefix: str) -> list[FileInfo]:
+        start, above = self._key(prefix), len(self._key(""))
+        with _guard:
+            found = [(key[above:], file) for key, file in _files.items() if key.startswith(start)]
+        return [self._info(name, file) for name, file in sorted(found, key=lambda pair: pair[0])]
+
+    def is_link(self, name: str) -> bool:
+        return False
+
+    def sync(self, directory: str) -> None:
         pass
 
     def delete(self, name: str) -> None:
-        place = _places.get(self._name, {})
-        for key in [k for k in place if k == name or k.startswith(f"{name}/")]:
-            del place[key]
+        key = self._key(name).rstrip("/")
+        with _guard:
+            for found in [k for k in _files if k == key or k.startswith(f"{key}/")]:
+                del _files[found]
+            if name:
+                _places.difference_update(
+                    [place for place in _places if place == key or place.startswith(f"{key}/")]
+                )
 
-    def _find(self, name: str) -> bytearray:
-        data = _places.get(self._name, {}).get(name)
-        if data is None:
+    def _key(self, name: str) -> str:
+        return f"{self._name}/{name}"
+
+    def _add(self, name: str, data: bytearray) -> None:
+        with _guard:
+            _files[self._key(name)] = _File(data)
+
+    def _info(self, name: str, file: _File) -> FileInfo:
+        return FileInfo(name, len(file.data), file.changed_s, file.version)
+
+    def _find(self, name: str) -> _File:
+        file = _files.get(self._key(name))
+        if file is None:
             missing = f"{self.location}/{name}"
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
-        return data
+        return file
+
+
+class _MemoryLock:
+    scope = b"memory".hex().ljust(16, "0")
+
+    def __init__(self, store: MemoryStore):
+        with _guard:
+            self._lock = _locks.setdefault(store.location, threading.Lock())
+        self._is_held = self._lock.acquire(blocking=False)
+        self._store = store
+        if not self._is_held:
+            raise Busy(
+                f"another save to {store.location} is under way; wait for it, or save elsewhere"
+            )
+
+    def is_in_place(self) -> bool:
+        return self._store.exists()
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._lock.release()
 
 
 class _MemoryWriter:

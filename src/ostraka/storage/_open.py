@@ -11,15 +11,20 @@ from ostraka.storage._base import Store
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 
-PathLike = str | os.PathLike[str]
+PathLike = str | os.PathLike[str] | Store
 
 
 def open_store(path: PathLike) -> Store:
-    """The store at a path or URL. Relative paths are made absolute here and now, so that a later
-    change of the working directory does not move a checkpoint."""
+    """The store at a path or URL; a store is returned as it is.
+
+    Relative paths are made absolute here and now, so that a later change of the working directory
+    does not move a checkpoint.
+    """
     given: Any = path
     text: Any = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
+        if isinstance(given, Store):
+            return given
         kind = type(given).__name__
         raise TypeError(f"a checkpoint's path must be text or a pathlib.Path, not {kind}")
     if not text:

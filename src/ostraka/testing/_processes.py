@@ -1,26 +1,7 @@
-"""Run a function in several real JAX processes on this machine.
-
-Every process is a fresh interpreter with its own CPU devices, joined to the others by
-`jax.distributed` on 127.0.0.1. What the functions return, print and raise, and how the
-processes end, comes back to the caller. POSIX only. This module does not import JAX.
-
-    from ostraka.testing import run_processes
-
-    def count_devices():
-        import jax
-        return jax.process_index(), jax.device_count()
-
-    def test_devices():
-        results = run_processes(count_devices, processes=2, devices_per_process=4)
-        assert [r.value for r in results] == [(0, 8), (1, 8)]
-"""
+"""Run a function in several real JAX processes: the caller's side."""
 
 import contextlib
-import ctypes
-import faulthandler
 import glob
-import importlib
-import importlib.util
 import os
 import pickle
 import signal
@@ -30,29 +11,20 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-__all__ = ["ProcessResult", "ProcessesFailed", "free_port", "kill_when", "run_processes"]
+from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-_MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported __main__
-_POLL_S = 0.01
 _TAIL_LINES = 40
 _STACK_LINES = 200
 _STACK_DUMP_S = 10.0
 _OUTERMOST = ("in _run_module_as_main\n", "...\n")
 """How the dump of a process's stacks ends: with its main thread, or where it became too long."""
-# JAX aborts every process as soon as process 0 is gone. When the function fails on all of
-# them, process 0 stays this long, so that the others come to report their own errors.
-_COORDINATOR_LINGER_S = 10.0
-# All have returned by then: who does not come to the end may just not have had its turn.
-_JAX_SHUTDOWN_TIMEOUT_S = 100
 # Settings of the caller's own cluster, which would leak into the children's.
 _DROPPED_VARIABLES = (
     "JAX_COORDINATOR_BIND_ADDRESS",
@@ -61,7 +33,6 @@ _DROPPED_VARIABLES = (
     "JAX_PARTITION_INDEX",
     "JAX_SLICE_INDEX",
 )
-_loading = threading.Event()  # set in a child while it loads the function's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +68,6 @@ class ProcessesFailed(Exception):
         self.results: list[ProcessResult] = results or []
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where a child finds the function; `file` is None when only the name is known."""
-
-    module: str
-    name: str
-    file: str | None
-    package: str | None
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What every child needs to know, pickled into the job's directory."""
-
-    target: _Target
-    processes: int
-    port: int | None  # None: no jax.distributed
-    heartbeat_timeout_s: int
-    init_timeout_s: int
-    parent_pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What a child says about its call, pickled into `returned.N` or `raised.N`."""
-
-    value: bytes | None
-    error: str | None
-    traceback: str | None
-    time_s: float
-
-
 @dataclass(slots=True)
 class _Child:
     """The parent's view of one process."""
@@ -140,7 +76,7 @@ class _Child:
     popen: subprocess.Popen[bytes]
     started_s: float
     seconds: float = 0.0
-    report: _Report | None = None
+    report: Report | None = None
     failed_at_s: float | None = None
     ended: bool = False
     killed: bool = False
@@ -182,7 +118,7 @@ def run_processes(
         >>> [r.value for r in run_processes("os:getenv", "JAX_PLATFORMS")]
         ['cpu', 'cpu']
     """
-    if _loading.is_set():
+    if loading.is_set():
         raise ProcessesFailed(
             "run_processes was called by a file that one of its own processes was loading, which "
             'would go on forever. Put the call under `if __name__ == "__main__":`.'
@@ -193,7 +129,7 @@ def run_processes(
         raise ValueError(f"devices_per_process must be at least 1, not {devices_per_process}.")
     if distributed is None:
         distributed = processes > 1
-    job = _Job(
+    job = Job(
         target=_locate(function),
         processes=processes,
         port=None,
@@ -269,9 +205,6 @@ def free_port() -> int:
         return reservation.getsockname()[1]
 
 
-# --- the parent's side -------------------------------------------------------------------
-
-
 def _reserve_port() -> socket.socket:
     """Bind a free port, in a way that lets JAX's coordinator listen on it meanwhile.
 
@@ -285,12 +218,12 @@ def _reserve_port() -> socket.socket:
     return reservation
 
 
-def _locate(function: Callable[..., Any] | str) -> _Target:
+def _locate(function: Callable[..., Any] | str) -> Target:
     if isinstance(function, str):
         module_name, colon, name = function.partition(":")
         if not (module_name and colon and name):
             raise ValueError(f'function must read "package.module:name", not {function!r}.')
-        return _Target(module_name, name, None, None)
+        return Target(module_name, name, None, None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__qualname__", "")
     found: object = None
@@ -306,7 +239,7 @@ def _locate(function: Callable[..., Any] | str) -> _Target:
     if file is None and module.__name__ == "__main__":
         raise TypeError(f"{function!r} was defined interactively: other processes can't load it.")
     path = None if file is None else os.path.abspath(file)
-    return _Target(module.__name__, name, path, getattr(module, "__package__", None))
+    return Target(module.__name__, name, path, getattr(module, "__package__", None))
 
 
 def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]:
@@ -367,7 +300,7 @@ def _supervise(
                 _kill_group(child.popen)
                 _note_end(child, job_dir)
             return reason
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return None
 
 
@@ -413,7 +346,7 @@ def _collect(child: _Child, job_dir: Path) -> ProcessResult:
     report = child.report
     error = report.error if report else None
     if report and report.value is not None:
-        sys.modules.setdefault(_MAIN_ALIAS, sys.modules["__main__"])
+        sys.modules.setdefault(MAIN_ALIAS, sys.modules["__main__"])
         try:
             value = pickle.loads(report.value)
         except Exception as exception:
@@ -436,7 +369,7 @@ def _collect(child: _Child, job_dir: Path) -> ProcessResult:
 
 
 def _describe_failure(
-    target: _Target, children: list[_Child], results: list[ProcessResult], reason: str | None
+    target: Target, children: list[_Child], results: list[ProcessResult], reason: str | None
 ) -> str:
     states = [_describe_state(c, r) for c, r in zip(children, results, strict=True)]
     failed = [
@@ -491,169 +424,3 @@ def _tail(title: str, text: str) -> list[str]:
 
 def _indent(title: str, lines: list[str]) -> list[str]:
     return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []
-
-
-# --- the child's side --------------------------------------------------------------------
-
-
-def main(arguments: list[str]) -> int:
-    """Be one of the processes of a `run_processes`, which alone calls this."""
-    job_dir, index = Path(arguments[0]), int(arguments[1])
-    job: _Job = pickle.loads((job_dir / "job").read_bytes())
-    _die_with_parent(job.parent_pid)
-    faulthandler.enable()
-    stacks = (job_dir / f"stacks.{index}").open("wb")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    report = _call(job, job_dir, index)
-    kind = "raised" if report.error else "returned"
-    partial = job_dir / f"partial.{index}"
-    partial.write_bytes(pickle.dumps(report))
-    partial.rename(job_dir / f"{kind}.{index}")
-    if report.error or (job.port is not None and not _all_returned(job_dir, job.processes)):
-        _leave_at_once(job, job_dir, index, failed=report.error is not None)
-    if job.port is not None:
-        import jax
-
-        jax.distributed.shutdown()
-    return 0
-
-
-def _call(job: _Job, job_dir: Path, index: int) -> _Report:
-    value = error = trace = None
-    try:
-        if job.port is not None:
-            _initialize(job, index)
-        # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
-        # initialized once there are any.
-        _loading.set()
-        function = _load(job.target)
-        _loading.clear()
-        args = pickle.loads((job_dir / "arguments").read_bytes())
-        value = _pickle_value(function(*args))
-        _finish_saving()
-    except BaseException as exception:
-        error = f"{type(exception).__name__}: {exception}"
-        trace = traceback.format_exc()
-        sys.stderr.write(trace)
-    return _Report(value, error, trace, time.time())
-
-
-def _finish_saving() -> None:
-    """These processes skip the end of a program, where a save would be waited for."""
-    handle: Any = sys.modules.get("ostraka._handle")
-    if handle is not None:
-        handle.settle()
-
-
-def _initialize(job: _Job, index: int) -> None:
-    import jax
-
-    address = f"127.0.0.1:{job.port}"
-    initialize: Callable[..., None] = jax.distributed.initialize
-    initialize(
-        address,
-        job.processes,
-        index,
-        coordinator_bind_address=address,
-        cluster_detection_method="deactivate",  # else Slurm and others have a say
-        initialization_timeout=job.init_timeout_s,
-        heartbeat_timeout_seconds=job.heartbeat_timeout_s,
-        shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
-    )
-
-
-def _load(target: _Target) -> Callable[..., Any]:
-    if target.module == "__main__":
-        module = _load_file(target, _MAIN_ALIAS)
-        sys.modules["__main__"] = module  # pickled arguments name their classes so
-    elif target.file is None or _import_finds(target.module, target.file):
-        module = importlib.import_module(target.module)
-    else:
-        module = _load_file(target, target.module)
-    return attrgetter(target.name)(module)
-
-
-def _import_finds(name: str, file: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    return (
-        spec is not None
-        and spec.origin is not None
-        and os.path.realpath(spec.origin) == os.path.realpath(file)
-    )
-
-
-def _load_file(target: _Target, name: str) -> ModuleType:
-    assert target.file is not None
-    spec = importlib.util.spec_from_file_location(name, target.file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{target.file} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    if target.package is not None and target.package != spec.parent:
-        module.__package__ = target.package  # for relative imports in `python -m package.module`
-        module.__spec__ = None
-    _add_missing_parents(name, Path(target.file))
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _add_missing_parents(name: str, file: Path) -> None:
-    # pickle imports the parents of a dotted name, and pytest may have made that name up.
-    while "." in name:
-        name, file = name.rpartition(".")[0], file.parent
-        if name not in sys.modules:
-            parent = ModuleType(name)
-            parent.__path__ = [str(file)]
-            sys.modules[name] = parent
-
-
-def _pickle_value(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as exception:
-        raise TypeError(
-            f"The function returned a {type(value).__name__} that can't be pickled "
-            f"({exception}). Return plain values or numpy arrays."
-        ) from exception
-
-
-def _all_returned(job_dir: Path, processes: int) -> bool:
-    """Wait until every process has returned, raised or died; tell whether all returned."""
-    all_returned = True
-    for index in range(processes):
-        while not (job_dir / f"returned.{index}").exists():
-            if (job_dir / f"raised.{index}").exists() or (job_dir / f"ended.{index}").exists():
-                all_returned = False
-                break
-            time.sleep(_POLL_S)
-    return all_returned
-
-
-def _leave_at_once(job: _Job, job_dir: Path, index: int, *, failed: bool) -> None:
-    """End without JAX's shutdown, a barrier at which a failed process would be waited for."""
-    if job.port is not None and index == 0:
-        deadline = time.monotonic() + (_COORDINATOR_LINGER_S if failed else float("inf"))
-        for other in range(1, job.processes):
-            while not (job_dir / f"ended.{other}").exists() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if failed else 0)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it has died before the call above
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    # Under its own name, by which its classes are pickled.
-    from ostraka import testing  # noqa: PLW0406
-
-    sys.exit(testing.main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Run a function in several real JAX processes on this machine; stores with faults.
+
+Every process is a fresh interpreter with its own CPU devices, joined to the others by
+`jax.distributed` on 127.0.0.1. What the functions return, print and raise, and how the
+processes end, comes back to the caller. POSIX only. This module does not import JAX.
+
+    from ostraka.testing import run_processes
+
+    def count_devices():
+        import jax
+        return jax.process_index(), jax.device_count()
+
+    def test_devices():
+        results = run_processes(count_devices, processes=2, devices_per_process=4)
+        assert [r.value for r in results] == [(0, 8), (1, 8)]
+
+`FaultyStore` is a store over another one that fails, lags, cuts reads short or loses what was not
+synced:
+
+    from ostraka.testing import FaultyStore
+
+    def test_a_full_disk():
+        store = FaultyStore("runs/7", fail={"create": OSError(errno.ENOSPC, "no space")})
+        with pytest.raises(SaveFailed, match="no space"):
+            ostraka.save(store, tree)
+"""
+
+from ostraka.testing._processes import (
+    ProcessesFailed,
+    ProcessResult,
+    free_port,
+    kill_when,
+    run_processes,
+)
+from ostraka.testing._stores import FaultyStore
+
+__all__ = [
+    "FaultyStore",
+    "ProcessResult",
+    "ProcessesFailed",
+    "free_port",
+    "kill_when",
+    "run_processes",
+]

@@ -1,0 +1,181 @@
+"""Be one of the processes of a `run_processes`."""
+
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
+
+# JAX aborts every process as soon as process 0 is gone. When the function fails on all of
+# them, process 0 stays this long, so that the others come to report their own errors.
+_COORDINATOR_LINGER_S = 10.0
+# All have returned by then: who does not come to the end may just not have had its turn.
+_JAX_SHUTDOWN_TIMEOUT_S = 100
+
+
+def main(arguments: list[str]) -> int:
+    """Be one of the processes of a `run_processes`, which alone calls this."""
+    job_dir, index = Path(arguments[0]), int(arguments[1])
+    job: Job = pickle.loads((job_dir / "job").read_bytes())
+    _die_with_parent(job.parent_pid)
+    faulthandler.enable()
+    stacks = (job_dir / f"stacks.{index}").open("wb")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    report = _call(job, job_dir, index)
+    kind = "raised" if report.error else "returned"
+    partial = job_dir / f"partial.{index}"
+    partial.write_bytes(pickle.dumps(report))
+    partial.rename(job_dir / f"{kind}.{index}")
+    if report.error or (job.port is not None and not _all_returned(job_dir, job.processes)):
+        _leave_at_once(job, job_dir, index, failed=report.error is not None)
+    if job.port is not None:
+        import jax
+
+        jax.distributed.shutdown()
+    return 0
+
+
+def _call(job: Job, job_dir: Path, index: int) -> Report:
+    value = error = trace = None
+    try:
+        if job.port is not None:
+            _initialize(job, index)
+        # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
+        # initialized once there are any.
+        loading.set()
+        function = _load(job.target)
+        loading.clear()
+        args = pickle.loads((job_dir / "arguments").read_bytes())
+        value = _pickle_value(function(*args))
+        _finish_saving()
+    except BaseException as exception:
+        error = f"{type(exception).__name__}: {exception}"
+        trace = traceback.format_exc()
+        sys.stderr.write(trace)
+    return Report(value, error, trace, time.time())
+
+
+def _finish_saving() -> None:
+    """These processes skip the end of a program, where a save would be waited for."""
+    handle: Any = sys.modules.get("ostraka._handle")
+    if handle is not None:
+        handle.settle()
+
+
+def _initialize(job: Job, index: int) -> None:
+    import jax
+
+    address = f"127.0.0.1:{job.port}"
+    initialize: Callable[..., None] = jax.distributed.initialize
+    initialize(
+        address,
+        job.processes,
+        index,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",  # else Slurm and others have a say
+        initialization_timeout=job.init_timeout_s,
+        heartbeat_timeout_seconds=job.heartbeat_timeout_s,
+        shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
+    )
+
+
+def _load(target: Target) -> Callable[..., Any]:
+    if target.module == "__main__":
+        module = _load_file(target, MAIN_ALIAS)
+        sys.modules["__main__"] = module  # pickled arguments name their classes so
+    elif target.file is None or _import_finds(target.module, target.file):
+        module = importlib.import_module(target.module)
+    else:
+        module = _load_file(target, target.module)
+    return attrgetter(target.name)(module)
+
+
+def _import_finds(name: str, file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return (
+        spec is not None
+        and spec.origin is not None
+        and os.path.realpath(spec.origin) == os.path.realpath(file)
+    )
+
+
+def _load_file(target: Target, name: str) -> ModuleType:
+    assert target.file is not None
+    spec = importlib.util.spec_from_file_location(name, target.file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{target.file} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    if target.package is not None and target.package != spec.parent:
+        module.__package__ = target.package  # for relative imports in `python -m package.module`
+        module.__spec__ = None
+    _add_missing_parents(name, Path(target.file))
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _add_missing_parents(name: str, file: Path) -> None:
+    # pickle imports the parents of a dotted name, and pytest may have made that name up.
+    while "." in name:
+        name, file = name.rpartition(".")[0], file.parent
+        if name not in sys.modules:
+            parent = ModuleType(name)
+            parent.__path__ = [str(file)]
+            sys.modules[name] = parent
+
+
+def _pickle_value(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as exception:
+        raise TypeError(
+            f"The function returned a {type(value).__name__} that can't be pickled "
+            f"({exception}). Return plain values or numpy arrays."
+        ) from exception
+
+
+def _all_returned(job_dir: Path, processes: int) -> bool:
+    """Wait until every process has returned, raised or died; tell whether all returned."""
+    all_returned = True
+    for index in range(processes):
+        while not (job_dir / f"returned.{index}").exists():
+            if (job_dir / f"raised.{index}").exists() or (job_dir / f"ended.{index}").exists():
+                all_returned = False
+                break
+            time.sleep(POLL_S)
+    return all_returned
+
+
+def _leave_at_once(job: Job, job_dir: Path, index: int, *, failed: bool) -> None:
+    """End without JAX's shutdown, a barrier at which a failed process would be waited for."""
+    if job.port is not None and index == 0:
+        deadline = time.monotonic() + (_COORDINATOR_LINGER_S if failed else float("inf"))
+        for other in range(1, job.processes):
+            while not (job_dir / f"ended.{other}").exists() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if failed else 0)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it has died before the call above
+        os._exit(1)
