@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ostraka import _format, _pattern
+from ostraka import _pattern
 from ostraka._box import Box
 from ostraka._document import (
     Leaf,
@@ -25,7 +25,6 @@ from ostraka._document import (
 from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import (
     DTYPES,
-    HOST_LOCAL,
     LeafKind,
     LeafSpec,
     MeshSpec,
@@ -36,13 +35,10 @@ from ostraka._spec import (
 )
 from ostraka._tree import check_savable, is_array, is_key, is_object, parse
 from ostraka._values import (
-    CastValue,
     Copy,
     HostValue,
-    ProcessValue,
     ShardedValue,
     Value,
-    flat_bytes,
     shards_of,
 )
 from ostraka.errors import InvalidTree
@@ -72,56 +68,33 @@ class Devices:
         return tuple(device.process_index for device in self.all)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Captured:
-    """A tree's leaves as data, with their values."""
+    """A tree's leaves as data, with their values, as this process has them."""
 
-    encoded: Any
-    """The tree as `_METADATA` has it."""
-    leaves: list[LeafSpec]
+    tree: Any
+    """The tree as `_METADATA` has it, but for the states of stateful objects."""
+    leaves: Sequence[LeafSpec]
     values: list[Value]
-    meshes: list[MeshSpec]
+    """In the order of the leaves. Emptied when the save has ended."""
+    meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
-    sole_process: dict[int, int] = field(default_factory=dict[int, int])
+    sole_process: Mapping[int, int]
     """Of several processes, the one whose devices alone hold a leaf; host memory is this one's."""
-    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    states: Mapping[str, Any]
     """By path, the encoded states of this process's stateful objects."""
 
-    def number_meshes(self) -> None:
-        """Number the meshes in the order in which leaves use them, dropping those that none does.
 
-        What was on this process alone may have been on a mesh of its own, which the other processes
-        don't have.
-        """
-        numbers = {HOST_LOCAL: HOST_LOCAL}
-        for leaf in self.leaves:
-            numbers.setdefault(leaf.mesh, len(numbers) - 1)
-        if all(old == new for old, new in numbers.items()) and len(numbers) > len(self.meshes):
-            return
-        self.leaves = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in self.leaves]
-        self.meshes = [self.meshes[old] for old in numbers if old != HOST_LOCAL]
-
-    def hold(self) -> None:
-        """Make all values safe from what happens to the tree after this."""
-        for value in self.values:
-            if isinstance(value, ShardedValue):
-                value.start_copying()
-        batches = list(_batched(copy for value in self.values for copy in value.hold()))
-        if len(batches) == 1:
-            _copy(batches[0])  # done before a thread would have begun
-        else:
-            run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
-
-    def save_as(self, dtype: DtypeRule) -> None:
-        """Have floating-point arrays written as another dtype; scalars and others stay as they are.
-
-        To be called when it is settled where each leaf lies.
-        """
-        for number, leaf in enumerate(self.leaves):
-            wanted = floating_dtype(dtype, leaf.path)
-            if wanted is not None and wanted != leaf.dtype and may_cast(leaf):
-                self.values[number] = CastValue(self.values[number], wanted)
-                self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
+def hold(values: Sequence[Value]) -> None:
+    """Make all values safe from what happens to the tree after this."""
+    for value in values:
+        if isinstance(value, ShardedValue):
+            value.start_copying()
+    batches = list(_batched(copy for value in values for copy in value.hold()))
+    if len(batches) == 1:
+        _copy(batches[0])  # done before a thread would have begun
+    else:
+        run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
 
 
 def _batched(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
@@ -384,39 +357,3 @@ def spec_entries(path: str, spec: Any) -> Partition:
                 f"leaf {path!r} has the spec {spec}, which leaves a dimension open ({axes})"
             )
     return tuple(entries)
-
-
-# Several processes: leaves that live on one process alone
-
-
-def host_digests(captured: Captured, process: int) -> dict[int, str]:
-    """The digest of each leaf that this process holds alone."""
-    return {
-        number: _format.digest(flat_bytes(captured.values[number].whole()))
-        for number, owner in captured.sole_process.items()
-        if owner == process
-    }
-
-
-def make_common(captured: Captured, numbers: Sequence[int]) -> None:
-    """Leaves that every process holds alike: any of them may write any part."""
-    for number in numbers:
-        leaf = captured.leaves[number]
-        captured.leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=())
-        value = captured.values[number]
-        captured.values[number] = HostValue(value.whole(), may_change=value.may_change)
-
-
-def make_per_process(captured: Captured, numbers: Sequence[int], process_count: int) -> None:
-    """Leaves of which every process holds its own: one array with the process as dimension 0."""
-    for number in numbers:
-        leaf = captured.leaves[number]
-        captured.leaves[number] = replace(
-            leaf,
-            mesh=HOST_LOCAL,
-            partition=(),
-            shape=(process_count, *leaf.shape),
-            per_process=True,
-        )
-        value = captured.values[number]
-        captured.values[number] = ProcessValue(value.whole(), may_change=value.may_change)

@@ -12,8 +12,9 @@ from ostraka import _format, _metadata
 from ostraka._document import Branch, Leaf, saved_tree
 from ostraka._foreign import foreign_metadata, is_committed, names_in, nothing_there
 from ostraka._format import FileDigests, FileEntry
+from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
-from ostraka._parallel import RenewedLock, with_full_stack
+from ostraka._parallel import with_full_stack
 from ostraka._step_names import names_of_step, steps_among
 from ostraka.errors import (
     Busy,

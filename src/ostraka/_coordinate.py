@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ostraka._parallel import Latch
+from ostraka._lifetime import Latch
 from ostraka.errors import OstrakaError, describe
 
 DEAD_AFTER_S = 30.0

@@ -560,15 +560,16 @@ def encode_state(path: str, state: Any) -> Any:
     return {"json": json.loads(text)}
 
 
-def fill_in_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> None:
-    """Put the states of all processes, by path, into an encoded tree that has place for them."""
+def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:
+    """An encoded tree with the states of all processes, by path, where it has place for them."""
     if not isinstance(encoded, dict):
-        return
-    node: dict[str, Any] = encoded
+        return encoded
+    node: dict[str, Any] = {**encoded}
     if "states" in node:
         node["states"] = list(states[node.pop("path")])
-    for item in node.get("items", ()):
-        fill_in_states(item, states)
+    if "items" in node:
+        node["items"] = [with_states(item, states) for item in node["items"]]
+    return node
 
 
 def decode_state(encoded: Any) -> Any:

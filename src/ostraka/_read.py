@@ -17,8 +17,9 @@ from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
 from ostraka._fetch import FetchJob, detached
 from ostraka._inplace import InPlace
+from ostraka._lifetime import paused_gc
 from ostraka._match import Choices, Destination, Matcher, Wanted
-from ostraka._parallel import StopSignal, paused_gc
+from ostraka._parallel import StopSignal
 from ostraka._pattern import Patterns
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._spec import Target, numpy_dtype

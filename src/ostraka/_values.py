@@ -11,7 +11,7 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._parallel import RenewedLock
+from ostraka._lifetime import RenewedLock
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
 
 Array = np.ndarray[Any, Any]

@@ -18,8 +18,8 @@ from typing import Any
 from ostraka import _format
 from ostraka._checkpoint import load
 from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
+from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
-from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
 from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import (

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from ostraka._parallel import after_fork
+from ostraka._lifetime import after_fork
 
 try:
     import fcntl

@@ -1,4 +1,4 @@
-"""Write one process's shard files, each block digested on its way.
+"""The fourth stage of a save: one process's shard files, each block digested on its way.
 
 Blocks of several files are written in turn, from several threads. The views of live values that a
 block is made of are taken by one thread, ahead of the writing: for many small leaves that is most
@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ostraka import _format, _pack
 from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
@@ -32,6 +34,8 @@ _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
+_SMALL_BYTES = 1 << 20
+"""A single file up to this size is written by the caller."""
 _LIVE_BYTES = 1 << 20
 """How much of what the program may write to meanwhile is copied at a time."""
 
@@ -49,6 +53,16 @@ class Progress:
             self.written += nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one process has written."""
+
+    index: IndexEntry | None
+    """Its process index; None if the process has nothing to write."""
+    nbytes: int
+    seconds: float
+
+
 def write_shards(
     store: Store,
     save_id: str,
@@ -58,15 +72,35 @@ def write_shards(
     *,
     check: Callable[[], None],
     progress: Progress,
-) -> dict[str, FileDigests]:
-    """Write the files of a process; returns what its index says of them.
+) -> IndexEntry | None:
+    """Write the files of a process, and last its index; None if it has nothing to write.
 
     `check` is called between blocks and may raise, so that nobody goes on writing for a save that
     has failed.
     """
     files = plan.files_of(process)
+    if not files:
+        return None
     contents = _format.entries_by_file(plan.leaves, plan.layouts, {file.device for file in files})
     progress.total = sum(file.size for file in files)
+    shards = [
+        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
+        for file in files
+    ]
+    _write_all(shards, values, _must_be_copied(plan, values), check, progress)
+    digests = {shard.file.name: shard.digests() for shard in shards}
+    index = _format.encode_index(save_id, process, digests)
+    store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
+    return IndexEntry(len(index), _format.digest(index))
+
+
+def _write_all(
+    shards: Sequence[_Shard],
+    values: Sequence[Value],
+    copied: frozenset[int],
+    check: Callable[[], None],
+    progress: Progress,
+) -> None:
     stop = StopSignal()
     staging = ByteBudget(_STAGING_BYTES)
 
@@ -80,18 +114,18 @@ def write_shards(
             check_all()
             progress.add(shard.write(number, pieces))
 
-    shards = [
-        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
-        for file in files
-    ]
     try:
-        tasks = _tasks(shards, values, _must_be_copied(plan, values), staging, check_all)
-        run_all(write, tasks, threads=_WRITERS, stop=stop)
+        if len(shards) == 1 and progress.total <= _SMALL_BYTES:
+            # Written before a thread would have begun.
+            (shard,) = shards
+            write((shard, shard.blocks(_stream(shard, values, copied, staging, check_all))))
+        else:
+            tasks = _tasks(shards, values, copied, staging, check_all)
+            run_all(write, tasks, threads=_WRITERS, stop=stop)
     except BaseException:
         for shard in shards:
             shard.abandon()
         raise
-    return {shard.file.name: shard.digests() for shard in shards}
 
 
 class _Shard:
