@@ -231,7 +231,7 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "interrupt": (
         2,
         "KeyboardInterrupt",
-        lambda _: broken(_write_shards, "run_all", KeyboardInterrupt()),
+        lambda _: broken(_write_shards, "_write_all", KeyboardInterrupt()),
     ),
     "exit": (1, "SystemExit", lambda _: broken(_save, "plan_write", SystemExit())),
 }

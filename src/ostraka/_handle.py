@@ -145,7 +145,6 @@ class _Background:
     def __init__(self) -> None:
         self.turn = threading.RLock()
         """Held by the thread that begins a save."""
-        self.is_beginning = False
         self.current: SaveHandle | None = None
 
     def forget_after_fork(self) -> None:
@@ -190,16 +189,7 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     _refuse_its_own_thread()
     with _turn(if_busy):
         _background.wait_for_current()
-        if _background.is_beginning:
-            raise Busy(
-                "a signal handler can't begin a save in the background while the code that it "
-                "interrupts is beginning one; call ostraka.save there, or save after the handler"
-            )
-        try:
-            _background.is_beginning = True
-            yield
-        finally:
-            _background.is_beginning = False
+        yield
 
 
 def _refuse_its_own_thread() -> None:
@@ -258,6 +248,7 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
 
     If it is interrupted, the thread may be at work all the same: `handle.give_back` tells.
     """
+    _background.wait_for_current()  # one that a signal handler has begun since
     _background.current = handle
     if is_ending():
         # The program would not wait for a thread any more, nor ask how it went.

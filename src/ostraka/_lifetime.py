@@ -138,9 +138,10 @@ class paused_gc:  # noqa: N801 - used as a statement: `with paused_gc():`
     def __exit__(self, *_: object) -> None:
         with _paused.lock:
             if _paused.by:
-                _paused.by = [ref for ref in _paused.by if ref() not in (None, self)]
-                if not _paused.by:
-                    gc.enable()
+                left = [ref for ref in _paused.by if ref() not in (None, self)]
+                if not left:
+                    gc.enable()  # Before it is forgotten that the pause was ours.
+                _paused.by = left
 
 
 class _Paused:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from ostraka import _format
 from ostraka._agree import agree
@@ -71,7 +71,7 @@ def save(
         with paused_gc():
             saving.finish(saving.capture(tree))
     except BaseException as error:
-        saving.fail(error)
+        raise saving.end(error)  # noqa: B904 - it has the right cause
 
 
 def save_async(
@@ -145,11 +145,11 @@ def begin_save(
             watch.lap("capture")
             if not is_waited_for:
                 watch.blocked_s = watch.total_s
-            run_in_background(handle, lambda: saving.finish_or_fail(captured))
+            run_in_background(handle, lambda: saving.finish_or_end(captured))
         except BaseException as error:
             if handle.give_back():
                 # Nobody works on it, and the other processes would wait for ever.
-                saving.fail(error)
+                raise saving.end(error)  # noqa: B904 - it has the right cause
             raise
         return handle
 
@@ -249,19 +249,19 @@ class _Save:
             call_safely(self._on_commit)
         return report("save", str(self._path), watch, summary, self._on_record)
 
-    def finish_or_fail(self, captured: Captured) -> Record:
+    def finish_or_end(self, captured: Captured) -> Record:
         """As `finish`, for a thread in the background, which has nobody above it."""
         try:
             return self.finish(captured)
         except BaseException as error:
-            self.fail(error)
+            raise self.end(error)  # noqa: B904 - it has the right cause
 
     def give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
         self._operation.give_up("it was interrupted, and gave the save up")
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """End the save on every process, remove what it wrote, and raise what became of it."""
+    def end(self, error: BaseException) -> BaseException:
+        """Have the save fail on every process and remove what it wrote; returns what to raise."""
         try:
             self._operation.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:
@@ -274,10 +274,14 @@ class _Save:
             finally:
                 self._place.release()
         if isinstance(error, ProcessFailed):
-            raise SaveFailed(str(self._path), error.process, error.reason) from error.__cause__
-        if isinstance(error, OSError) and self._save_id:
-            raise SaveFailed(str(self._path), None, describe(error)) from error
-        raise error
+            failed = SaveFailed(str(self._path), error.process, error.reason)
+            failed.__cause__ = error.__cause__
+        elif isinstance(error, OSError) and self._save_id:
+            failed = SaveFailed(str(self._path), None, describe(error))
+            failed.__cause__ = error
+        else:
+            return error
+        return failed
 
     def _clean_up(self, place: SavePlace) -> None:
         """On process 0, once the others have stopped, remove what a failed save wrote."""
