@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ostraka import _pattern
-from ostraka._box import Box
 from ostraka._document import (
     Leaf,
     Stateful,
@@ -37,6 +36,7 @@ from ostraka._tree import check_savable, is_array, is_key, is_object, parse
 from ostraka._values import (
     Copy,
     HostValue,
+    Placement,
     ShardedValue,
     Value,
     shards_of,
@@ -154,27 +154,23 @@ def capture(tree: Any) -> Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
-    """Where arrays of one sharding lie."""
+class _Kind:
+    """What all arrays of one sharding, shape and dtype have in common."""
 
+    dtype: str
     mesh: int
     partition: Partition
-    devices: list[Any]
-    """This process's, in JAX's order."""
-    index_of: dict[int, int]
-    """The places of device numbers in that."""
     is_on_one: bool
     memory: str | None
+    placement: Placement
 
 
 class _Capture:
     def __init__(self, devices: Devices):
         self._devices = devices
         self._meshes: dict[MeshSpec, int] = {}
-        self._shardings: dict[Any, _Placement] = {}
-        self._boxes: dict[tuple[int, Partition, tuple[int, ...]], dict[int, Box]] = {}
+        self._kinds: dict[Any, _Kind] = {}
         self._several = jax.process_count() > 1
-        self._me = jax.process_index()
 
     def run(self, tree: Any) -> Captured:
         parsed = parse(tree)
@@ -183,6 +179,7 @@ class _Capture:
         shared = find_shared(parsed, is_object)
         specs: list[LeafSpec] = []
         values: list[Value] = []
+        numbers: dict[str, int] = {}
         sole: dict[int, int] = {}
         states: dict[str, Any] = {}
         for leaf in leaves:
@@ -193,13 +190,14 @@ class _Capture:
                 states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
             if not is_array(leaf.value):
                 continue
-            spec, value = self._array(leaf)
-            process = self._sole_process(leaf.value) if self._several else None
+            number = numbers[leaf.path] = len(specs)
+            is_jax = isinstance(leaf.value, jax.Array)
+            spec, value = self._jax_array(leaf) if is_jax else _host_array(leaf)
+            process = _sole_process(leaf.value) if self._several else None
             if process is not None:
-                sole[len(specs)] = process
+                sole[number] = process
             specs.append(spec)
             values.append(value)
-        numbers = {spec.path: number for number, spec in enumerate(specs)}
         for path, first in shared.arrays.items():
             if first in numbers:
                 numbers[path] = numbers[first]
@@ -208,16 +206,6 @@ class _Capture:
             encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
 
-    def _array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
-        if isinstance(leaf.value, jax.Array):
-            return self._jax_array(leaf)
-        kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
-        array = np.asarray(leaf.value)
-        dtype = savable_dtype(leaf.path, array.dtype)
-        native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
-        spec = LeafSpec(leaf.path, kind, dtype, array.shape)
-        return spec, HostValue(native, may_change=True)
-
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         array = cast(jax.Array, leaf.value)
         kind: LeafKind = "jax"
@@ -225,49 +213,60 @@ class _Capture:
         if is_key(array):
             kind, prng = "key", str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        dtype = savable_dtype(leaf.path, array.dtype)
-        at = self._sharding(leaf.path, array)
-        spec = LeafSpec(
+        shape = array.shape
+        key = (array.sharding, shape, array.dtype)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = self._describe(leaf.path, array)
+        spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
             leaf.path,
             kind,
-            dtype,
-            array.shape,
-            at.mesh,
-            at.partition,
+            found.dtype,
+            shape,
+            found.mesh,
+            found.partition,
             prng,
-            uncommitted=at.is_on_one and not array.committed,
-            weak=array.weak_type,
-            memory=at.memory,
+            None,
+            False,
+            found.is_on_one and not array.committed,
+            array.weak_type,
+            found.memory,
         )
-        key = (at.mesh, at.partition, array.shape)
-        boxes = self._boxes.get(key)
-        if boxes is None:
-            mesh_spec = list(self._meshes)[at.mesh]
-            boxes = device_boxes(array.shape, mesh_spec, at.partition)
-            self._boxes[key] = {d: boxes[d] for d in at.index_of}
-            boxes = self._boxes[key]
-        return spec, ShardedValue(array, at.devices, at.index_of, boxes)
+        return spec, ShardedValue(array, found.placement)
 
-    def _sharding(self, path: str, array: jax.Array) -> _Placement:
-        known = self._shardings.get(array.sharding)
-        if known is not None:
-            return known
-        mesh, partition = describe_sharding(path, array.sharding, self._devices)
+    def _describe(self, path: str, array: jax.Array) -> _Kind:
+        sharding = array.sharding
+        dtype = savable_dtype(path, array.dtype)
+        mesh, partition = describe_sharding(path, sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        shards = shards_of(array)
-        devices = [shard.device for shard in shards]
+        devices = [shard.device for shard in shards_of(array)]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
-        is_on_one = isinstance(array.sharding, SingleDeviceSharding)
-        memory = _memory_kind(array.sharding)
-        known = _Placement(number, partition, devices, index_of, is_on_one, memory)
-        self._shardings[array.sharding] = known
-        return known
+        boxes = device_boxes(array.shape, mesh, partition)
+        gives_views = array.platform() == "cpu" and not DTYPES[dtype].packed
+        return _Kind(
+            dtype,
+            number,
+            partition,
+            isinstance(sharding, SingleDeviceSharding),
+            _memory_kind(sharding),
+            Placement(array.shape, devices, index_of, boxes, gives_views),
+        )
 
-    def _sole_process(self, value: Any) -> int | None:
-        if not isinstance(value, jax.Array):
-            return self._me
-        processes = {device.process_index for device in value.sharding.device_set}
-        return processes.pop() if len(processes) == 1 else None
+
+def _host_array(leaf: Leaf) -> tuple[LeafSpec, Value]:
+    kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
+    array = np.asarray(leaf.value)
+    dtype = savable_dtype(leaf.path, array.dtype)
+    native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
+    return LeafSpec(leaf.path, kind, dtype, array.shape), HostValue(native, may_change=True)
+
+
+def _sole_process(value: Any) -> int | None:
+    """The process whose devices, or whose memory, alone hold a leaf."""
+    if not isinstance(value, jax.Array):
+        return jax.process_index()
+    processes = {device.process_index for device in value.sharding.device_set}
+    return processes.pop() if len(processes) == 1 else None
 
 
 def how_it_lies(array: jax.Array) -> dict[str, Any]:

@@ -111,11 +111,16 @@ class _Sharing:
         total = sum(leaf.nbytes for leaf in leaves)
         self.bytes_per_process = -(-total // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
+        self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
+        """By leaf, what one box of it adds to a header."""
         self.layout_of = self._share_all()
 
     def _share_all(self) -> list[int]:
         """First what lies evenly by nature; then the rest, largest first, to the idlest."""
-        layout_of = [self._share_evenly(leaf) for leaf in self.leaves]
+        layout_of = [
+            self._share_evenly(leaf, capacity)
+            for leaf, capacity in zip(self.leaves, self.capacities, strict=True)
+        ]
         uneven = [number for number, layout in enumerate(layout_of) if layout < 0]
         for (layout, nbytes), count in self._even_counts.items():
             owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
@@ -124,9 +129,9 @@ class _Sharing:
             layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
 
-    def _share_evenly(self, leaf: LeafSpec) -> int:
+    def _share_evenly(self, leaf: LeafSpec, capacity: int) -> int:
         """The layout where every holder writes the same amount, or -1 if there is none."""
-        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        header = _format.header_bytes_for(capacity)
         bits = DTYPES[leaf.dtype].bits
         key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
         number = self._even.get(key)
@@ -261,8 +266,10 @@ def _assign_parts(
     lane = max(sharing.bytes_per_process // LANES_PER_PROCESS, MIN_LANE_BYTES)
     filling = _Filling(sharing.device_count, sharing.layouts, min(lane, max_file_bytes))
     stored = [
-        StoredLeaf(leaf, number, filling.add(leaf, number))
-        for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True)
+        StoredLeaf(leaf, number, filling.add(leaf, number, capacity))
+        for leaf, number, capacity in zip(
+            sharing.leaves, sharing.layout_of, sharing.capacities, strict=True
+        )
     ]
     filling.close_part()
     return tuple(stored), tuple(sorted(filling.files, key=lambda f: (f.device, f.part)))
@@ -289,14 +296,13 @@ class _Filling:
         self._bound = 0
         """No file of this part is larger than this."""
 
-    def add(self, leaf: LeafSpec, layout: int) -> int:
+    def add(self, leaf: LeafSpec, layout: int, capacity: int) -> int:
         """Put a leaf into the files; returns the part of its first cell on each device."""
         key = (layout, leaf.shape, DTYPES[leaf.dtype].bits)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _leaf_kind(leaf, self._layouts[layout])
         turns = self._turns_of[layout]
-        capacity = _format.header_capacity(leaf)
         self._bound += kind.largest + capacity
         if turns is not None or self._is_full(kind, capacity):
             self.close_part()

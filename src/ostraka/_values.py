@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._lifetime import RenewedLock
-from ostraka._spec import DTYPES, dtype_name, numpy_dtype
+from ostraka._spec import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Copy = tuple[Array, Array]
@@ -111,39 +112,51 @@ class CastValue:
         return self._value.whole().astype(self._dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How all arrays of one sharding, shape and dtype lie on the devices of this process."""
+
+    shape: tuple[int, ...]
+    devices: Sequence[Any]
+    """In JAX's order."""
+    index_of: Mapping[int, int]
+    """By the number of a device, its place in that order."""
+    boxes: Mapping[int, Box]
+    """By the number of a device, the box that it holds."""
+    gives_views: bool
+    """Whether the bytes are in host memory as a file has them."""
+
+
 class ShardedValue:
     """A jax.Array: each local device gives what lies in its own shard."""
 
-    may_change = False
+    __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
 
-    def __init__(
-        self,
-        array: jax.Array,
-        devices: Sequence[Any],
-        index_of: dict[int, int],
-        boxes: dict[int, Box],
-    ):
+    def __init__(self, array: jax.Array, at: Placement):
         self._array: jax.Array | None = array
+        self._at = at
         self._shards: Sequence[jax.Array] | None = None
-        self._devices = devices
-        self._shape = array.shape
-        self._index_of = index_of
-        self._boxes = boxes
-        self._gives_views = array.platform() == "cpu" and not DTYPES[dtype_name(array.dtype)].packed
-        self.in_host_memory = self._gives_views
-        self._held: dict[Box, Array] = {}
+        self._held: dict[Box, Array] | None = None
+        self.in_host_memory = at.gives_views
+        self.may_change = False
 
     def read(self, device: int, box: Box) -> Array:
-        outer = self._boxes[device]
-        shard = self._held.get(outer) if self._held else None
-        shard = self._shard(device) if shard is None else shard
+        at = self._at
+        outer = at.boxes[device]
+        if self._held is not None:
+            shard = self._held[outer]
+        else:
+            shards = self._shards or self._list_shards()
+            data = shards[at.index_of[device]]
+            shard = np.asarray(data) if at.gives_views else _host_copy(data)
         return shard if box == outer else shard[_box.slices(box, outer)]
 
     def start_copying(self) -> None:
         """Begin to bring from an accelerator what `hold` will wait for."""
-        if not self._gives_views:
+        if not self._at.gives_views:
+            shards = self._shards or self._list_shards()
             for device in self._device_of_box().values():
-                self._data(device).copy_to_host_async()
+                shards[self._at.index_of[device]].copy_to_host_async()
 
     def hold(self) -> Sequence[Copy]:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
@@ -156,26 +169,21 @@ class ShardedValue:
         shards = self._held or self._by_box()
         if len(shards) == 1:
             return next(iter(shards.values()))
-        whole = np.empty(self._shape, next(iter(shards.values())).dtype)
+        whole = np.empty(self._at.shape, next(iter(shards.values())).dtype)
         for box, shard in shards.items():
-            whole[_box.slices(box, _box.full(self._shape))] = shard
+            whole[_box.slices(box, _box.full(self._at.shape))] = shard
         return whole
 
     def _by_box(self) -> dict[Box, Array]:
-        return {box: self._shard(device) for box, device in self._device_of_box().items()}
+        return {box: self.read(device, box) for box, device in self._device_of_box().items()}
 
-    def _shard(self, device: int) -> Array:
-        data = self._data(device)
-        return np.asarray(data) if self._gives_views else _host_copy(data)
-
-    def _data(self, device: int) -> jax.Array:
-        if self._shards is None:
-            assert self._array is not None
-            self._shards = shards_of(self._array, self._devices)
-        return self._shards[self._index_of[device]]
+    def _list_shards(self) -> Sequence[jax.Array]:
+        assert self._array is not None
+        self._shards = shards_of(self._array, self._at.devices)
+        return self._shards
 
     def _device_of_box(self) -> dict[Box, int]:
-        return {self._boxes[device]: device for device in self._index_of}
+        return {self._at.boxes[device]: device for device in self._at.index_of}
 
 
 _taking_apart = RenewedLock()
@@ -249,8 +257,7 @@ def _copies(to: Array, given: Array) -> list[Copy]:
 
 def flat_bytes(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of an array in row-major order; a view if it is contiguous."""
-    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    return contiguous.reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8)
 
 
 def _host_copy(array: Any) -> Array:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ostraka import _format, _pack
+from ostraka._box import Box
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
@@ -232,36 +233,37 @@ def _stream(
     device, leaves = shard.file.device, shard.leaves
     header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
     yield np.frombuffer(header, np.uint8)
-    for entry in shard.entries:
-        if entry.nbytes == 0:
+    for leaf, box, _, nbytes in shard.entries:
+        if nbytes == 0:
             continue
-        value = values[entry.leaf]
-        if entry.leaf not in copied:
-            array = value.read(device, entry.box)
-            _check_size(array, entry, leaves)
+        value = values[leaf]
+        if leaf not in copied:
+            array = value.read(device, box)
+            if array.nbytes != nbytes:
+                raise _wrong_size(array, nbytes, box, leaves[leaf])
             if value.may_change:
                 yield from _snapshots(array)
-            elif array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
-                yield flat_bytes(array)
+            elif nbytes <= _COPY_BYTES or array.flags.c_contiguous:
+                yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
             continue
-        with staging.hold(entry.nbytes, check):
-            array = value.read(device, entry.box)
-            is_packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
+        with staging.hold(nbytes, check):
+            array = value.read(device, box)
+            is_packed = DTYPES[leaves[leaf].spec.dtype].packed
             array = _pack.pack(array) if is_packed else array
-            _check_size(array, entry, leaves)
+            if array.nbytes != nbytes:
+                raise _wrong_size(array, nbytes, box, leaves[leaf])
             yield from _bands(array)
             del array
 
 
-def _check_size(array: Array, entry: Entry, leaves: Sequence[StoredLeaf]) -> None:
+def _wrong_size(array: Array, nbytes: int, box: Box, leaf: StoredLeaf) -> AssertionError:
     """What is written must be what was planned, or all that follows in the file would be wrong."""
-    if array.nbytes != entry.nbytes:
-        raise AssertionError(
-            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
-            f"{entry.box}, and {entry.nbytes:,} were planned"
-        )
+    return AssertionError(
+        f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} were "
+        "planned"
+    )
 
 
 def _snapshots(array: Array) -> Iterator[Array]:
