@@ -65,7 +65,7 @@ class Devices:
 
     @property
     def process_of(self) -> tuple[int, ...]:
-        return tuple(device.process_index for device in self.all)
+        return tuple([device.process_index for device in self.all])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def floating_dtype(rule: DtypeRule, path: str) -> str | None:
 
 def capture(tree: Any) -> Captured:
     """Take a tree apart. Raises InvalidTree, naming the leaf, for what can't be saved."""
-    return _Capture(Devices()).run(tree)
+    return _Capture().run(tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class _Kind:
 
 
 class _Capture:
-    def __init__(self, devices: Devices):
-        self._devices = devices
+    def __init__(self) -> None:
+        self._devices = Devices()
         self._meshes: dict[MeshSpec, int] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._several = jax.process_count() > 1
@@ -201,7 +201,7 @@ class _Capture:
         for path, first in shared.arrays.items():
             if first in numbers:
                 numbers[path] = numbers[first]
-        encoded = encode_checked(parsed, numbers, shared.variables)
+        encoded = encode_checked(parsed, leaves, numbers, shared.variables)
         return Captured(
             encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
@@ -216,8 +216,10 @@ class _Capture:
         shape = array.shape
         key = (array.sharding, shape, array.dtype)
         found = self._kinds.get(key)
+        shards = None
         if found is None:
-            found = self._kinds[key] = self._describe(leaf.path, array)
+            shards = shards_of(array)
+            found = self._kinds[key] = self._describe(leaf.path, array, shards)
         spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
             leaf.path,
             kind,
@@ -232,14 +234,14 @@ class _Capture:
             array.weak_type,
             found.memory,
         )
-        return spec, ShardedValue(array, found.placement)
+        return spec, ShardedValue(array, found.placement, shards)
 
-    def _describe(self, path: str, array: jax.Array) -> _Kind:
+    def _describe(self, path: str, array: jax.Array, shards: Sequence[jax.Array]) -> _Kind:
         sharding = array.sharding
         dtype = savable_dtype(path, array.dtype)
         mesh, partition = describe_sharding(path, sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        devices = [shard.device for shard in shards_of(array)]
+        devices = [shard.device for shard in shards]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
         boxes = device_boxes(array.shape, mesh, partition)
         gives_views = array.platform() == "cpu" and not DTYPES[dtype].packed

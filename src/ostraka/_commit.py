@@ -90,7 +90,8 @@ def commit(
             for process, report in enumerate(reports)
             if report["index"]
         }
-        _check_visible(store, indexes, agreed.save_id)
+        if operation.count > 1:
+            _check_visible(store, indexes, agreed.save_id)
         summary = summarize([report["written"] for report in reports])
         hosts = [report["host"] for report in reports]
         metadata = Metadata(
@@ -134,8 +135,7 @@ def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str
             )
 
     others = [process for process in indexes if process != 0]
-    if others:
-        run_all(look, others, threads=_LOOKERS, stop=StopSignal())
+    run_all(look, others, threads=_LOOKERS, stop=StopSignal())
 
 
 def _describe_writer() -> dict[str, str]:

@@ -268,22 +268,30 @@ def find_shared(node: Branch | Leaf, is_shareable: Callable[[Any], bool]) -> Sha
 
 
 def encode_checked(
-    node: Branch | Leaf, numbers: Mapping[str, int], variables: Mapping[str, str]
+    node: Branch | Leaf,
+    leaves: Sequence[Leaf],
+    numbers: Mapping[str, int],
+    variables: Mapping[str, str],
 ) -> Any:
-    """As `encode`. Raises InvalidTree for what a restore could not read again as it is."""
+    """As `encode`. Raises InvalidTree for what a restore could not read again as it is.
+
+    `leaves` are those of the tree, in its order.
+    """
     encoded = encode(node, numbers, variables)
     try:
-        again = with_full_stack(lambda: _decode_again(encoded, len({*numbers.values()})))
+        again = with_full_stack(partial(_decode_again, encoded, len({*numbers.values()})))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidTree(f"the tree could not be read again ({error})") from error
-    for leaf, found in zip(leaves_of(node), leaves_of(again), strict=True):
-        number = numbers.get(leaf.path)
-        is_same = number is None or (_is_number(found.value) and found.value.number == number)
-        if leaf.path != found.path or not is_same:
+    for leaf, found in zip(leaves, leaves_of(again), strict=True):
+        path, value = leaf.path, found.value
+        number = numbers.get(path)
+        is_array = isinstance(value, ArrayNumber)
+        if path != found.path or (number is not None and not (is_array and value.number == number)):
             raise InvalidTree(f"leaf {leaf.path!r} could not be read again: it would be {found}")
     return encoded
 
 
+_dumps = json.JSONEncoder(allow_nan=False).encode
 _KEYED = ("dict", "ordered_dict", "state", "defaultdict")
 _NAMED = ("namedtuple", "dataclass", "node")
 _SEQUENCES = ("list", "tuple")
@@ -291,7 +299,7 @@ _CONTAINERS = frozenset((*_KEYED, *_NAMED, *_SEQUENCES))
 
 
 def _decode_again(encoded: Any, arrays: int) -> Branch | Leaf:
-    read = json.loads(json.dumps(encoded, allow_nan=False))
+    read = json.loads(_dumps(encoded))
     return _Decoder(arrays).decode(read, "", 0)
 
 
@@ -434,7 +442,9 @@ class _Decoder:
             # Members of enums whose classes are not loaded, by the same value.
             keys = texts
         cls = _class_name(encoded[kind]) if kind in _NAMED else None
-        about = {key: encoded[key] for key in ("static", "factory") if key in encoded}
+        about = {}
+        if kind not in ("dict", "list", "tuple"):
+            about = {key: encoded[key] for key in ("static", "factory") if key in encoded}
         make = _builder(kind, cls, keys, about)
         return Branch(kind, path, tuple(children), make, keys, cls, about)
 

@@ -173,8 +173,9 @@ def wait_for_background() -> None:
     """Wait for the save that was begun in the background; raise its error if nobody has seen it."""
     if _background.current is not None:
         _refuse_its_own_thread()
-    with _background.turn:
-        _background.wait_for_current()
+    with _background.turn:  # Another thread may be beginning one.
+        if _background.current is not None:
+            _background.wait_for_current()
 
 
 @contextmanager

@@ -7,10 +7,10 @@ processes write about the same number of bytes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import mod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -107,8 +107,8 @@ class _Sharing:
         self._max_file_bytes = max_file_bytes
         self._even: dict[object, int] = {}
         self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
-        self._even_counts: Counter[tuple[int, int]] = Counter()
-        total = sum(leaf.nbytes for leaf in leaves)
+        self._even_counts: dict[tuple[int, int], int] = {}
+        total = sum([leaf.nbytes for leaf in leaves])
         self.bytes_per_process = -(-total // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
         self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
@@ -124,7 +124,7 @@ class _Sharing:
         uneven = [number for number, layout in enumerate(layout_of) if layout < 0]
         for (layout, nbytes), count in self._even_counts.items():
             owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
-            self._add_load(owners, np.full(len(owners), nbytes // len(owners) * count))
+            self._add_load(owners, nbytes // len(owners) * count)
         for number in sorted(uneven, key=lambda n: (-self.leaves[n].nbytes, n)):
             layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
@@ -136,15 +136,16 @@ class _Sharing:
         key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
         number = self._even.get(key)
         if number is None:
-            number = self._even[key] = self._even_layout(leaf)
+            number = self._even[key] = self._even_layout(leaf, header)
         if number >= 0:
-            self._even_counts[number, leaf.nbytes] += 1
+            counted = (number, leaf.nbytes)
+            self._even_counts[counted] = self._even_counts.get(counted, 0) + 1
         return number
 
-    def _even_layout(self, leaf: LeafSpec) -> int:
+    def _even_layout(self, leaf: LeafSpec, header: int) -> int:
         if leaf.per_process:
             grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
-            return self._number_capped(leaf, grid, np.asarray(self._first_device))
+            return self._number_capped(leaf, header, grid, np.asarray(self._first_device))
         grid, table = self._held(leaf)
         cells, copies = table.shape
         cell_bytes = leaf.nbytes // cells
@@ -158,7 +159,7 @@ class _Sharing:
             if dimension is None:
                 return -1
             grid, table = _refine(grid, table, dimension, copies)
-        return self._number_capped(leaf, grid, table[:, 0])
+        return self._number_capped(leaf, header, grid, table[:, 0])
 
     def _share_to_idlest(self, leaf: LeafSpec) -> int:
         """Split each cell only as far as balance needs; the idlest holders take the pieces."""
@@ -177,7 +178,8 @@ class _Sharing:
             grid, chosen = _refine(grid, chosen, dimension, pieces)
         owners = chosen[:, 0]
         self._add_load(owners, _cell_bytes(leaf, grid, len(owners)))
-        return self._number_capped(leaf, grid, owners)
+        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        return self._number_capped(leaf, header, grid, owners)
 
     def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
         if leaf.mesh == HOST_LOCAL:
@@ -192,11 +194,10 @@ class _Sharing:
         return found
 
     def _number_capped(
-        self, leaf: LeafSpec, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
+        self, leaf: LeafSpec, header: int, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
     ) -> int:
         """Cut cells that exceed the file size cap; their pieces go to further parts."""
         largest = int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))
-        header = _format.header_bytes_for(_format.header_capacity(leaf))
         limit = max(self._max_file_bytes - header, 1)
         while largest > limit:
             cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
@@ -218,7 +219,7 @@ class _Sharing:
             self.layouts.append(layout)
         return number
 
-    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> None:
+    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64] | int) -> None:
         np.add.at(self._device_load, owners, nbytes)
         np.add.at(self._process_load, self._process_of[owners], nbytes)
 
@@ -250,7 +251,7 @@ def _refine(
 
 def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> npt.NDArray[np.int64]:
     dtype = DTYPES[leaf.dtype]
-    if all(n % g == 0 for n, g in zip(leaf.shape, grid, strict=True)):
+    if not any(map(mod, leaf.shape, grid)):
         return np.full(cells, dtype.nbytes(prod(leaf.shape) // cells), dtype=np.int64)
     counts = np.ones((), dtype=np.int64)
     for extent, parts in zip(leaf.shape, grid, strict=True):
@@ -318,7 +319,7 @@ class _Filling:
     def close_part(self) -> None:
         """Go on with the next part, unless this one is empty."""
         self._add_noted()
-        devices = np.flatnonzero(self._headers)
+        devices = self._headers.nonzero()[0]
         if not len(devices):
             return
         headers = _format.header_bytes_for(self._headers[devices])

@@ -132,10 +132,11 @@ class ShardedValue:
 
     __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
 
-    def __init__(self, array: jax.Array, at: Placement):
+    def __init__(self, array: jax.Array, at: Placement, shards: Sequence[jax.Array] | None = None):
+        """`shards` are those of the array, in the order of the devices, if they are known."""
         self._array: jax.Array | None = array
         self._at = at
-        self._shards: Sequence[jax.Array] | None = None
+        self._shards = shards
         self._held: dict[Box, Array] | None = None
         self.in_host_memory = at.gives_views
         self.may_change = False
@@ -257,7 +258,8 @@ def _copies(to: Array, given: Array) -> list[Copy]:
 
 def flat_bytes(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of an array in row-major order; a view if it is contiguous."""
-    return array.reshape(-1).view(np.uint8)
+    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return contiguous.reshape(-1).view(np.uint8)
 
 
 def _host_copy(array: Any) -> Array:

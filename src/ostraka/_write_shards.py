@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
+_MANY_PIECES = 16
+"""A block of so many is digested by the thread that takes their views. To take a view and to digest
+one both let go of the interpreter for a moment: two threads at it would wait for each other."""
 _SMALL_BYTES = 1 << 20
 """A single file up to this size is written by the caller."""
 _LIVE_BYTES = 1 << 20
@@ -83,13 +87,13 @@ def write_shards(
     if not files:
         return None
     contents = _format.entries_by_file(plan.leaves, plan.layouts, {file.device for file in files})
-    progress.total = sum(file.size for file in files)
+    progress.total = sum([file.size for file in files])
     shards = [
         _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
         for file in files
     ]
     _write_all(shards, values, _must_be_copied(plan, values), check, progress)
-    digests = {shard.file.name: shard.digests() for shard in shards}
+    digests = {shard.name: shard.digests() for shard in shards}
     index = _format.encode_index(save_id, process, digests)
     store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
     return IndexEntry(len(index), _format.digest(index))
@@ -118,8 +122,10 @@ def _write_all(
     try:
         if len(shards) == 1 and progress.total <= _SMALL_BYTES:
             # Written before a thread would have begun.
-            (shard,) = shards
-            write((shard, shard.blocks(_stream(shard, values, copied, staging, check_all))))
+            for number, pieces in shards[0].blocks(
+                _stream(shards[0], values, copied, staging, check)
+            ):
+                progress.add(shards[0].write(number, pieces))
         else:
             tasks = _tasks(shards, values, copied, staging, check_all)
             run_all(write, tasks, threads=_WRITERS, stop=stop)
@@ -141,20 +147,25 @@ class _Shard:
         leaves: Sequence[StoredLeaf],
     ):
         self.file = file
+        self.name = file.name
         self.entries = entries
         self.leaves = leaves
         self.save_id = save_id
         self._store = store
         self._lengths = _format.block_lengths(file.header_bytes, entries)
-        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._offsets = [0, *accumulate(self._lengths)]
         self._digests = [""] * len(self._lengths)
         self._blocks_left = len(self._lengths)
         self._writer: FileWriter | None = None
         self._lock = threading.Lock()
 
-    def write(self, number: int, pieces: list[Array]) -> int:
-        """Digest a block and put it in its place; returns its length."""
+    def digest(self, number: int, pieces: list[Array]) -> None:
+        """Digest a block before it is written, which `write` would do otherwise."""
         self._digests[number] = _format.block_digest(pieces)
+
+    def write(self, number: int, pieces: list[Array]) -> int:
+        """Digest a block, unless that is done, and put it in its place; returns its length."""
+        self._digests[number] = self._digests[number] or _format.block_digest(pieces)
         writer = self._opened()
         writer.write(self._offsets[number], pieces)
         with self._lock:
@@ -178,7 +189,7 @@ class _Shard:
     def _opened(self) -> FileWriter:
         with self._lock:
             if self._writer is None:
-                name = f"{_format.shards_directory(self.save_id)}/{self.file.name}"
+                name = f"{_format.shards_directory(self.save_id)}/{self.name}"
                 self._writer = self._store.create(name, self.file.size)
             return self._writer
 
@@ -209,8 +220,10 @@ def _tasks(
 
 
 def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
-    for block in blocks:
-        yield shard, [block]
+    for number, pieces in blocks:
+        if len(pieces) >= _MANY_PIECES:
+            shard.digest(number, pieces)
+        yield shard, [(number, pieces)]
 
 
 def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:
@@ -243,7 +256,7 @@ def _stream(
                 raise _wrong_size(array, nbytes, box, leaves[leaf])
             if value.may_change:
                 yield from _snapshots(array)
-            elif nbytes <= _COPY_BYTES or array.flags.c_contiguous:
+            elif array.flags.c_contiguous:
                 yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
