@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ostraka
 
 PACKAGE = str(Path(ostraka.__file__).parent)
-MOST_OWN = 480
-MOST_IN_ALL = 760
+MOST_OWN = 300
+MOST_IN_ALL = 500
 
 
 def count_calls(work: Any) -> Counter[CodeType]:

@@ -117,11 +117,13 @@ class _Sharing:
 
     def _share_all(self) -> list[int]:
         """First what lies evenly by nature; then the rest, largest first, to the idlest."""
-        layout_of = [
-            self._share_evenly(leaf, capacity)
-            for leaf, capacity in zip(self.leaves, self.capacities, strict=True)
-        ]
-        uneven = [number for number, layout in enumerate(layout_of) if layout < 0]
+        layout_of: list[int] = []
+        uneven: list[int] = []
+        for number, leaf in enumerate(self.leaves):
+            layout = self._share_evenly(leaf, self.capacities[number])
+            layout_of.append(layout)
+            if layout < 0:
+                uneven.append(number)
         for (layout, nbytes), count in self._even_counts.items():
             owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
             self._add_load(owners, nbytes // len(owners) * count)

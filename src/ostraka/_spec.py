@@ -154,7 +154,7 @@ class LeafSpec:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].nbytes(prod(self.shape))
+        return (prod(self.shape) * DTYPES[self.dtype].bits + 7) // 8
 
 
 @dataclass(frozen=True, slots=True)
