@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import jax
@@ -53,7 +54,7 @@ class Devices:
 
     def __init__(self) -> None:
         self.all: list[Any] = list(jax.devices())
-        self._numbers = {device: number for number, device in enumerate(self.all)}
+        self._numbers = dict(zip(self.all, range(len(self.all)), strict=True))
 
     def number(self, device: Any) -> int:
         found = self._numbers.get(device)
@@ -65,7 +66,7 @@ class Devices:
 
     @property
     def process_of(self) -> tuple[int, ...]:
-        return tuple([device.process_index for device in self.all])
+        return tuple(map(attrgetter("process_index"), self.all))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +189,10 @@ class _Capture:
                 continue
             if isinstance(leaf.value, Stateful):
                 states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
-            if not is_array(leaf.value):
+            is_jax = isinstance(leaf.value, jax.Array)
+            if not is_jax and not is_array(leaf.value):
                 continue
             number = numbers[leaf.path] = len(specs)
-            is_jax = isinstance(leaf.value, jax.Array)
             spec, value = self._jax_array(leaf) if is_jax else _host_array(leaf)
             process = _sole_process(leaf.value) if self._several else None
             if process is not None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -85,15 +86,14 @@ def commit(
     """Report, and commit if every process has reported well; returns what all have done."""
 
     def decide(reports: list[Any]) -> list[float]:
-        indexes = {
-            process: IndexEntry(*report["index"])
-            for process, report in enumerate(reports)
-            if report["index"]
-        }
+        indexes: dict[int, IndexEntry] = {}
+        for process, report in enumerate(reports):
+            if report["index"]:
+                indexes[process] = IndexEntry(*report["index"])
         if operation.count > 1:
             _check_visible(store, indexes, agreed.save_id)
-        summary = summarize([report["written"] for report in reports])
-        hosts = [report["host"] for report in reports]
+        summary = summarize(list(map(itemgetter("written"), reports)))
+        hosts = list(map(itemgetter("host"), reports))
         metadata = Metadata(
             id=agreed.save_id,
             writer={**_describe_writer(), "hosts": hosts, "timeline": timeline(watch, summary)},

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import mod
+from operator import attrgetter, mod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -275,7 +275,7 @@ def _assign_parts(
         )
     ]
     filling.close_part()
-    return tuple(stored), tuple(sorted(filling.files, key=lambda f: (f.device, f.part)))
+    return tuple(stored), tuple(sorted(filling.files, key=attrgetter("device", "part")))
 
 
 class _Filling:

@@ -204,7 +204,7 @@ def turns_of(layout: Layout) -> npt.NDArray[np.int64] | None:
 
 def partition_grid(mesh: MeshSpec, partition: Partition, rank: int) -> tuple[int, ...]:
     """Into how many parts each dimension is cut."""
-    cuts = [mesh.size_of(axes) for axes in partition]
+    cuts = list(map(mesh.size_of, partition))
     return tuple(cuts + [1] * (rank - len(cuts)))
 
 

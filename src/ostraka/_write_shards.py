@@ -106,8 +106,12 @@ def _write_all(
     check: Callable[[], None],
     progress: Progress,
 ) -> None:
-    stop = StopSignal()
     staging = ByteBudget(_STAGING_BYTES)
+    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
+        _write_small(shards[0], _stream(shards[0], values, copied, staging, check))
+        progress.written = progress.total
+        return
+    stop = StopSignal()
 
     def check_all() -> None:
         check()
@@ -120,18 +124,21 @@ def _write_all(
             progress.add(shard.write(number, pieces))
 
     try:
-        if len(shards) == 1 and progress.total <= _SMALL_BYTES:
-            # Written before a thread would have begun.
-            for number, pieces in shards[0].blocks(
-                _stream(shards[0], values, copied, staging, check)
-            ):
-                progress.add(shards[0].write(number, pieces))
-        else:
-            tasks = _tasks(shards, values, copied, staging, check_all)
-            run_all(write, tasks, threads=_WRITERS, stop=stop)
+        tasks = _tasks(shards, values, copied, staging, check_all)
+        run_all(write, tasks, threads=_WRITERS, stop=stop)
     except BaseException:
         for shard in shards:
             shard.abandon()
+        raise
+
+
+def _write_small(shard: _Shard, stream: Iterator[Array]) -> None:
+    """Write a file that is written before a thread would have begun."""
+    try:
+        for number, pieces in shard.blocks(stream):
+            shard.write(number, pieces)
+    except BaseException:
+        shard.abandon()
         raise
 
 
