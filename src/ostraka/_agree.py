@@ -16,7 +16,7 @@ from ostraka._capture import Captured, DtypeRule, floating_dtype, may_cast
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import with_states
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec
-from ostraka._values import CastValue, HostValue, ProcessValue, Value, flat_bytes
+from ostraka._values import CastValue, HostValue, Value, flat_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +148,13 @@ def _join(
 ) -> tuple[list[LeafSpec], list[Value]]:
     """Leaves that each process holds for itself, as leaves that belong to all."""
     leaves, values = list(leaves), list(values)
-    for number in answer["common"]:  # any process may write any part
-        leaves[number] = replace(leaves[number], mesh=HOST_LOCAL, partition=())
-        value = values[number]
-        values[number] = HostValue(value.whole(), may_change=value.may_change)
-    for number in answer["per_process"]:
-        shape = (process_count, *leaves[number].shape)
-        leaves[number] = replace(
-            leaves[number], mesh=HOST_LOCAL, partition=(), shape=shape, per_process=True
-        )
-        value = values[number]
-        values[number] = ProcessValue(value.whole(), may_change=value.may_change)
+    for number in (*answer["common"], *answer["per_process"]):
+        leaf, value = leaves[number], values[number]
+        own = number in answer["per_process"]
+        values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
+        # Of what all have alike, any process may write any part.
+        shape = (process_count, *leaf.shape) if own else leaf.shape
+        leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=(), shape=shape, per_process=own)
     return leaves, values
 
 

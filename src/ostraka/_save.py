@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ostraka import _format
@@ -25,6 +26,7 @@ from ostraka._lifetime import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES, plan_write
 from ostraka._record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka._units import size_bytes
+from ostraka._values import Value
 from ostraka._write_shards import Progress, Written, write_shards
 from ostraka.errors import InvalidTree, SaveFailed, describe
 from ostraka.storage import MemoryStore, PathLike, Store, open_store
@@ -154,75 +156,66 @@ def begin_save(
         return handle
 
 
+@dataclass
 class _Save:
     """One save, on one of its processes."""
 
-    def __init__(
-        self,
-        path: PathLike,
-        watch: Stopwatch,
-        dtype: DtypeRule,
-        user: Mapping[str, Any] | None,
-        max_file_bytes: int | str,
-        on_record: OnRecord | None,
-        on_commit: Callable[[], None] | None = None,
-        check_place: Callable[[], None] | None = None,
-    ):
-        self.progress = Progress()
-        self._path = path
-        self._watch = watch
-        self._dtype = dtype
-        self._user = user
-        self._max_file_bytes = max_file_bytes
-        self._on_record = on_record
-        self._on_commit = on_commit
-        self._check_place = check_place
-        watch.lap("wait")
-        self._operation = Operation(f"save to {path}")
-        self._store: Store = _NOWHERE
-        self._place: SavePlace | None = None
-        self._save_id = ""
-        """Known once the processes have agreed; from then on there may be files."""
-        self._values: list[list[Any]] = []
-        """What stages have handed on as values, to be let go of."""
+    path: PathLike
+    watch: Stopwatch
+    dtype: DtypeRule
+    user: Mapping[str, Any] | None
+    max_file_bytes: int | str
+    on_record: OnRecord | None
+    on_commit: Callable[[], None] | None = None
+    check_place: Callable[[], None] | None = None
+    progress: Progress = field(default_factory=Progress)
+    store: Store = _NOWHERE
+    place: SavePlace | None = None
+    save_id: str = ""
+    """Known once the processes have agreed; from then on there may be files."""
+    values: list[list[Value]] = field(default_factory=list[list[Value]])
+    """What the stages have handed on as values, to be let go of."""
+
+    def __post_init__(self) -> None:
+        self.watch.lap("wait")
+        self.operation = Operation(f"save to {self.path}")
 
     def capture(self, tree: Any) -> Captured:
         """The first stage: check the arguments and take the tree apart."""
-        self._operation.__enter__()
-        self._limit_bytes = size_bytes("max_file_bytes", self._max_file_bytes)
-        if self._limit_bytes < _LEAST_FILE_BYTES:
+        self.operation.__enter__()
+        self.limit_bytes = limit = size_bytes("max_file_bytes", self.max_file_bytes)
+        if limit < _LEAST_FILE_BYTES:
             raise ValueError(
-                f"max_file_bytes is {self._limit_bytes:,}; it must be at least "
-                f"{_LEAST_FILE_BYTES:,}"
+                f"max_file_bytes is {limit:,}; it must be at least {_LEAST_FILE_BYTES:,}"
             )
-        self._store = open_store(self._path)
-        self._place = SavePlace(self._store)
+        self.store = open_store(self.path)
+        self.place = SavePlace(self.store)
         captured = capture(tree)
-        self._values.append(captured.values)
-        self._user = _json_only(self._user) if self._user else {}
-        if self._dtype is not None:
-            check_dtype_rule(self._dtype, captured.leaves)
-        self._watch.lap("capture")
+        self.values.append(captured.values)
+        self.user = _json_only(self.user) if self.user else {}
+        if self.dtype is not None:
+            check_dtype_rule(self.dtype, captured.leaves)
+        self.watch.lap("capture")
         return captured
 
     def finish(self, captured: Captured) -> Record:
         """The other stages: agree, plan, write, commit."""
-        operation, store, place, watch = self._operation, self._store, self._place, self._watch
+        operation, store, place, watch = self.operation, self.store, self.place, self.watch
         assert place is not None
         agreed = agree(
             operation,
             captured,
             location=store.location,
-            dtype=self._dtype,
-            user=self._user,
+            dtype=self.dtype,
+            user=self.user,
             take_place=self._take_place,
         )
-        self._save_id = save_id = agreed.save_id
-        self._values.append(agreed.values)
+        self.save_id = save_id = agreed.save_id
+        self.values.append(agreed.values)
         watch.lap("agree")
         with paused_gc():
             plan = plan_write(
-                agreed.leaves, agreed.meshes, agreed.process_of, max_file_bytes=self._limit_bytes
+                agreed.leaves, agreed.meshes, agreed.process_of, max_file_bytes=self.limit_bytes
             )
         watch.lap("plan")
         index = write_shards(
@@ -237,17 +230,17 @@ class _Save:
         written = Written(index, self.progress.total, watch.lap("write"))
         self._let_go_of_values()
         summary = commit(
-            operation, store, place, agreed, plan, written, user=self._user or {}, watch=watch
+            operation, store, place, agreed, plan, written, user=self.user or {}, watch=watch
         )
         if operation.process == 0:
             place.remove_replaced(save_id)
         watch.lap("commit")
         operation.__exit__(None, None, None)
         place.release()
-        self._place = None  # Nothing can fail any more, and nothing is to be cleaned up.
-        if self._on_commit is not None and operation.process == 0:
-            call_safely(self._on_commit)
-        return report("save", str(self._path), watch, summary, self._on_record)
+        self.place = None  # Nothing can fail any more, and nothing is to be cleaned up.
+        if self.on_commit is not None and operation.process == 0:
+            call_safely(self.on_commit)
+        return report("save", str(self.path), watch, summary, self.on_record)
 
     def finish_or_end(self, captured: Captured) -> Record:
         """As `finish`, for a thread in the background, which has nobody above it."""
@@ -258,26 +251,26 @@ class _Save:
 
     def give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
-        self._operation.give_up("it was interrupted, and gave the save up")
+        self.operation.give_up("it was interrupted, and gave the save up")
 
     def end(self, error: BaseException) -> BaseException:
         """Have the save fail on every process and remove what it wrote; returns what to raise."""
         try:
-            self._operation.__exit__(type(error), error, error.__traceback__)
+            self.operation.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:
             error = failure
         # The error may be kept for long, and would keep the values with it.
         self._let_go_of_values()
-        if self._place is not None:
+        if self.place is not None:
             try:
-                self._clean_up(self._place)
+                self._clean_up(self.place)
             finally:
-                self._place.release()
+                self.place.release()
         if isinstance(error, ProcessFailed):
-            failed = SaveFailed(str(self._path), error.process, error.reason)
+            failed = SaveFailed(str(self.path), error.process, error.reason)
             failed.__cause__ = error.__cause__
-        elif isinstance(error, OSError) and self._save_id:
-            failed = SaveFailed(str(self._path), None, describe(error))
+        elif isinstance(error, OSError) and self.save_id:
+            failed = SaveFailed(str(self.path), None, describe(error))
             failed.__cause__ = error
         else:
             return error
@@ -285,22 +278,22 @@ class _Save:
 
     def _clean_up(self, place: SavePlace) -> None:
         """On process 0, once the others have stopped, remove what a failed save wrote."""
-        if self._operation.process != 0:
+        if self.operation.process != 0:
             return
         with suppress(OSError):
-            if self._save_id:
-                self._operation.wait_until_left()
-            place.clean_up(self._save_id)
+            if self.save_id:
+                self.operation.wait_until_left()
+            place.clean_up(self.save_id)
 
     def _take_place(self) -> None:
         """On process 0, once the trees are known to be alike."""
-        if self._check_place is not None:
-            self._check_place()
-        assert self._place is not None
-        self._place.take()
+        if self.check_place is not None:
+            self.check_place()
+        assert self.place is not None
+        self.place.take()
 
     def _let_go_of_values(self) -> None:
-        for values in self._values:
+        for values in self.values:
             values.clear()
 
 

@@ -50,38 +50,24 @@ class Value(Protocol):
 
 
 class HostValue:
-    """A value in host memory: any box can be had, whatever the device."""
+    """A value in host memory: any box can be had, whatever the device.
+
+    With `of_process` it is this process's own value of a leaf that every process has one of, which
+    is a box of one element in dimension 0.
+    """
 
     in_host_memory = True
 
-    def __init__(self, array: Array, *, may_change: bool):
+    def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
         self._array = array
+        self._of_process = of_process
         self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
-        return self._array[_box.slices(box, _box.full(self._array.shape))]
-
-    def hold(self) -> Sequence[Copy]:
-        given, self._array = self._array, np.empty_like(self._array)
-        self.may_change = False
-        return _copies(self._array, given)
-
-    def whole(self) -> Array:
-        return self._array
-
-
-class ProcessValue:
-    """This process's own value of a leaf that every process has one of."""
-
-    in_host_memory = True
-
-    def __init__(self, array: Array, *, may_change: bool):
-        self._array = array
-        self.may_change = may_change
-
-    def read(self, device: int, box: Box) -> Array:
-        within = _box.slices(box[1:], _box.full(self._array.shape))
-        return self._array[within][np.newaxis]
+        array = self._array
+        if self._of_process:
+            return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
+        return array[_box.slices(box, _box.full(array.shape))]
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
