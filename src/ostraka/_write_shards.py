@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,6 @@ _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
-_MANY_PIECES = 16
-"""A block of so many is digested by the thread that takes their views. To take a view and to digest
-one both let go of the interpreter for a moment: two threads at it would wait for each other."""
 _SMALL_BYTES = 1 << 20
 """A single file up to this size is written by the caller."""
 _LIVE_BYTES = 1 << 20
@@ -132,10 +129,10 @@ def _write_all(
         raise
 
 
-def _write_small(shard: _Shard, stream: Iterator[Array]) -> None:
+def _write_small(shard: _Shard, data: Iterator[Array]) -> None:
     """Write a file that is written before a thread would have begun."""
     try:
-        for number, pieces in shard.blocks(stream):
+        for number, pieces in chain(shard.header(), shard.blocks(data)):
             shard.write(number, pieces)
     except BaseException:
         shard.abandon()
@@ -166,13 +163,9 @@ class _Shard:
         self._writer: FileWriter | None = None
         self._lock = threading.Lock()
 
-    def digest(self, number: int, pieces: list[Array]) -> None:
-        """Digest a block before it is written, which `write` would do otherwise."""
-        self._digests[number] = _format.block_digest(pieces)
-
     def write(self, number: int, pieces: list[Array]) -> int:
-        """Digest a block, unless that is done, and put it in its place; returns its length."""
-        self._digests[number] = self._digests[number] or _format.block_digest(pieces)
+        """Digest a block and put it in its place; returns its length."""
+        self._digests[number] = _format.block_digest(pieces)
         writer = self._opened()
         writer.write(self._offsets[number], pieces)
         with self._lock:
@@ -189,9 +182,15 @@ class _Shard:
     def digests(self) -> FileDigests:
         return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
 
-    def blocks(self, stream: Iterator[Array]) -> Iterator[Block]:
-        """A file's bytes, cut into its blocks."""
-        return enumerate(_format.regroup(stream, self._lengths))
+    def header(self) -> Iterator[Block]:
+        """The first block."""
+        size = self.file.header_bytes
+        header = _format.encode_header(self.entries, self.leaves, self.save_id, size)
+        yield 0, [np.frombuffer(header, np.uint8)]
+
+    def blocks(self, data: Iterator[Array]) -> Iterator[Block]:
+        """A file's data, cut into the other blocks."""
+        return enumerate(_format.regroup(data, self._lengths[1:]), 1)
 
     def _opened(self) -> FileWriter:
         with self._lock:
@@ -216,21 +215,24 @@ def _tasks(
     """
     of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
     for shard in shards:
-        blocks = shard.blocks(_stream(shard, values, copied, staging, check))
+        data = _stream(shard, values, copied, staging, check)
         if copied.isdisjoint(entry.leaf for entry in shard.entries):
-            of_views.append(_one_by_one(shard, blocks))
+            of_views.append(_one_by_one(shard, data))
         else:
-            yield shard, blocks
+            yield shard, chain(shard.header(), shard.blocks(data))
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         check()
         yield task
 
 
-def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
-    for number, pieces in blocks:
-        if len(pieces) >= _MANY_PIECES:
-            shard.digest(number, pieces)
-        yield shard, [(number, pieces)]
+def _one_by_one(shard: _Shard, data: Iterator[Array]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    """The header comes second, and is made by the thread that writes it: disks wait for data."""
+    header = [(shard, shard.header())]
+    for block in shard.blocks(data):
+        yield shard, [block]
+        yield from header
+        header = []
+    yield from header
 
 
 def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:
@@ -249,10 +251,8 @@ def _stream(
     staging: ByteBudget,
     check: Callable[[], None],
 ) -> Iterator[Array]:
-    """The bytes of a shard file in order, as views of the live values where that can be."""
+    """The data of a shard file in order, as views of the live values where that can be."""
     device, leaves = shard.file.device, shard.leaves
-    header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
-    yield np.frombuffer(header, np.uint8)
     for leaf, box, _, nbytes in shard.entries:
         if nbytes == 0:
             continue
