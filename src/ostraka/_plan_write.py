@@ -99,7 +99,6 @@ class _Sharing:
         self._numbers: dict[Layout, int] = {}
         self._process_of = np.asarray(process_of, dtype=np.int64)
         self._process_count = int(self._process_of.max()) + 1
-        self._first_device = _first_devices(process_of)
         self._meshes = meshes
         self._everyone = np.arange(len(process_of)).reshape(1, -1)
         self._device_load = np.zeros(len(process_of), dtype=np.int64)
@@ -108,8 +107,8 @@ class _Sharing:
         self._even: dict[object, int] = {}
         self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
         self._even_counts: dict[tuple[int, int], int] = {}
-        total = sum([leaf.nbytes for leaf in leaves])
-        self.bytes_per_process = -(-total // self._process_count)
+        self._nbytes = [leaf.nbytes for leaf in leaves]
+        self.bytes_per_process = -(-sum(self._nbytes) // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
         self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
         """By leaf, what one box of it adds to a header."""
@@ -120,18 +119,18 @@ class _Sharing:
         layout_of: list[int] = []
         uneven: list[int] = []
         for number, leaf in enumerate(self.leaves):
-            layout = self._share_evenly(leaf, self.capacities[number])
+            layout = self._share_evenly(leaf, self._nbytes[number], self.capacities[number])
             layout_of.append(layout)
             if layout < 0:
                 uneven.append(number)
         for (layout, nbytes), count in self._even_counts.items():
             owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
             self._add_load(owners, nbytes // len(owners) * count)
-        for number in sorted(uneven, key=lambda n: (-self.leaves[n].nbytes, n)):
+        for number in sorted(uneven, key=lambda n: (-self._nbytes[n], n)):
             layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
 
-    def _share_evenly(self, leaf: LeafSpec, capacity: int) -> int:
+    def _share_evenly(self, leaf: LeafSpec, nbytes: int, capacity: int) -> int:
         """The layout where every holder writes the same amount, or -1 if there is none."""
         header = _format.header_bytes_for(capacity)
         bits = DTYPES[leaf.dtype].bits
@@ -140,14 +139,15 @@ class _Sharing:
         if number is None:
             number = self._even[key] = self._even_layout(leaf, header)
         if number >= 0:
-            counted = (number, leaf.nbytes)
+            counted = (number, nbytes)
             self._even_counts[counted] = self._even_counts.get(counted, 0) + 1
         return number
 
     def _even_layout(self, leaf: LeafSpec, header: int) -> int:
         if leaf.per_process:
             grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
-            return self._number_capped(leaf, header, grid, np.asarray(self._first_device))
+            first = _first_devices(self._process_of.tolist())
+            return self._number_capped(leaf, header, grid, np.asarray(first))
         grid, table = self._held(leaf)
         cells, copies = table.shape
         cell_bytes = leaf.nbytes // cells

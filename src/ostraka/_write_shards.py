@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,9 @@ def write_shards(
     files = plan.files_of(process)
     if not files:
         return None
-    contents = _format.entries_by_file(plan.leaves, plan.layouts, {file.device for file in files})
-    progress.total = sum([file.size for file in files])
+    devices = set(map(attrgetter("device"), files))
+    contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
+    progress.total = sum(map(attrgetter("size"), files))
     shards = [
         _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
         for file in files
@@ -132,7 +134,7 @@ def _write_all(
 def _write_small(shard: _Shard, data: Iterator[Array]) -> None:
     """Write a file that is written before a thread would have begun."""
     try:
-        for number, pieces in chain(shard.header(), shard.blocks(data)):
+        for number, pieces in chain([shard.header()], shard.blocks(data)):
             shard.write(number, pieces)
     except BaseException:
         shard.abandon()
@@ -182,11 +184,11 @@ class _Shard:
     def digests(self) -> FileDigests:
         return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
 
-    def header(self) -> Iterator[Block]:
+    def header(self) -> Block:
         """The first block."""
         size = self.file.header_bytes
         header = _format.encode_header(self.entries, self.leaves, self.save_id, size)
-        yield 0, [np.frombuffer(header, np.uint8)]
+        return 0, [np.frombuffer(header, np.uint8)]
 
     def blocks(self, data: Iterator[Array]) -> Iterator[Block]:
         """A file's data, cut into the other blocks."""
@@ -219,7 +221,7 @@ def _tasks(
         if copied.isdisjoint(entry.leaf for entry in shard.entries):
             of_views.append(_one_by_one(shard, data))
         else:
-            yield shard, chain(shard.header(), shard.blocks(data))
+            yield shard, chain([shard.header()], shard.blocks(data))
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         check()
         yield task
@@ -227,7 +229,7 @@ def _tasks(
 
 def _one_by_one(shard: _Shard, data: Iterator[Array]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
     """The header comes second, and is made by the thread that writes it: disks wait for data."""
-    header = [(shard, shard.header())]
+    header = [(shard, map(_Shard.header, [shard]))]  # not made before it is asked for
     for block in shard.blocks(data):
         yield shard, [block]
         yield from header
