@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -131,10 +131,10 @@ def _write_all(
         raise
 
 
-def _write_small(shard: _Shard, data: Iterator[Array]) -> None:
+def _write_small(shard: _Shard, stream: Iterator[Array]) -> None:
     """Write a file that is written before a thread would have begun."""
     try:
-        for number, pieces in chain([shard.header()], shard.blocks(data)):
+        for number, pieces in shard.blocks(stream):
             shard.write(number, pieces)
     except BaseException:
         shard.abandon()
@@ -184,15 +184,9 @@ class _Shard:
     def digests(self) -> FileDigests:
         return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
 
-    def header(self) -> Block:
-        """The first block."""
-        size = self.file.header_bytes
-        header = _format.encode_header(self.entries, self.leaves, self.save_id, size)
-        return 0, [np.frombuffer(header, np.uint8)]
-
-    def blocks(self, data: Iterator[Array]) -> Iterator[Block]:
-        """A file's data, cut into the other blocks."""
-        return enumerate(_format.regroup(data, self._lengths[1:]), 1)
+    def blocks(self, stream: Iterator[Array]) -> Iterator[Block]:
+        """A file's bytes, cut into its blocks."""
+        return enumerate(_format.regroup(stream, self._lengths))
 
     def _opened(self) -> FileWriter:
         with self._lock:
@@ -217,24 +211,19 @@ def _tasks(
     """
     of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
     for shard in shards:
-        data = _stream(shard, values, copied, staging, check)
+        blocks = shard.blocks(_stream(shard, values, copied, staging, check))
         if copied.isdisjoint(entry.leaf for entry in shard.entries):
-            of_views.append(_one_by_one(shard, data))
+            of_views.append(_one_by_one(shard, blocks))
         else:
-            yield shard, chain([shard.header()], shard.blocks(data))
+            yield shard, blocks
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         check()
         yield task
 
 
-def _one_by_one(shard: _Shard, data: Iterator[Array]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
-    """The header comes second, and is made by the thread that writes it: disks wait for data."""
-    header = [(shard, map(_Shard.header, [shard]))]  # not made before it is asked for
-    for block in shard.blocks(data):
+def _one_by_one(shard: _Shard, blocks: Iterator[Block]) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    for block in blocks:
         yield shard, [block]
-        yield from header
-        header = []
-    yield from header
 
 
 def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:
@@ -253,8 +242,10 @@ def _stream(
     staging: ByteBudget,
     check: Callable[[], None],
 ) -> Iterator[Array]:
-    """The data of a shard file in order, as views of the live values where that can be."""
+    """The bytes of a shard file in order, as views of the live values where that can be."""
     device, leaves = shard.file.device, shard.leaves
+    header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
+    yield np.frombuffer(header, np.uint8)
     for leaf, box, _, nbytes in shard.entries:
         if nbytes == 0:
             continue
