@@ -16,8 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
 from ostraka import _stream
-from ostraka._checkpoint import Source, load
-from ostraka._compare import Comparison, Distance, LeafComparison, Rules, bytes_to_read, compare
+from ostraka._compare import (
+    CompareOptions,
+    Comparison,
+    Distance,
+    LeafComparison,
+    bytes_to_read,
+    compare,
+)
+from ostraka._source import Source
+from ostraka.formats import open_source
 from ostraka.storage import open_store
 
 
@@ -27,11 +35,11 @@ class Pair(NamedTuple):
 
 def saved(path: Path, tree: Any) -> Source:
     ostraka.save(path, tree)
-    return load(open_store(path))
+    return open_source(open_store(path))
 
 
 def differ(tmp_path: Path, a: Any, b: Any, **rules: Any) -> Comparison:
-    return compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b), Rules(**rules))
+    return compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b), CompareOptions(**rules))
 
 
 def only(found: Comparison) -> LeafComparison:
@@ -179,7 +187,7 @@ def test_without_values_no_array_is_read(tmp_path: Path):
     b = saved(tmp_path / "b", {"x": np.zeros(2)})
     for shard in tmp_path.glob("*/shards-*/*.safetensors"):
         shard.unlink()
-    rules = Rules(values=False)
+    rules = CompareOptions(values=False)
     assert bytes_to_read(a, b, rules) == 0
     assert compare(a, b, rules).same
 
@@ -205,8 +213,8 @@ def test_progress_tells_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     a = saved(tmp_path / "a", {"x": put(values, "a", "b"), "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": put(other, "b", None, sizes=(2, 4)), "y": np.ones(3)})
     read: list[int] = []
-    found = compare(a, b, Rules(), on_bytes=read.append)
-    assert sum(read) == bytes_to_read(a, b, Rules()) == 2 * (values.nbytes + 24)
+    found = compare(a, b, CompareOptions(), on_bytes=read.append)
+    assert sum(read) == bytes_to_read(a, b, CompareOptions()) == 2 * (values.nbytes + 24)
     assert found.leaves[0].distance is not None
     assert found.leaves[0].distance.changed == 1
     assert found.leaves[0].distance.largest == pytest.approx(1.0)
@@ -218,7 +226,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     b = saved(tmp_path / "b", {"x": np.ones((64, 1 << 18), np.float32)})
     tracemalloc.start()
     try:
-        found = compare(a, b, Rules())
+        found = compare(a, b, CompareOptions())
         assert tracemalloc.get_traced_memory()[1] < 48 << 20
     finally:
         tracemalloc.stop()
@@ -233,7 +241,7 @@ def test_damage_is_found_while_comparing(tmp_path: Path):
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ostraka.errors.Damaged, match="leaf 'x'"):
-        compare(a, b, Rules())
+        compare(a, b, CompareOptions())
 
 
 # Arrays with several paths
@@ -254,4 +262,4 @@ def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
 def test_bytes_of_what_is_one_array_are_read_once(tmp_path: Path):
     x = jnp.arange(6.0)
     a = saved(tmp_path / "a", {"x": x, "y": x})
-    assert bytes_to_read(a, a, Rules()) == 2 * 24
+    assert bytes_to_read(a, a, CompareOptions()) == 2 * 24

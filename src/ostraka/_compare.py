@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source
 from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
+from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, show_partition
-from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
+from ostraka._stream import Array, Targets, as_numbers, pieces_of, slices_of, work_through
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 
@@ -97,7 +97,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CompareOptions:
     """What counts as a difference."""
 
     patterns: Patterns = ()
@@ -111,44 +111,46 @@ class Rules:
 
 
 def compare(
-    a: Source, b: Source, rules: Rules, *, on_bytes: Callable[[int], None] | None = None
+    a: Source, b: Source, options: CompareOptions, *, on_bytes: Callable[[int], None] | None = None
 ) -> Comparison:
     """Compare two checkpoints, leaf by leaf; everything that is read is verified."""
-    in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
+    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
     paths = [*in_a, *(path for path in in_b if path not in in_a)]
     pairs: list[tuple[int, int]] = []
-    if rules.values:
+    if options.values:
         for path in in_a.keys() & in_b.keys():
             pair = _comparable(a, in_a[path], b, in_b[path])
             pairs += [pair] if pair else []
-    distances = _distances(a, b, sorted(set(pairs)), rules, on_bytes)
+    distances = _distances(a, b, sorted(set(pairs)), options, on_bytes)
     leaves: list[LeafComparison] = []
     for path in paths:
         one = _describe(a, path, in_a[path]) if path in in_a else None
         other = _describe(b, path, in_b[path]) if path in in_b else None
         distance = distances.get(_numbers(in_a.get(path), in_b.get(path)))
         leaves.append(
-            LeafComparison(path, one, other, tuple(_aspects(one, other, distance, rules)), distance)
+            LeafComparison(
+                path, one, other, tuple(_aspects(one, other, distance, options)), distance
+            )
         )
-    return Comparison(tuple(leaves), () if rules.patterns else tuple(_containers(a, b)))
+    return Comparison(tuple(leaves), () if options.patterns else tuple(_containers(a, b)))
 
 
-def bytes_to_read(a: Source, b: Source, rules: Rules) -> int:
+def bytes_to_read(a: Source, b: Source, options: CompareOptions) -> int:
     """The bytes of all arrays that `compare` would read."""
-    in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
+    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
     pairs = {_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys()}
     return sum(
-        a.metadata.leaves[pair[0]].spec.nbytes + b.metadata.leaves[pair[1]].spec.nbytes
+        a.saved.leaves[pair[0]].nbytes + b.saved.leaves[pair[1]].nbytes
         for pair in pairs
-        if pair and rules.values
+        if pair and options.values
     )
 
 
-def _values_by_path(source: Source, rules: Rules) -> dict[str, Any]:
+def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
     return {
         leaf.path: leaf.value
         for leaf in leaves_of(source.tree)
-        if not rules.patterns or matches(rules.patterns, leaf.path)
+        if not options.patterns or matches(options.patterns, leaf.path)
     }
 
 
@@ -156,7 +158,7 @@ def _comparable(a: Source, one: Any, b: Source, other: Any) -> tuple[int, int] |
     """The numbers of two array leaves of one shape."""
     if not isinstance(one, ArrayNumber) or not isinstance(other, ArrayNumber):
         return None
-    shapes = [s.metadata.leaves[n.number].spec.shape for s, n in ((a, one), (b, other))]
+    shapes = [s.saved.leaves[n.number].shape for s, n in ((a, one), (b, other))]
     return (one.number, other.number) if shapes[0] == shapes[1] else None
 
 
@@ -173,7 +175,7 @@ def _describe(source: Source, path: str, value: Any) -> Described:
         return Described("kept", value=value.name)
     if not isinstance(value, ArrayNumber):
         return Described(type(value).__name__, value=repr(value))
-    leaf = source.metadata.leaves[value.number].spec
+    leaf = source.saved.leaves[value.number]
     return Described(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
         dtype=leaf.dtype,
@@ -188,7 +190,7 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
-    mesh = source.metadata.meshes[leaf.mesh]
+    mesh = source.saved.meshes[leaf.mesh]
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
         return f"one device{memory}"
@@ -199,7 +201,7 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
 
 
 def _aspects(
-    a: Described | None, b: Described | None, distance: Distance | None, rules: Rules
+    a: Described | None, b: Described | None, distance: Distance | None, options: CompareOptions
 ) -> Iterator[Aspect]:
     if a is None or b is None:
         return
@@ -211,7 +213,7 @@ def _aspects(
         yield "dtype"
     if a.same_as != b.same_as:
         yield "same_as"
-    if rules.shardings and a.sharding != b.sharding:
+    if options.shardings and a.sharding != b.sharding:
         yield "sharding"
     if a.value != b.value or (distance is not None and distance.changed):
         yield "value"
@@ -224,12 +226,12 @@ def _distances(
     a: Source,
     b: Source,
     pairs: Sequence[tuple[int, int]],
-    rules: Rules,
+    options: CompareOptions,
     on_bytes: Callable[[int], None] | None,
 ) -> dict[tuple[int, int], Distance]:
     """How far apart the leaves of each pair are."""
 
-    def wanted() -> Iterator[Wanted]:
+    def wanted() -> Iterator[Targets]:
         for one, other in pairs:
             for box in pieces_of(a, one):
                 yield Target(one, box), Target(other, box)
@@ -240,7 +242,7 @@ def _distances(
             if _is_identical(one, other):
                 total += Distance(one.size)
             else:
-                total += _measure(as_numbers(one), as_numbers(other), rules)
+                total += _measure(as_numbers(one), as_numbers(other), options)
         return total
 
     parts: dict[tuple[int, int], dict[Box, Distance]] = {pair: {} for pair in pairs}
@@ -258,7 +260,7 @@ def _is_identical(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all())
 
 
-def _measure(a: Array, b: Array, rules: Rules) -> Distance:
+def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
     unequal = a != b
     if not unequal.any():
         return Distance(a.size)
@@ -278,7 +280,7 @@ def _measure(a: Array, b: Array, rules: Rules) -> Distance:
             comparable = ~(np.isnan(a) | np.isnan(b))
             apart, size = np.abs(a - b)[comparable], np.abs(b)[comparable]
         # An infinity is not near anything but itself, whatever the tolerance.
-        near = (apart <= rules.atol + rules.rtol * size) & np.isfinite(apart)
+        near = (apart <= options.atol + options.rtol * size) & np.isfinite(apart)
         total = float(apart.sum())
     return Distance(elements, nan + int((~near).sum()), nan, float(apart.max(initial=0.0)), total)
 

@@ -6,21 +6,18 @@ All differences are found before anything is read, and raised as one `errors.Mis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from ostraka._box import Box, full
 from ostraka._capture import (
-    DtypeRule,
     floating_dtype,
     may_cast,
 )
-from ostraka._checkpoint import Source
 from ostraka._differences import Differences, Tolerated
 from ostraka._document import (
     ArrayNumber,
@@ -50,8 +47,9 @@ from ostraka._leaf_types import (
     x64_problems,
 )
 from ostraka._nnx import as_state
-from ostraka._pattern import Patterns, rename_with, selects, unmatched
+from ostraka._pattern import rename_with, selects, unmatched
 from ostraka._place import Placer, Unfit, is_committed, logical_shape
+from ostraka._source import Source
 from ostraka._spec import (
     DTYPES,
     LeafSpec,
@@ -59,55 +57,8 @@ from ostraka._spec import (
     is_floating,
 )
 from ostraka._tree import is_key, is_object
+from ostraka._wanted import Choices, Destination, Wanted
 from ostraka.errors import Mismatch, PartialRestore, nearest, warn_caller
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where an array leaf of the checkpoint goes."""
-
-    number: int
-    path: str
-    kind: str
-    """"jax", "key", "numpy", "scalar", or "python" for a Python number."""
-    sharding: Any
-    """For JAX arrays."""
-    boxes: tuple[Box, ...]
-    """What this process needs of it, each once."""
-    python: type | None = None
-    cast: str | None = None
-    """The dtype to cast it to, if that was asked for."""
-    committed: bool = True
-    """Whether JAX must leave it on its devices."""
-    weak: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A settled restore: what to read, what is known already, how to put it together."""
-
-    tree: Branch | Leaf
-    arrays: tuple[Destination, ...]
-    values: Mapping[str, Any]
-    copies: tuple[tuple[str, str], ...] = ()
-    """Leaves that are the same as another one, and that one."""
-    states: tuple[tuple[Any, Any], ...] = ()
-    """Stateful objects of `like`, and the state that each gets at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What the caller said about a restore, besides `like`."""
-
-    mesh: Mesh | None = None
-    specs: Any = None
-    strict: bool = True
-    only: Patterns | None = None
-    rename: Mapping[str, str] | None = None
-    dtype: DtypeRule = None
-    as_state: bool = False
-    in_place: bool = False
-    """What is not restored is not touched, rather than taken over from `like`."""
 
 
 class Matcher:
@@ -121,11 +72,11 @@ class Matcher:
         process: int,
         process_count: int,
     ):
-        self._metadata = source.metadata
+        self._checkpoint = source.saved
         self._location = source.location
         self._choices = choices
         self._placer = Placer(
-            source.metadata,
+            source.saved,
             mesh=choices.mesh,
             process=process,
             process_count=process_count,
@@ -174,7 +125,7 @@ class Matcher:
             of_template = not isinstance(leaf.value, ArrayNumber)
             saved = self._saved.get(leaf.path if of_template else self._rename(leaf.path))
             if isinstance(saved, ArrayNumber):
-                spec = self._metadata.leaves[saved.number].spec
+                spec = self._checkpoint.leaves[saved.number]
                 if kind_of(leaf.value if of_template else spec) in ("jax", "key"):
                     placed.append((leaf.path, spec, leaf.spec))
         like = [getattr(leaf.value, "sharding", None) for leaf in leaves]
@@ -226,7 +177,7 @@ class Matcher:
     def _is_castable(self, saved: Any) -> bool:
         if not isinstance(saved, ArrayNumber):
             return False
-        return may_cast(self._metadata.leaves[saved.number].spec)
+        return may_cast(self._checkpoint.leaves[saved.number])
 
     def _keep(self, leaf: Leaf, values: dict[str, Any]) -> None:
         """Leave what `like` has, as far as it has a value."""
@@ -420,7 +371,7 @@ class Matcher:
     # Arrays
 
     def _array(self, leaf: Leaf, number: int, values: dict[str, Any]) -> list[Destination]:
-        spec = self._metadata.leaves[number].spec
+        spec = self._checkpoint.leaves[number]
         wanted = spec if isinstance(leaf.value, ArrayNumber) else leaf.value
         kind = kind_of(wanted)
         if kind is None:
@@ -495,9 +446,9 @@ class Matcher:
         self, spec: LeafSpec, wanted: Any, kind: str, path: str, cast: str | None
     ) -> Iterator[str]:
         dtype = cast or spec.dtype
-        if spec.per_process and self._process_count != self._metadata.process_count:
+        if spec.per_process and self._process_count != self._checkpoint.process_count:
             yield (
-                f"each of the {self._metadata.process_count} processes that saved it had its own "
+                f"each of the {self._checkpoint.process_count} processes that saved it had its own "
                 f"value; this run has {self._process_count}: restore with as many, or leave it out "
                 f"with only={f'!{path}'!r}"
             )

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source
+from ostraka._source import Source
 from ostraka._spec import Target
-from ostraka._stream import Array, Result, Wanted, as_numbers, pieces_of, slices_of, work_through
+from ostraka._stream import Array, Result, Targets, as_numbers, pieces_of, slices_of, work_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _in_parts(
     """What `work` gives for the pieces of each leaf, in the order of their boxes."""
     once = tuple(dict.fromkeys(leaves))
 
-    def wanted() -> Iterator[Wanted]:
+    def wanted() -> Iterator[Targets]:
         for leaf in once:
             for box in pieces_of(source, leaf):
                 yield (Target(leaf, box),)

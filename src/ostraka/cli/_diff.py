@@ -11,16 +11,17 @@ from typing import Any
 
 import click
 
-from ostraka._checkpoint import Source, read_whole
+from ostraka._checkpoint import read_whole
 from ostraka._compare import (
+    CompareOptions,
     Comparison,
     Described,
     Distance,
     LeafComparison,
-    Rules,
     bytes_to_read,
     compare,
 )
+from ostraka._source import Source
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._progress import progress
@@ -92,12 +93,14 @@ def diff(
       ostraka diff runs/7 copies/7 --ignore-sharding
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
-    rules = Rules(pattern, rtol, atol, values=not structure, shardings=not ignore_sharding)
+    options = CompareOptions(
+        pattern, rtol, atol, values=not structure, shardings=not ignore_sharding
+    )
 
     def work(sources: Sequence[Source]) -> tuple[Source, Source, Comparison]:
         one, other = sources
-        with progress("comparing", bytes_to_read(one, other, rules)) as bar:
-            return one, other, compare(one, other, rules, on_bytes=bar.advance)
+        with progress("comparing", bytes_to_read(one, other, options)) as bar:
+            return one, other, compare(one, other, options, on_bytes=bar.advance)
 
     source_a, source_b, found = read_whole([a, b], work)
     if pattern and not found.leaves:
