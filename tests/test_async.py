@@ -37,7 +37,7 @@ LocalWriter = _local._LocalWriter
 def _no_save_left() -> Iterator[None]:
     yield
     with suppress(Exception):
-        _handle.settle()
+        _handle.wait_for_background()
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def writes_held() -> Generator[threading.Event]:
         finally:
             gate.set()
             with suppress(Exception):
-                _handle.settle()
+                _handle.wait_for_background()
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def test_error_that_nobody_saw_is_raised_by_the_next_save_once(
         begin(tmp_path / "next", {"x": 1})
     assert not (tmp_path / "next").exists()
     begin(tmp_path / "next", {"x": 1})
-    _handle.settle()
+    _handle.wait_for_background()
     assert ostraka.restore(tmp_path / "next") == {"x": 1}
 
 
@@ -603,9 +603,9 @@ def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
             ostraka.save_async(Path(folder) / "c", arrays)
             arrays = step(arrays)
             if number == 49:
-                _handle.settle()
+                _handle.wait_for_background()
                 threads, files, before = set(threading.enumerate()), open_files(), resident()
-        _handle.settle()
+        _handle.wait_for_background()
         assert len(os.listdir(folder)) == 1
         after = resident()
         assert threads_but(threads) == []  # pyright: ignore[reportPossiblyUnboundVariable]

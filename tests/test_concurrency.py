@@ -146,10 +146,11 @@ LocalStore.put = slow
 """
 
 
-def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(tmp_path: Path):
-    body = """
-signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
-ostraka.save_async(root + "/loop", {"data": Data(), **tree})
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(call: str, tmp_path: Path):
+    body = f"""
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.{call}(root + "/handler", tree))
+ostraka.save_async(root + "/loop", {{"data": Data(), **tree}})
 """
     run(SLOW + DATA + body, tmp_path)
     assert ostraka.verify(tmp_path / "handler").ok
@@ -183,9 +184,8 @@ logging.getLogger("ostraka").addHandler(logging.NullHandler())
 os.mkdir(root + "/handler")
 open(root + "/handler/other", "w").close()
 signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
-ostraka.save_async(root + "/loop", {"data": Data(), **tree}).wait()
 try:
-    ostraka.save_async(root + "/next", tree)
+    ostraka.save_async(root + "/loop", {"data": Data(), **tree})
 except ostraka.errors.PathInTheWay:
     print("told")
 ostraka.save(root + "/next", tree)
@@ -237,11 +237,11 @@ def test_a_close_that_was_interrupted_can_be_made_up_for(
 
 def save_interrupted(root: str, place: str, who: int) -> list[str]:
     """Interrupt a save on one process, then save again on all."""
-    from ostraka import _coordinate, _write
+    from ostraka import _coordinate, _save
 
     told: list[str] = []
     tree = {"w": np.arange(10)}
-    start, begin = _coordinate.Operation._start, _write.start_in_background
+    start, begin = _coordinate.Operation._start, _save.run_in_background
     interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
 
     def interrupt_threads(self: Any, work: Any) -> None:
@@ -255,7 +255,7 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
         return begin(*args)
 
     if place == "in_the_background":
-        _write.start_in_background = interrupt_background
+        _save.run_in_background = interrupt_background
     else:
         _coordinate.Operation._start = interrupt_threads
     try:
@@ -333,7 +333,7 @@ print("steps", number > 20)
 """
 
 
-@pytest.mark.parametrize("files", ["_handle.py", "_write.py", "threading.py", "_parallel.py"])
+@pytest.mark.parametrize("files", ["_handle.py", "_save.py", "threading.py", "_lifetime.py"])
 def test_an_interrupt_at_any_line_of_beginning_a_save_costs_no_other(files: str, tmp_path: Path):
     """Ctrl-C as the thread is started once left its work to two, or to nobody."""
     assert run(INTERRUPT_EVERYWHERE % repr(files), tmp_path) == "steps True\n"

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from mounts import mounted
-from ostraka import _coordinate, _service, _shards, _write
+from ostraka import _commit, _coordinate, _format, _save, _service, _write_shards
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed
 from ostraka.storage import _local
 from ostraka.testing import FaultyStore, run_processes
@@ -210,22 +210,22 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "no memory": (
         1,
         "MemoryError",
-        lambda _: broken(_write._format, "block_digest", MemoryError()),
+        lambda _: broken(_format, "block_digest", MemoryError()),
     ),
     "planning": (
         2,
         "ZeroDivisionError",
-        lambda _: broken(_write, "plan_write", ZeroDivisionError()),
+        lambda _: broken(_save, "plan_write", ZeroDivisionError()),
     ),
     "planning on 0": (
         0,
         "KeyError: 'plan'",
-        lambda _: broken(_write, "plan_write", KeyError("plan")),
+        lambda _: broken(_save, "plan_write", KeyError("plan")),
     ),
     "capture": (
         3,
         "TypeError: odd tree",
-        lambda _: broken(_write, "capture", TypeError("odd tree")),
+        lambda _: broken(_save, "capture", TypeError("odd tree")),
     ),
     "committing": (
         0,
@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "encoding": (
         0,
         "ValueError: too much",
-        lambda _: broken(_write._metadata, "encode_metadata", ValueError("too much")),
+        lambda _: broken(_commit, "encode_metadata", ValueError("too much")),
     ),
     "busy": (0, "another save to", held),
     "index": (2, "Input/output error", lambda _: broken(os, "replace", eio("index"))),
@@ -243,9 +243,9 @@ FAULTS: dict[str, tuple[int, str, Callable[[str], Any]]] = {
     "interrupt": (
         2,
         "KeyboardInterrupt",
-        lambda _: broken(_shards, "run_all", KeyboardInterrupt()),
+        lambda _: broken(_write_shards, "_write_all", KeyboardInterrupt()),
     ),
-    "exit": (1, "SystemExit", lambda _: broken(_write, "plan_write", SystemExit())),
+    "exit": (1, "SystemExit", lambda _: broken(_save, "plan_write", SystemExit())),
 }
 BY_ITSELF = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}
 """What is raised as it is on the process where it came from."""
@@ -1208,7 +1208,7 @@ def test_the_index_of_a_failed_save_is_gone(tmp_path: Path):
     """Nothing that a failed save wrote is ever taken for a part of a later one."""
     path = tmp_path / "checkpoint"
     with (
-        broken(_write._metadata, "encode_metadata", RuntimeError("odd")),
+        broken(_commit, "encode_metadata", RuntimeError("odd")),
         pytest.raises(RuntimeError, match="odd"),
     ):
         ostraka.save(path, make_tree(1))

@@ -15,6 +15,7 @@ LAYERS = (
     "errors",
     "_version",
     "_units",
+    "_lifetime",
     "_parallel",
     "_box",
     "_spec",
@@ -50,12 +51,12 @@ LAYERS = (
     "_values",
     "_capture",
     "sharding",
-    "_shards",
+    "_write_shards",
     "_handle",
     "_leftovers",
+    "_agree",
     "_commit",
-    "_alike",
-    "_write",
+    "_save",
     "_inplace",
     "_differences",
     "_place",
@@ -174,8 +175,8 @@ def test_contributing_lists_the_same_layers():
         ("ostraka._box", "if TYPE_CHECKING:\n    pass\nelse:\n    from ostraka import _pack"),
         ("ostraka._box", "from ostraka._unheard_of import x"),
         ("ostraka._checkpoint", "from ostraka._read import restore"),
-        ("ostraka.storage._local", "from .._write import save"),
-        ("ostraka.storage._local", "from .. import _write"),
+        ("ostraka.storage._local", "from .._save import save"),
+        ("ostraka.storage._local", "from .. import _save"),
         ("ostraka._unheard_of", ""),
     ],
 )
@@ -193,7 +194,7 @@ def test_a_downward_import_is_found(module: str, source: str):
         ("ostraka._read", "from ostraka._checkpoint import open_at"),
         ("ostraka.storage._local", "from ._base import Store\nfrom .. import errors"),
         ("ostraka.storage._local", "from ostraka.storage import _base"),
-        ("ostraka", "from ostraka._write import save"),
+        ("ostraka", "from ostraka._save import save"),
     ],
 )
 def test_an_upward_import_is_fine(module: str, source: str):
@@ -206,5 +207,5 @@ def test_relative_imports_of_a_package_start_at_itself(source: str):
 
 
 def test_a_package_reaching_down_is_found():
-    found = find_violations("from .._write import save", "ostraka.storage", is_package=True)
-    assert found == ["ostraka.storage:1 imports ostraka._write, which is below it"]
+    found = find_violations("from .._save import save", "ostraka.storage", is_package=True)
+    assert found == ["ostraka.storage:1 imports ostraka._save, which is below it"]

@@ -145,7 +145,7 @@ def test_a_clock_set_back_during_a_run(tmp_path: Path, monkeypatch: pytest.Monke
         def now(cls, tz: Any = None) -> datetime:
             return now[0]
 
-    monkeypatch.setattr("ostraka._write.datetime", Clock)
+    monkeypatch.setattr("ostraka._commit.datetime", Clock)
     policy: dict[str, Any] = {"keep": 2, "keep_interval_s": 3600}
     with Manager(tmp_path, asynchronous=False, **policy) as manager:
         for step in range(12):

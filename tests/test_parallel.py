@@ -1,8 +1,6 @@
 """Work in threads: taken lazily, ended by the first error, and never outliving the call."""
 
-import gc
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +17,6 @@ from ostraka._parallel import (
     StopSignal,
     TooDeep,
     in_turn,
-    paused_gc,
     run_all,
     run_as_completed,
     with_full_stack,
@@ -401,87 +398,6 @@ def test_room_is_given_back_after_an_error():
 
 def stop_at_once() -> None:
     raise AssertionError("there is room")
-
-
-# The collector of cycles
-
-
-def test_collection_is_paused_and_comes_back():
-    assert gc.isenabled()
-    with paused_gc():
-        assert not gc.isenabled()
-        with paused_gc():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_collection_comes_back_after_an_error():
-    with pytest.raises(ValueError, match="inside"), paused_gc():
-        raise ValueError("inside")
-    assert gc.isenabled()
-
-
-def test_collection_that_the_program_has_turned_off_stays_off():
-    gc.disable()
-    try:
-        with paused_gc():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_collection_comes_back_when_the_last_of_several_threads_is_done():
-    entered, leave = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with paused_gc():
-            entered.set()
-            leave.wait(60)
-
-    other = threading.Thread(target=pause)
-    with paused_gc():
-        other.start()
-        entered.wait(60)
-    assert not gc.isenabled()
-    leave.set()
-    other.join()
-    assert gc.isenabled()
-
-
-FORK_IN_A_PAUSE = """
-import gc, os, threading
-from ostraka._parallel import paused_gc
-
-entered, leave = threading.Event(), threading.Event()
-
-def pause():
-    with paused_gc():
-        entered.set()
-        leave.wait(60)
-
-other = threading.Thread(target=pause)
-other.start()
-entered.wait(60)
-with paused_gc():
-    child = os.fork()
-    found = [gc.isenabled()]
-if child == 0:
-    with paused_gc():
-        found.append(gc.isenabled())
-    found.append(gc.isenabled())
-    os._exit(0 if found == [True, False, True] else 1)
-leave.set()
-other.join()
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert found == [False] and gc.isenabled()
-"""
-
-
-def test_a_process_forked_in_a_pause_collects():
-    """In a program of its own: JAX, which is loaded here, warns of forks."""
-    subprocess.run([sys.executable, "-c", FORK_IN_A_PAUSE], check=True)
 
 
 # A stack of its own

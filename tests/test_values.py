@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka._box import Box
-from ostraka._values import ShardedValue, shards_of
+from ostraka._values import Placement, ShardedValue, shards_of
 from ostraka.errors import InvalidTree
 from ostraka.testing import run_processes
 
@@ -63,7 +63,8 @@ def test_threads_that_ask_at_once_get_the_shards_they_ask_for():
     for _ in range(500):
         index_of = {device: device for device in range(8)}
         array = sharded(NUMBERS)
-        value = ShardedValue(array, jax.devices(), index_of, BOXES)
+        placement = Placement(NUMBERS.shape, jax.devices(), index_of, BOXES, gives_views=True)
+        value = ShardedValue(array, placement)
         assert read_by_four_threads(value) == NUMBERS.tolist()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ostraka._lazy import open_checkpoint as open
     from ostraka._read import restore
     from ostraka._record import Record
-    from ostraka._write import save, save_async
+    from ostraka._save import save, save_async
     from ostraka.integrity import Report, verify
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
@@ -57,8 +57,8 @@ _HOMES = {
     "open": ("ostraka._lazy", "open_checkpoint"),
     "plan": ("ostraka.planner", "plan"),
     "restore": ("ostraka._read", "restore"),
-    "save": ("ostraka._write", "save"),
-    "save_async": ("ostraka._write", "save_async"),
+    "save": ("ostraka._save", "save"),
+    "save_async": ("ostraka._save", "save_async"),
     "verify": ("ostraka.integrity", "verify"),
 }
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from ostraka import _format
 from ostraka._format import Block, Entry, FileDigests, FileEntry
+from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
-from ostraka._parallel import RenewedLock, with_full_stack
+from ostraka._parallel import with_full_stack
 from ostraka.errors import Damaged, Problem, StoreError
 from ostraka.storage import FileReader, Store
 

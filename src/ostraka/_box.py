@@ -28,18 +28,18 @@ def cell(shape: Sequence[int], grid: Sequence[int], index: int) -> Box:
     """The box of cell `index` (row-major) of an array cut into `grid` cells."""
     box: list[tuple[int, int]] = []
     for extent, parts in zip(reversed(shape), reversed(grid), strict=True):
-        index, coordinate = divmod(index, parts)
-        box.append(cut(extent, parts, coordinate))
+        index, at = divmod(index, parts)
+        box.append((extent * at // parts, extent * (at + 1) // parts))  # as `cut`
     return tuple(reversed(box))
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def count(box: Box) -> int:
     """How many elements a box holds; one for a 0-d box."""
-    return prod(stop - start for start, stop in box)
+    return prod([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:

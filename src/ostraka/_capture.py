@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ostraka import _format, _pattern
-from ostraka._box import Box
+from ostraka import _pattern
 from ostraka._document import (
     Leaf,
     Stateful,
@@ -25,7 +25,6 @@ from ostraka._document import (
 from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import (
     DTYPES,
-    HOST_LOCAL,
     LeafKind,
     LeafSpec,
     MeshSpec,
@@ -36,13 +35,11 @@ from ostraka._spec import (
 )
 from ostraka._tree import check_savable, is_array, is_key, is_object, parse
 from ostraka._values import (
-    CastValue,
     Copy,
     HostValue,
-    ProcessValue,
+    Placement,
     ShardedValue,
     Value,
-    flat_bytes,
     shards_of,
 )
 from ostraka.errors import InvalidTree
@@ -57,7 +54,7 @@ class Devices:
 
     def __init__(self) -> None:
         self.all: list[Any] = list(jax.devices())
-        self._numbers = {device: number for number, device in enumerate(self.all)}
+        self._numbers = dict(zip(self.all, range(len(self.all)), strict=True))
 
     def number(self, device: Any) -> int:
         found = self._numbers.get(device)
@@ -69,59 +66,36 @@ class Devices:
 
     @property
     def process_of(self) -> tuple[int, ...]:
-        return tuple(device.process_index for device in self.all)
+        return tuple(map(attrgetter("process_index"), self.all))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Captured:
-    """A tree's leaves as data, with their values."""
+    """A tree's leaves as data, with their values, as this process has them."""
 
-    encoded: Any
-    """The tree as `_METADATA` has it."""
-    leaves: list[LeafSpec]
+    tree: Any
+    """The tree as `_METADATA` has it, but for the states of stateful objects."""
+    leaves: Sequence[LeafSpec]
     values: list[Value]
-    meshes: list[MeshSpec]
+    """In the order of the leaves. Emptied when the save has ended."""
+    meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
-    sole_process: dict[int, int] = field(default_factory=dict[int, int])
+    sole_process: Mapping[int, int]
     """Of several processes, the one whose devices alone hold a leaf; host memory is this one's."""
-    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    states: Mapping[str, Any]
     """By path, the encoded states of this process's stateful objects."""
 
-    def number_meshes(self) -> None:
-        """Number the meshes in the order in which leaves use them, dropping those that none does.
 
-        What was on this process alone may have been on a mesh of its own, which the other processes
-        don't have.
-        """
-        numbers = {HOST_LOCAL: HOST_LOCAL}
-        for leaf in self.leaves:
-            numbers.setdefault(leaf.mesh, len(numbers) - 1)
-        if all(old == new for old, new in numbers.items()) and len(numbers) > len(self.meshes):
-            return
-        self.leaves = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in self.leaves]
-        self.meshes = [self.meshes[old] for old in numbers if old != HOST_LOCAL]
-
-    def hold(self) -> None:
-        """Make all values safe from what happens to the tree after this."""
-        for value in self.values:
-            if isinstance(value, ShardedValue):
-                value.start_copying()
-        batches = list(_batched(copy for value in self.values for copy in value.hold()))
-        if len(batches) == 1:
-            _copy(batches[0])  # done before a thread would have begun
-        else:
-            run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
-
-    def save_as(self, dtype: DtypeRule) -> None:
-        """Have floating-point arrays written as another dtype; scalars and others stay as they are.
-
-        To be called when it is settled where each leaf lies.
-        """
-        for number, leaf in enumerate(self.leaves):
-            wanted = floating_dtype(dtype, leaf.path)
-            if wanted is not None and wanted != leaf.dtype and may_cast(leaf):
-                self.values[number] = CastValue(self.values[number], wanted)
-                self.leaves[number] = replace(leaf, dtype=wanted, cast_from=leaf.dtype)
+def hold(values: Sequence[Value]) -> None:
+    """Make all values safe from what happens to the tree after this."""
+    for value in values:
+        if isinstance(value, ShardedValue):
+            value.start_copying()
+    batches = list(_batched(copy for value in values for copy in value.hold()))
+    if len(batches) == 1:
+        _copy(batches[0])  # done before a thread would have begun
+    else:
+        run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
 
 
 def _batched(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
@@ -177,31 +151,27 @@ def floating_dtype(rule: DtypeRule, path: str) -> str | None:
 
 def capture(tree: Any) -> Captured:
     """Take a tree apart. Raises InvalidTree, naming the leaf, for what can't be saved."""
-    return _Capture(Devices()).run(tree)
+    return _Capture().run(tree)
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
-    """Where arrays of one sharding lie."""
+class _Kind:
+    """What all arrays of one sharding, shape and dtype have in common."""
 
+    dtype: str
     mesh: int
     partition: Partition
-    devices: list[Any]
-    """This process's, in JAX's order."""
-    index_of: dict[int, int]
-    """The places of device numbers in that."""
     is_on_one: bool
     memory: str | None
+    placement: Placement
 
 
 class _Capture:
-    def __init__(self, devices: Devices):
-        self._devices = devices
+    def __init__(self) -> None:
+        self._devices = Devices()
         self._meshes: dict[MeshSpec, int] = {}
-        self._shardings: dict[Any, _Placement] = {}
-        self._boxes: dict[tuple[int, Partition, tuple[int, ...]], dict[int, Box]] = {}
+        self._kinds: dict[Any, _Kind] = {}
         self._several = jax.process_count() > 1
-        self._me = jax.process_index()
 
     def run(self, tree: Any) -> Captured:
         parsed = parse(tree)
@@ -210,6 +180,7 @@ class _Capture:
         shared = find_shared(parsed, is_object)
         specs: list[LeafSpec] = []
         values: list[Value] = []
+        numbers: dict[str, int] = {}
         sole: dict[int, int] = {}
         states: dict[str, Any] = {}
         for leaf in leaves:
@@ -218,32 +189,23 @@ class _Capture:
                 continue
             if isinstance(leaf.value, Stateful):
                 states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
-            if not is_array(leaf.value):
+            is_jax = isinstance(leaf.value, jax.Array)
+            if not is_jax and not is_array(leaf.value):
                 continue
-            spec, value = self._array(leaf)
-            process = self._sole_process(leaf.value) if self._several else None
+            number = numbers[leaf.path] = len(specs)
+            spec, value = self._jax_array(leaf) if is_jax else _host_array(leaf)
+            process = _sole_process(leaf.value) if self._several else None
             if process is not None:
-                sole[len(specs)] = process
+                sole[number] = process
             specs.append(spec)
             values.append(value)
-        numbers = {spec.path: number for number, spec in enumerate(specs)}
         for path, first in shared.arrays.items():
             if first in numbers:
                 numbers[path] = numbers[first]
-        encoded = encode_checked(parsed, numbers, shared.variables)
+        encoded = encode_checked(parsed, leaves, numbers, shared.variables)
         return Captured(
             encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
-
-    def _array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
-        if isinstance(leaf.value, jax.Array):
-            return self._jax_array(leaf)
-        kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
-        array = np.asarray(leaf.value)
-        dtype = savable_dtype(leaf.path, array.dtype)
-        native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
-        spec = LeafSpec(leaf.path, kind, dtype, array.shape)
-        return spec, HostValue(native, may_change=True)
 
     def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
         array = cast(jax.Array, leaf.value)
@@ -252,49 +214,62 @@ class _Capture:
         if is_key(array):
             kind, prng = "key", str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        dtype = savable_dtype(leaf.path, array.dtype)
-        at = self._sharding(leaf.path, array)
-        spec = LeafSpec(
+        shape = array.shape
+        key = (array.sharding, shape, array.dtype)
+        found = self._kinds.get(key)
+        shards = None
+        if found is None:
+            shards = shards_of(array)
+            found = self._kinds[key] = self._describe(leaf.path, array, shards)
+        spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
             leaf.path,
             kind,
-            dtype,
-            array.shape,
-            at.mesh,
-            at.partition,
+            found.dtype,
+            shape,
+            found.mesh,
+            found.partition,
             prng,
-            uncommitted=at.is_on_one and not array.committed,
-            weak=array.weak_type,
-            memory=at.memory,
+            None,
+            False,
+            found.is_on_one and not array.committed,
+            array.weak_type,
+            found.memory,
         )
-        key = (at.mesh, at.partition, array.shape)
-        boxes = self._boxes.get(key)
-        if boxes is None:
-            mesh_spec = list(self._meshes)[at.mesh]
-            boxes = device_boxes(array.shape, mesh_spec, at.partition)
-            self._boxes[key] = {d: boxes[d] for d in at.index_of}
-            boxes = self._boxes[key]
-        return spec, ShardedValue(array, at.devices, at.index_of, boxes)
+        return spec, ShardedValue(array, found.placement, shards)
 
-    def _sharding(self, path: str, array: jax.Array) -> _Placement:
-        known = self._shardings.get(array.sharding)
-        if known is not None:
-            return known
-        mesh, partition = describe_sharding(path, array.sharding, self._devices)
+    def _describe(self, path: str, array: jax.Array, shards: Sequence[jax.Array]) -> _Kind:
+        sharding = array.sharding
+        dtype = savable_dtype(path, array.dtype)
+        mesh, partition = describe_sharding(path, sharding, self._devices)
         number = self._meshes.setdefault(mesh, len(self._meshes))
-        shards = shards_of(array)
         devices = [shard.device for shard in shards]
         index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
-        is_on_one = isinstance(array.sharding, SingleDeviceSharding)
-        memory = _memory_kind(array.sharding)
-        known = _Placement(number, partition, devices, index_of, is_on_one, memory)
-        self._shardings[array.sharding] = known
-        return known
+        boxes = device_boxes(array.shape, mesh, partition)
+        gives_views = array.platform() == "cpu" and not DTYPES[dtype].packed
+        return _Kind(
+            dtype,
+            number,
+            partition,
+            isinstance(sharding, SingleDeviceSharding),
+            _memory_kind(sharding),
+            Placement(array.shape, devices, index_of, boxes, gives_views),
+        )
 
-    def _sole_process(self, value: Any) -> int | None:
-        if not isinstance(value, jax.Array):
-            return self._me
-        processes = {device.process_index for device in value.sharding.device_set}
-        return processes.pop() if len(processes) == 1 else None
+
+def _host_array(leaf: Leaf) -> tuple[LeafSpec, Value]:
+    kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
+    array = np.asarray(leaf.value)
+    dtype = savable_dtype(leaf.path, array.dtype)
+    native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
+    return LeafSpec(leaf.path, kind, dtype, array.shape), HostValue(native, may_change=True)
+
+
+def _sole_process(value: Any) -> int | None:
+    """The process whose devices, or whose memory, alone hold a leaf."""
+    if not isinstance(value, jax.Array):
+        return jax.process_index()
+    processes = {device.process_index for device in value.sharding.device_set}
+    return processes.pop() if len(processes) == 1 else None
 
 
 def how_it_lies(array: jax.Array) -> dict[str, Any]:
@@ -384,39 +359,3 @@ def spec_entries(path: str, spec: Any) -> Partition:
                 f"leaf {path!r} has the spec {spec}, which leaves a dimension open ({axes})"
             )
     return tuple(entries)
-
-
-# Several processes: leaves that live on one process alone
-
-
-def host_digests(captured: Captured, process: int) -> dict[int, str]:
-    """The digest of each leaf that this process holds alone."""
-    return {
-        number: _format.digest(flat_bytes(captured.values[number].whole()))
-        for number, owner in captured.sole_process.items()
-        if owner == process
-    }
-
-
-def make_common(captured: Captured, numbers: Sequence[int]) -> None:
-    """Leaves that every process holds alike: any of them may write any part."""
-    for number in numbers:
-        leaf = captured.leaves[number]
-        captured.leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=())
-        value = captured.values[number]
-        captured.values[number] = HostValue(value.whole(), may_change=value.may_change)
-
-
-def make_per_process(captured: Captured, numbers: Sequence[int], process_count: int) -> None:
-    """Leaves of which every process holds its own: one array with the process as dimension 0."""
-    for number in numbers:
-        leaf = captured.leaves[number]
-        captured.leaves[number] = replace(
-            leaf,
-            mesh=HOST_LOCAL,
-            partition=(),
-            shape=(process_count, *leaf.shape),
-            per_process=True,
-        )
-        value = captured.values[number]
-        captured.values[number] = ProcessValue(value.whole(), may_change=value.may_change)

@@ -1,13 +1,30 @@
-"""The place that a save writes to, as process 0 handles it: take it, commit to it, clean it up."""
+"""The last stage of a save: all or nothing; and its place, as process 0 handles it."""
 
 from __future__ import annotations
 
+import platform
+import socket
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from operator import itemgetter
+from typing import Any
+
+import jax
 
 from ostraka import _format
+from ostraka._agree import Agreed
+from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, look_at, remove_leftovers
+from ostraka._metadata import IndexEntry, Metadata, encode_metadata
+from ostraka._parallel import StopSignal, run_all
+from ostraka._plan_write import WritePlan
+from ostraka._record import Stopwatch, summarize, timeline
+from ostraka._version import __version__
+from ostraka._write_shards import Written
 from ostraka.errors import Busy
 from ostraka.storage import Claim, Store
+
+_LOOKERS = 16
 
 
 class SavePlace:
@@ -104,3 +121,80 @@ class SavePlace:
     def release(self) -> None:
         """Let others have the place."""
         self._claim.release()
+
+
+def commit(
+    operation: Operation,
+    store: Store,
+    place: SavePlace,
+    agreed: Agreed,
+    plan: WritePlan,
+    written: Written,
+    *,
+    user: Mapping[str, Any],
+    watch: Stopwatch,
+) -> list[float]:
+    """Report, and commit if every process has reported well; returns what all have done."""
+
+    def decide(reports: list[Any]) -> list[float]:
+        indexes: dict[int, IndexEntry] = {}
+        for process, report in enumerate(reports):
+            if report["index"]:
+                indexes[process] = IndexEntry(*report["index"])
+        if operation.count > 1:
+            _check_visible(store, indexes, agreed.save_id)
+        summary = summarize(list(map(itemgetter("written"), reports)))
+        hosts = list(map(itemgetter("host"), reports))
+        metadata = Metadata(
+            id=agreed.save_id,
+            writer={**_describe_writer(), "hosts": hosts, "timeline": timeline(watch, summary)},
+            process_of=plan.process_of,
+            tree=agreed.tree,
+            meshes=plan.meshes,
+            layouts=plan.layouts,
+            leaves=plan.leaves,
+            files=plan.files,
+            indexes=indexes,
+            user=user,
+        )
+        sizes = {file.name: file.size for file in plan.files}
+        sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}
+        place.commit(encode_metadata(metadata), agreed.save_id, sizes)
+        return summary
+
+    entry = None if written.index is None else [written.index.size, written.index.digest]
+    mine = {
+        "index": entry,
+        "written": [written.nbytes, written.seconds],
+        "host": socket.gethostname(),
+    }
+    return operation.exchange("commit", mine, decide, is_last=True)
+
+
+def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
+    """Process 0 must see what the others wrote, or the checkpoint would be in pieces."""
+
+    def look(process: int) -> None:
+        name = f"{_format.shards_directory(save_id)}/{_format.index_name(process)}"
+        try:
+            seen = _format.digest(store.get(name)) == indexes[process].digest
+        except FileNotFoundError:
+            seen = False
+        if not seen:
+            raise ProcessFailed(
+                process,
+                f"process 0 can't see what it wrote ({store.location}/{name}): all "
+                "processes must save to one shared file system",
+            )
+
+    others = [process for process in indexes if process != 0]
+    run_all(look, others, threads=_LOOKERS, stop=StopSignal())
+
+
+def _describe_writer() -> dict[str, str]:
+    return {
+        "ostraka": __version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }

@@ -110,7 +110,10 @@ def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
         yield node
         return
     for child in node.children:
-        yield from leaves_of(child)
+        if isinstance(child, Leaf):  # most are, and a generator for each would cost more than it
+            yield child
+        else:
+            yield from leaves_of(child)
 
 
 def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
@@ -159,6 +162,8 @@ def check_unique(leaves: Sequence[Leaf]) -> None:
 
 def segment(key: Any, path: str) -> str:
     """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
+    if type(key) is str and key.isascii():
+        return escape(key)
     where = f"the container at {path or ROOT!r}"
     try:
         text = key_text(key)
@@ -263,22 +268,30 @@ def find_shared(node: Branch | Leaf, is_shareable: Callable[[Any], bool]) -> Sha
 
 
 def encode_checked(
-    node: Branch | Leaf, numbers: Mapping[str, int], variables: Mapping[str, str]
+    node: Branch | Leaf,
+    leaves: Sequence[Leaf],
+    numbers: Mapping[str, int],
+    variables: Mapping[str, str],
 ) -> Any:
-    """As `encode`. Raises InvalidTree for what a restore could not read again as it is."""
+    """As `encode`. Raises InvalidTree for what a restore could not read again as it is.
+
+    `leaves` are those of the tree, in its order.
+    """
     encoded = encode(node, numbers, variables)
     try:
-        again = with_full_stack(lambda: _decode_again(encoded, len({*numbers.values()})))
+        again = with_full_stack(partial(_decode_again, encoded, len({*numbers.values()})))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidTree(f"the tree could not be read again ({error})") from error
-    for leaf, found in zip(leaves_of(node), leaves_of(again), strict=True):
-        number = numbers.get(leaf.path)
-        is_same = number is None or found.value == ArrayNumber(number)
-        if leaf.path != found.path or not is_same:
+    for leaf, found in zip(leaves, leaves_of(again), strict=True):
+        path, value = leaf.path, found.value
+        number = numbers.get(path)
+        is_array = isinstance(value, ArrayNumber)
+        if path != found.path or (number is not None and not (is_array and value.number == number)):
             raise InvalidTree(f"leaf {leaf.path!r} could not be read again: it would be {found}")
     return encoded
 
 
+_dumps = json.JSONEncoder(allow_nan=False).encode
 _KEYED = ("dict", "ordered_dict", "state", "defaultdict")
 _NAMED = ("namedtuple", "dataclass", "node")
 _SEQUENCES = ("list", "tuple")
@@ -286,7 +299,7 @@ _CONTAINERS = frozenset((*_KEYED, *_NAMED, *_SEQUENCES))
 
 
 def _decode_again(encoded: Any, arrays: int) -> Branch | Leaf:
-    read = json.loads(json.dumps(encoded, allow_nan=False))
+    read = json.loads(_dumps(encoded))
     return _Decoder(arrays).decode(read, "", 0)
 
 
@@ -297,9 +310,13 @@ def encode(node: Branch | Leaf, numbers: Mapping[str, int], variables: Mapping[s
         return _encode_leaf(node) if number is None else number
     if node.kind == "variable" and node.path in variables:
         return {"same_as": variables[node.path]}
-    items = [encode(child, numbers, variables) for child in node.children]
+    items: list[Any] = []
+    for child in node.children:
+        number = numbers.get(child.path) if isinstance(child, Leaf) else None
+        items.append(encode(child, numbers, variables) if number is None else number)
     if node.kind in _KEYED:
-        return {node.kind: [encode_key(key) for key in node.keys], **node.about, "items": items}
+        keys = [key if type(key) is str else encode_key(key) for key in node.keys]
+        return {node.kind: keys, **node.about, "items": items}
     described = {node.kind: None if node.cls is None else list(node.cls), **node.about}
     if node.kind in _NAMED:
         described["keys"] = [encode_key(key) for key in node.keys]
@@ -373,9 +390,9 @@ class _Decoder:
         return Leaf(path or ROOT, decode_scalar(encoded))
 
     def _node(self, encoded: Mapping[str, Any], path: str, depth: int) -> Branch | Leaf:
-        kind = next((kind for kind in encoded if kind in _CONTAINERS), None)
-        if kind is not None:
-            return self._container(kind, encoded, path, depth)
+        for kind in encoded:
+            if kind in _CONTAINERS:
+                return self._container(kind, encoded, path, depth)
         if "states" in encoded:
             return Leaf(path or ROOT, SavedStates(tuple(map(decode_state, encoded["states"]))))
         if "kept" in encoded:
@@ -410,20 +427,26 @@ class _Decoder:
     def _container(self, kind: str, encoded: Mapping[str, Any], path: str, depth: int) -> Branch:
         items: list[Any] = encoded["items"]
         named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
-        texts = [key if type(key) is str else text_of_encoded(key) for key in named]
-        children = tuple(
-            [
-                self.decode(item, join(path, escape(text)), depth + 1)
-                for text, item in zip(texts, items, strict=True)
-            ]
-        )
-        keys = [decode_key(key) for key in named]
+        texts: list[str] = []
+        children: list[Branch | Leaf] = []
+        for key, item in zip(named, items, strict=True):
+            text = key if type(key) is str else text_of_encoded(key)
+            texts.append(text)
+            at = join(path, escape(text))
+            if type(item) is int and item in self._arrays and depth < MAX_DEPTH:
+                children.append(Leaf(at, ArrayNumber(item)))  # as `decode` would; most are arrays
+            else:
+                children.append(self.decode(item, at, depth + 1))
+        keys = [key if type(key) is str else decode_key(key) for key in named]
         if len({*keys}) < len(keys):
             # Members of enums whose classes are not loaded, by the same value.
             keys = texts
         cls = _class_name(encoded[kind]) if kind in _NAMED else None
-        about = {key: encoded[key] for key in ("static", "factory") if key in encoded}
-        return Branch(kind, path, children, _builder(kind, cls, keys, about), keys, cls, about)
+        about = {}
+        if kind not in ("dict", "list", "tuple"):
+            about = {key: encoded[key] for key in ("static", "factory") if key in encoded}
+        make = _builder(kind, cls, keys, about)
+        return Branch(kind, path, tuple(children), make, keys, cls, about)
 
 
 def _class_name(named: Any) -> tuple[str, str]:
@@ -560,15 +583,16 @@ def encode_state(path: str, state: Any) -> Any:
     return {"json": json.loads(text)}
 
 
-def fill_in_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> None:
-    """Put the states of all processes, by path, into an encoded tree that has place for them."""
+def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:
+    """An encoded tree with the states of all processes, by path, where it has place for them."""
     if not isinstance(encoded, dict):
-        return
-    node: dict[str, Any] = encoded
+        return encoded
+    node: dict[str, Any] = {**encoded}
     if "states" in node:
         node["states"] = list(states[node.pop("path")])
-    for item in node.get("items", ()):
-        fill_in_states(item, states)
+    if "items" in node:
+        node["items"] = [with_states(item, states) for item in node["items"]]
+    return node
 
 
 def decode_state(encoded: Any) -> Any:

@@ -40,6 +40,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _OFFSET_DIGITS = 15
+_QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 _MAX_RUN_NUMBERS = 1 << 26
 
 Buffer = bytes | bytearray | memoryview
@@ -253,12 +254,12 @@ def header_capacity(leaf: LeafSpec) -> int:
     dtype = DTYPES[leaf.dtype]
     key = encode_basestring_ascii(leaf.path)
     quoted = len(encode_basestring_ascii(key))
-    digits = sum(len(str(n)) + 1 for n in leaf.shape) + 3
+    digits = sum(map(len, map(str, leaf.shape))) + len(leaf.shape) + 3
     if dtype.packed:
         digits = _OFFSET_DIGITS
     tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
     tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
-    sharding = quoted + len(encode_basestring_ascii('{"saved_offsets":[]},:')) + digits
+    sharding = quoted + _QUOTED_OFFSETS + digits
     named = quoted + len(encode_basestring_ascii('"",:')) + len(leaf.dtype) if dtype.opaque else 0
     return tensor + sharding + named
 
@@ -437,5 +438,5 @@ def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(start + step * i for start, step, length in runs for i in range(length))
 
 
-def dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""A value as JSON in as few characters as can be."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, TextIO, cast
+from typing import Literal
 
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._parallel import Latch, after_fork
+from ostraka._lifetime import Latch, Token, after_fork, at_exit, is_ending
 from ostraka._record import Record, logger
-from ostraka._shards import Progress
+from ostraka._write_shards import Progress
 from ostraka.errors import Busy, describe
+
+# pyright: reportPrivateUsage=false
 
 
 class SaveHandle:
@@ -30,10 +30,8 @@ class SaveHandle:
         self._ended = Latch()
         self._error: BaseException | None = None
         self._is_error_seen = False
-        self._unbegun = [True]
-        """Token: who pops it does the work, or ends the handle because nobody will."""
-        self._earlier: SaveHandle | None = None
-        """One that a signal handler began while this one was being begun."""
+        self._work = Token()
+        """Who takes it does the work, or ends the handle because nobody will."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is there. Raises the save's error, or TimeoutError."""
@@ -65,12 +63,23 @@ class SaveHandle:
         state = "failed" if self._error else "done" if self.done() else "under way"
         return f"<SaveHandle {self.path}: {state}, {self.bytes_written:,}/{self.bytes_total:,} B>"
 
-    def _start(self, work: Callable[[], Record | None]) -> None:
-        is_called = Latch()
+    def give_back(self) -> bool:
+        """For the caller of `save_async`, if it is interrupted: whether nobody does the work.
+
+        Then nobody will, and the caller must end the save. Otherwise the thread was there already,
+        and sees it through.
+        """
+        is_mine = self._work.take()
+        if is_mine:
+            self._ended.set()  # Or who waits for this handle would wait for ever.
+        return is_mine
+
+    def _start(self, work: Callable[[], Record]) -> None:
+        has_returned = Latch()
 
         def run() -> None:
             # The caller would wait for its turn at the interpreter: let it return first.
-            is_called.wait(1.0)
+            has_returned.wait(1.0)
             self._run(work)
 
         thread = threading.Thread(target=run, name="ostraka-save", daemon=True)
@@ -81,36 +90,19 @@ class SaveHandle:
         except RuntimeError:
             self._run(work)  # The system has no thread left: the caller waits, and nothing is lost.
         finally:
-            is_called.set()
+            has_returned.set()
 
-    def _run(self, work: Callable[[], Record | None]) -> None:
-        if not self._take():
+    def _run(self, work: Callable[[], Record]) -> None:
+        if not self._work.take():
             return
         self._thread = threading.current_thread()
         try:
-            if self._earlier is not None:
-                self._earlier._wait_for_end()
             self.record = work()
         except BaseException as error:
             self._error = error
             logger.error("in the background, %s", _with_path(error, self.path))
         finally:
             self._thread = None
-            self._ended.set()
-
-    def _take(self) -> bool:
-        """Whether nobody has begun the work, nor ended it; from now on somebody has."""
-        try:
-            return self._unbegun.pop()
-        except IndexError:
-            return False
-
-    def _end_unless_begun(self) -> None:
-        """After an interrupt, which may have come before the thread was there, or after.
-
-        Who would wait for a handle that nobody works for would wait for ever.
-        """
-        if self._take():
             self._ended.set()
 
     def _wait_for_end(self, timeout: float | None = None) -> None:
@@ -135,14 +127,10 @@ class SaveHandle:
 
     def _take_unseen(self) -> BaseException | None:
         """The error, if it has ended with one that nobody has been told of yet."""
-        if not self.done():
+        if not self.done() or self._is_error_seen:
             return None
-        earlier, self._earlier = self._earlier, None
-        error = None if earlier is None else earlier._take_unseen()
-        if error is None and not self._is_error_seen:
-            self._is_error_seen = True
-            error = self._error
-        return error
+        self._is_error_seen = True
+        return self._error
 
 
 def _with_path(error: BaseException, path: str) -> str:
@@ -155,54 +143,61 @@ class _Background:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
-        self.is_ending = False
-        """Whether the program is, so far that nothing in the background would be waited for."""
-        self.forget()
-
-    def forget(self) -> None:
         self.turn = threading.RLock()
+        """Held by the thread that begins a save."""
         self.current: SaveHandle | None = None
 
     def forget_after_fork(self) -> None:
+        """In a forked process no thread is there that would ever end the save."""
         current = self.current
-        self.forget()
+        self.__init__()
         if current is not None and not current.done():
-            current._lose()  # pyright: ignore[reportPrivateUsage]
+            current._lose()
+
+    def wait_for_current(self) -> None:
+        # While it waits for one, a signal handler may begin another.
+        while (current := self.current) is not None:
+            current._wait_for_end()
+            if self.current is current:
+                self.current = None
+            error = current._take_unseen()
+            if error is not None:
+                _raise_together(error)
 
 
 _background = _Background()
-# In a forked process no thread is there that would ever end the save.
 after_fork(_background.forget_after_fork)
 
 
-def settle(if_busy: Literal["wait", "refuse"] = "wait") -> None:
-    """See the save that was begun in the background to its end.
-
-    Raises Busy if there is one and it is not to be waited for, on all processes if on any; raises
-    the error of one that ended if nobody has seen it.
-    """
-    with settled(if_busy):
-        pass
+def wait_for_background() -> None:
+    """Wait for the save that was begun in the background; raise its error if nobody has seen it."""
+    if _background.current is not None:
+        _refuse_its_own_thread()
+    with _background.turn:  # Another thread may be beginning one.
+        if _background.current is not None:
+            _background.wait_for_current()
 
 
 @contextmanager
-def settled(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
-    """Have no other save in the background while the caller begins one."""
+def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
+    """Have no other save in the background while the caller begins one.
+
+    Waits for one that is under way, or with "refuse" raises Busy, on all processes if on any;
+    raises the error of one that ended if nobody has seen it.
+    """
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
-    current = _background.current
-    if current is not None and threading.current_thread() is current._thread:  # pyright: ignore[reportPrivateUsage]
-        current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
+    _refuse_its_own_thread()
     with _turn(if_busy):
-        # While it waits for one, a signal handler may begin another.
-        while (current := _background.current) is not None:
-            current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
-            if _background.current is current:
-                _background.current = None
-            error = current._take_unseen()  # pyright: ignore[reportPrivateUsage]
-            if error is not None:
-                _raise_together(error)
+        _background.wait_for_current()
         yield
+
+
+def _refuse_its_own_thread() -> None:
+    """What a save calls, such as `on_commit`, can't wait for that very save."""
+    current = _background.current
+    if current is not None and threading.current_thread() is current._thread:
+        current._wait_for_end()
 
 
 @contextmanager
@@ -249,27 +244,19 @@ def _raise_together(error: BaseException) -> None:
     raise error
 
 
-def start_in_background(
-    path: str, progress: Progress, work: Callable[[], Record | None], give_up: Callable[[], None]
-) -> SaveHandle:
-    """Do `work` in a thread; to be called inside `settled`.
+def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
+    """Do `work` in a thread; to be called inside `one_at_a_time`.
 
-    If it raises, the thread may be at work all the same, or begin to be: `work` is called at most
-    once, and must find out whether there is still something to do.
+    If it is interrupted, the thread may be at work all the same: `handle.give_back` tells.
     """
-    handle = SaveHandle(path, progress, give_up)
-    try:
-        handle._earlier, _background.current = _background.current, handle  # pyright: ignore[reportPrivateUsage]
-        if _background.is_ending:
-            # The program would not wait for a thread any more, nor ask how it went.
-            handle._run(work)  # pyright: ignore[reportPrivateUsage]
-            handle.wait()
-        else:
-            handle._start(work)  # pyright: ignore[reportPrivateUsage]
-    except BaseException:
-        handle._end_unless_begun()  # pyright: ignore[reportPrivateUsage]
-        raise
-    return handle
+    _background.wait_for_current()  # one that a signal handler has begun since
+    _background.current = handle
+    if is_ending():
+        # The program would not wait for a thread any more, nor ask how it went.
+        handle._run(work)
+        handle.wait()
+    else:
+        handle._start(work)
 
 
 def _wait_at_exit() -> None:
@@ -279,57 +266,11 @@ def _wait_at_exit() -> None:
         return
     try:
         logger.info("waiting for the save to %s", current.path)
-        current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
+        current._wait_for_end()
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
-            current._give_up()  # pyright: ignore[reportPrivateUsage]
-            current._wait_for_end()  # pyright: ignore[reportPrivateUsage]
+            current._give_up()
+            current._wait_for_end()
 
 
-def _raise_at_exit() -> None:
-    """The program does not end without a word about a failure that nobody has seen."""
-    _wait_at_exit()  # for one that was begun since the main thread ended
-    _background.is_ending = True
-    error = _background.current and _background.current._take_unseen()  # pyright: ignore[reportPrivateUsage]
-    if error is not None:
-        _have_exit_status_tell()
-        raise error
-
-
-def _have_exit_status_tell() -> None:
-    """Have Python end with status 120, its own for an error while it ends.
-
-    It prints what a function registered with `atexit` raises, but would still end with 0, and a
-    scheduler would take the run for a success. What it does look at is the last flush.
-    """
-    stream = cast(TextIO | None, sys.stderr)
-    if stream is None or stream.closed:
-        stream = open(os.devnull, "w")  # noqa: SIM115 - until the end of the program
-    sys.stderr = cast(TextIO, _FailsLastFlush(stream))
-
-
-class _FailsLastFlush:
-    """A stream as it was, but that Python's flush of it after all else fails."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise OSError("a save failed and nobody asked for its error")
-
-
-# What is registered with `threading` runs before all that is registered with `atexit`, by which
-# others may close what a save still needs. It must not raise, or those after it would not be told.
-_before_threads_end: Callable[[Callable[[], None]], Any] = getattr(
-    threading, "_register_atexit", atexit.register
-)
-atexit.register(_raise_at_exit)
-try:
-    _before_threads_end(_wait_at_exit)
-except RuntimeError:  # The program has already begun to end, and calls nobody that comes now.
-    _background.is_ending = True
+at_exit(_wait_at_exit, lambda: _background.current and _background.current._take_unseen())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
+from operator import attrgetter
 from typing import Any, cast, get_args
 
 from ostraka._format import (
@@ -97,7 +98,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
         ],
         "leaves": [_encode_leaf(leaf) for leaf in metadata.leaves],
         "files": {
-            name: encode_runs([getattr(f, name) for f in metadata.files]) for name in _FILE_COLUMNS
+            name: encode_runs(list(map(attrgetter(name), metadata.files))) for name in _FILE_COLUMNS
         },
         "indexes": [[p, i.size, i.digest] for p, i in sorted(metadata.indexes.items())],
         "user": metadata.user,

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Condition, Lock, RLock, Thread
+from threading import Condition, Thread
 from typing import Generic, TypeVar
-from weakref import WeakSet
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 2
 """How many items a thread may have, being worked on and waiting."""
-_LOOK_EVERY_S = 1.0
-
-
-def after_fork(action: Callable[[], None]) -> None:
-    """Have every forked child do this first, on systems that fork."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=action)
 
 
 class Stopped(Exception):
@@ -43,64 +32,6 @@ class StopSignal:
     def check(self) -> None:
         if self._is_set:
             raise Stopped
-
-
-class Latch:
-    """An event that comes once.
-
-    Not threading.Event: Ctrl-C at the wrong moment in there leaves its lock held for good, and all
-    who ask for the event wait for ever. Here an interrupt may cost another waiter a moment.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._gate = Lock()
-        self._gate.acquire()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        """To be called by one thread; again is as good as once."""
-        if not self._is_set:
-            self._is_set = True
-            self._gate.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has come, at the latest after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._is_set:
-            left = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return False
-            if self._gate.acquire(timeout=min(left, _LOOK_EVERY_S)):
-                self._gate.release()  # for the next
-        return True
-
-
-class RenewedLock:
-    """Has a lock that a forked child finds open: the thread that held it is not there.
-
-    A signal handler that comes while it is held may take it again, in the same thread.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-        _renewed.add(self)
-
-    def renew(self) -> None:
-        self.lock = RLock()
-
-
-_renewed: WeakSet[RenewedLock] = WeakSet()
-
-
-def _renew_locks() -> None:
-    for renewed in list(_renewed):
-        renewed.renew()
-
-
-after_fork(_renew_locks)
 
 
 class ByteBudget:
@@ -161,60 +92,6 @@ def with_full_stack(work: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     return results[0]
-
-
-class _Pause:
-    """Somebody wants no collection of cycles just now."""
-
-
-class _Pauses:
-    """Who wants none, and whether it is for them that there is none.
-
-    Held weakly: one that was interrupted as it ended does not pause the collection for good.
-    """
-
-    def __init__(self) -> None:
-        self.lock = RLock()  # A signal handler may save, too.
-        self.current: WeakSet[_Pause] = WeakSet()
-        self.is_ours = False
-
-
-_pauses = _Pauses()
-
-
-def _forget_pauses() -> None:
-    """In a forked process nobody is there who would end them."""
-    global _pauses
-    were, _pauses = _pauses, _Pauses()
-    if were.is_ours:
-        gc.enable()
-
-
-after_fork(_forget_pauses)
-
-
-@contextmanager
-def paused_gc() -> Generator[None]:
-    """Hold off the collection of cycles, for bursts of many small objects that have none.
-
-    Beside a program's own objects each collection looks at all of ours, which costs more than
-    everything else that is done for a small leaf.
-    """
-    pauses, pause = _pauses, _Pause()
-    try:
-        with pauses.lock:
-            if gc.isenabled() or pauses.is_ours:
-                pauses.current.add(pause)
-                pauses.is_ours = True
-                gc.disable()
-        yield
-    finally:
-        if pauses is _pauses:
-            with pauses.lock:
-                pauses.current.discard(pause)
-                if pauses.is_ours and not pauses.current:
-                    gc.enable()
-                    pauses.is_ours = False
 
 
 def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:

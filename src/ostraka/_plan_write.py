@@ -7,10 +7,10 @@ processes write about the same number of bytes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter, mod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -99,7 +99,6 @@ class _Sharing:
         self._numbers: dict[Layout, int] = {}
         self._process_of = np.asarray(process_of, dtype=np.int64)
         self._process_count = int(self._process_of.max()) + 1
-        self._first_device = _first_devices(process_of)
         self._meshes = meshes
         self._everyone = np.arange(len(process_of)).reshape(1, -1)
         self._device_load = np.zeros(len(process_of), dtype=np.int64)
@@ -107,39 +106,48 @@ class _Sharing:
         self._max_file_bytes = max_file_bytes
         self._even: dict[object, int] = {}
         self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
-        self._even_counts: Counter[tuple[int, int]] = Counter()
-        total = sum(leaf.nbytes for leaf in leaves)
-        self.bytes_per_process = -(-total // self._process_count)
+        self._even_counts: dict[tuple[int, int], int] = {}
+        self._nbytes = [leaf.nbytes for leaf in leaves]
+        self.bytes_per_process = -(-sum(self._nbytes) // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
+        self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
+        """By leaf, what one box of it adds to a header."""
         self.layout_of = self._share_all()
 
     def _share_all(self) -> list[int]:
         """First what lies evenly by nature; then the rest, largest first, to the idlest."""
-        layout_of = [self._share_evenly(leaf) for leaf in self.leaves]
-        uneven = [number for number, layout in enumerate(layout_of) if layout < 0]
+        layout_of: list[int] = []
+        uneven: list[int] = []
+        for number, leaf in enumerate(self.leaves):
+            layout = self._share_evenly(leaf, self._nbytes[number], self.capacities[number])
+            layout_of.append(layout)
+            if layout < 0:
+                uneven.append(number)
         for (layout, nbytes), count in self._even_counts.items():
             owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
-            self._add_load(owners, np.full(len(owners), nbytes // len(owners) * count))
-        for number in sorted(uneven, key=lambda n: (-self.leaves[n].nbytes, n)):
+            self._add_load(owners, nbytes // len(owners) * count)
+        for number in sorted(uneven, key=lambda n: (-self._nbytes[n], n)):
             layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
 
-    def _share_evenly(self, leaf: LeafSpec) -> int:
+    def _share_evenly(self, leaf: LeafSpec, nbytes: int, capacity: int) -> int:
         """The layout where every holder writes the same amount, or -1 if there is none."""
-        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        header = _format.header_bytes_for(capacity)
         bits = DTYPES[leaf.dtype].bits
         key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
         number = self._even.get(key)
         if number is None:
-            number = self._even[key] = self._even_layout(leaf)
+            number = self._even[key] = self._even_layout(leaf, header)
         if number >= 0:
-            self._even_counts[number, leaf.nbytes] += 1
+            counted = (number, nbytes)
+            self._even_counts[counted] = self._even_counts.get(counted, 0) + 1
         return number
 
-    def _even_layout(self, leaf: LeafSpec) -> int:
+    def _even_layout(self, leaf: LeafSpec, header: int) -> int:
         if leaf.per_process:
             grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
-            return self._number_capped(leaf, grid, np.asarray(self._first_device))
+            first = _first_devices(self._process_of.tolist())
+            return self._number_capped(leaf, header, grid, np.asarray(first))
         grid, table = self._held(leaf)
         cells, copies = table.shape
         cell_bytes = leaf.nbytes // cells
@@ -153,7 +161,7 @@ class _Sharing:
             if dimension is None:
                 return -1
             grid, table = _refine(grid, table, dimension, copies)
-        return self._number_capped(leaf, grid, table[:, 0])
+        return self._number_capped(leaf, header, grid, table[:, 0])
 
     def _share_to_idlest(self, leaf: LeafSpec) -> int:
         """Split each cell only as far as balance needs; the idlest holders take the pieces."""
@@ -172,7 +180,8 @@ class _Sharing:
             grid, chosen = _refine(grid, chosen, dimension, pieces)
         owners = chosen[:, 0]
         self._add_load(owners, _cell_bytes(leaf, grid, len(owners)))
-        return self._number_capped(leaf, grid, owners)
+        header = _format.header_bytes_for(_format.header_capacity(leaf))
+        return self._number_capped(leaf, header, grid, owners)
 
     def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
         if leaf.mesh == HOST_LOCAL:
@@ -187,11 +196,10 @@ class _Sharing:
         return found
 
     def _number_capped(
-        self, leaf: LeafSpec, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
+        self, leaf: LeafSpec, header: int, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
     ) -> int:
         """Cut cells that exceed the file size cap; their pieces go to further parts."""
         largest = int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))
-        header = _format.header_bytes_for(_format.header_capacity(leaf))
         limit = max(self._max_file_bytes - header, 1)
         while largest > limit:
             cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
@@ -213,7 +221,7 @@ class _Sharing:
             self.layouts.append(layout)
         return number
 
-    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> None:
+    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64] | int) -> None:
         np.add.at(self._device_load, owners, nbytes)
         np.add.at(self._process_load, self._process_of[owners], nbytes)
 
@@ -245,7 +253,7 @@ def _refine(
 
 def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> npt.NDArray[np.int64]:
     dtype = DTYPES[leaf.dtype]
-    if all(n % g == 0 for n, g in zip(leaf.shape, grid, strict=True)):
+    if not any(map(mod, leaf.shape, grid)):
         return np.full(cells, dtype.nbytes(prod(leaf.shape) // cells), dtype=np.int64)
     counts = np.ones((), dtype=np.int64)
     for extent, parts in zip(leaf.shape, grid, strict=True):
@@ -267,11 +275,13 @@ def _assign_parts(
     lane = max(sharing.bytes_per_process // LANES_PER_PROCESS, MIN_LANE_BYTES)
     filling = _Filling(sharing.device_count, sharing.layouts, min(lane, max_file_bytes))
     stored = [
-        StoredLeaf(leaf, number, filling.add(leaf, number))
-        for leaf, number in zip(sharing.leaves, sharing.layout_of, strict=True)
+        StoredLeaf(leaf, number, filling.add(leaf, number, capacity))
+        for leaf, number, capacity in zip(
+            sharing.leaves, sharing.layout_of, sharing.capacities, strict=True
+        )
     ]
     filling.close_part()
-    return tuple(stored), tuple(sorted(filling.files, key=lambda f: (f.device, f.part)))
+    return tuple(stored), tuple(sorted(filling.files, key=attrgetter("device", "part")))
 
 
 class _Filling:
@@ -295,14 +305,13 @@ class _Filling:
         self._bound = 0
         """No file of this part is larger than this."""
 
-    def add(self, leaf: LeafSpec, layout: int) -> int:
+    def add(self, leaf: LeafSpec, layout: int, capacity: int) -> int:
         """Put a leaf into the files; returns the part of its first cell on each device."""
         key = (layout, leaf.shape, DTYPES[leaf.dtype].bits)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _leaf_kind(leaf, self._layouts[layout])
         turns = self._turns_of[layout]
-        capacity = _format.header_capacity(leaf)
         self._bound += kind.largest + capacity
         if turns is not None or self._is_full(kind, capacity):
             self.close_part()
@@ -318,7 +327,7 @@ class _Filling:
     def close_part(self) -> None:
         """Go on with the next part, unless this one is empty."""
         self._add_noted()
-        devices = np.flatnonzero(self._headers)
+        devices = self._headers.nonzero()[0]
         if not len(devices):
             return
         headers = _format.header_bytes_for(self._headers[devices])

@@ -78,8 +78,7 @@ class Stopwatch:
 
 def summarize(reports: Sequence[tuple[int, float]]) -> list[float]:
     """The processes' bytes and seconds as a few numbers, whatever the number of processes."""
-    sizes = [size for size, _ in reports]
-    seconds = [spent for _, spent in reports]
+    sizes, seconds = zip(*reports, strict=True)
     return [sum(sizes), min(sizes), max(sizes), min(seconds), max(seconds)]
 
 
@@ -123,6 +122,6 @@ def timeline(watch: Stopwatch, summary: Sequence[float]) -> dict[str, Any]:
     return {
         **phases,
         "bytes": int(summary[0]),
-        "process_bytes": [int(size) for size in summary[1:3]],
-        "process_write_s": [round(seconds, 4) for seconds in summary[3:5]],
+        "process_bytes": [int(summary[1]), int(summary[2])],
+        "process_write_s": [round(summary[3], 4), round(summary[4], 4)],
     }

@@ -8,7 +8,7 @@ grids serve all leaves of a model.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,15 +39,14 @@ class Dtype:
     code: str
     """The safetensors dtype; U8 where safetensors has no name for this one."""
 
-    @property
-    def packed(self) -> bool:
-        """Whether several elements share a byte."""
-        return self.bits < 8
+    packed: bool = field(init=False)
+    """Whether several elements share a byte."""
+    opaque: bool = field(init=False)
+    """Whether the file shows bytes, because safetensors can't say what they mean."""
 
-    @property
-    def opaque(self) -> bool:
-        """Whether the file shows bytes, because safetensors can't say what they mean."""
-        return self.code == "U8" and self.name != "uint8"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed", self.bits < 8)
+        object.__setattr__(self, "opaque", self.code == "U8" and self.name != "uint8")
 
     def nbytes(self, elements: int) -> int:
         return (elements * self.bits + 7) // 8
@@ -155,7 +154,7 @@ class LeafSpec:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].nbytes(prod(self.shape))
+        return (prod(self.shape) * DTYPES[self.dtype].bits + 7) // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def turns_of(layout: Layout) -> npt.NDArray[np.int64] | None:
 
 def partition_grid(mesh: MeshSpec, partition: Partition, rank: int) -> tuple[int, ...]:
     """Into how many parts each dimension is cut."""
-    cuts = [mesh.size_of(axes) for axes in partition]
+    cuts = list(map(mesh.size_of, partition))
     return tuple(cuts + [1] * (rank - len(cuts)))
 
 

@@ -36,6 +36,9 @@ from ostraka._nnx import named_spec, parse_nnx
 from ostraka._plain import SCALARS
 from ostraka.errors import InvalidTree
 
+_NUMPY = (np.ndarray, np.generic)
+_OBJECTS = (jax.Array, np.ndarray)
+_PLAIN = frozenset((type(None), *SCALARS))
 _MOST_DIMENSIONS = 63
 """One fewer than numpy has: of an array that each process has, the process is one more."""
 
@@ -47,14 +50,14 @@ def parse(tree: Any) -> Branch | Leaf:
 
 def is_array(value: Any) -> bool:
     """Whether a leaf goes into shard files, rather than into `_METADATA`."""
-    return isinstance(value, jax.Array | np.ndarray | np.generic) and not isinstance(
-        value, np.ma.MaskedArray
-    )
+    if isinstance(value, jax.Array):
+        return True
+    return isinstance(value, _NUMPY) and not isinstance(value, np.ma.MaskedArray)
 
 
 def is_object(value: Any) -> bool:
     """Whether a leaf is an array whose identity counts: the same one elsewhere is the same."""
-    return isinstance(value, jax.Array | np.ndarray)
+    return isinstance(value, _OBJECTS)
 
 
 def is_key(value: Any) -> bool:
@@ -76,7 +79,7 @@ def _parse(value: Any, path: str, depth: int) -> Branch | Leaf:
     if kind is list or kind is tuple:
         items = tuple([_parse(v, join(path, str(i)), depth + 1) for i, v in enumerate(value)])
         return Branch(kind.__name__, path, items, kind, range(len(items)))
-    if value is None or kind in SCALARS or is_array(value) or _is_abstract(value):
+    if kind in _PLAIN or is_array(value) or _is_abstract(value):
         return Leaf(path or ROOT, value)
     found = parse_nnx(value, path, depth, _parse)
     if found is not None:
@@ -180,25 +183,30 @@ def _key_of(key: Any) -> Any:
 def check_savable(leaf: Leaf) -> None:
     """Raise InvalidTree for values that look like arrays and have no values to save."""
     value = leaf.value
-    if _is_abstract(value):
-        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
     if isinstance(value, Tracer):
         raise InvalidTree(
             f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
         )
-    if isinstance(value, jax.Array) and value.is_deleted():
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the "
+                "arrays that the step returned"
+            )
+    elif isinstance(value, np.ndarray):
+        _check_numpy(leaf.path, value)
+    elif _is_abstract(value):
+        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
+
+
+def _check_numpy(path: str, value: np.ndarray[Any, Any]) -> None:
+    if value.ndim > _MOST_DIMENSIONS:
         raise InvalidTree(
-            f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the arrays "
-            "that the step returned"
+            f"leaf {path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can be saved"
         )
-    if isinstance(value, np.ndarray) and value.ndim > _MOST_DIMENSIONS:
-        raise InvalidTree(
-            f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can be "
-            "saved"
-        )
-    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+    if type(value) not in (np.ndarray, np.memmap):
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise InvalidTree(
-            f"leaf {leaf.path!r} is a {name}, which would come back as a plain numpy array: save "
+            f"leaf {path!r} is a {name}, which would come back as a plain numpy array: save "
             "np.asarray(…) of it"
         )

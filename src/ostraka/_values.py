@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import jax
@@ -11,8 +12,8 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._parallel import RenewedLock
-from ostraka._spec import DTYPES, dtype_name, numpy_dtype
+from ostraka._lifetime import RenewedLock
+from ostraka._spec import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Copy = tuple[Array, Array]
@@ -49,38 +50,24 @@ class Value(Protocol):
 
 
 class HostValue:
-    """A value in host memory: any box can be had, whatever the device."""
+    """A value in host memory: any box can be had, whatever the device.
+
+    With `of_process` it is this process's own value of a leaf that every process has one of, which
+    is a box of one element in dimension 0.
+    """
 
     in_host_memory = True
 
-    def __init__(self, array: Array, *, may_change: bool):
+    def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
         self._array = array
+        self._of_process = of_process
         self.may_change = may_change
 
     def read(self, device: int, box: Box) -> Array:
-        return self._array[_box.slices(box, _box.full(self._array.shape))]
-
-    def hold(self) -> Sequence[Copy]:
-        given, self._array = self._array, np.empty_like(self._array)
-        self.may_change = False
-        return _copies(self._array, given)
-
-    def whole(self) -> Array:
-        return self._array
-
-
-class ProcessValue:
-    """This process's own value of a leaf that every process has one of."""
-
-    in_host_memory = True
-
-    def __init__(self, array: Array, *, may_change: bool):
-        self._array = array
-        self.may_change = may_change
-
-    def read(self, device: int, box: Box) -> Array:
-        within = _box.slices(box[1:], _box.full(self._array.shape))
-        return self._array[within][np.newaxis]
+        array = self._array
+        if self._of_process:
+            return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
+        return array[_box.slices(box, _box.full(array.shape))]
 
     def hold(self) -> Sequence[Copy]:
         given, self._array = self._array, np.empty_like(self._array)
@@ -111,39 +98,52 @@ class CastValue:
         return self._value.whole().astype(self._dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How all arrays of one sharding, shape and dtype lie on the devices of this process."""
+
+    shape: tuple[int, ...]
+    devices: Sequence[Any]
+    """In JAX's order."""
+    index_of: Mapping[int, int]
+    """By the number of a device, its place in that order."""
+    boxes: Mapping[int, Box]
+    """By the number of a device, the box that it holds."""
+    gives_views: bool
+    """Whether the bytes are in host memory as a file has them."""
+
+
 class ShardedValue:
     """A jax.Array: each local device gives what lies in its own shard."""
 
-    may_change = False
+    __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
 
-    def __init__(
-        self,
-        array: jax.Array,
-        devices: Sequence[Any],
-        index_of: dict[int, int],
-        boxes: dict[int, Box],
-    ):
+    def __init__(self, array: jax.Array, at: Placement, shards: Sequence[jax.Array] | None = None):
+        """`shards` are those of the array, in the order of the devices, if they are known."""
         self._array: jax.Array | None = array
-        self._shards: Sequence[jax.Array] | None = None
-        self._devices = devices
-        self._shape = array.shape
-        self._index_of = index_of
-        self._boxes = boxes
-        self._gives_views = array.platform() == "cpu" and not DTYPES[dtype_name(array.dtype)].packed
-        self.in_host_memory = self._gives_views
-        self._held: dict[Box, Array] = {}
+        self._at = at
+        self._shards = shards
+        self._held: dict[Box, Array] | None = None
+        self.in_host_memory = at.gives_views
+        self.may_change = False
 
     def read(self, device: int, box: Box) -> Array:
-        outer = self._boxes[device]
-        shard = self._held.get(outer) if self._held else None
-        shard = self._shard(device) if shard is None else shard
+        at = self._at
+        outer = at.boxes[device]
+        if self._held is not None:
+            shard = self._held[outer]
+        else:
+            shards = self._shards or self._list_shards()
+            data = shards[at.index_of[device]]
+            shard = np.asarray(data) if at.gives_views else _host_copy(data)
         return shard if box == outer else shard[_box.slices(box, outer)]
 
     def start_copying(self) -> None:
         """Begin to bring from an accelerator what `hold` will wait for."""
-        if not self._gives_views:
+        if not self._at.gives_views:
+            shards = self._shards or self._list_shards()
             for device in self._device_of_box().values():
-                self._data(device).copy_to_host_async()
+                shards[self._at.index_of[device]].copy_to_host_async()
 
     def hold(self) -> Sequence[Copy]:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
@@ -156,26 +156,21 @@ class ShardedValue:
         shards = self._held or self._by_box()
         if len(shards) == 1:
             return next(iter(shards.values()))
-        whole = np.empty(self._shape, next(iter(shards.values())).dtype)
+        whole = np.empty(self._at.shape, next(iter(shards.values())).dtype)
         for box, shard in shards.items():
-            whole[_box.slices(box, _box.full(self._shape))] = shard
+            whole[_box.slices(box, _box.full(self._at.shape))] = shard
         return whole
 
     def _by_box(self) -> dict[Box, Array]:
-        return {box: self._shard(device) for box, device in self._device_of_box().items()}
+        return {box: self.read(device, box) for box, device in self._device_of_box().items()}
 
-    def _shard(self, device: int) -> Array:
-        data = self._data(device)
-        return np.asarray(data) if self._gives_views else _host_copy(data)
-
-    def _data(self, device: int) -> jax.Array:
-        if self._shards is None:
-            assert self._array is not None
-            self._shards = shards_of(self._array, self._devices)
-        return self._shards[self._index_of[device]]
+    def _list_shards(self) -> Sequence[jax.Array]:
+        assert self._array is not None
+        self._shards = shards_of(self._array, self._at.devices)
+        return self._shards
 
     def _device_of_box(self) -> dict[Box, int]:
-        return {self._boxes[device]: device for device in self._index_of}
+        return {self._at.boxes[device]: device for device in self._at.index_of}
 
 
 _taking_apart = RenewedLock()

@@ -19,8 +19,8 @@ from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import OnRecord, Record, Stopwatch
 from ostraka._record import logger as log
+from ostraka._save import begin_save
 from ostraka._step_names import name_of
-from ostraka._write import begin_save
 from ostraka.errors import CheckpointNotFound, StoreError
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from ostraka import _format
 from ostraka._leftovers import collect_garbage, find_leftovers, is_of_a_save
-from ostraka._parallel import RenewedLock
+from ostraka._lifetime import RenewedLock
 from ostraka._record import logger as log
 from ostraka._source import Saved
 from ostraka._step_names import list_steps, step_of, steps_among

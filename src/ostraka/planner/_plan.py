@@ -14,8 +14,8 @@ from ostraka import _account, _format, _metadata
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka._checkpoint import open_at
 from ostraka._format import FileEntry
+from ostraka._lifetime import paused_gc
 from ostraka._metadata import Metadata
-from ostraka._parallel import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._source import Saved

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from ostraka import _checkpoint, _format
-from ostraka._parallel import paused_gc
+from ostraka._lifetime import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
 from ostraka.errors import InvalidSharding, nearest, store_error

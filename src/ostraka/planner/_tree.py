@@ -18,8 +18,8 @@ from jax.sharding import (
     PartitionSpec,
 )
 
+from ostraka._agree import cast_leaves, number_meshes
 from ostraka._capture import (
-    Captured,
     Devices,
     check_dtype_rule,
     describe_mesh,
@@ -36,9 +36,9 @@ from ostraka._document import (
     check_unique,
     encode,
     encode_state,
-    fill_in_states,
     find_shared,
     leaves_of,
+    with_states,
 )
 from ostraka._place import resolve_specs
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
@@ -87,23 +87,22 @@ def state_of_tree(
     leaves = list(leaves_of(parsed))
     check_unique(leaves)
     places = _Places(target, found, processes)
-    captured = Captured(parsed, [], [], [], ())
     shared = find_shared(parsed, is_object)
-    for leaf in leaves:
-        if has_shape(leaf.value) and leaf.path not in shared.arrays:
-            captured.leaves.append(places.describe(leaf))
-    captured.meshes = list(places.meshes)
-    captured.values = [cast(Any, None)] * len(captured.leaves)
-    captured.number_meshes()
-    captured.save_as(dtype)
+    described = [
+        places.describe(leaf)
+        for leaf in leaves
+        if has_shape(leaf.value) and leaf.path not in shared.arrays
+    ]
+    arrays, meshes = number_meshes(described, list(places.meshes))
+    arrays = cast_leaves(arrays, dtype)
     process_of = places.process_of()
-    numbers = {leaf.path: number for number, leaf in enumerate(captured.leaves)}
+    numbers = {leaf.path: number for number, leaf in enumerate(arrays)}
     numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode(parsed, numbers, shared.variables)
-    fill_in_states(encoded, _states(leaves, max(process_of) + 1))
+    encoded = with_states(encoded, _states(leaves, max(process_of) + 1))
     return State(
-        leaves=tuple(captured.leaves),
-        meshes=tuple(captured.meshes),
+        leaves=tuple(arrays),
+        meshes=tuple(meshes),
         process_of=process_of,
         tree=encoded,
         parameters=_count_parameters(parsed, shared.arrays),

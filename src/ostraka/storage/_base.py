@@ -197,5 +197,4 @@ def is_temporary(name: str, of: str) -> bool:
 
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
     """Buffers of any shape as flat bytes; empty ones are left out."""
-    views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in views if view.nbytes]
+    return [view.cast("B") for buffer in buffers if (view := memoryview(buffer)).nbytes]

@@ -27,7 +27,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from ostraka._parallel import after_fork
+from ostraka._lifetime import after_fork
 from ostraka.errors import Busy
 from ostraka.storage._base import FileInfo, PlaceLock, Store
 

@@ -12,7 +12,7 @@ from functools import cache
 
 import xxhash
 
-from ostraka._parallel import after_fork
+from ostraka._lifetime import after_fork
 from ostraka.errors import Busy
 
 try:

@@ -71,7 +71,7 @@ def _finish_saving() -> None:
     """These processes skip the end of a program, where a save would be waited for."""
     handle: Any = sys.modules.get("ostraka._handle")
     if handle is not None:
-        handle.settle()
+        handle.wait_for_background()
 
 
 def _initialize(job: Job, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Write one process's shard files, each block digested on its way.
+"""The fourth stage of a save: one process's shard files, each block digested on its way.
 
 Blocks of several files are written in turn, from several threads. The views of live values that a
 block is made of are taken by one thread, ahead of the writing: for many small leaves that is most
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from ostraka import _format, _pack
+from ostraka._box import Box
 from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
@@ -30,6 +35,8 @@ _STAGING_BYTES = 1 << 30
 """How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
+_SMALL_BYTES = 1 << 20
+"""A single file up to this size is written by the caller."""
 _LIVE_BYTES = 1 << 20
 """How much of what the program may write to meanwhile is copied at a time."""
 
@@ -47,6 +54,16 @@ class Progress:
             self.written += nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one process has written."""
+
+    index: IndexEntry | None
+    """Its process index; None if the process has nothing to write."""
+    nbytes: int
+    seconds: float
+
+
 def write_shards(
     store: Store,
     save_id: str,
@@ -56,17 +73,43 @@ def write_shards(
     *,
     check: Callable[[], None],
     progress: Progress,
-) -> dict[str, FileDigests]:
-    """Write the files of a process; returns what its index says of them.
+) -> IndexEntry | None:
+    """Write the files of a process, and last its index; None if it has nothing to write.
 
     `check` is called between blocks and may raise, so that nobody goes on writing for a save that
     has failed.
     """
     files = plan.files_of(process)
-    contents = _format.entries_by_file(plan.leaves, plan.layouts, {file.device for file in files})
-    progress.total = sum(file.size for file in files)
-    stop = StopSignal()
+    if not files:
+        return None
+    devices = set(map(attrgetter("device"), files))
+    contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
+    progress.total = sum(map(attrgetter("size"), files))
+    shards = [
+        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
+        for file in files
+    ]
+    _write_all(shards, values, _must_be_copied(plan, values), check, progress, store.parts)
+    digests = {shard.name: shard.digests() for shard in shards}
+    index = _format.encode_index(save_id, process, digests)
+    store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
+    return IndexEntry(len(index), _format.digest(index))
+
+
+def _write_all(
+    shards: Sequence[_Shard],
+    values: Sequence[Value],
+    copied: frozenset[int],
+    check: Callable[[], None],
+    progress: Progress,
+    parts: Parts,
+) -> None:
     staging = ByteBudget(_STAGING_BYTES)
+    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
+        _write_small(shards[0], _stream(shards[0], values, copied, staging, check))
+        progress.written = progress.total
+        return
+    stop = StopSignal()
 
     def check_all() -> None:
         check()
@@ -78,19 +121,23 @@ def write_shards(
             check_all()
             progress.add(shard.write(number, pieces))
 
-    shards = [
-        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
-        for file in files
-    ]
     try:
-        copied = _must_be_copied(plan, values)
-        tasks = _tasks(shards, values, copied, staging, check_all, store.parts)
-        run_all(write, tasks, threads=store.parts.at_once, stop=stop)
+        tasks = _tasks(shards, values, copied, staging, check_all, parts)
+        run_all(write, tasks, threads=parts.at_once, stop=stop)
     except BaseException:
         for shard in shards:
             shard.abandon()
         raise
-    return {shard.file.name: shard.digests() for shard in shards}
+
+
+def _write_small(shard: _Shard, stream: Iterator[Array]) -> None:
+    """Write a file that is written before a thread would have begun."""
+    try:
+        for number, pieces in shard.blocks(stream):
+            shard.write(number, pieces)
+    except BaseException:
+        shard.abandon()
+        raise
 
 
 class _Shard:
@@ -105,12 +152,13 @@ class _Shard:
         leaves: Sequence[StoredLeaf],
     ):
         self.file = file
+        self.name = file.name
         self.entries = entries
         self.leaves = leaves
         self.save_id = save_id
         self._store = store
         self._lengths = _format.block_lengths(file.header_bytes, entries)
-        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._offsets = [0, *accumulate(self._lengths)]
         self._digests = [""] * len(self._lengths)
         self._blocks_left = len(self._lengths)
         self._writer: FileWriter | None = None
@@ -142,7 +190,7 @@ class _Shard:
     def _opened(self) -> FileWriter:
         with self._lock:
             if self._writer is None:
-                name = f"{_format.shards_directory(self.save_id)}/{self.file.name}"
+                name = f"{_format.shards_directory(self.save_id)}/{self.name}"
                 self._writer = self._store.create(name, self.file.size)
             return self._writer
 
@@ -211,36 +259,37 @@ def _stream(
     device, leaves = shard.file.device, shard.leaves
     header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
     yield np.frombuffer(header, np.uint8)
-    for entry in shard.entries:
-        if entry.nbytes == 0:
+    for leaf, box, _, nbytes in shard.entries:
+        if nbytes == 0:
             continue
-        value = values[entry.leaf]
-        if entry.leaf not in copied:
-            array = value.read(device, entry.box)
-            _check_size(array, entry, leaves)
+        value = values[leaf]
+        if leaf not in copied:
+            array = value.read(device, box)
+            if array.nbytes != nbytes:
+                raise _wrong_size(array, nbytes, box, leaves[leaf])
             if value.may_change:
                 yield from _snapshots(array)
-            elif array.nbytes <= _COPY_BYTES or array.flags.c_contiguous:
-                yield flat_bytes(array)
+            elif array.flags.c_contiguous:
+                yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
             continue
-        with staging.hold(entry.nbytes, check):
-            array = value.read(device, entry.box)
-            is_packed = DTYPES[leaves[entry.leaf].spec.dtype].packed
+        with staging.hold(nbytes, check):
+            array = value.read(device, box)
+            is_packed = DTYPES[leaves[leaf].spec.dtype].packed
             array = _pack.pack(array) if is_packed else array
-            _check_size(array, entry, leaves)
+            if array.nbytes != nbytes:
+                raise _wrong_size(array, nbytes, box, leaves[leaf])
             yield from _bands(array)
             del array
 
 
-def _check_size(array: Array, entry: Entry, leaves: Sequence[StoredLeaf]) -> None:
+def _wrong_size(array: Array, nbytes: int, box: Box, leaf: StoredLeaf) -> AssertionError:
     """What is written must be what was planned, or all that follows in the file would be wrong."""
-    if array.nbytes != entry.nbytes:
-        raise AssertionError(
-            f"leaf {leaves[entry.leaf].spec.path!r} gives {array.nbytes:,} bytes for box "
-            f"{entry.box}, and {entry.nbytes:,} were planned"
-        )
+    return AssertionError(
+        f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} were "
+        "planned"
+    )
 
 
 def _snapshots(array: Array) -> Iterator[Array]:
