@@ -22,7 +22,7 @@ from nnx_models import Block, Sharded
 from ostraka import _checkpoint, _metadata, sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.planner import Plan, plan
-from ostraka.planner._plan import plan_checkpoint
+from ostraka.planner._save_plan import plan_checkpoint
 from ostraka.storage import LocalStore
 from ostraka.testing import run_processes
 

@@ -267,10 +267,9 @@ def _place(
 ) -> Any:
     """The bytes of a leaf as what was asked for."""
     spec = source.metadata.leaves[destination.number].spec
-    shape = spec.shape
+    shape = spec.own_shape
     boxes = destination.boxes
     if spec.per_process:
-        shape = shape[1:]
         boxes = tuple(box[1:] for box in boxes)
         arrays = [array[0] for array in arrays]
     if destination.cast is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from ostraka._account import Spread
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
-from ostraka.planner._plan import Plan, RestorePlan
+from ostraka.planner._save_plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, Times
 
 

@@ -12,7 +12,7 @@ from ostraka.sharding._combine import combined
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, find_problems, left_whole
 from ostraka.sharding._mesh import AnyMesh, mesh_spec
-from ostraka.sharding._rules import settle_all
+from ostraka.sharding._rules import resolve_all
 
 
 def check(
@@ -33,7 +33,7 @@ def check(
             print(finding.severity, finding)
     """
     parsed = parse_state(state)
-    found, findings = settle_checked(parsed, specs, mesh, replicated_limit_bytes)
+    found, findings = resolve_checked(parsed, specs, mesh, replicated_limit_bytes)
     sizes = mesh_spec(mesh)
     if any(preset.axis_on(sizes) is not None for preset in combined(specs).presets):
         known = {finding.path for finding in findings}
@@ -43,7 +43,7 @@ def check(
     return findings
 
 
-def settle_checked(
+def resolve_checked(
     parsed: Branch | Leaf,
     specs: Any,
     mesh: AnyMesh,
@@ -51,7 +51,7 @@ def settle_checked(
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """The spec of each array that has one, and everything that is wrong or unwise about them."""
     sizes = mesh_spec(mesh)
-    found, findings = settle_all(parsed, specs, mesh)
+    found, findings = resolve_all(parsed, specs, mesh)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
     findings += find_problems(

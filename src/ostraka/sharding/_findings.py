@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ostraka._spec import MeshSpec, Partition, partition_problems, show_partition
+from ostraka._spec import MeshSpec, Partition, find_misfits, show_partition
 from ostraka.errors import InvalidSharding
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
@@ -67,19 +67,9 @@ def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
 
 
 def _misfits(leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Iterator[Finding]:
-    for sentence in partition_problems(leaf.path, leaf.shape, partition, mesh):
-        message = sentence + _nearest_size(sentence, leaf, partition, mesh)
-        yield Finding("error", leaf.path, message)
-
-
-def _nearest_size(sentence: str, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> str:
-    for dimension, (size, axes) in enumerate(zip(leaf.shape, partition, strict=False)):
-        if f"dimension {dimension}: {size} elements do not divide" in sentence:
-            parts = mesh.size_of(axes)
-            below = size // parts * parts
-            closest = below if below and size - below < below + parts - size else below + parts
-            return f"; the nearest size that does is {closest}"
-    return ""
+    for message, size in find_misfits(leaf.path, leaf.shape, partition, mesh):
+        remedy = "" if size is None else f"; the nearest size that does is {size}"
+        yield Finding("error", leaf.path, message + remedy)
 
 
 def _disagreements(

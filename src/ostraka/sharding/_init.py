@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
-from ostraka._spec import partition_problems
+from ostraka._spec import find_misfits
 from ostraka.errors import InvalidSharding, InvalidTree
 from ostraka.sharding._arguments import check_function, check_optimizer
-from ostraka.sharding._check import settle_checked
+from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
@@ -100,7 +100,7 @@ class Prepared:
 def prepare(
     model_fn: Callable[[], Any], mesh: Mesh, rules: Any, optimizer: Any, wrt: Any
 ) -> Prepared:
-    """Trace the model for its shapes, and settle where everything goes."""
+    """Trace the model for its shapes, and work out where everything goes."""
     check_function(model_fn)
     check_optimizer(optimizer)
     is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
@@ -109,7 +109,7 @@ def prepare(
     making = mesh if is_explicit else make_mesh(mesh)
     model = abstract[0] if model_key is None else abstract[0][model_key]
     model_leaves = list(array_leaves(parse_state(model)))
-    specs = _settle_model(model, model_leaves, mesh, rules)
+    specs = _model_specs(model, model_leaves, mesh, rules)
     trees = [parse_state(state) for state in abstract]
     # What is no part of the model has no model at this place, and follows.
     places = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
@@ -144,7 +144,7 @@ def _maker(
     return make
 
 
-def _settle_model(
+def _model_specs(
     model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
 ) -> dict[str, PartitionSpec]:
     if rules is None and not any(map(_says_itself, leaves)):
@@ -153,7 +153,7 @@ def _settle_model(
             'fsdp("data")'
         )
     own = combine("metadata", _traced_spec)
-    specs, findings = settle_checked(parse_state(model), own if rules is None else rules, mesh)
+    specs, findings = resolve_checked(parse_state(model), own if rules is None else rules, mesh)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 
@@ -242,7 +242,7 @@ def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
     """
     sizes = mesh_spec(mesh)
     return not any(
-        partition_problems(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
+        find_misfits(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
         for leaf in leaves
         if leaf.named is not None
     )

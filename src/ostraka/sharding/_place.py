@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from ostraka._document import Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
-from ostraka.sharding._check import settle_checked
+from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use
@@ -35,7 +35,7 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
     """
     parsed = parse(tree)
     given = as_mesh(mesh)
-    found, findings = settle_checked(parse_state(tree), specs, given)
+    found, findings = resolve_checked(parse_state(tree), specs, given)
     findings += _narrowed(parsed)
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)

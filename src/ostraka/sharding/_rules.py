@@ -41,7 +41,7 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
         specs = spec_tree(model, lambda leaf: P(None, "model") if leaf.ndim == 2 else P("model"))
     """
     parsed = parse_state(state)
-    specs = settle(parsed, rules, mesh)
+    specs = specs_by_path(parsed, rules, mesh)
     # None is no leaf to JAX: a spec in its place would not go along with it.
     values = {
         leaf.path: None if leaf.value is None else specs.get(leaf.path, PartitionSpec())
@@ -50,14 +50,16 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
     return rebuild(parsed, values)
 
 
-def settle(parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
+def specs_by_path(
+    parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
+) -> dict[str, PartitionSpec]:
     """By path, the spec of each array. Raises InvalidSharding."""
-    specs, findings = settle_all(parsed, rules, mesh)
+    specs, findings = resolve_all(parsed, rules, mesh)
     raise_errors("the rules do not fit the tree", findings)
     return specs
 
 
-def settle_all(
+def resolve_all(
     parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the spec of each array that has one, and what of the rules means no leaf."""

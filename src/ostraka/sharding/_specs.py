@@ -16,21 +16,18 @@ from ostraka._capture import spec_entries
 from ostraka._document import ROOT, leaves_of
 from ostraka._nnx import physical_axes
 from ostraka.errors import InvalidSharding
-from ostraka.sharding._combine import (
+from ostraka.sharding._combine import Combined, Logical, Preset, combined
+from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_spec
+from ostraka.sharding._decide import (
     NOTHING,
-    Combined,
     Decision,
-    Logical,
     ask,
-    combined,
     decide_by_paths,
     decide_by_table,
     fill,
 )
-from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding
 from ostraka.sharding._mesh import AnyMesh, mesh_spec
-from ostraka.sharding._presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,9 @@ def resolve(
     asked = ask(leaves, rules, lambda rule: _decide(rule, paths))
     said = asked.of
     if rules.presets:
-        settled = {path: spec_entries(path, to_spec(path, spec)) for path, spec in said.items()}
+        fixed = {path: spec_entries(path, to_spec(path, spec)) for path, spec in said.items()}
         cut = [leaf for leaf in leaves if leaf.shape]
-        filled = fill(cut, settled, rules.presets, mesh_spec(mesh))
+        filled = fill(cut, fixed, rules.presets, mesh_spec(mesh))
         said = said | {path: from_partition(partition) for path, partition in filled.items()}
     return Resolved(said, asked.unknown, asked.missing)
 
