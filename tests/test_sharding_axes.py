@@ -290,7 +290,7 @@ def test_under_an_abstract_mesh():
         model = init(annotated, mesh)
         specs = spec_tree(plain(), fsdp())
     assert model.kernel[...].sharding == NamedSharding(mesh, P("fsdp", "tp"))
-    assert check(plain(), specs, mesh) == []
+    assert check(plain(), mesh, specs) == []
 
 
 # Meshes as callers give them
@@ -332,11 +332,11 @@ def test_meshes_that_are_none(mesh: Any, error: type[Exception], message: str):
         place({"a": np.ones(8, np.float32)}, mesh, P())
     if not isinstance(mesh, AbstractMesh) and mesh != {"data": 4096}:
         with pytest.raises(error, match=message):
-            check(plain(), P(), mesh)
+            check(plain(), mesh, P())
         with pytest.raises(error, match=message):
-            spec_tree(plain(), fsdp(), mesh)
+            spec_tree(plain(), fsdp(), mesh=mesh)
         with pytest.raises(error, match=message):
-            picture((8,), P(), mesh)
+            picture((8,), mesh, P())
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_meshes_that_are_none(mesh: Any, error: type[Exception], message: str):
     ],
 )
 def test_the_axis_of_fsdp(sizes: dict[str, int], axis: str):
-    assert spec_tree({"a": np.ones((64, 64))}, fsdp(), sizes) == {"a": P(axis, None)}
+    assert spec_tree({"a": np.ones((64, 64))}, fsdp(), mesh=sizes) == {"a": P(axis, None)}
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,9 @@ def test_the_axis_of_fsdp(sizes: dict[str, int], axis: str):
     [({"tp": 2, "model": 2}, "tp"), ({"data": 2, "model": 2}, "model"), ({"x": 2}, "x")],
 )
 def test_the_axis_of_tensor_parallel(sizes: dict[str, int], axis: str):
-    assert spec_tree({"up": np.ones((4, 8))}, tensor_parallel(), sizes) == {"up": P(None, axis)}
+    assert spec_tree({"up": np.ones((4, 8))}, tensor_parallel(), mesh=sizes) == {
+        "up": P(None, axis)
+    }
 
 
 def test_an_axis_that_can_not_be_told():
@@ -366,7 +368,7 @@ def test_an_axis_that_can_not_be_told():
         r"named fsdp, data or dp: name it, as in fsdp\('x'\)"
     )
     with pytest.raises(InvalidSharding, match=message):
-        check(plain(), fsdp(), {"x": 2, "y": 4})
+        check(plain(), {"x": 2, "y": 4}, fsdp())
 
 
 # What init is given

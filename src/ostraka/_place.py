@@ -245,7 +245,7 @@ def resolve_specs(
     shaped = [
         ArrayLeaf(path, spec.logical_shape, _outline(spec), named) for path, spec, named in leaves
     ]
-    found = resolve(shaped, specs, mesh, known=known)
+    found = resolve(shaped, mesh, specs, known=known)
     return found.said, [finding.message for finding in found.unknown]
 
 

@@ -60,7 +60,7 @@ def _resolve_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) ->
     from ostraka.sharding._data import parse_state
 
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    found, findings = resolve_checked(parse_state(_abstract_tree(leaves)), rules, sizes)
+    found, findings = resolve_checked(parse_state(_abstract_tree(leaves)), sizes, rules)
     partitions = {path: describe_spec(path, spec) for path, spec in found.items()}
     return _without_errors(partitions, findings, mesh)
 

@@ -205,7 +205,7 @@ def _resolve_specs(
     if mesh is None:
         raise ValueError("specs needs mesh=, the mesh that the specs cut along")
     parsed = parse_state(tree)
-    found, findings = resolve_checked(parsed, specs, mesh)
+    found, findings = resolve_checked(parsed, mesh, specs)
     raise_errors("the specs do not fit", findings)
     if optimizer_state is None:
         return found, findings

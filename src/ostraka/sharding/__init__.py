@@ -8,7 +8,7 @@ mesh = sharding.make_mesh({"data": 2, "model": 4})
 model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
 
 specs = sharding.spec_tree(model, {"**/kernel": P(None, "model"), "**/bias": P("model")})
-assert sharding.check(model, specs, mesh) == []
+assert sharding.check(model, mesh, specs) == []
 model = sharding.place(model, mesh, specs)
 print(sharding.show(model))
 """

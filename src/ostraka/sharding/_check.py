@@ -11,12 +11,12 @@ from ostraka._document import Branch, Leaf
 from ostraka.sharding._combine import combined
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, find_problems, left_whole
-from ostraka.sharding._mesh import AnyMesh, mesh_spec
+from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
 from ostraka.sharding._rules import resolve_all
 
 
 def check(
-    state: Any, specs: Any, mesh: AnyMesh, *, replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES
+    state: Any, mesh: AnyMesh, specs: Any, *, replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES
 ) -> list[Finding]:
     """Everything that is wrong or unwise about `specs`, errors first; an empty list is good news.
 
@@ -29,11 +29,12 @@ def check(
     the shapes of `state` and the sizes of the mesh's axes are looked at (`{"data": 2, "model": 4}`
     will do for a mesh).
 
-        for finding in check(model, specs, mesh):
+        for finding in check(model, mesh, specs):
             print(finding.severity, finding)
     """
+    refuse_swapped("check(state, mesh, specs)", specs)
     parsed = parse_state(state)
-    found, findings = resolve_checked(parsed, specs, mesh, replicated_limit_bytes)
+    found, findings = resolve_checked(parsed, mesh, specs, replicated_limit_bytes)
     sizes = mesh_spec(mesh)
     if any(preset.axis_on(sizes) is not None for preset in combined(specs).presets):
         known = {finding.path for finding in findings}
@@ -45,13 +46,13 @@ def check(
 
 def resolve_checked(
     parsed: Branch | Leaf,
-    specs: Any,
     mesh: AnyMesh,
+    specs: Any,
     replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES,
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """The spec of each array that has one, and everything that is wrong or unwise about them."""
     sizes = mesh_spec(mesh)
-    found, findings = resolve_all(parsed, specs, mesh)
+    found, findings = resolve_all(parsed, mesh, specs)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
     findings += find_problems(

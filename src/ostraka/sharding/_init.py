@@ -19,7 +19,14 @@ from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
-from ostraka.sharding._mesh import as_mesh, has_explicit_axes, make_mesh, mesh_spec, mesh_to_use
+from ostraka.sharding._mesh import (
+    as_mesh,
+    has_explicit_axes,
+    make_mesh,
+    mesh_spec,
+    mesh_to_use,
+    refuse_swapped,
+)
 from ostraka.sharding._place import put
 from ostraka.sharding._rules import follow_specs
 
@@ -27,7 +34,7 @@ from ostraka.sharding._rules import follow_specs
 def init(
     model_fn: Callable[[], Any],
     mesh: Mesh | Mapping[str, int],
-    rules: Any = None,
+    specs: Any = None,
     optimizer: Any = None,
     *,
     wrt: Any = None,
@@ -40,8 +47,8 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say, or
-    the arrays if they are made with explicit shardings.
+    `specs` is a tree of specs for the model, or rules as `spec_tree` takes them. None takes what
+    the variables themselves say, or the arrays if they are made with explicit shardings.
     The optimizer's arrays lie as the parameters that they belong to, also where they have only some
     of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
     Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
@@ -55,8 +62,9 @@ def init(
         model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
         model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
     """
+    refuse_swapped("init(model_fn, mesh, specs)", specs)
     given = as_mesh(mesh)
-    prepared = prepare(model_fn, given, rules, optimizer, wrt)
+    prepared = prepare(model_fn, given, specs, optimizer, wrt)
     target = mesh_to_use(given, explicit=explicit or prepared.is_explicit)
     return prepared.finish(prepared.compiled()(), target)
 
@@ -153,7 +161,7 @@ def _model_specs(
             'fsdp("data")'
         )
     own = combine("metadata", _traced_spec)
-    specs, findings = resolve_checked(parse_state(model), own if rules is None else rules, mesh)
+    specs, findings = resolve_checked(parse_state(model), mesh, own if rules is None else rules)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 

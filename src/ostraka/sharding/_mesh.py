@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -108,6 +108,17 @@ def mesh_to_use(mesh: Mesh, *, explicit: bool) -> Mesh:
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
+
+
+def refuse_swapped(call: str, specs: Any) -> None:
+    """Raise TypeError if a mesh is given where specs belong."""
+    is_mesh = isinstance(specs, Mesh | AbstractMesh)
+    if isinstance(specs, Mapping):
+        sizes = list(cast("Mapping[Any, Any]", specs).values())
+        is_mesh = bool(sizes) and all(type(size) is int for size in sizes)
+    if is_mesh:
+        found = _shown(_sizes_of(specs))
+        raise TypeError(f"the mesh ({found}) is given where specs belong: the order is {call}")
 
 
 def _sizes_of(mesh: Any) -> dict[str, int]:

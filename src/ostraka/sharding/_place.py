@@ -15,7 +15,7 @@ from ostraka.errors import InvalidTree
 from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import Finding, raise_errors
-from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use
+from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use, refuse_swapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
@@ -33,9 +33,10 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
 
         model = place(model, mesh, fsdp("data"))
     """
+    refuse_swapped("place(tree, mesh, specs)", specs)
     parsed = parse(tree)
     given = as_mesh(mesh)
-    found, findings = resolve_checked(parse_state(tree), specs, given)
+    found, findings = resolve_checked(parse_state(tree), given, specs)
     findings += _narrowed(parsed)
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)

@@ -13,11 +13,11 @@ from ostraka.sharding._combine import Rules
 from ostraka.sharding._data import ArrayLeaf, array_leaves, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._follow import cut_as, follow
-from ostraka.sharding._mesh import AnyMesh
+from ostraka.sharding._mesh import AnyMesh, refuse_swapped
 from ostraka.sharding._specs import resolve
 
 
-def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
+def spec_tree(state: Any, rules: Rules, *, mesh: AnyMesh | None = None) -> Any:
     """The PartitionSpec of every leaf, in a tree that mirrors `state` leaf by leaf.
 
     NNX modules and optimizers are mirrored by their `nnx.State`, so that the result goes along with
@@ -40,8 +40,9 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
 
         specs = spec_tree(model, lambda leaf: P(None, "model") if leaf.ndim == 2 else P("model"))
     """
+    refuse_swapped("spec_tree(state, rules, mesh=mesh)", rules)
     parsed = parse_state(state)
-    specs = specs_by_path(parsed, rules, mesh)
+    specs = specs_by_path(parsed, mesh, rules)
     # None is no leaf to JAX: a spec in its place would not go along with it.
     values = {
         leaf.path: None if leaf.value is None else specs.get(leaf.path, PartitionSpec())
@@ -51,21 +52,21 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
 
 
 def specs_by_path(
-    parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: Rules
 ) -> dict[str, PartitionSpec]:
     """By path, the spec of each array. Raises InvalidSharding."""
-    specs, findings = resolve_all(parsed, rules, mesh)
+    specs, findings = resolve_all(parsed, mesh, rules)
     raise_errors("the rules do not fit the tree", findings)
     return specs
 
 
 def resolve_all(
-    parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: Rules
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the spec of each array that has one, and what of the rules means no leaf."""
     leaves = list(array_leaves(parsed))
     known = [leaf.path for leaf in leaves_of(parsed)]
-    resolved = resolve(leaves, rules, mesh, known=known)
+    resolved = resolve(leaves, mesh, rules, known=known)
     lost = {finding.path for finding in resolved.missing}
     specs = {
         leaf.path: to_spec(leaf.path, resolved.said.get(leaf.path))

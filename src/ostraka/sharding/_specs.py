@@ -44,8 +44,8 @@ class Resolved:
 
 def resolve(
     leaves: Sequence[ArrayLeaf],
-    specs: Any,
     mesh: AnyMesh | None,
+    specs: Any,
     *,
     known: Sequence[str] | None = None,
 ) -> Resolved:
