@@ -139,15 +139,15 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[Row]:
     yield "", human_bytes(staging["cpu"]), "on CPUs"
     held = human_bytes(staging["held_by_save_async"])
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
-    yield "time", _seconds(save["seconds"]), _hint(save["seconds"])
-    if save["seconds"] is not None:
+    yield "time", _seconds(save["time_s"]), _hint(save["time_s"])
+    if save["time_s"] is not None:
         yield (
             "blocked by save",
-            _seconds(save["blocked_seconds"]),
+            _seconds(save["blocked_s"]),
             "save returns when all is on disk",
         )
-    if save["save_async_blocked_seconds"] is not None:
-        seconds = _seconds(save["save_async_blocked_seconds"])
+    if save["save_async_blocked_s"] is not None:
+        seconds = _seconds(save["save_async_blocked_s"])
         yield "blocked by save_async", seconds, "until all is copied to host memory"
     yield from _peak_rows(save)
 
@@ -173,7 +173,7 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[Row]:
         f"in {_count(work['files']['most'], 'file')}",
     )
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
-    yield "time", _seconds(work["seconds"]), _hint(work["seconds"])
+    yield "time", _seconds(work["time_s"]), _hint(work["time_s"])
     yield from _peak_rows(work)
 
 
@@ -181,13 +181,13 @@ def _recovery_rows(recovery: dict[str, Any]) -> Iterator[Row]:
     shard, host, disk = (recovery[name] for name in ("lost_shard", "lost_host", "lost_disk"))
     if shard is not None:
         elsewhere = human_bytes(shard["held_elsewhere_bytes"])
-        note = f"{_seconds(shard['seconds'])} to write; {elsewhere} of it is on other devices, too"
+        note = f"{_seconds(shard['time_s'])} to write; {elsewhere} of it is on other devices, too"
         yield "a shard", human_bytes(shard["size_bytes"]), note
     alone = human_bytes(host["sole_bytes"])
-    note = f"{_seconds(host['seconds'])} to read; {alone} of it is on no other host"
+    note = f"{_seconds(host['time_s'])} to read; {alone} of it is on no other host"
     yield "a host", human_bytes(host["held_bytes"]), note
     elsewhere = human_bytes(disk["held_elsewhere_bytes"])
-    note = f"{_seconds(disk['seconds'])} to write; {elsewhere} of it is on other hosts, too"
+    note = f"{_seconds(disk['time_s'])} to write; {elsewhere} of it is on other hosts, too"
     yield "a host's disk", human_bytes(disk["written_bytes"]), note
 
 
@@ -197,7 +197,7 @@ def _time_rows(variant: dict[str, Any]) -> Iterator[Row]:
         during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
         yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
     if interval is not None:
-        yield from _interval_rows(variant["save"]["seconds"], interval)
+        yield from _interval_rows(variant["save"]["time_s"], interval)
 
 
 def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[Row]:
@@ -237,7 +237,7 @@ def _verdict(row: dict[str, Any]) -> str:
 def _cell(key: str, value: Any) -> str:
     if key.endswith("skew"):
         return f"{value:.2%}"
-    if key.endswith("seconds"):
+    if key.endswith("time_s"):
         return _seconds(value)
     return f"{value:,}" if key == "files.shards" else human_bytes(value)
 
