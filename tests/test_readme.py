@@ -26,6 +26,7 @@ from programs import run_quietly
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+GUIDE = (ROOT / "docs/guide.md").read_text("utf-8")
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 GUIDES = ["docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md", "docs/lora.md"]
 TOGETHER = "docs/evaluating.md"
@@ -153,7 +154,7 @@ def test_python_blocks_run_in_order(
         assert len(run_quietly(RESTORE_AND_JIT, copies).splitlines()) == copied
     for block in find_blocks(page, "text") if printed else []:
         assert block.text in printed, f"{block} is not what a block printed: {printed}"
-    if page in ("README.md", *GUIDES):
+    if page in ("README.md", "docs/guide.md", *GUIDES):
         assert printed
         assert copied >= len(known) > 0
 
@@ -265,7 +266,7 @@ def test_python_blocks_show_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ):
     monkeypatch.chdir(tmp_path)
-    exec(find_blocks("README.md", "python")[0].text, vars(module))
+    exec(find_blocks("docs/guide.md", "python")[0].text, vars(module))
     made = vars(module)
     assert list(made["params"]) == ["params"]
     assert made["as_saved"].keys() == made["state"].keys()
@@ -296,15 +297,15 @@ def test_speeds_are_those_of_the_results():
 
 
 def test_the_table_of_errors_is_complete():
-    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", README, re.MULTILINE))))
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", GUIDE, re.MULTILINE))))
     unlisted = set(errors.__all__) - listed
     assert unlisted == {"InvalidSharding", "OstrakaError", "Problem"}
-    for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", README, re.MULTILINE):
+    for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", GUIDE, re.MULTILINE):
         assert issubclass(getattr(errors, name), getattr(builtins, builtin))
 
 
 def test_times_are_those_of_the_code():
-    text = " ".join(README.split())
+    text = " ".join(GUIDE.split())
     assert f"after {_coordinate.DEAD_AFTER_S:g} s without a sign of life" in text
     assert f"for {_coordinate.ARRIVE_WITHIN_S:g} s (`ARRIVE_WITHIN_S`)" in text
 
@@ -322,6 +323,10 @@ def test_links_lead_somewhere(name: str):
         assert path.exists(), target
         if anchor:
             assert anchor in anchors_of(path.read_text("utf-8")), target
+
+
+def test_the_readme_fits_on_two_screens():
+    assert len(README.splitlines()) <= 120
 
 
 def test_every_page_is_linked_from_the_readme():

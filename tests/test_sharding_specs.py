@@ -102,6 +102,7 @@ def test_a_restore_and_plans_take_every_form(way: str, saved: Path):
     assert [process.needed_bytes for process in onto.processes] == [sum(halves)] * 2
 
 
+SWAPPED: Any = P()
 MESHES = {"sizes": SIZES, "a mesh": make_mesh(SIZES), "abstract": AbstractMesh((2,), ("data",))}
 
 
@@ -109,10 +110,10 @@ MESHES = {"sizes": SIZES, "a mesh": make_mesh(SIZES), "abstract": AbstractMesh((
 @pytest.mark.parametrize(
     ("use", "order"),
     [
-        (lambda mesh: check(two(), P(), mesh), "check(state, mesh, specs)"),
-        (lambda mesh: place(two(), P(), mesh), "place(tree, mesh, specs)"),
-        (lambda mesh: init(two, P(), mesh), "init(model_fn, mesh, specs)"),
-        (lambda mesh: picture((8,), P(), mesh), "picture(shape, mesh, spec)"),
+        (lambda mesh: check(two(), SWAPPED, mesh), "check(state, mesh, specs)"),
+        (lambda mesh: place(two(), SWAPPED, mesh), "place(tree, mesh, specs)"),
+        (lambda mesh: init(two, SWAPPED, mesh), "init(model_fn, mesh, specs)"),
+        (lambda mesh: picture((8,), SWAPPED, mesh), "picture(shape, mesh, spec)"),
         (lambda mesh: spec_tree(two(), mesh), "spec_tree(state, rules, mesh=mesh)"),
     ],
     ids=["check", "place", "init", "picture", "spec_tree"],

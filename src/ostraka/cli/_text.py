@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ostraka._units import human_bytes as human_bytes
+from ostraka.errors import count_of as count_of
 
 _SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
@@ -52,15 +53,6 @@ def human_number(number: float | int | None) -> str:
     if number is None:
         return "–"
     return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
-
-
-def count_of(number: int, noun: str) -> str:
-    """`1 array`, `1,250 arrays`, `2 processes`, `3 leaves`."""
-    if number == 1:
-        return f"1 {noun}"
-    if noun.endswith("f"):
-        return f"{number:,} {noun[:-1]}ves"
-    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def show_shape(shape: Sequence[int]) -> str:

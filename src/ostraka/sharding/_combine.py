@@ -10,7 +10,7 @@ from typing import Any, cast
 from ostraka._spec import MeshSpec, Partition
 from ostraka.sharding._leaf import ShapedLeaf
 
-Rules = Any
+SpecRules = Any
 """A function, a mapping of patterns, a tree of specs, one spec, "metadata", logical axes, a preset,
 or several of them."""
 
@@ -52,7 +52,7 @@ class Preset(_Joinable, ABC):
         """
 
 
-def combine(*rules: Rules) -> Rules:
+def combine(*rules: SpecRules) -> SpecRules:
     """Several rules as one.
 
     Where a function, a mapping or variable metadata names a spec, that holds; for the other leaves
@@ -63,7 +63,7 @@ def combine(*rules: Rules) -> Rules:
     return combined(*rules)
 
 
-def combined(*rules: Rules) -> Combined:
+def combined(*rules: SpecRules) -> Combined:
     """`combine`, for those who look into the result."""
     explicit: list[Any] = []
     presets: list[Preset] = []
@@ -93,7 +93,7 @@ class Logical(_Joinable):
     axes: Mapping[str, Any]
 
 
-def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Rules:
+def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> SpecRules:
     """What the NNX variables themselves say, in names of which `axes` gives the mesh's axes.
 
     An axis of None leaves the dimension whole, a tuple cuts it along several. Names that are not in
@@ -105,7 +105,7 @@ def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Rules:
     return Logical(dict(axes))
 
 
-def is_plain(rules: Rules) -> bool:
+def is_plain(rules: SpecRules) -> bool:
     """Whether rules are presets and patterns with partitions, for which `resolve_plain` will do."""
     return isinstance(rules, Preset | Combined) and all(
         isinstance(rule, Mapping)

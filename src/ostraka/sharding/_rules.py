@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
-from ostraka.sharding._combine import Rules
+from ostraka.sharding._combine import SpecRules
 from ostraka.sharding._data import ArrayLeaf, array_leaves, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._follow import cut_as, follow
@@ -17,7 +17,7 @@ from ostraka.sharding._mesh import AnyMesh, refuse_swapped
 from ostraka.sharding._specs import resolve
 
 
-def spec_tree(state: Any, rules: Rules, *, mesh: AnyMesh | None = None) -> Any:
+def spec_tree(state: Any, rules: SpecRules, *, mesh: AnyMesh | None = None) -> Any:
     """The PartitionSpec of every leaf, in a tree that mirrors `state` leaf by leaf.
 
     NNX modules and optimizers are mirrored by their `nnx.State`, so that the result goes along with
@@ -52,7 +52,7 @@ def spec_tree(state: Any, rules: Rules, *, mesh: AnyMesh | None = None) -> Any:
 
 
 def specs_by_path(
-    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: Rules
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
 ) -> dict[str, PartitionSpec]:
     """By path, the spec of each array. Raises InvalidSharding."""
     specs, findings = resolve_all(parsed, mesh, rules)
@@ -61,7 +61,7 @@ def specs_by_path(
 
 
 def resolve_all(
-    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: Rules
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the spec of each array that has one, and what of the rules means no leaf."""
     leaves = list(array_leaves(parsed))
