@@ -20,7 +20,7 @@ PlanLine = tuple[str, str, str]
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """Print every variant, and which wins on what."""
+    """Print every variant, and the comparison."""
     console = _Console(highlight=False)
     if not console.is_terminal:
         console = _Console(highlight=False, width=_PIPE_WIDTH)
@@ -31,7 +31,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 class _Console(Console):
-    """A console that leaves it to the command what becomes of a reader that has gone."""
+    """A console that raises BrokenPipeError, which the command handles."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -63,7 +63,7 @@ def _where(variant: dict[str, Any]) -> str:
 
 
 def _block_for(encoding: str) -> str:
-    """What a bar is drawn with, where not every output knows the block."""
+    """The character for bars: `#` where the encoding has no block character."""
     try:
         _BLOCK.encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -163,7 +163,7 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     read, looked_at = work["read_bytes"], work["hosts_worked_out"]
     is_sampled = looked_at < work["hosts"]
     sampled = "" if not is_sampled else f"worked out for {count_of(looked_at, 'host')}"
-    # Of those that were not looked at, one may read a little more.
+    # One of the hosts that were not computed may read a little more.
     title = "a host reads, about" if is_sampled else "a host reads, at most"
     yield title, human_bytes(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
@@ -243,7 +243,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _shown(text: str) -> str:
-    """Text that may come from a stranger's checkpoint: it must steer neither terminal nor rich."""
+    """Escape untrusted text of a checkpoint: no terminal control codes, no rich markup."""
     return escape(printable(text))
 
 

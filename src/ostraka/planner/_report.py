@@ -15,7 +15,7 @@ from ostraka.planner._time import Bandwidths, Times
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What is asked of a plan, besides its bytes."""
+    """What to compute from a plan, besides bytes."""
 
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     onto: tuple[MeshSpec, ...] = ()
@@ -209,7 +209,7 @@ _CONTESTS = (
 
 
 _ALIKE = 0.01
-"""Numbers that differ by less are shown as equal: so close, other things decide."""
+"""Numbers that differ by less than this share are shown as equal."""
 
 
 def compare_plans(documents: Mapping[str, Document]) -> list[Document]:

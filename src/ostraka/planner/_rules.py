@@ -32,7 +32,7 @@ RULES = ("dp", "fsdp", "tp", "fsdp+tp")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRules:
-    """Where each leaf is cut, and what is wrong or unwise about it."""
+    """The partition of each leaf, and warnings."""
 
     partitions: Mapping[str, Partition]
     problems: tuple[Finding, ...]
@@ -73,7 +73,7 @@ def _without_errors(
 
 
 def _plain_leaf(leaf: LeafSpec) -> PlainLeaf:
-    item_bytes = max(DTYPES[leaf.dtype].bits, 8) // 8  # in memory nothing shares a byte
+    item_bytes = max(DTYPES[leaf.dtype].bits, 8) // 8  # in memory elements share no byte
     return PlainLeaf(leaf.path, leaf.logical_shape, item_bytes, leaf.kind == "key")
 
 
@@ -166,7 +166,7 @@ def _partition(name: str, pattern: str, spec: Any) -> Partition:
 
 
 def _axes(entry: Any) -> tuple[str, ...] | None:
-    """The axes that a dimension is cut along; None if that is not what it says."""
+    """The axes that a dimension is cut along; None if the entry is invalid."""
     listed = [] if entry is None else entry if isinstance(entry, list) else [entry]
     axes = tuple(axis for axis in cast("list[Any]", listed) if isinstance(axis, str))
     return axes if len(axes) == len(cast("list[Any]", listed)) else None

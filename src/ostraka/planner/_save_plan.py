@@ -30,7 +30,7 @@ from ostraka.sharding._findings import Finding
 from ostraka.storage import PathLike
 
 _EXACT_ENTRIES = 200_000
-"""Up to so many boxes the index of every process is worked out, rather than that of a few."""
+"""Up to this number of boxes the index of every process is computed; above, that of two."""
 _PHASES = ("wait", "capture", "agree", "plan", "write")
 """What `save` has timed when it writes `_METADATA`."""
 _SOME_SECONDS = 0.1234
@@ -44,7 +44,7 @@ class Plan:
     """What a checkpoint is made of, to the byte."""
 
     write: WritePlan
-    """The very plan that `save` executes."""
+    """The plan that `save` executes."""
     metadata: Metadata
     """What `_METADATA` says, but for the id, the digests and the times."""
     metadata_bytes: int
@@ -52,7 +52,7 @@ class Plan:
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
-    """Whether each index was worked out; if not, those of all processes are like those of a few."""
+    """Whether each index was computed; if not, all are taken to be as large as two of them."""
     parameters: int | None
     problems: tuple[Finding, ...]
     adds_optimizer: bool = False
@@ -280,8 +280,8 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
 def _writer(write: WritePlan) -> dict[str, Any]:
     """What `_METADATA` says of its writer.
 
-    How long the phases took is not known, nor what the hosts are called: each number of seconds,
-    and each name, may be longer or shorter than the one here.
+    The durations and the names of the hosts are placeholders, whose text may be longer or shorter
+    than the real ones.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -303,7 +303,7 @@ def _writer(write: WritePlan) -> dict[str, Any]:
 
 
 def plan_checkpoint(path: PathLike) -> Plan:
-    """A checkpoint that is there, as the plan that it was written by."""
+    """The plan that an existing checkpoint was written by."""
     source = load_at(path)
     found = source.metadata
     write = WritePlan(found.meshes, found.layouts, found.leaves, found.files, found.process_of)

@@ -13,7 +13,7 @@ from ostraka.errors import InvalidSharding
 from ostraka.sharding._findings import Finding
 
 SAMPLED_PROCESSES = 2
-"""Where working out all processes would take long, so many of them are: the first and the last."""
+"""Where computing all processes would take long, this number is: the first and the last."""
 
 _MOST_DEVICES = 1 << 20
 _USUAL_AXES = ("data", "model")
@@ -37,7 +37,7 @@ class State:
 
 
 def check_mesh_has_names(mesh: Any) -> None:
-    """Raise for sizes alone, `(4, 2)`, which say nothing of what is cut along which."""
+    """Raise TypeError for sizes without names, such as `(4, 2)`."""
     if not isinstance(mesh, tuple | list | int):
         return
     sizes = [mesh] if isinstance(mesh, int) else list(cast("Sequence[Any]", mesh))

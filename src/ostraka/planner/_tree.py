@@ -159,7 +159,7 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
         own = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
         for _, part in nnx.iter_graph(own):
             if isinstance(part, nnx.Variable):
-                # Or its moments would place themselves, here where there is no mesh.
+                # Otherwise annotated moments would try to place themselves, and there is no mesh.
                 part.set_metadata("eager_sharding", False)
         return nnx.Optimizer(own, transformation, wrt=nnx.Param)
 
@@ -178,7 +178,7 @@ def _as_dtype(parameters: Any, dtype: Any) -> Any:
 
 
 def _transformation(optimizer: Any) -> Any:
-    """An optax transformation, or that of a name."""
+    """An optax transformation, given as such or by name."""
     made: Any = optimizer
     if isinstance(optimizer, str):
         import optax
@@ -271,7 +271,7 @@ class _Places:
         return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
 
     def _traits(self, value: Any) -> dict[str, Any]:
-        """What else is saved of an array; how it is bound to a place only if it stays there."""
+        """Further attributes of an array; commitment and memory only if it stays in place."""
         if self._mesh is not None or not isinstance(value, jax.Array):
             return {"weak": bool(getattr(value, "weak_type", False))}
         return how_it_lies(value)

@@ -1,4 +1,4 @@
-"""What is wrong, or unwise, about a tree of specs."""
+"""Check a tree of specs: errors and warnings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostraka.sharding._rules import resolve_all
 def check(
     state: Any, mesh: AnyMesh, specs: Any, *, replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES
 ) -> list[Finding]:
-    """Everything that is wrong or unwise about `specs`, errors first; an empty list is good news.
+    """All errors and warnings about `specs`, errors first; an empty list means that all is well.
 
     Errors: a leaf without spec, a spec without leaf, unknown axes, more entries than dimensions, an
     axis used twice, dimensions that do not divide (with the nearest size that does). Warnings: a
@@ -50,7 +50,7 @@ def resolve_checked(
     specs: Any,
     replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES,
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
-    """The spec of each array that has one, and everything that is wrong or unwise about them."""
+    """The spec of each array that has one, and all errors and warnings about them."""
     sizes = mesh_spec(mesh)
     found, findings = resolve_all(parsed, mesh, specs)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]

@@ -1,4 +1,4 @@
-"""The kinds of rules, and several of them as one. No JAX."""
+"""The kinds of rules, and how they are combined. No JAX."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Preset(_Joinable, ABC):
     __slots__ = ()
 
     order: int
-    """Those that go by names come before those that take what is left."""
+    """Presets are applied in this order: those that go by names first."""
 
     @abstractmethod
     def axis_on(self, mesh: MeshSpec) -> str | None:
-        """The axis of the mesh that it cuts along. Raises InvalidSharding if there is none."""
+        """The mesh axis that it cuts along, if any. Raises InvalidSharding if it is missing."""
 
     @abstractmethod
     def filler(
@@ -64,7 +64,7 @@ def combine(*rules: SpecRules) -> SpecRules:
 
 
 def combined(*rules: SpecRules) -> Combined:
-    """`combine`, for those who look into the result."""
+    """`combine`, with the type of its result."""
     explicit: list[Any] = []
     presets: list[Preset] = []
     for rule in rules:
@@ -80,7 +80,7 @@ def combined(*rules: SpecRules) -> Combined:
 
 @dataclass(frozen=True, slots=True)
 class Combined(_Joinable):
-    """Rules that name specs, first come first served, and presets, those by names first."""
+    """Rules that name specs (the first match wins), and presets in the order they are applied."""
 
     explicit: tuple[Any, ...]
     presets: tuple[Preset, ...]
@@ -88,7 +88,7 @@ class Combined(_Joinable):
 
 @dataclass(frozen=True, slots=True)
 class Logical(_Joinable):
-    """What variables say in names, and the mesh's axes for these names."""
+    """Use the logical axis names of NNX variables; `axes` maps them to axes of the mesh."""
 
     axes: Mapping[str, Any]
 
@@ -106,7 +106,7 @@ def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> SpecRules:
 
 
 def is_plain(rules: SpecRules) -> bool:
-    """Whether rules are presets and patterns with partitions, for which `resolve_plain` will do."""
+    """Whether rules are presets and patterns with partitions, as `resolve_plain` takes them."""
     return isinstance(rules, Preset | Combined) and all(
         isinstance(rule, Mapping)
         and all(map(_is_partition, cast("Mapping[str, Any]", rule).values()))

@@ -1,4 +1,4 @@
-"""What rules say of the leaves of a tree, together. No JAX.
+"""Apply rules to the leaves of a tree. No JAX.
 
 Rules that name specs are asked first, one after the other; presets fill in the rest.
 """
@@ -19,39 +19,39 @@ from ostraka.sharding._findings import Finding
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
 NOTHING: Any = object()
-"""What a rule says that says nothing of a leaf. None is something: the leaf is whole."""
+"""The result of a rule that does not cover a leaf. (None means: not cut.)"""
 
 L = TypeVar("L", bound=ShapedLeaf)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[L]):
-    """What one rule says of a tree's leaves."""
+    """One rule, applied to the leaves of a tree."""
 
     of: Callable[[L], Any]
     """The spec of a leaf, or NOTHING."""
     unknown: tuple[Finding, ...] = ()
-    """Entries that mean no leaf."""
+    """Entries that match no leaf."""
     entries: Mapping[str, Any] | None = None
-    """Of a mapping or a tree: its entries."""
+    """The entries, if the rule is a mapping or a tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What all rules that name specs say together: by path what holds, and what is amiss."""
+    """The result of all rules that name specs: specs by path, and errors."""
 
     of: dict[str, Any]
     unknown: list[Finding]
     missing: list[Finding]
-    """Leaves of which nothing is said, where mappings and trees are all there is."""
+    """Leaves without a spec, if there are only mappings and trees, which must be complete."""
 
 
 def resolve_plain(
     leaves: Sequence[ShapedLeaf], rules: Combined, mesh: MeshSpec
 ) -> tuple[dict[str, Partition], list[Finding]]:
-    """By path the partition of each leaf, by presets and by patterns that have partitions.
+    """The partition of each leaf by path, from presets and patterns with partitions.
 
-    Also what of the patterns means no leaf, and which leaves they leave out.
+    Also errors: patterns that match no leaf, leaves that no pattern matches.
 
     `resolve` in `_specs` does the same for JAX's arrays, where rules may be of every kind.
     """
@@ -66,9 +66,9 @@ def resolve_plain(
 
 
 def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[L]]) -> Said:
-    """What the first of the explicit rules that has a say in a leaf says of it.
+    """For each leaf, the spec from the first explicit rule that covers it.
 
-    What has no dimensions is whole, whatever is said of all that lies around it.
+    A leaf without dimensions is covered only by an entry of its own path.
     """
     found: dict[str, Any] = {}
     decisions = [decider(rule) for rule in rules.explicit]
@@ -86,10 +86,10 @@ def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[
 
 
 def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
-    """What a mapping from patterns over paths to specs says: the first that matches.
+    """Apply a mapping of path patterns to specs; the first match wins.
 
-    A key that is a name at the top of the tree is that name, whatever characters it has. `known`
-    are the paths of all leaves, arrays or not.
+    A key that is a name at the top of the tree means that name, even with `*` or `?` in it.
+    `known` are the paths of all leaves, arrays or not.
     """
     tops = {path.split("/")[0] for path in known}
     entries = {
@@ -112,7 +112,7 @@ def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[
 
 
 def decide_by_paths(entries: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
-    """What a tree of specs says, by path: the nearest entry at a leaf or at a name above it."""
+    """Apply a tree of specs: the entry at a leaf, or at the nearest name above it."""
     names = {name for path in known for name in _above(path)}
     unknown = [
         Finding("error", path, f"specs has {path!r}, which is no leaf{nearest(path, known)}")
@@ -127,7 +127,7 @@ def decide_by_paths(entries: Mapping[str, Any], known: Sequence[str]) -> Decisio
 
 
 def _may_be_a_tuple(spec: Any) -> bool:
-    """Whether what looks like a spec without axes may mirror a tuple or list without leaves."""
+    """Whether a spec without axes may stand for an empty tuple or list of the tree."""
     if not isinstance(spec, tuple | list):
         return False
     return all(entry is None or entry in ((), []) for entry in cast("Sequence[Any]", spec))
@@ -138,7 +138,7 @@ def is_pattern(key: str) -> bool:
 
 
 def _literally(name: str) -> str:
-    """A pattern for what has the characters of one in its name."""
+    """A pattern that matches a name with `*` or `?` in it."""
     return re.sub(r"[*?]", "?", name)
 
 
@@ -168,7 +168,7 @@ def fill(
     presets: Sequence[Preset],
     mesh: MeshSpec,
 ) -> dict[str, Partition]:
-    """By path, what the presets say of the leaves that are not fixed already."""
+    """The partitions, by path, that presets give to leaves that have none in `fixed`."""
     rest = [leaf for leaf in leaves if leaf.path not in fixed]
     fillers = [preset.filler(rest, leaves, mesh) for preset in presets]
     partitions = dict(fixed)

@@ -1,4 +1,4 @@
-"""What is wrong, or unwise, about where leaves are cut. No JAX."""
+"""Errors and warnings about how leaves are cut. No JAX."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ REPLICATED_LIMIT_BYTES = 64 << 20
 """From this size on, a leaf that is whole on every device is worth a warning."""
 
 LARGE_BYTES = 1 << 20
-"""From this size on, a leaf that presets leave whole is worth one, though they cut others."""
+"""From this size on, a leaf that presets leave whole is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about a spec: an error can't be placed, a warning can and costs something."""
+    """An error (the leaf can't be placed) or a warning (it can, at a cost) about one leaf."""
 
     severity: Literal["error", "warning"]
     path: str
@@ -37,7 +37,7 @@ def find_problems(
     *,
     replicated_limit_bytes: int,
 ) -> list[Finding]:
-    """Errors first: what does not fit; then, of the leaves that do, what is unwise."""
+    """Errors for specs that do not fit, then warnings about the leaves that do."""
     findings: list[Finding] = []
     fits: set[object] = set()  # a model has few shapes, and many leaves
     for leaf in leaves:
@@ -120,7 +120,7 @@ def _replicated(
 def left_whole(
     leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition], mesh: MeshSpec
 ) -> Iterator[Finding]:
-    """Large leaves that presets have not cut; one finding for the same one of all layers."""
+    """Warnings for large leaves that presets left whole, one for the same leaf of all layers."""
     devices = len(mesh.devices)
     alike: dict[object, list[ShapedLeaf]] = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Make a sharded model, in pieces from the first byte on."""
+"""Initialize a model sharded: it is never whole on one device."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Prepared:
     """What is to be compiled, and how its result becomes objects."""
 
     make: Callable[[], list[Any]]
-    """Returns the arrays of all objects, and leaves in `structures` how they belong together."""
+    """Returns the arrays of all objects, and puts into `structures` how to rebuild the objects."""
     structures: list[tuple[Any, Any]]
     shardings: list[NamedSharding]
     is_explicit: bool
@@ -94,7 +94,7 @@ class Prepared:
         return lowered.compile()
 
     def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
-        """The objects. The arrays are in their places; their shardings get this mesh."""
+        """Rebuild the objects. The arrays stay where they are; their shardings get this mesh."""
         from flax import nnx
 
         placed = put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
@@ -119,7 +119,7 @@ def prepare(
     model_leaves = list(array_leaves(parse_state(model)))
     specs = _model_specs(model, model_leaves, mesh, rules)
     trees = [parse_state(state) for state in abstract]
-    # What is no part of the model has no model at this place, and follows.
+    # The optimizer has no part of the model; its arrays follow the parameters.
     places = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
     flat = [
         NamedSharding(making, spec)
@@ -205,7 +205,7 @@ def _trace(
     try:
         return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
     except ValueError as error:
-        if "of type Auto" not in str(error):  # no type of JAX's tells it from others
+        if "of type Auto" not in str(error):  # JAX has no exception type of its own for this
             raise
         if not has_explicit_axes(mesh):
             raise InvalidSharding(
@@ -262,7 +262,7 @@ def _specs_of(
     parameters: Sequence[ArrayLeaf],
     specs: Mapping[str, PartitionSpec],
 ) -> dict[str, PartitionSpec]:
-    """The specs of an object's arrays: those of the model, and of what goes along with it."""
+    """The specs of an object's arrays: those of the model, and of what follows its parameters."""
     found: dict[str, PartitionSpec] = {}
     beside: list[ArrayLeaf] = []
     for leaf in array_leaves(tree):

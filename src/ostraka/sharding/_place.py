@@ -64,7 +64,7 @@ def _place_leaves(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) 
 
 def put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """Put arrays onto meshes, also onto ones that reach over several processes."""
-    # JAX puts keys onto the devices of this process only, and their words anywhere.
+    # JAX can put keys only onto devices of this process, but their words onto any.
     impls = [
         jax.random.key_impl(array) if is_key(array) and not sharding.is_fully_addressable else None
         for array, sharding in zip(arrays, shardings, strict=True)
@@ -90,7 +90,7 @@ def _device_put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 
 
 def _narrowed(parsed: Branch | Leaf) -> Iterator[Finding]:
-    """numpy arrays whose dtype JAX would change without a word."""
+    """Errors for numpy arrays whose dtype JAX would silently change."""
     for leaf in array_leaves(parsed):
         if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf.value):
             continue

@@ -17,7 +17,7 @@ from ostraka.sharding._roles import Cut, find_cuts
 
 FSDP_AXES = ("fsdp", "data", "dp")
 TENSOR_AXES = ("tp", "model", "tensor")
-"""What the axes are called that these presets cut along unless told; the first there is counts."""
+"""The names of axes that the presets look for if none is given; the first match wins."""
 
 
 def data_parallel() -> Preset:

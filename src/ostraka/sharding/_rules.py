@@ -1,4 +1,4 @@
-"""Rules to spec trees."""
+"""Make spec trees from rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spec_tree(state: Any, rules: SpecRules, *, mesh: AnyMesh | None = None) -> A
     refuse_swapped("spec_tree(state, rules, mesh=mesh)", rules)
     parsed = parse_state(state)
     specs = specs_by_path(parsed, mesh, rules)
-    # None is no leaf to JAX: a spec in its place would not go along with it.
+    # To JAX None is no leaf: a spec in its place would break `jax.tree.map` over both.
     values = {
         leaf.path: None if leaf.value is None else specs.get(leaf.path, PartitionSpec())
         for leaf in leaves_of(parsed)
@@ -63,7 +63,7 @@ def specs_by_path(
 def resolve_all(
     parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
-    """By path the spec of each array that has one, and what of the rules means no leaf."""
+    """The spec, by path, of each array that has one, and the errors of the rules."""
     leaves = list(array_leaves(parsed))
     known = [leaf.path for leaf in leaves_of(parsed)]
     resolved = resolve(leaves, mesh, rules, known=known)
@@ -87,7 +87,7 @@ def follow_specs(
     for path, followed in follow(leaves, parameters).items():
         spec = specs[followed.path]
         if followed.dimensions == tuple(range(len(shapes[followed.path]))):
-            found[path] = spec  # word for word
+            found[path] = spec  # exactly as it was written
         else:
             entries = spec_entries(followed.path, spec)
             found[path] = from_partition(cut_as(entries, followed.dimensions))

@@ -1,6 +1,6 @@
-"""What is said of leaves by rules, presets, trees of specs or one spec: one meaning everywhere.
+"""Resolve rules, presets, trees of specs or one spec to a spec for each leaf.
 
-Everything that takes specs asks here: `spec_tree`, `check`, `place`, `init`, `ostraka.restore`.
+Everything that takes specs calls this: `spec_tree`, `check`, `place`, `init`, `ostraka.restore`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ostraka.sharding._mesh import AnyMesh, mesh_spec
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """By path what was said of leaves, and what of it is amiss."""
+    """Specs by path, and errors."""
 
     said: dict[str, Any]
-    """A PartitionSpec, or what the caller had in its place: a Sharding, None for a whole leaf."""
+    """A PartitionSpec, or what the caller gave in its place: a Sharding, or None (not cut)."""
     unknown: list[Finding]
-    """Entries that mean no leaf."""
+    """Entries that match no leaf."""
     missing: list[Finding]
-    """Leaves of which a mapping or a tree says nothing."""
+    """Leaves that a mapping or a tree does not cover."""
 
 
 def resolve(
@@ -49,9 +49,9 @@ def resolve(
     *,
     known: Sequence[str] | None = None,
 ) -> Resolved:
-    """What `specs` says of the arrays of a tree.
+    """Resolve `specs` for the arrays of a tree.
 
-    `specs` is anything that `spec_tree` takes as rules. A leaf that nothing is said of is not in
+    `specs` is anything that `spec_tree` takes as rules. A leaf that is not covered is not in
     the result. Presets, and they alone, need the sizes of the mesh's axes; a mesh of None is the
     one that `jax.set_mesh` has set. `known` are the paths of all leaves, arrays or not.
     """
@@ -73,7 +73,7 @@ def is_rules(value: Any) -> bool:
 
 
 def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
-    """What one rule says."""
+    """Prepare one rule to be applied to leaves."""
     if _is_spec(rule):
         return Decision(lambda leaf: rule)
     if isinstance(rule, Logical):
