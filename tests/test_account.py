@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ostraka import _account, _box, _fetch, _format, _metadata, _shards
+from ostraka import _account, _box, _format, _metadata, _shards
 from ostraka._account import Spread
 from ostraka._plan_write import plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
@@ -137,7 +137,6 @@ def test_staging_grows_with_what_is_staged():
 
 def test_the_numbers_are_those_of_the_engine():
     assert _account.STAGING_BYTES == _shards._STAGING_BYTES
-    assert _account.CHUNK_BYTES == _fetch._CHUNK_BYTES
     assert default_writers() == _shards._WRITERS
 
 

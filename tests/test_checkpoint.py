@@ -10,7 +10,7 @@ import pytest
 
 import ostraka
 from ostraka import _checkpoint
-from ostraka._checkpoint import load_at, locate, read_whole
+from ostraka._checkpoint import locate, open_at, read_whole
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, Problem
 
 
@@ -123,15 +123,15 @@ def test_the_newest_step_that_is_deleted_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     save_steps(tmp_path, "step_00000001", "step_00000002")
-    real = _checkpoint.load
+    real = _checkpoint.open_source
 
     def delete_first(store: Any) -> Any:
-        monkeypatch.setattr(_checkpoint, "load", real)
+        monkeypatch.setattr(_checkpoint, "open_source", real)
         (tmp_path / "step_00000002" / "_METADATA").unlink()
         return real(store)
 
-    monkeypatch.setattr(_checkpoint, "load", delete_first)
-    assert load_at(tmp_path).location == f"{tmp_path}/step_00000001"
+    monkeypatch.setattr(_checkpoint, "open_source", delete_first)
+    assert open_at(tmp_path).location == f"{tmp_path}/step_00000001"
 
 
 def test_a_checkpoint_that_is_always_replaced(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_is_always_replaced(tmp_path: Path):
     tries: list[str] = []
 
     def work(sources: Any) -> None:
-        tries.append(sources[0].metadata.id)
+        tries.append(sources[0].saved.id)
         ostraka.save(path, {"x": np.arange(3)})
         raise Damaged(str(path), [Problem("shard", "it is missing")])
 

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
 from ostraka import _stream
-from ostraka._checkpoint import Source, load
 from ostraka._compare import Comparison, Distance, LeafComparison, Rules, bytes_to_read, compare
+from ostraka._source import Source
+from ostraka.formats import open_source
 from ostraka.storage import open_store
 
 
@@ -27,7 +28,7 @@ class Pair(NamedTuple):
 
 def saved(path: Path, tree: Any) -> Source:
     ostraka.save(path, tree)
-    return load(open_store(path))
+    return open_source(open_store(path))
 
 
 def differ(tmp_path: Path, a: Any, b: Any, **rules: Any) -> Comparison:

@@ -801,7 +801,7 @@ def restore_while_replaced(path: str) -> int | str:
 
     me = jax.process_index()
     like = make_tree(0)
-    real = _read.load_at
+    real = _read.open_at
     waited = False
 
     def load(store: Any) -> Any:
@@ -819,7 +819,7 @@ def restore_while_replaced(path: str) -> int | str:
         return found
 
     meet("start")
-    with patch.object(_read, "load_at", load):
+    with patch.object(_read, "open_at", load):
         return number_in(ostraka.restore(path, like=like))
 
 

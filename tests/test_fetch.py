@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 import ostraka
 from cli_runs import put
 from ostraka import _fetch
-from ostraka._checkpoint import Source, load
-from ostraka._fetch import FetchJob, fetch
-from ostraka._parallel import StopSignal
+from ostraka._source import Source
 from ostraka._spec import Target
+from ostraka.formats import open_source
 from ostraka.storage import open_store
 
 SHAPE = (24, 16)
@@ -25,7 +24,7 @@ ARRAYS = [np.arange(24 * 16, dtype=np.float32).reshape(SHAPE) + 1000 * n for n i
 def source() -> Source:
     path = f"memory://{uuid.uuid4().hex}"
     ostraka.save(path, [ARRAYS[0], put(ARRAYS[1], "fsdp", "tp"), put(ARRAYS[2], None, "fsdp")])
-    return load(open_store(path))
+    return open_source(open_store(path))
 
 
 def spans(extent: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -41,21 +40,23 @@ def elements(target: Target) -> Any:
     return ARRAYS[target.leaf][tuple(slice(*span) for span in target.box)]
 
 
-@given(wanted=targets, shared=st.booleans())
-def test_targets_may_want_the_same_elements(source: Source, wanted: list[Target], shared: bool):
-    job = FetchJob(source, wanted, shared_memory=shared)
-    assert sorted(job.run(StopSignal())) == list(range(len(wanted)))
-    for target, array in zip(wanted, job.arrays, strict=True):
-        assert np.array_equal(array, elements(target))
+@given(wanted=targets)
+def test_targets_may_want_the_same_elements(source: Source, wanted: list[Target]):
+    found = list(source.read(wanted))
+    assert sorted(number for number, _ in found) == list(range(len(wanted)))
+    for number, array in found:
+        assert np.array_equal(array, elements(wanted[number]))
 
 
 def test_large_targets_may_want_the_same_elements(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_fetch, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(_fetch, "CHUNK_BYTES", 1 << 12)
     path = f"memory://{uuid.uuid4().hex}"
     array = np.arange(100_000)
     ostraka.save(path, {"x": array, "y": array + 1})
-    source = load(open_store(path))
+    source = open_source(open_store(path))
     whole, most = ((0, 100_000),), ((10, 99_000),)
-    found = fetch(source, [Target(0, whole), Target(0, most), Target(0, whole), Target(1, whole)])
+    wanted = [Target(0, whole), Target(0, most), Target(0, whole), Target(1, whole)]
     expected = [array, array[10:99_000], array, array + 1]
-    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    found = dict(source.read(wanted))
+    assert len(found) == len(wanted)
+    assert all(np.array_equal(found[number], expected[number]) for number in found)

@@ -639,6 +639,30 @@ def test_a_container_of_a_newer_version_is_not_damage(read: Any):
         read(store.location)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"list": None, "items": [{"decimal": "1.5"}]},
+        {"dict": [{"numpy": ["float3_e1m1", "00"]}], "items": [None]},
+    ],
+)
+def test_a_value_of_a_newer_version_is_not_damage(other: Any):
+    store, body = save_example("newer-value")
+    tree = {"list": None, "items": [body["tree"], other]}
+    store.put("_METADATA", sealed({**body, "tree": tree}))
+    with pytest.raises(UnsupportedFormat, match="can't read .*(decimal|float3).*install a newer"):
+        ostraka.verify(store.location)
+
+
+def test_an_axis_of_a_newer_version_is_not_damage():
+    store, body = save_example("newer-axis")
+    mesh = next(mesh for mesh in body["meshes"] if mesh["axes"])
+    mesh["types"] = ["woven"] * len(mesh["axes"])
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(UnsupportedFormat, match="can't read .*woven.*install a newer"):
+        ostraka.verify(store.location)
+
+
 def test_a_tree_that_contradicts_its_arrays_is_not_intact():
     store, body = save_example("odd-tree")
     store.put("_METADATA", sealed({**body, "tree": {"list": None, "items": []}}))

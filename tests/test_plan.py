@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostraka import _box, _format, _metadata, _plan_read, _plan_write
-from ostraka._format import FileDigests
 from ostraka._metadata import Metadata
 from ostraka._pack import unpack
 from ostraka._plan_read import Direct, Strided
@@ -425,12 +423,11 @@ def targets_for(draw, plan):
 
 
 def random_blocks(file, rng):
-    """Blocks that nobody would choose: any lengths, the header first."""
+    """Blocks that nobody would choose: any lengths."""
     rest = file.size - file.header_bytes
     cuts = sorted({int(c) for c in rng.integers(1, rest, 6)} | {rest}) if rest > 1 else [rest]
     lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False) if b > a]
-    lengths = (file.header_bytes, *lengths)
-    return FileDigests(file.size, lengths, ("0" * 16,) * len(lengths))
+    return _format.blocks_after(file.header_bytes, lengths, ["0" * 16] * len(lengths))
 
 
 @settings(max_examples=100)
@@ -448,15 +445,12 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
     buffers = [np.zeros(_box.shape_of(t.box), arrays[t.leaf].dtype) for t in targets]
     seen = [np.zeros(_box.shape_of(t.box), np.int64) for t in targets]
     for read in read_plan.files:
-        stored = files[read.file.device, read.file.part]
-        digests = random_blocks(read.file, rng)
-        starts = [0, *accumulate(digests.lengths)]
-        chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=chunk_bytes)
+        stored = files[read.file.device, read.file.part][read.file.header_bytes :]
+        blocks = random_blocks(read.file, rng)
+        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=chunk_bytes)
         for chunk in chunks:
-            assert (chunk.start, chunk.stop) == (
-                starts[chunk.first_block],
-                starts[chunk.last_block],
-            )
+            whole = blocks[chunk.first_block : chunk.last_block]
+            assert (chunk.start, chunk.stop) == (whole[0].start, whole[-1].stop)
             assert chunk.start < chunk.stop
             for move in (*chunk.direct, *chunk.strided):
                 assert chunk.start <= move.start < move.stop <= chunk.stop
@@ -495,11 +489,10 @@ def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
     counts = {}
     moved = 0
     for read in _plan_read.plan_read(metadata, targets).files:
-        lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
-        digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
-        count = counts[read.file.device, read.file.part] = [0] * len(lengths)
+        blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
+        count = counts[read.file.device, read.file.part] = [0] * len(blocks)
         for chunk in _plan_read.plan_chunks(
-            read, digests, metadata, targets, chunk_bytes=chunk_bytes
+            read, blocks, metadata, targets, chunk_bytes=chunk_bytes
         ):
             moved += chunk.stop - chunk.start
             for block in range(chunk.first_block, chunk.last_block):
@@ -529,7 +522,7 @@ ROWS, COLUMNS, BOTH = (("x", "y"),), ((), ("x", "y")), (("x",), ("y",))
 def test_resharding_reads_each_block_once(shape, source, destination):
     plan, targets = resharded(shape, "float32", source, destination)
     counts, moved = blocks_read(plan, targets)
-    assert all(set(count[1:]) == {1} for count in counts.values())
+    assert all(set(count) == {1} for count in counts.values())
     assert moved == plan.leaves[0].spec.nbytes
 
 
@@ -538,7 +531,7 @@ def test_resharding_reads_each_block_once(shape, source, destination):
 def test_resharding_packed_reads_each_block_once(shape, source, destination):
     plan, targets = resharded(shape, "int4", source, destination)
     counts, moved = blocks_read(plan, targets)
-    assert all(set(count[1:]) == {1} for count in counts.values())
+    assert all(set(count) == {1} for count in counts.values())
     assert moved == plan.leaves[0].spec.nbytes
 
 
@@ -557,9 +550,8 @@ def test_small_neighbours_are_read_in_one_go():
     targets = [Target(n, ((0, 1000 + n),)) for n in range(500)]
     metadata = metadata_of(plan)
     (read,) = _plan_read.plan_read(metadata, targets).files
-    lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
-    digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
-    chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
+    blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
+    chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
     assert len(chunks) == 1
     assert len(chunks[0].direct) == 500
 
@@ -568,9 +560,8 @@ def test_chunks_stay_near_their_size():
     plan, targets = resharded((16384, 8192), "float32", ROWS, ())
     metadata = metadata_of(plan)
     for read in _plan_read.plan_read(metadata, targets).files:
-        lengths = tuple(_format.block_lengths(read.file.header_bytes, read.entries))
-        digests = FileDigests(read.file.size, lengths, ("0" * 16,) * len(lengths))
-        chunks = _plan_read.plan_chunks(read, digests, metadata, targets, chunk_bytes=8 * MiB)
+        blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
+        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
         assert len(chunks) == 8
         assert all(chunk.stop - chunk.start == 8 * MiB for chunk in chunks)
 

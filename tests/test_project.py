@@ -17,6 +17,7 @@ IMPORTED_AS = {"orbax-checkpoint": "orbax"}
 
 TESTED_IN = {
     "_alike": "processes",
+    "_blocks": "fetch",
     "_capture": "roundtrip",
     "_commit": "failures",
     "_coordinate": "concurrency",
@@ -31,6 +32,7 @@ TESTED_IN = {
     "_stream": "statistics",
     "_version": "project",
     "_write": "roundtrip",
+    "formats": "source",
     "integrity": "damage",
 }
 """Modules that are tested through what they are for, in the file of that name."""

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka._checkpoint import load
 from ostraka._lazy import Checkpoint
+from ostraka.formats import open_source
 from ostraka.storage import open_store
 
 HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
@@ -419,7 +419,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counting(path: Path) -> tuple[CountingStore, Checkpoint]:
     store = CountingStore(path)
-    return store, Checkpoint(load(store))  # type: ignore[arg-type]
+    return store, Checkpoint(open_source(store))  # type: ignore[arg-type]
 
 
 def test_opening_reads_no_array(large: Path):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
 from ostraka import _stream
-from ostraka._checkpoint import Source, load
+from ostraka._source import Source
 from ostraka._spec import DTYPES
 from ostraka._statistics import (
     NotFinite,
@@ -24,12 +24,13 @@ from ostraka._statistics import (
     may_be_not_finite,
     statistics_of,
 )
+from ostraka.formats import open_source
 from ostraka.storage import open_store
 
 
 def saved(path: Path, tree: Any) -> Source:
     ostraka.save(path, tree)
-    return load(open_store(path))
+    return open_source(open_store(path))
 
 
 def look_at(path: Path, array: Any) -> Statistics:

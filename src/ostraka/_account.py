@@ -7,7 +7,7 @@ restore runs. Nothing is estimated, but where a name says so.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -17,14 +17,13 @@ import numpy as np
 from ostraka import _box, _format
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
-from ostraka._plan_read import plan_chunks, plan_read
-from ostraka._plan_write import WritePlan
+from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
+from ostraka._plan_restore import needed_boxes
+from ostraka._plan_write import WritePlan, largest_cell_bytes
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, Target, holders, partition_grid
 
 STAGING_BYTES = 1 << 30
 """How much of what is on accelerators a save holds in host memory at one time."""
-CHUNK_BYTES = 8 << 20
-"""How much a restore reads at one time."""
 
 _NO_ID = "0" * 16
 _NO_DIGEST = "0" * 32
@@ -136,7 +135,7 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
         return scratch
     staged = 0
     for leaf in _one_of_each_kind(plan):
-        box = _largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
+        box = largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
         if leaf.spec.mesh == HOST_LOCAL or box == 0:
             continue
         at_once = min(threads, max(STAGING_BYTES // box, 1))
@@ -157,11 +156,6 @@ def _one_of_each_kind(plan: WritePlan) -> Iterable[Any]:
         for leaf in plan.leaves
     }
     return kinds.values()
-
-
-def _largest_cell_bytes(leaf: LeafSpec, grid: Sequence[int]) -> int:
-    cell = (-(-extent // parts) for extent, parts in zip(leaf.shape, grid, strict=True))
-    return DTYPES[leaf.dtype].nbytes(prod(cell))
 
 
 def _shard_bytes(leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> int:
@@ -317,8 +311,7 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
     plan = plan_read(metadata, targets)
     read = ranges = 0
     for part in plan.files:
-        lengths = tuple(_format.block_lengths(part.file.header_bytes, part.entries))
-        blocks = FileDigests(part.file.size, lengths, ())
+        blocks = _format.planned_blocks(part.file.header_bytes, part.entries)
         chunks = plan_chunks(part, blocks, metadata, targets, chunk_bytes=CHUNK_BYTES)
         read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
@@ -341,30 +334,15 @@ def local_targets(
     The leaves say where they go: their mesh is one of `meshes`.
     """
     here = {device for device, owner in enumerate(process_of) if owner == process}
-    boxes: dict[Any, list[_box.Box]] = {}
+    boxes: dict[Any, Sequence[_box.Box]] = {}
     targets: list[Target] = []
     for number, leaf in leaves:
         key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process)
         if key not in boxes:
-            boxes[key] = _local_boxes(leaf, meshes, here, process)
+            mesh = None if leaf.mesh == HOST_LOCAL else meshes[leaf.mesh]
+            boxes[key] = needed_boxes(leaf, mesh, here, process)
         targets += [Target(number, box) for box in boxes[key]]
     return targets
-
-
-def _local_boxes(
-    leaf: LeafSpec, meshes: Sequence[MeshSpec], here: set[int], process: int
-) -> list[_box.Box]:
-    if leaf.per_process:
-        whole = replace(leaf, shape=leaf.shape[1:], per_process=False)
-        own = (process, process + 1)
-        return [(own, *box) for box in _local_boxes(whole, meshes, here, process)]
-    if leaf.mesh == HOST_LOCAL:
-        return [_box.full(leaf.shape)]
-    mesh, rank = meshes[leaf.mesh], len(leaf.shape)
-    table = holders(mesh, leaf.partition, rank)
-    cells = np.flatnonzero(np.isin(table, list(here)).any(axis=1))
-    grid = partition_grid(mesh, leaf.partition, rank)
-    return [_box.cell(leaf.shape, grid, int(cell)) for cell in cells]
 
 
 def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:

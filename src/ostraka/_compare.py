@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source
 from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
+from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, show_partition
 from ostraka._stream import Array, Wanted, as_numbers, pieces_of, slices_of, work_through
 
@@ -138,7 +138,7 @@ def bytes_to_read(a: Source, b: Source, rules: Rules) -> int:
     in_a, in_b = _values_by_path(a, rules), _values_by_path(b, rules)
     pairs = {_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys()}
     return sum(
-        a.metadata.leaves[pair[0]].spec.nbytes + b.metadata.leaves[pair[1]].spec.nbytes
+        a.saved.leaves[pair[0]].nbytes + b.saved.leaves[pair[1]].nbytes
         for pair in pairs
         if pair and rules.values
     )
@@ -156,7 +156,7 @@ def _comparable(a: Source, one: Any, b: Source, other: Any) -> tuple[int, int] |
     """The numbers of two array leaves of one shape."""
     if not isinstance(one, ArrayNumber) or not isinstance(other, ArrayNumber):
         return None
-    shapes = [s.metadata.leaves[n.number].spec.shape for s, n in ((a, one), (b, other))]
+    shapes = [s.saved.leaves[n.number].shape for s, n in ((a, one), (b, other))]
     return (one.number, other.number) if shapes[0] == shapes[1] else None
 
 
@@ -173,7 +173,7 @@ def _describe(source: Source, path: str, value: Any) -> Described:
         return Described("kept", value=value.name)
     if not isinstance(value, ArrayNumber):
         return Described(type(value).__name__, value=repr(value))
-    leaf = source.metadata.leaves[value.number].spec
+    leaf = source.saved.leaves[value.number]
     return Described(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
         dtype=leaf.dtype,
@@ -188,7 +188,7 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
-    mesh = source.metadata.meshes[leaf.mesh]
+    mesh = source.saved.meshes[leaf.mesh]
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
         return f"one device{memory}"

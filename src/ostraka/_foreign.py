@@ -19,7 +19,22 @@ _SAFETENSORS = ".safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def foreign_metadata(store: Store) -> NotACheckpoint:
+def not_a_checkpoint(store: Store) -> CheckpointNotFound | NotACheckpoint:
+    """Of a place where no format knows a checkpoint."""
+    try:
+        store.get(_format.METADATA_NAME)
+    except FileNotFoundError:
+        return _nothing_there(store)
+    return _foreign_metadata(store)
+
+
+def looks_like_ours(store: Store, data: bytes) -> bool:
+    """Whether a `_METADATA` that can't be read was probably written by a save."""
+    named = any(_format.is_shards_directory(name) for name in store.list() or [])
+    return named or data.startswith(b'{"format":"ostraka"')
+
+
+def _foreign_metadata(store: Store) -> NotACheckpoint:
     """Of a directory whose `_METADATA` is not ours."""
     names = store.list() or []
     if is_orbax(names):
@@ -30,7 +45,7 @@ def foreign_metadata(store: Store) -> NotACheckpoint:
     )
 
 
-def nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
+def _nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
     """Of a place without `_METADATA`: the likely cause, and what to give instead."""
     names = store.list()
     if names is None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -165,8 +166,13 @@ def _placed_boxes(
         for turn, number in enumerate(cells):
             box = _box.cell(shape, grid, number)
             nbytes = (_box.count(box) * bits + 7) // 8
-            placed.append(_Placed(device, turn, -min(nbytes & -nbytes, PAGE_BYTES), box, nbytes))
+            placed.append(_Placed(device, turn, -alignment_of(nbytes), box, nbytes))
     return placed
+
+
+def alignment_of(nbytes: int) -> int:
+    """The largest power of two, up to a page, that divides the size of a box."""
+    return min(nbytes & -nbytes, PAGE_BYTES)
 
 
 def _with_offsets(unordered: list[tuple[int, int, _Placed]]) -> list[Entry]:
@@ -324,13 +330,46 @@ def decode_header(data: Any) -> tuple[str, dict[str, Any]]:
 # Process indexes
 
 
+class Block(NamedTuple):
+    """A range of a shard file's data that is stored, digested and read as a whole."""
+
+    start: int
+    stop: int
+    """Its range in the data, which begins after the header."""
+    file_start: int
+    file_stop: int
+    """Its range in the file."""
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class FileDigests:
-    """The digested blocks of one file, in order."""
+    """A file as its process index describes it: the header, then the blocks of its data."""
 
     size: int
     lengths: tuple[int, ...]
     digests: tuple[str, ...]
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the data."""
+        return blocks_after(self.lengths[0], self.lengths[1:], self.digests[1:])
+
+
+def blocks_after(
+    header_bytes: int, lengths: Sequence[int], digests: Sequence[str]
+) -> tuple[Block, ...]:
+    """Blocks that are stored as they are, one after the other."""
+    stops = accumulate(lengths, initial=0)
+    return tuple(
+        Block(start, stop, header_bytes + start, header_bytes + stop, digest)
+        for (start, stop), digest in zip(pairwise(stops), digests, strict=True)
+    )
+
+
+def planned_blocks(header_bytes: int, entries: Sequence[Entry]) -> tuple[Block, ...]:
+    """The blocks of a file that is yet to be written, without their digests."""
+    _, *lengths = block_lengths(header_bytes, entries)
+    return blocks_after(header_bytes, lengths, [""] * len(lengths))
 
 
 def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -> bytes:

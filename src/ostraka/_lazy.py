@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source, load_at
+from ostraka._checkpoint import open_at, unless_replaced
 from ostraka._document import ArrayNumber, Kept, leaves_of
-from ostraka._fetch import fetch
+from ostraka._memory import detached
+from ostraka._source import Source
 from ostraka._spec import LeafSpec, MeshSpec, Target, numpy_dtype, show_partition
 from ostraka.errors import nearest_path
 from ostraka.storage import PathLike
@@ -27,7 +28,7 @@ class LazyArray:
         self._source = source
         self._number = number
         self._path = path
-        self._leaf: LeafSpec = source.metadata.leaves[number].spec
+        self._leaf: LeafSpec = source.saved.leaves[number]
 
     @property
     def path(self) -> str:
@@ -60,7 +61,7 @@ class LazyArray:
     @property
     def mesh(self) -> MeshSpec | None:
         """The mesh it was saved on; None if it was in host memory."""
-        return self._source.metadata.meshes[self._leaf.mesh] if self._leaf.mesh >= 0 else None
+        return self._source.saved.meshes[self._leaf.mesh] if self._leaf.mesh >= 0 else None
 
     @property
     def prng(self) -> str | None:
@@ -71,8 +72,9 @@ class LazyArray:
         """Basic indexing as in numpy: integers, slices, `...`."""
         entries = index if isinstance(index, tuple) else (index,)
         box, within = bounding_box(self._leaf, list(entries))
-        with self._source.unless_replaced():
-            (array,) = fetch(self._source, [Target(self._number, box)])
+        with unless_replaced(self._source):
+            ((_, array),) = self._source.read([Target(self._number, box)])
+        array = detached(array)
         # As in numpy: integers alone give a scalar, with `...` among them a 0-d array.
         return array[(*within, ...)] if any(e is Ellipsis for e in entries) else array[within]
 
@@ -130,18 +132,18 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What was given as `metadata` when it was saved."""
-        return self._source.metadata.user
+        return self._source.saved.user
 
     @property
     def writer(self) -> Mapping[str, Any]:
         """What wrote it, and when."""
-        return self._source.metadata.writer
+        return self._source.saved.writer
 
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays, each counted once however many paths it has."""
         numbers = {v.number for v in self._leaves.values() if isinstance(v, ArrayNumber)}
-        return sum(self._source.metadata.leaves[number].spec.nbytes for number in numbers)
+        return sum(self._source.saved.leaves[number].nbytes for number in numbers)
 
     def __getitem__(self, path: str) -> Any:
         if path in self._leaves:
@@ -187,7 +189,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     >>> checkpoint = ostraka.open("runs/7")
     >>> checkpoint["params/embedding"][:16]
     """
-    return Checkpoint(load_at(path))
+    return Checkpoint(open_at(path))
 
 
 def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:

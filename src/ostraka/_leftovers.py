@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ostraka import _format, _metadata
-from ostraka._checkpoint import looks_like_ours
+from ostraka._foreign import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
 from ostraka.storage import Store
 

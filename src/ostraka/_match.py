@@ -20,7 +20,6 @@ from ostraka._capture import (
     floating_dtype,
     may_cast,
 )
-from ostraka._checkpoint import Source
 from ostraka._differences import Differences, Tolerated
 from ostraka._document import (
     ArrayNumber,
@@ -52,6 +51,7 @@ from ostraka._leaf_types import (
 from ostraka._nnx import as_state
 from ostraka._pattern import Patterns, rename_with, selects, unmatched
 from ostraka._place import Placer, Unfit, is_committed
+from ostraka._source import Source
 from ostraka._spec import (
     DTYPES,
     LeafSpec,
@@ -121,11 +121,11 @@ class Matcher:
         process: int,
         process_count: int,
     ):
-        self._metadata = source.metadata
+        self._checkpoint = source.saved
         self._location = source.location
         self._choices = choices
         self._placer = Placer(
-            source.metadata,
+            source.saved,
             mesh=choices.mesh,
             process=process,
             process_count=process_count,
@@ -174,7 +174,7 @@ class Matcher:
             of_template = not isinstance(leaf.value, ArrayNumber)
             saved = self._saved.get(leaf.path if of_template else self._rename(leaf.path))
             if isinstance(saved, ArrayNumber):
-                spec = self._metadata.leaves[saved.number].spec
+                spec = self._checkpoint.leaves[saved.number]
                 if kind_of(leaf.value if of_template else spec) in ("jax", "key"):
                     placed.append((leaf.path, spec, leaf.spec))
         like = [getattr(leaf.value, "sharding", None) for leaf in leaves]
@@ -226,7 +226,7 @@ class Matcher:
     def _is_castable(self, saved: Any) -> bool:
         if not isinstance(saved, ArrayNumber):
             return False
-        return may_cast(self._metadata.leaves[saved.number].spec)
+        return may_cast(self._checkpoint.leaves[saved.number])
 
     def _keep(self, leaf: Leaf, values: dict[str, Any]) -> None:
         """Leave what `like` has, as far as it has a value."""
@@ -420,7 +420,7 @@ class Matcher:
     # Arrays
 
     def _array(self, leaf: Leaf, number: int, values: dict[str, Any]) -> list[Destination]:
-        spec = self._metadata.leaves[number].spec
+        spec = self._checkpoint.leaves[number]
         wanted = spec if isinstance(leaf.value, ArrayNumber) else leaf.value
         kind = kind_of(wanted)
         if kind is None:
@@ -495,9 +495,9 @@ class Matcher:
         self, spec: LeafSpec, wanted: Any, kind: str, path: str, cast: str | None
     ) -> Iterator[str]:
         dtype = cast or spec.dtype
-        if spec.per_process and self._process_count != self._metadata.process_count:
+        if spec.per_process and self._process_count != self._checkpoint.process_count:
             yield (
-                f"each of the {self._metadata.process_count} processes that saved it had its own "
+                f"each of the {self._checkpoint.process_count} processes that saved it had its own "
                 f"value; this run has {self._process_count}: restore with as many, or leave it out "
                 f"with only={f'!{path}'!r}"
             )

@@ -261,8 +261,12 @@ def _check_mesh(mesh: MeshSpec, devices: range) -> None:
     if not _are_texts((*mesh.axis_names, *mesh.axis_types)) or not _are_counts(mesh.axis_sizes):
         raise ValueError("a mesh has axes that are not named, or not of a size")
     ranks = {len(mesh.axis_names), len(mesh.axis_sizes), len(set(mesh.axis_names))}
-    types = set(mesh.axis_types) <= {"auto", "explicit", "manual"}
-    if len(ranks) != 1 or len(mesh.axis_types) not in (0, *ranks) or not types:
+    if unknown := set(mesh.axis_types) - {"auto", "explicit", "manual"}:
+        raise UnsupportedFormat(
+            f"a mesh has an axis of the type {sorted(unknown)[0]!r}, which this Ostraka does not "
+            "know; install a newer ostraka"
+        )
+    if len(ranks) != 1 or len(mesh.axis_types) not in (0, *ranks):
         raise ValueError(f"the axes of the mesh {mesh.axis_names} don't fit each other")
     distinct = set(mesh.devices)
     if prod(mesh.axis_sizes) != len(distinct) or len(distinct) != len(mesh.devices):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from ostraka._box import Box
 from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
 from ostraka._document import Leaf
-from ostraka._metadata import Metadata
+from ostraka._plan_restore import needed_boxes
+from ostraka._source import Saved
 from ostraka._spec import (
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
-    device_boxes,
     find_misfits,
     numpy_dtype,
 )
@@ -35,14 +36,14 @@ class Placer:
 
     def __init__(
         self,
-        metadata: Metadata,
+        saved: Saved,
         *,
         mesh: Mesh | None,
         process: int,
         process_count: int,
     ):
-        self._meshes = metadata.meshes
-        self._process_of = metadata.process_of
+        self._meshes = saved.meshes
+        self._process_of = saved.process_of
         self._mesh = mesh
         self._said: Mapping[str, Any] = {}
         self._process = process
@@ -85,16 +86,10 @@ class Placer:
         key = (sharding, spec.shape, spec.per_process)
         found = self._boxes.get(key)
         if found is None:
-            shape = spec.own_shape
             mesh, partition = describe_sharding(spec.path, sharding, self._devices)
-            by_device = device_boxes(shape, mesh, partition)
-            here = sharding.addressable_devices
-            boxes = dict.fromkeys(
-                box for number, box in by_device.items() if self._devices.all[number] in here
-            )
-            if spec.per_process:
-                boxes = {((self._process, self._process + 1), *box): None for box in boxes}
-            found = self._boxes[key] = tuple(boxes)
+            here = [self._devices.number(device) for device in sharding.addressable_devices]
+            placed = replace(spec, partition=partition)
+            found = self._boxes[key] = needed_boxes(placed, mesh, here, self._process)
         return found
 
     def sharding(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> tuple[Any, bool]:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ostraka._spec import DTYPES, dtype_name, numpy_dtype
+from ostraka.errors import UnsupportedFormat
 
 SCALARS = (bool, int, float, complex, str, bytes)
 """Values that are kept in `_METADATA` itself, as is None."""
@@ -74,7 +75,10 @@ def decode_scalar(value: Any) -> Any:
         case "surrogates":
             return base64.b64decode(content, validate=True).decode(errors="surrogatepass")
         case _:
-            raise ValueError(f"{content!r} is no value of the kind {kind!r}")
+            raise UnsupportedFormat(
+                f"its tree has a value of the kind {kind!r}, which this Ostraka does not know; "
+                "install a newer ostraka"
+            )
 
 
 def _encode_str(value: str) -> dict[str, str]:
@@ -184,7 +188,10 @@ def _decode_numpy(name: str, content: Any) -> Any:
     if name == "bytes_":
         return np.bytes_(decode_scalar(content))
     if name not in DTYPES:
-        raise ValueError(f"{name!r} is no dtype of a scalar")
+        raise UnsupportedFormat(
+            f"its tree has a scalar of the dtype {name!r}, which this Ostraka does not know; "
+            "install a newer ostraka"
+        )
     (element,) = np.frombuffer(bytes.fromhex(content), numpy_dtype(name))
     return element
 

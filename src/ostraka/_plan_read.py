@@ -5,14 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from ostraka import _box, _format
 from ostraka._box import Box
-from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._format import Block, Entry, FileEntry
 from ostraka._metadata import Metadata
 from ostraka._spec import DTYPES, Layout, Target, turns_of
+
+CHUNK_BYTES = 8 << 20
+"""How much is read at one time."""
 
 
 class Piece(NamedTuple):
@@ -45,8 +49,8 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
 
     Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
     """
-    wanted: dict[tuple[int, int], list[tuple[int, Box, Box]]] = {}
-    overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box, Box]]] = {}
+    wanted: dict[tuple[int, int], list[tuple[int, Box]]] = {}
+    overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box]]] = {}
     layouts = [_CellFinder(layout) for layout in metadata.layouts]
     for number, target in enumerate(targets):
         leaf = metadata.leaves[target.leaf]
@@ -57,8 +61,8 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
         if not found:
             # Nothing to read, but the file that shows the empty leaf must be there.
             wanted.setdefault((metadata.layouts[leaf.layout].owners[0], leaf.part), [])
-        for device, turn, box, shared in found:
-            wanted.setdefault((device, leaf.part + turn), []).append((number, box, shared))
+        for device, turn, shared in found:
+            wanted.setdefault((device, leaf.part + turn), []).append((number, shared))
     contents = _format.entries_by_file(
         metadata.leaves, metadata.layouts, {device for device, _ in wanted}
     )
@@ -76,14 +80,14 @@ class _CellFinder:
         self._layout = layout
         self._turns = turns_of(layout)
 
-    def find(self, shape: tuple[int, ...], box: Box) -> list[tuple[int, int, Box, Box]]:
-        found: list[tuple[int, int, Box, Box]] = []
+    def find(self, shape: tuple[int, ...], box: Box) -> list[tuple[int, int, Box]]:
+        found: list[tuple[int, int, Box]] = []
         for number in _box.overlapping_cells(shape, self._layout.grid, box):
             cell = _box.cell(shape, self._layout.grid, number)
             shared = _box.intersect(cell, box) if shape else cell
             if shared is not None:
                 turn = 0 if self._turns is None else int(self._turns[number])
-                found.append((self._layout.owners[number], turn, cell, shared))
+                found.append((self._layout.owners[number], turn, shared))
         return found
 
 
@@ -91,7 +95,7 @@ def _file_read(
     table: Mapping[tuple[int, int], FileEntry],
     contents: Mapping[tuple[int, int], list[Entry]],
     key: tuple[int, int],
-    rows: Iterable[tuple[int, Box, Box]],
+    rows: Iterable[tuple[int, Box]],
     targets: Sequence[Target],
 ) -> FileRead:
     file = table.get(key)
@@ -100,16 +104,14 @@ def _file_read(
     if file is None or file.size - file.header_bytes != expected:
         name = _format.shard_name(*key)
         raise ValueError(f"the file table and the layouts disagree about {name}")
-    by_box = {(entry.leaf, entry.box): entry for entry in entries}
-    pieces = [
-        Piece(by_box[targets[number].leaf, box], number, shared) for number, box, shared in rows
-    ]
+    of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
+    pieces = [Piece(of_leaf[targets[number].leaf], number, shared) for number, shared in rows]
     pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
     return FileRead(file, tuple(entries), tuple(pieces))
 
 
 class Direct(NamedTuple):
-    """Bytes of a file that lie in a buffer just as they lie in the file."""
+    """Bytes `[start, stop)` of a file's data, which lie in a buffer as they lie there."""
 
     start: int
     stop: int
@@ -118,7 +120,7 @@ class Direct(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Bytes `[start, stop)` of a file out of which `shared` is copied into a buffer, row by row.
+    """Bytes `[start, stop)` of a file's data; `shared` is copied out of them row by row.
 
     The bytes are those of `box`, in row-major order.
     """
@@ -132,7 +134,10 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go."""
+    """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go.
+
+    Together they hold `[start, stop)` of the file's data.
+    """
 
     start: int
     stop: int
@@ -144,7 +149,7 @@ class Chunk:
 
 def plan_chunks(
     read: FileRead,
-    digests: FileDigests,
+    blocks: Sequence[Block],
     metadata: Metadata,
     targets: Sequence[Target],
     *,
@@ -155,12 +160,16 @@ def plan_chunks(
     A block is read once, except where strided pieces of a box whose rows are longer than a chunk
     meet in it.
     """
-    starts = [0, *accumulate(digests.lengths)]
+    starts = [block.start for block in blocks]
+    starts.append(blocks[-1].stop if blocks else 0)
     chunks: list[Chunk] = []
     pending: list[Direct | Strided] = []
     first = last = 0
     moves = _moves(read, metadata, targets, starts, chunk_bytes)
-    for move in sorted(moves, key=lambda move: move.start):
+    for move in sorted(moves, key=itemgetter(0)):  # by where they start
+        if pending and move.stop <= starts[last]:
+            pending.append(move)
+            continue
         low = bisect_right(starts, move.start) - 1
         high = bisect_right(starts, move.stop - 1)
         if pending:
@@ -179,9 +188,11 @@ def plan_chunks(
 
 
 def _chunk(starts: list[int], first: int, last: int, moves: list[Direct | Strided]) -> Chunk:
-    direct = tuple(move for move in moves if isinstance(move, Direct))
-    strided = tuple(move for move in moves if isinstance(move, Strided))
-    return Chunk(starts[first], starts[last], first, last, direct, strided)
+    direct: list[Direct] = []
+    strided: list[Strided] = []
+    for move in moves:
+        direct.append(move) if isinstance(move, Direct) else strided.append(move)
+    return Chunk(starts[first], starts[last], first, last, tuple(direct), tuple(strided))
 
 
 def _moves(
@@ -196,7 +207,7 @@ def _moves(
         entry = piece.entry
         if entry.nbytes == 0:
             continue
-        base = read.file.header_bytes + entry.offset
+        base = entry.offset
         dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
         target = targets[piece.buffer].box
         if entry.box == target and entry.nbytes <= chunk_bytes and dtype.bits >= 8:

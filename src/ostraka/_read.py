@@ -12,15 +12,16 @@ from jax.sharding import Mesh
 
 from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
-from ostraka._checkpoint import Source, load_at
+from ostraka._checkpoint import open_at
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import Branch, Leaf, rebuild
-from ostraka._fetch import FetchJob, detached
 from ostraka._inplace import InPlace
 from ostraka._match import Choices, Destination, Matcher, Wanted
-from ostraka._parallel import StopSignal, paused_gc
+from ostraka._memory import detached
+from ostraka._parallel import paused_gc
 from ostraka._pattern import Patterns
 from ostraka._record import OnRecord, Stopwatch, report, summarize
+from ostraka._source import Source
 from ostraka._spec import Target, numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Busy, Damaged, RestoreFailed
@@ -125,6 +126,9 @@ class _Tally:
     summary: list[float] = field(default_factory=lambda: summarize([(0, 0.0)]))
     """Of all processes, at the end."""
 
+    def add_bytes(self, nbytes: int) -> None:
+        self.bytes += nbytes
+
     def post(self) -> tuple[int, float]:
         """What this process tells the others."""
         return self.bytes, self.watch.phases.get("read", 0.0)
@@ -143,9 +147,9 @@ def _restore(
     Whoever finds its files replaced says so, and all begin again with the new ones.
     """
     for attempt in range(_ATTEMPTS):
-        source = load_at(path)
+        source = open_at(path)
         tally.location = source.location
-        ids = operation.exchange(f"open-{attempt}", source.metadata.id, lambda ids: ids)
+        ids = operation.exchange(f"open-{attempt}", source.saved.id, lambda ids: ids)
         tally.watch.lap("open")
         if len(set(ids)) > 1:
             continue
@@ -154,7 +158,7 @@ def _restore(
         try:
             result = _restore_once(source, operation, tree, choices, place, tally)
         except Damaged as error:
-            replaced = not source.is_still_there()
+            replaced = not source.is_current()
             if not replaced:
                 if place is not None:
                     error.add_note("what was given as into= may have been changed in part")
@@ -226,37 +230,30 @@ def _with_copies(arrays: Iterator[tuple[str, Any]], wanted: Wanted) -> Iterator[
 def _read_arrays(
     source: Source, wanted: Wanted, operation: Operation, tally: _Tally
 ) -> Iterator[tuple[str, Any]]:
-    """Each array as soon as its bytes are there, while others are still being read."""
-    targets: list[Target] = []
-    owner: list[int] = []
-    first: list[int] = []
-    for number, destination in enumerate(wanted.arrays):
-        first.append(len(targets))
-        for box in destination.boxes:
-            targets.append(Target(destination.number, box))
-            owner.append(number)
-    job = FetchJob(source, targets, shared_memory=True)
+    """Each array as soon as its bytes are there, while others are still being read.
+
+    All processes make them in the same order: one that is early waits for those before it.
+    """
+    turns = {leaf: turn for turn, leaf in enumerate(source.order())}
+    destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
+    targets = [Target(found.number, box) for found in destinations for box in found.boxes]
+    owner = [number for number, found in enumerate(destinations) for _ in found.boxes]
+    left = [len(found.boxes) for found in destinations]
+    there: dict[int, np.ndarray[Any, Any]] = {}
+    reads = source.read(targets, on_bytes=tally.add_bytes)
     assembler = Assembler()
-    waiting = [len(destination.boxes) for destination in wanted.arrays]
-    yield from (
-        (destination.path, _place(source, destination, [], assembler))
-        for destination in wanted.arrays
-        if not destination.boxes
-    )
-    for target in job.run(StopSignal()):
-        operation.check()
-        number = owner[target]
-        waiting[number] -= 1
-        if waiting[number] == 0:
-            destination = wanted.arrays[number]
-            start = first[number]
-            arrays = job.arrays[start : start + len(destination.boxes)]
-            placed = _place(source, destination, arrays, assembler)
-            # On accelerators the bytes are on the device now, and not needed here any more.
-            arrays.clear()
-            job.release(range(start, start + len(destination.boxes)))
-            yield destination.path, placed
-    tally.bytes += job.bytes_read
+    first = 0
+    for number, destination in enumerate(destinations):
+        while left[number]:
+            operation.check()
+            target, there[target] = next(reads)
+            left[owner[target]] -= 1
+        own = range(first, first + len(destination.boxes))
+        first = own.stop
+        arrays = [there.pop(target) for target in own]
+        yield destination.path, _place(source, destination, arrays, assembler)
+    for _ in reads:  # to its end, which closes files
+        pass
 
 
 def _place(
@@ -266,7 +263,7 @@ def _place(
     assembler: Assembler,
 ) -> Any:
     """The bytes of a leaf as what was asked for."""
-    spec = source.metadata.leaves[destination.number].spec
+    spec = source.saved.leaves[destination.number]
     shape = spec.own_shape
     boxes = destination.boxes
     if spec.per_process:

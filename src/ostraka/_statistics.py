@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._checkpoint import Source
+from ostraka._source import Source
 from ostraka._spec import Target
 from ostraka._stream import Array, Result, Wanted, as_numbers, pieces_of, slices_of, work_through
 

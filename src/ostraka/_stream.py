@@ -10,9 +10,8 @@ import numpy as np
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._checkpoint import Source
-from ostraka._fetch import fetch
 from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._source import Source
 from ostraka._spec import Target, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -30,13 +29,13 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 
 def pieces_of(source: Source, leaf: int) -> Iterator[Box]:
     """The boxes of a leaf: all of a small one, else parts of its cells, each one run of a file."""
-    stored = source.metadata.leaves[leaf]
-    small = stored.spec.nbytes <= _SMALL_BYTES
-    grid = (1,) * len(stored.spec.shape) if small else source.metadata.layouts[stored.layout].grid
-    itemsize = numpy_dtype(stored.spec.dtype).itemsize
+    spec = source.saved.leaves[leaf]
+    is_small = spec.nbytes <= _SMALL_BYTES
+    grid = (1,) * len(spec.shape) if is_small else source.grid_of(leaf)
+    itemsize = numpy_dtype(spec.dtype).itemsize
     max_elements = max(PIECE_BYTES // itemsize, 1)
     for number in range(prod(grid)):
-        yield from _cut(_box.cell(stored.spec.shape, grid, number), max_elements)
+        yield from _cut(_box.cell(spec.shape, grid, number), max_elements)
 
 
 def _cut(box: Box, max_elements: int) -> Iterator[Box]:
@@ -69,7 +68,7 @@ def work_through(
 
     def read_and_work(batch: list[Wanted]) -> tuple[list[tuple[Wanted, Result]], int]:
         columns = [
-            fetch(source, [targets[number] for targets in batch])
+            _read_all(source, [targets[number] for targets in batch])
             for number, source in enumerate(sources)
         ]
         nbytes = sum(array.nbytes for column in columns for array in column)
@@ -90,7 +89,7 @@ def _batches(sources: Sequence[Source], wanted: Iterable[Wanted]) -> Iterator[li
     held = 0
     for targets in wanted:
         leaf, box = targets[0]
-        dtype = numpy_dtype(sources[0].metadata.leaves[leaf].spec.dtype)
+        dtype = numpy_dtype(sources[0].saved.leaves[leaf].dtype)
         nbytes = _box.count(box) * dtype.itemsize
         if batch and held + nbytes > PIECE_BYTES:
             yield batch
@@ -99,6 +98,11 @@ def _batches(sources: Sequence[Source], wanted: Iterable[Wanted]) -> Iterator[li
         held += nbytes
     if batch:
         yield batch
+
+
+def _read_all(source: Source, targets: Sequence[Target]) -> list[Array]:
+    found = dict(source.read(targets))
+    return [found[number] for number in range(len(targets))]
 
 
 def slices_of(*arrays: Array) -> Iterator[tuple[Array, ...]]:

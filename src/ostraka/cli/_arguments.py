@@ -59,15 +59,15 @@ def _words_or_files(
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The leaves of the checkpoint that was named before, and the names above them."""
-    from ostraka._checkpoint import load_at
+    from ostraka._checkpoint import open_at
 
     try:
-        leaves = load_at(ctx.params["path"]).metadata.leaves
+        leaves = open_at(ctx.params["path"]).saved.leaves
     except (KeyError, OSError, ValueError):
         return []
     offers: dict[str, None] = {}
     for leaf in leaves:
-        path = leaf.spec.path
+        path = leaf.path
         if path.startswith(incomplete):
             # One name further: a large tree is offered level by level.
             end = path.find("/", len(incomplete))

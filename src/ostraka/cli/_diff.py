@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ostraka._checkpoint import Source, read_whole
+from ostraka._checkpoint import read_whole
 from ostraka._compare import (
     Comparison,
     Described,
@@ -21,6 +21,7 @@ from ostraka._compare import (
     bytes_to_read,
     compare,
 )
+from ostraka._source import Source
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._progress import progress

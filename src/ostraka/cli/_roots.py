@@ -5,8 +5,8 @@ from __future__ import annotations
 from errno import EACCES, EPERM
 
 from ostraka import _format
-from ostraka._checkpoint import load
 from ostraka.errors import CheckpointNotFound
+from ostraka.formats import open_source
 from ostraka.manager._steps import Root, Step
 from ostraka.storage import LocalStore, open_store
 
@@ -45,16 +45,16 @@ def open_root(path: str) -> Root:
 def file_bytes(root: Root, step: Step) -> int | None:
     """The bytes of a step's files; None if that can't be told."""
     try:
-        metadata = load(open_store(root.path(step.names[0]))).metadata
+        source = open_source(open_store(root.path(step.names[0])))
     except (OSError, ValueError):
         return None
-    return sum(file.size for file in metadata.files)
+    return sum(file.nbytes for file in source.files())
 
 
 def is_forbidden(root: Root, step: Step) -> bool:
     """Whether a step may be as good as any, and only this user may not read it."""
     try:
-        load(open_store(root.path(step.names[0])))
+        open_source(open_store(root.path(step.names[0])))
     except OSError as error:
         return error.errno in (EACCES, EPERM)
     except ValueError:

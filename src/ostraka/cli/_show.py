@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._checkpoint import Source, read_whole
+from ostraka._checkpoint import read_whole
 from ostraka._pattern import matches
+from ostraka._source import Source
 from ostraka.cli import _tree
 from ostraka.cli._arguments import complete_leaves, path_argument
 from ostraka.cli._errors import DIFFERENT
@@ -167,7 +168,7 @@ def _show_tree(
             chosen = _tree.summed_up(chosen, depth)
         lines += ["", *_table(_sorted(chosen, sort), found)]
     if files:
-        lines += ["", *_tree.files_table(source.metadata)]
+        lines += ["", *_tree.files_table(source)]
     lines.append("")
     if leaf is not None:
         size = human_bytes(sum(row.nbytes for row in chosen))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
 
-from ostraka import _box, _format
+from ostraka import _box
 from ostraka._box import Box
-from ostraka._checkpoint import Source
-from ostraka._fetch import fetch
 from ostraka._lazy import bounding_box
 from ostraka._picture import draw
+from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, numpy_dtype
 from ostraka._statistics import Statistics, statistics_of
 from ostraka.cli import _tree
@@ -49,7 +48,7 @@ def show_leaf(
 ) -> None:
     """Print what is known of one array, and what of its elements was asked for."""
     assert row.number is not None
-    leaf = source.metadata.leaves[row.number].spec
+    leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)
     elements = None if index is None else _read_slice(source, row.number, index)
     found = _statistics(source, row.number) if stats else None
@@ -75,7 +74,7 @@ def _headline(source: Source, leaf: LeafSpec) -> str:
         _tree.dtype_of(leaf),
         show_shape(_tree.shape_of(leaf)),
         human_bytes(leaf.nbytes),
-        _tree.placement(source.metadata, leaf),
+        _tree.placement(source.saved, leaf),
     ]
     if leaf.cast_from is not None:
         shown.insert(1, f"(was {leaf.cast_from})")
@@ -84,7 +83,7 @@ def _headline(source: Source, leaf: LeafSpec) -> str:
 
 def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) -> list[str]:
     """Which device held what; nothing for arrays that lay on no mesh."""
-    mesh = source.metadata.meshes[leaf.mesh] if leaf.mesh >= 0 else None
+    mesh = source.saved.meshes[leaf.mesh] if leaf.mesh >= 0 else None
     if mesh is None or not mesh.axis_names:
         if dimensions is not None:
             raise click.UsageError(
@@ -109,47 +108,16 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
 # Files
 
 
-class _Place(NamedTuple):
-    """A box of a leaf, its file, the process that wrote it, and where in the file it is."""
-
-    box: Box
-    file: str
-    process: int
-    offset: int
-    nbytes: int
-
-
-def _boxes(source: Source, number: int) -> list[_Place]:
-    """Where each box of a leaf is."""
-    metadata = source.metadata
-    owners = set(metadata.layouts[metadata.leaves[number].layout].owners)
-    headers = {(file.device, file.part): file.header_bytes for file in metadata.files}
-    contents = _format.entries_by_file(metadata.leaves, metadata.layouts, owners)
-    found = [
-        _Place(
-            entry.box,
-            _format.shard_name(*key),
-            metadata.process_of[key[0]],
-            headers.get(key, 0) + entry.offset,
-            entry.nbytes,
-        )
-        for key, entries in contents.items()
-        for entry in entries
-        if entry.leaf == number
-    ]
-    return sorted(found)
-
-
 def _files_table(source: Source, number: int) -> list[str]:
-    boxes = _boxes(source, number)
-    hosts = _tree.hosts_of(source.metadata)
+    boxes = source.boxes_of(number)
+    hosts = _tree.hosts_of(source.saved)
     head = ("box", "file", "process", "host", "at byte", "bytes")
     table = Table(head, right=("process", "at byte", "bytes"))
     for place in boxes[:_MOST_BOXES]:
         host = _tree.host_of(hosts, place.process) or _tree.UNKNOWN_HOST
         table.add(
             _show_box(place.box),
-            place.file,
+            printable(place.file.rpartition("/")[2]),
             f"{place.process}",
             printable(host),
             f"{place.offset:,}",
@@ -158,8 +126,7 @@ def _files_table(source: Source, number: int) -> list[str]:
     lines = table.lines()
     if len(boxes) > _MOST_BOXES:
         lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
-    lines.append(f"files are in {_format.shards_directory(source.metadata.id)}/")
-    return lines
+    return [*lines, *_tree.where_files_are([place.file for place in boxes])]
 
 
 def _show_box(box: Box) -> str:
@@ -186,7 +153,7 @@ def _parse_entry(text: str) -> Any:
 
 
 def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
-    leaf = source.metadata.leaves[number].spec
+    leaf = source.saved.leaves[number]
     context = click.get_current_context()
     try:
         index = parse_index(text)
@@ -205,7 +172,7 @@ def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
             f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats",
             context,
         )
-    (array,) = fetch(source, [Target(number, box)])
+    ((_, array),) = source.read([Target(number, box)])
     return np.asarray(array[(*within, ...)])
 
 
@@ -219,7 +186,7 @@ def _print(elements: np.ndarray[Any, Any]) -> list[str]:
 
 
 def _statistics(source: Source, number: int) -> Statistics:
-    nbytes = source.metadata.leaves[number].spec.nbytes
+    nbytes = source.saved.leaves[number].nbytes
     with progress("reading", nbytes) as bar:
         return statistics_of(source, [number], on_bytes=bar.advance)[number]
 
@@ -245,20 +212,19 @@ def _describe(
     found: Statistics | None,
 ) -> dict[str, object]:
     assert row.number is not None
-    document = _tree.describe_row(source.metadata, row)
+    document = _tree.describe_row(source.saved, row)
     document["checkpoint"] = source.location
-    directory = _format.shards_directory(source.metadata.id)
-    hosts = _tree.hosts_of(source.metadata)
+    hosts = _tree.hosts_of(source.saved)
     document["boxes"] = [
         {
             "box": place.box,
-            "file": f"{directory}/{place.file}",
+            "file": place.file,
             "process": place.process,
             "host": _tree.host_of(hosts, place.process),
             "offset": place.offset,
             "bytes": place.nbytes,
         }
-        for place in _boxes(source, row.number)
+        for place in source.boxes_of(row.number)
     ]
     if found is not None:
         document["statistics"] = _tree.describe_statistics(found)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ostraka._checkpoint import Source
+from ostraka._source import Source
 from ostraka._statistics import NotFinite, count_not_finite, may_be_not_finite
 from ostraka.cli import _tree
 from ostraka.cli._progress import progress
@@ -54,15 +54,15 @@ def show_not_finite(source: Source, rows: Sequence[Row], *, as_json: bool) -> bo
 
 def _count(source: Source, rows: Sequence[Row]) -> dict[str, NotFinite]:
     """Of each leaf of floating-point numbers, by its path; of an array only at its first."""
-    leaves = source.metadata.leaves
+    leaves = source.saved.leaves
     found = {
         row.path: _of_value(row.value) for row in rows if isinstance(row.value, float | complex)
     }
     arrays: dict[int, Row] = {}
     for row in rows:
-        if row.number is not None and may_be_not_finite(leaves[row.number].spec.dtype):
+        if row.number is not None and may_be_not_finite(leaves[row.number].dtype):
             arrays.setdefault(row.number, row)
-    nbytes = sum(leaves[number].spec.nbytes for number in arrays)
+    nbytes = sum(leaves[number].nbytes for number in arrays)
     with progress("reading", nbytes) as bar:
         counted = count_not_finite(source, list(arrays), on_bytes=bar.advance)
     return found | {arrays[number].path: counts for number, counts in counted.items()}
@@ -78,10 +78,10 @@ def _of_value(value: float | complex) -> NotFinite:
 def _cells(source: Source, row: Row) -> tuple[str, str, str]:
     if row.number is None:
         return printable(row.path), type(row.value).__name__, ""
-    leaf = source.metadata.leaves[row.number].spec
+    leaf = source.saved.leaves[row.number]
     return printable(row.path), leaf.dtype, show_shape(_tree.shape_of(leaf))
 
 
 def _describe(source: Source, row: Row, counts: NotFinite) -> dict[str, Any]:
-    described = _tree.describe_row(source.metadata, row)
+    described = _tree.describe_row(source.saved, row)
     return described | {"nan": counts.nan, "infinite": counts.infinite}

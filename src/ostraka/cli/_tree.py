@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._checkpoint import Source
 from ostraka._document import ArrayNumber, Kept, leaves_of
-from ostraka._format import FileEntry, shards_directory
-from ostraka._metadata import Metadata
+from ostraka._source import Saved, Source, StoredFile
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
     Table,
@@ -53,19 +51,19 @@ class Row:
 
 
 def rows_of(source: Source) -> list[Row]:
-    metadata = source.metadata
+    saved = source.saved
     rows: list[Row] = []
     # A model has few kinds of leaves and many of each.
     kinds: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
     for leaf in leaves_of(source.tree):
         if isinstance(leaf.value, ArrayNumber):
             number = leaf.value.number
-            spec = metadata.leaves[number].spec
+            spec = saved.leaves[number]
             placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
             kind = (spec.dtype, spec.shape, spec.prng, *placed)
             known = kinds.get(kind)
             if known is None:
-                known = kinds[kind] = _cells(metadata, spec), spec.nbytes
+                known = kinds[kind] = _cells(saved, spec), spec.nbytes
             cells, nbytes = known
             if leaf.path != spec.path:
                 shown = (printable(leaf.path), f"= {printable(spec.path)}")
@@ -82,12 +80,12 @@ def rows_of(source: Source) -> list[Row]:
     return rows
 
 
-def _cells(metadata: Metadata, leaf: LeafSpec) -> tuple[str, ...]:
+def _cells(saved: Saved, leaf: LeafSpec) -> tuple[str, ...]:
     """What a table shows of an array beside its path."""
     return (
         printable(dtype_of(leaf)),
         show_shape(shape_of(leaf)),
-        printable(placement(metadata, leaf)),
+        printable(placement(saved, leaf)),
         human_bytes(leaf.nbytes),
     )
 
@@ -101,13 +99,13 @@ def shape_of(leaf: LeafSpec) -> tuple[int, ...]:
     return leaf.logical_shape
 
 
-def placement(metadata: Metadata, leaf: LeafSpec) -> str:
+def placement(saved: Saved, leaf: LeafSpec) -> str:
     if leaf.per_process:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
-    if not metadata.meshes[leaf.mesh].axis_names:
+    if not saved.meshes[leaf.mesh].axis_names:
         return f"one device{memory}"
     return f"{show_partition(leaf.partition)}{memory}"
 
@@ -138,7 +136,7 @@ def _sum_up(path: str, rows: Sequence[Row]) -> Row:
 
 
 def title(source: Source) -> str:
-    writer = source.metadata.writer
+    writer = source.saved.writer
     when = str(writer.get("time", "at an unknown time"))
     if when.endswith("+00:00"):
         when = f"{when[:19].replace('T', ' ')} UTC"
@@ -149,15 +147,15 @@ def title(source: Source) -> str:
 
 
 def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
-    metadata = source.metadata
+    saved, files = source.saved, source.files()
     return {
-        "arrays": len(metadata.leaves),
+        "arrays": len(saved.leaves),
         "values": sum(row.number is None and not isinstance(row.value, Kept) for row in rows),
-        "bytes": sum(leaf.spec.nbytes for leaf in metadata.leaves),
-        "files": len(metadata.files),
-        "file_bytes": sum(file.size for file in metadata.files),
-        "processes": metadata.process_count,
-        "devices": len(metadata.process_of),
+        "bytes": sum(leaf.nbytes for leaf in saved.leaves),
+        "files": len(files),
+        "file_bytes": sum(file.nbytes for file in files),
+        "processes": saved.process_count,
+        "devices": len(saved.process_of),
     }
 
 
@@ -174,17 +172,17 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     processes = count_of(found["processes"], "process")
     devices = count_of(found["devices"], "device")
     lines = [f"{', '.join(inside)}, {size} in {files}, written by {processes} with {devices}"]
-    meshes = [printable(str(mesh)) for mesh in source.metadata.meshes if mesh.axis_names]
+    meshes = [printable(str(mesh)) for mesh in source.saved.meshes if mesh.axis_names]
     lines += [f"mesh: {mesh}" for mesh in dict.fromkeys(meshes)]
-    lines += _hosts_line(source.metadata)
-    lines += _took(source.metadata.writer.get("timeline"))
-    if source.metadata.user:
-        lines.append(f"metadata: {json.dumps(source.metadata.user)}")
+    lines += _hosts_line(source.saved)
+    lines += _took(source.saved.writer.get("timeline"))
+    if source.saved.user:
+        lines.append(f"metadata: {json.dumps(source.saved.user)}")
     return lines
 
 
-def _hosts_line(metadata: Metadata) -> list[str]:
-    hosts = list(dict.fromkeys(hosts_of(metadata)))
+def _hosts_line(saved: Saved) -> list[str]:
+    hosts = list(dict.fromkeys(hosts_of(saved)))
     if not hosts:
         return []
     shown = ", ".join(printable(host) for host in hosts[:_MOST_HOSTS])
@@ -193,9 +191,9 @@ def _hosts_line(metadata: Metadata) -> list[str]:
     return [f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}"]
 
 
-def hosts_of(metadata: Metadata) -> list[str]:
+def hosts_of(saved: Saved) -> list[str]:
     """The host of each process that saved; none if `_METADATA` does not say, or says nonsense."""
-    found: Any = metadata.writer.get("hosts")
+    found: Any = saved.writer.get("hosts")
     if not isinstance(found, list):
         return []
     hosts: list[Any] = found
@@ -206,17 +204,24 @@ def host_of(hosts: Sequence[str], process: int) -> str | None:
     return hosts[process] if process < len(hosts) else None
 
 
-def files_table(metadata: Metadata) -> list[str]:
+def files_table(source: Source) -> list[str]:
     """Every file with who wrote it."""
     table = Table(
         ("file", "device", "process", "host", "size"), right=("device", "process", "size")
     )
-    hosts = hosts_of(metadata)
-    for file in metadata.files:
-        process = metadata.process_of[file.device]
-        host = printable(host_of(hosts, process) or UNKNOWN_HOST)
-        table.add(file.name, f"{file.device}", f"{process}", host, human_bytes(file.size))
-    return [*table.lines(), f"files are in {shards_directory(metadata.id)}/"]
+    hosts = hosts_of(source.saved)
+    files = source.files()
+    for file in files:
+        host = printable(host_of(hosts, file.process) or UNKNOWN_HOST)
+        name = printable(file.name.rpartition("/")[2])
+        table.add(name, f"{file.device}", f"{file.process}", host, human_bytes(file.nbytes))
+    return [*table.lines(), *where_files_are([file.name for file in files])]
+
+
+def where_files_are(names: Sequence[str]) -> list[str]:
+    """A line that names the directory of files, if they lie in one below the checkpoint's own."""
+    directories = {name.rpartition("/")[0] for name in names} - {""}
+    return [f"files are in {printable(name)}/" for name in directories]
 
 
 def _took(timeline: Any) -> list[str]:
@@ -249,38 +254,37 @@ def _phases(timeline: Any) -> Iterator[tuple[str, float]]:
 def describe(
     source: Source, rows: Sequence[Row], chosen: Sequence[Row], found: Mapping[int, Statistics]
 ) -> dict[str, object]:
-    metadata = source.metadata
-    hosts = hosts_of(metadata)
-    leaves = [describe_row(metadata, row) for row in chosen]
+    saved = source.saved
+    hosts = hosts_of(saved)
+    leaves = [describe_row(saved, row) for row in chosen]
     for leaf, row in zip(leaves, chosen, strict=True):
         if row.number is not None and row.number in found:
             leaf["statistics"] = describe_statistics(found[row.number])
     return {
         "path": source.location,
-        "id": metadata.id,
-        "writer": metadata.writer,
-        "metadata": metadata.user,
+        "id": saved.id,
+        "writer": saved.writer,
+        "metadata": saved.user,
         "meshes": [
-            dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in metadata.meshes
+            dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in saved.meshes
         ],
         "leaves": leaves,
-        "files": [_describe_file(metadata, hosts, file) for file in metadata.files],
+        "files": [_describe_file(hosts, file) for file in source.files()],
         "totals": totals(source, rows),
     }
 
 
-def _describe_file(metadata: Metadata, hosts: Sequence[str], file: FileEntry) -> dict[str, object]:
-    process = metadata.process_of[file.device]
+def _describe_file(hosts: Sequence[str], file: StoredFile) -> dict[str, object]:
     return {
-        "file": f"{shards_directory(metadata.id)}/{file.name}",
+        "file": file.name,
         "device": file.device,
-        "process": process,
-        "host": host_of(hosts, process),
-        "bytes": file.size,
+        "process": file.process,
+        "host": host_of(hosts, file.process),
+        "bytes": file.nbytes,
     }
 
 
-def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
+def describe_row(saved: Saved, row: Row) -> dict[str, object]:
     if isinstance(row.value, Kept):
         return {"path": row.path, "kind": "kept", "name": row.value.name}
     if row.number is None:
@@ -288,7 +292,7 @@ def describe_row(metadata: Metadata, row: Row) -> dict[str, object]:
         plain = value is None or isinstance(value, bool | int | float | str)
         shown = json_number(value) if plain else repr(value)
         return {"path": row.path, "kind": "value", "type": type(value).__name__, "value": shown}
-    leaf = metadata.leaves[row.number].spec
+    leaf = saved.leaves[row.number]
     shared = {} if row.same_as is None else {"same_as": row.same_as}
     return {
         "path": row.path,

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from ostraka import _format
-from ostraka._checkpoint import Source, load_at
-from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._blocks import ShardFile, Shards
+from ostraka._checkpoint import open_at
+from ostraka._format import Block, Entry, FileEntry
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._spec import DTYPES
-from ostraka.errors import Damaged, Problem, StoreError, count_of
-from ostraka.storage import FileReader, PathLike
+from ostraka.errors import Damaged, Problem, UnsupportedFormat, count_of
+from ostraka.formats._ostraka import OstrakaSource
+from ostraka.storage import PathLike
 
 _THREADS = min((os.cpu_count() or 1) + 1, 16)
 """One more than there are cores: it waits for the disk while the others compare."""
@@ -67,10 +69,10 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     """
     begin = time.perf_counter()
     while True:
-        source = load_at(path)
+        source = _open(path)
         bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
-        if not problems or source.is_still_there():
+        if not problems or source.is_current():
             break
     if problems and raises:
         raise Damaged(source.location, problems)
@@ -84,7 +86,17 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     )
 
 
-def _check_all(source: Source, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
+def _open(path: PathLike) -> OstrakaSource:
+    source = open_at(path)
+    if not isinstance(source, OstrakaSource):
+        raise UnsupportedFormat(
+            f"can't verify {source.location}: Ostraka did not write it, and it has no digests to "
+            "compare with"
+        )
+    return source
+
+
+def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
     metadata = source.metadata
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts)
     problems = [*_tree_problems(source), *_table_problems(source, set(contents))]
@@ -92,7 +104,7 @@ def _check_all(source: Source, on_bytes: OnBytes | None) -> tuple[int, list[Prob
 
     def tasks() -> Iterator[_Task]:
         for file in metadata.files:
-            yield from _FileCheck(source, file, contents.get((file.device, file.part), [])).tasks()
+            yield from _tasks(source.shards, file, contents.get((file.device, file.part), []))
 
     found: dict[int, _Found] = {}
     bytes_read = source.metadata_bytes
@@ -117,20 +129,12 @@ class _Scratch(threading.local):
         self.halves = [memoryview(mmap.mmap(-1, _PIECE_BYTES)) for _ in range(2)]
 
 
-class _Ended(Exception):
-    """A file ended before it should; `at` is where."""
-
-    def __init__(self, at: int):
-        super().__init__(at)
-        self.at = at
-
-
 _Found = tuple[int, Sequence[Problem]]
 """Bytes that were read, and what is wrong with them."""
 _Task = Callable[[_Scratch], _Found]
 
 
-def _tree_problems(source: Source) -> Sequence[Problem]:
+def _tree_problems(source: OstrakaSource) -> Sequence[Problem]:
     """What keeps a restore from making the tree again, though every byte is as it was written."""
     try:
         _ = source.tree
@@ -139,7 +143,7 @@ def _tree_problems(source: Source) -> Sequence[Problem]:
     return ()
 
 
-def _table_problems(source: Source, expected: set[tuple[int, int]]) -> Iterator[Problem]:
+def _table_problems(source: OstrakaSource, expected: set[tuple[int, int]]) -> Iterator[Problem]:
     listed = {(file.device, file.part) for file in source.metadata.files}
     for key in sorted(expected ^ listed):
         yield Problem(
@@ -148,119 +152,81 @@ def _table_problems(source: Source, expected: set[tuple[int, int]]) -> Iterator[
         )
 
 
-class _FileCheck:
-    """Checks one shard file against its digests and against what `_METADATA` says it holds."""
+def _tasks(shards: Shards, entry: FileEntry, contents: Sequence[Entry]) -> Iterator[_Task]:
+    """What there is to do for one file, each for any thread."""
+    try:
+        file = ShardFile(shards, entry, contents)
+    except Damaged as error:
+        problems = error.problems
+        yield lambda _: (0, problems)
+        return
+    groups: list[list[Block]] = [[]]
+    size = 0
+    for block in file.blocks:
+        groups[-1].append(block)
+        size += block.file_stop - block.file_start
+        if size >= _TASK_BYTES:
+            groups.append([])
+            size = 0
+    groups = groups if groups[-1] else groups[:-1] or groups
+    file.reads_left = len(groups)
+    for number, blocks in enumerate(groups):
+        header = partial(_check_header, shards, contents) if number == 0 else None
+        yield partial(_check_blocks, file, header, blocks)
 
-    def __init__(self, source: Source, file: FileEntry, entries: list[Entry]):
-        self._source = source
-        self._file = file
-        self._entries = entries
-        self._name = source.name_of(file)
 
-    def tasks(self) -> Iterator[_Task]:
-        """What there is to do for this file, each for any thread."""
-        try:
-            digests = self._source.digests_of(self._file)
-        except Damaged as error:
-            problems = error.problems
-            yield lambda _: (0, problems)
-            return
-        offset = first = 0
-        start = 0
-        for number, length in enumerate(digests.lengths):
-            offset += length
-            if offset - start >= _TASK_BYTES or number == len(digests.lengths) - 1:
-                yield partial(self._check_blocks, digests, start, first, number + 1)
-                start, first = offset, number + 1
-
-    def _check_blocks(
-        self, digests: FileDigests, start: int, first: int, last: int, scratch: _Scratch
-    ) -> _Found:
-        """Compare the blocks from `first` to before `last`, which begin at `start`."""
-        try:
-            reader = self._source.store.open(self._name)
-        except FileNotFoundError:
-            return 0, [self._problem("it is missing", 0, self._file.size)]
-        problems: list[Problem] = []
-        at = start
-        try:
-            if reader.size != self._file.size:
-                # The same words from each task of this file: they are told once.
-                found = f"it has {reader.size:,} bytes where {self._file.size:,} were written"
-                lost = min(reader.size, self._file.size - 1)
-                return 0, [self._problem(found, lost, self._file.size)]
-            for number in range(first, last):
-                stop = at + digests.lengths[number]
-                check = self._header_problems if number == 0 else self._block_problems
+def _check_blocks(
+    file: ShardFile,
+    check_header: Callable[[ShardFile], int] | None,
+    blocks: Sequence[Block],
+    scratch: _Scratch,
+) -> _Found:
+    """Compare some blocks of a file, and its header where `check_header` is given."""
+    bytes_read = 0
+    problems: list[Problem] = []
+    try:
+        with file.opened():
+            if check_header is not None:
                 try:
-                    problems += check(reader, at, stop, digests.digests[number], scratch)
-                except StoreError as error:
-                    if error.loss is None:
-                        raise
-                    problems.append(self._problem(error.loss, at, stop))
-                at = stop
-        except _Ended as ended:
-            problems.append(self._problem(f"it ends at byte {ended.at:,}", ended.at, at + 1))
-        finally:
-            reader.close()
-        return at - start, problems
+                    bytes_read += check_header(file)
+                except Damaged as error:
+                    problems += error.problems
+            for block in blocks:
+                try:
+                    file.check(block, scratch.halves)
+                except Damaged as error:
+                    problems += error.problems
+                bytes_read += block.file_stop - block.file_start
+    except Damaged as error:  # It can't be opened: each task says so, and it is told once.
+        problems += error.problems
+    return bytes_read, problems
 
-    def _header_problems(
-        self, reader: FileReader, start: int, stop: int, digest: str, _: _Scratch
-    ) -> list[Problem]:
-        header = memoryview(bytearray(stop - start))
-        if reader.read_into(start, [header]) != len(header):
-            raise _Ended(reader.size)
-        if _format.block_digest([header]) != digest:
-            return [self._problem("its header is not as it was written", 0, 0)]
-        if not self._header_agrees(header):
-            return [self._problem(f"its header contradicts {_format.METADATA_NAME}", 0, 0)]
-        return []
 
-    def _block_problems(
-        self, reader: FileReader, start: int, stop: int, digest: str, scratch: _Scratch
-    ) -> list[Problem]:
-        def pieces() -> Iterator[memoryview]:
-            # By turns, because a digest may take the second piece before it is done with the first.
-            for number, at in enumerate(range(start, stop, _PIECE_BYTES)):
-                piece = scratch.halves[number % 2][: stop - at]
-                count = reader.read_into(at, [piece])
-                if count != len(piece):
-                    raise _Ended(at + count)
-                yield piece
+def _check_header(shards: Shards, contents: Sequence[Entry], file: ShardFile) -> int:
+    header = file.read_header()
+    if not _header_agrees(shards, contents, header):
+        raise file.damaged(f"its header contradicts {_format.METADATA_NAME}")
+    return len(header)
 
-        if _format.block_digest(pieces()) == digest:
-            return []
-        found = f"bytes {start:,} to {stop:,} are not as they were written"
-        return [self._problem(found, start, stop)]
 
-    def _header_agrees(self, header: memoryview) -> bool:
-        leaves = self._source.metadata.leaves
-        try:
-            save_id, tensors = _format.decode_header(header)
-            found = {
-                name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
-                for name, tensor in tensors.items()
-            }
-        except (ValueError, KeyError, TypeError):
-            return False
-        expected = {
-            spec.path: (
-                dtype.code,
-                _format.tensor_shape(dtype, entry.box, entry.nbytes),
-                [entry.offset, entry.offset + entry.nbytes],
-            )
-            for entry in self._entries
-            for spec in [leaves[entry.leaf].spec]
-            for dtype in [DTYPES[spec.dtype]]
+def _header_agrees(shards: Shards, contents: Sequence[Entry], header: bytearray) -> bool:
+    leaves = shards.metadata.leaves
+    try:
+        save_id, tensors = _format.decode_header(header)
+        found = {
+            name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
+            for name, tensor in tensors.items()
         }
-        return save_id == self._source.metadata.id and found == expected
-
-    def _problem(self, found: str, start: int, stop: int) -> Problem:
-        paths = _format.paths_between(
-            self._source.metadata.leaves,
-            self._entries,
-            start - self._file.header_bytes,
-            stop - self._file.header_bytes,
+    except (ValueError, KeyError, TypeError):
+        return False
+    expected = {
+        spec.path: (
+            dtype.code,
+            _format.tensor_shape(dtype, entry.box, entry.nbytes),
+            [entry.offset, entry.offset + entry.nbytes],
         )
-        return Problem(self._name, found, paths)
+        for entry in contents
+        for spec in [leaves[entry.leaf].spec]
+        for dtype in [DTYPES[spec.dtype]]
+    }
+    return save_id == shards.metadata.id and found == expected

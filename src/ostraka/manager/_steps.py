@@ -16,11 +16,10 @@ from datetime import datetime
 from typing import Any
 
 from ostraka import _format
-from ostraka._checkpoint import load
 from ostraka._leftovers import committed_directory, find_leftovers, is_of_a_save
-from ostraka._metadata import Metadata
 from ostraka._parallel import RenewedLock
 from ostraka._record import logger as log
+from ostraka._source import Saved
 from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import (
     Busy,
@@ -32,6 +31,7 @@ from ostraka.errors import (
     UnsupportedFormat,
     describe,
 )
+from ostraka.formats import open_source
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import LocalStore, PathLike, open_store
 
@@ -255,18 +255,18 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
 
 def _read(store: LocalStore) -> _Found | None:
     try:
-        metadata = load(store).metadata
+        saved = open_source(store).saved
     except (CheckpointNotFound, NotACheckpoint):
         return None
     except Damaged as error:
         return _Found(problems=error.problems)
     except (UnsupportedFormat, OSError) as error:
         return _Found(problems=(Problem(_format.METADATA_NAME, str(error)),))
-    return _Found(_saved_s(metadata), metrics_in(metadata.user))
+    return _Found(_saved_s(saved), metrics_in(saved.user))
 
 
-def _saved_s(metadata: Metadata) -> float | None:
+def _saved_s(saved: Saved) -> float | None:
     try:
-        return datetime.fromisoformat(metadata.writer["time"]).timestamp()
+        return datetime.fromisoformat(saved.writer["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -27,7 +27,7 @@ _MAX_PIECES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Written:
     """A checkpoint that is there, or will be."""
 
     metadata: Metadata
@@ -101,7 +101,7 @@ class RestorePlan:
 
 
 def plan_restore(
-    saved: Saved,
+    written: Written,
     mesh: Any,
     specs: Any,
     processes: int | None,
@@ -109,8 +109,8 @@ def plan_restore(
     sampled: Sequence[int] | None,
 ) -> RestorePlan:
     """Settle where everything goes, and count what each process reads for it."""
-    numbered = [(n, leaf.spec) for n, leaf in enumerate(saved.metadata.leaves)]
-    known = [leaf.spec.path for leaf in saved.metadata.leaves]
+    numbered = [(n, leaf.spec) for n, leaf in enumerate(written.metadata.leaves)]
+    known = [leaf.spec.path for leaf in written.metadata.leaves]
     if only is not None:
         listed = [only] if isinstance(only, str) else only
         problems = [f"only has {p}, which matches no array" for p in unmatched(listed, known)]
@@ -119,8 +119,8 @@ def plan_restore(
             nothing = [f"no array is selected by only={only!r}"]
             raise Mismatch("can't plan the restore", problems or nothing)
     target = None
-    meshes: Sequence[MeshSpec] = saved.metadata.meshes
-    process_of = saved.metadata.process_of
+    meshes: Sequence[MeshSpec] = written.metadata.meshes
+    process_of = written.metadata.process_of
     if mesh is not None:
         target = target_mesh(mesh)
         meshes = [target]
@@ -129,13 +129,13 @@ def plan_restore(
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")
     count = max(process_of) + 1
-    _check_own_values(saved, numbered, count)
+    _check_own_values(written, numbered, count)
     accounts = [
-        _read_account(saved, numbered, meshes, process_of, process)
+        _read_account(written, numbered, meshes, process_of, process)
         for process in _looked_at(sampled, count, len(numbered), len(process_of))
     ]
     opening = [
-        saved.metadata_bytes + sum(saved.index_bytes.get(p, 0) for p in account.index_processes)
+        written.metadata_bytes + sum(written.index_bytes.get(p, 0) for p in account.index_processes)
         for account in accounts
     ]
     return RestorePlan(target, count, tuple(accounts), tuple(opening))
@@ -184,8 +184,10 @@ def _resolve(
     return partitions_given(leaves, specs, known)
 
 
-def _check_own_values(saved: Saved, numbered: Sequence[tuple[int, LeafSpec]], count: int) -> None:
-    before = saved.metadata.process_count
+def _check_own_values(
+    written: Written, numbered: Sequence[tuple[int, LeafSpec]], count: int
+) -> None:
+    before = written.metadata.process_count
     different = [
         f"{leaf.path!r}: each of the {before} processes that saved it had its own value; this run "
         f"has {count}: restore with as many"
@@ -207,17 +209,17 @@ def _looked_at(
 
 
 def _read_account(
-    saved: Saved,
+    written: Written,
     numbered: Sequence[tuple[int, LeafSpec]],
     meshes: Sequence[MeshSpec],
     process_of: Sequence[int],
     process: int,
 ) -> ReadAccount:
     targets = _account.local_targets(numbered, meshes, process_of, process)
-    pieces = _account.count_pieces(saved.metadata, targets)
+    pieces = _account.count_pieces(written.metadata, targets)
     if pieces > _MAX_PIECES:
         raise ValueError(
             f"process {process} would put {pieces:,} pieces of files together, too many to plan "
             f"(at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
         )
-    return _account.account_read(saved.metadata, process, targets)
+    return _account.account_read(written.metadata, process, targets)

@@ -12,18 +12,20 @@ from typing import Any, cast
 
 from ostraka import _account, _format, _metadata
 from ostraka._account import LostDisk, LostProcess, LostShard, Spread
-from ostraka._checkpoint import load_at
+from ostraka._checkpoint import open_at
 from ostraka._format import FileEntry
 from ostraka._metadata import Metadata
 from ostraka._parallel import paused_gc
-from ostraka._plan_write import WritePlan, plan_write
+from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
+from ostraka._source import Saved
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
 from ostraka._units import bytes_per_second, human_bytes
 from ostraka._version import __version__
+from ostraka.formats._ostraka import OstrakaSource
 from ostraka.planner import _time
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
-from ostraka.planner._restore import RestorePlan, Saved, plan_restore
+from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, State, default_writers
 from ostraka.planner._time import Bandwidths, Times, work_out_times
 from ostraka.sharding._findings import Finding
@@ -167,9 +169,9 @@ class Plan:
 
         >>> plan.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
         """
-        saved = Saved(self.metadata, self.metadata_bytes, self.index_bytes)
+        written = Written(self.metadata, self.metadata_bytes, self.index_bytes)
         with paused_gc():
-            return plan_restore(saved, mesh, specs, processes, only, sampled)
+            return plan_restore(written, mesh, specs, processes, only, sampled)
 
     def times(
         self,
@@ -303,9 +305,20 @@ def _writer(write: WritePlan) -> dict[str, Any]:
 
 
 def plan_checkpoint(path: PathLike) -> Plan:
-    """The plan that an existing checkpoint was written by."""
-    source = load_at(path)
+    """The plan that an existing checkpoint was written by.
+
+    One of another format is planned as Ostraka would write it.
+    """
+    source = open_at(path)
+    if not isinstance(source, OstrakaSource):
+        return _plan_foreign(source.saved)
     found = source.metadata
     write = WritePlan(found.meshes, found.layouts, found.leaves, found.files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}
     return Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+
+
+def _plan_foreign(saved: Saved) -> Plan:
+    """A checkpoint of another format: what it costs to save it with Ostraka, as it was laid out."""
+    state = State(saved.leaves, saved.meshes, saved.process_of, saved.tree, user=saved.user)
+    return plan_state(state, max_file_bytes=MAX_FILE_BYTES)

@@ -146,9 +146,9 @@ def _plan_saved(source: str, options: Options) -> Plan:
                 "plan(path).restore(mesh=…)"
             )
         return plan_checkpoint(source)
-    found = _checkpoint.load_at(source).metadata
+    found = _checkpoint.open_at(source).saved
     dtype = _dtype_name(options.dtype)
-    leaves = [_without_place(leaf.spec, dtype) for leaf in found.leaves]
+    leaves = [_without_place(leaf, dtype) for leaf in found.leaves]
     problems = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]

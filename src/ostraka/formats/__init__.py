@@ -1,0 +1,28 @@
+"""The formats that can be read, one file each.
+
+A format is a function that opens the checkpoint in a store; it returns None for what is not in this
+format, and raises for what is and can't be read. To add one, write it and list it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ostraka._foreign import not_a_checkpoint
+from ostraka._source import Source
+from ostraka.formats._ostraka import open_ostraka
+from ostraka.storage import Store
+
+FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka]
+
+
+def open_source(store: Store) -> Source:
+    """Open the checkpoint in a store.
+
+    Raises CheckpointNotFound, NotACheckpoint, UnsupportedFormat or Damaged, each a sentence.
+    """
+    for open_format in FORMATS:
+        source = open_format(store)
+        if source is not None:
+            return source
+    raise not_a_checkpoint(store)
