@@ -22,9 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ostraka.planner._named import state_of_config
 from ostraka.planner._names import MODELS
-from ostraka.planner._plan import Plan, plan_state
 from ostraka.planner._report import Questions, describe_plan
 from ostraka.planner._rules import read_rules
+from ostraka.planner._save_plan import Plan, plan_state
 from ostraka.planner._state import mesh_of_sizes
 
 RESULTS = Path(__file__).parent / "results"

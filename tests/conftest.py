@@ -5,7 +5,9 @@ set here, before any test module is collected. Nothing on this page imports JAX.
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -15,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
     + [f"{_DEVICES}=8"]
 )
+
+# Most programs run once: compiling them well would take longer than running them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Two test processes share two cores, and a first call compiles: time says nothing about a
 # property. The examples are the same in every run, so that none fails by chance, nor hides behind
@@ -26,3 +31,29 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ostraka")
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test of the module, or a process that it starts, has compiled is not compiled again.
+
+    For tests that start one process at a time: JAX writes the files of its cache in place, where
+    another process may read half of one.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

@@ -11,6 +11,7 @@ from ostraka._plan_write import plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
 from ostraka.planner._state import default_writers
 from ostraka.planner._time import Bandwidths, advise_interval
+from ostraka.storage._base import USUAL_WRITERS
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
 PROCESS_OF = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -137,7 +138,7 @@ def test_staging_grows_with_what_is_staged():
 
 def test_the_numbers_are_those_of_the_engine():
     assert _account.STAGING_BYTES == _write_shards._STAGING_BYTES
-    assert default_writers() == _write_shards._WRITERS
+    assert default_writers() == USUAL_WRITERS
 
 
 # Times

@@ -23,7 +23,8 @@ import ostraka
 from ostraka import _coordinate
 from ostraka._coordinate import Operation
 from ostraka.storage import _local
-from ostraka.testing import _reserve_port, run_processes
+from ostraka.testing import run_processes
+from ostraka.testing._processes import _reserve_port
 
 LocalWriter = _local._LocalWriter
 WITHIN_S = 10.0

@@ -1,8 +1,9 @@
-"""A module imports only from those above it."""
+"""A module imports only from those above it, and no two modules import each other."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ LAYERS = (
     "_version",
     "_units",
     "_lifetime",
+    "_interval",
     "_parallel",
     "_box",
     "_spec",
@@ -66,9 +68,9 @@ LAYERS = (
     "_assemble",
     "_read",
     "integrity",
-    "manager",
     "exercises",
     "planner",
+    "manager",
     "interop",
     "compat",
     "report",
@@ -138,14 +140,71 @@ def find_violations(source: str, module: str, *, is_package: bool = False) -> li
     return found
 
 
-def test_modules_import_only_from_those_above():
-    found: list[str] = []
+def find_cycle(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[str] | None:
+    """Modules of `sources` that import each other in a circle, inside a package or not."""
+    imports: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        found = imports[module] = set[str]()
+        for node in find_imports(ast.parse(source)):
+            for base in imported_modules(node, module, module in packages):
+                names = [alias.name for alias in node.names]
+                below = {f"{base}.{name}" for name in names} & sources.keys()
+                found |= below or {base} & sources.keys()
+        found.discard(module)  # `ostraka.testing` run as a program imports itself by its name
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def package_files() -> Iterator[tuple[str, Path]]:
+    """Each module of the package by its dotted name, with its file."""
     for file in sorted(PACKAGE.rglob("*.py")):
         parts = ("ostraka", *file.relative_to(PACKAGE).with_suffix("").parts)
-        is_package = parts[-1] == "__init__"
-        module = ".".join(parts[:-1] if is_package else parts)
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
+
+
+def test_modules_import_only_from_those_above():
+    found: list[str] = []
+    for module, file in package_files():
+        is_package = file.stem == "__init__"
         found += find_violations(file.read_text("utf-8"), module, is_package=is_package)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_modules_import_each_other_at_any_level():
+    files = dict(package_files())
+    packages = {module for module, file in files.items() if file.stem == "__init__"}
+    sources = {module: file.read_text("utf-8") for module, file in files.items()}
+    cycle = find_cycle(sources, packages)
+    assert cycle is None, " imports ".join(cycle or [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ostraka.storage._b import x",
+        "from ostraka.storage import _b",
+        "from . import _b",
+        "from ._b import x",
+        "import ostraka.storage._b",
+        "def f():\n    from ._b import x",
+    ],
+)
+def test_a_cycle_inside_a_package_is_found(source: str):
+    sources = {"ostraka.storage._a": source, "ostraka.storage._b": "from ._c import y"}
+    assert find_cycle({**sources, "ostraka.storage._c": ""}) is None
+    cycle = find_cycle({**sources, "ostraka.storage._c": "from ._a import z"})
+    assert cycle is not None
+    assert {*cycle} == {*sources, "ostraka.storage._c"}
+    for_types = f"if TYPE_CHECKING:\n    {source.splitlines()[-1].strip()}"
+    typed = {"ostraka.storage._a": for_types, "ostraka.storage._b": "from ._a import z"}
+    assert find_cycle(typed) is None
+
+
+def test_the_planner_does_not_reach_into_the_manager():
+    assert find_violations("from ostraka.manager._advice import x", "ostraka.planner._time")
 
 
 def test_contributing_lists_the_same_layers():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from ostraka.planner import Plan, plan
 from ostraka.planner._models import parameters_of
 from ostraka.planner._names import MODELS
 from ostraka.planner._rules import (
-    _settle_with_jax,  # pyright: ignore[reportPrivateUsage]
+    _resolve_with_jax,  # pyright: ignore[reportPrivateUsage]
     read_rules,
-    settle_rules,
+    resolve_rules,
 )
 from ostraka.planner._sources import Options, plan_source
 from ostraka.planner._state import mesh_of_sizes
@@ -75,12 +76,12 @@ def test_plain_leaves_are_cut_as_those_of_a_tree(name: str, rules: str):
         model = nnx.eval_shape(TREES[name])
     leaves = [leaf.spec for leaf in plan(model, mesh=SIZES, specs=P()).write.leaves]
     assert is_plain(RULES[rules])
-    settled = settle_rules(leaves, RULES[rules], mesh_of_sizes(SIZES))
+    resolved = resolve_rules(leaves, RULES[rules], mesh_of_sizes(SIZES))
     planned = plan(model, mesh=SIZES, specs=RULES[rules])
-    assert settled.partitions == partitions_of(planned)
-    assert settled.problems == planned.problems
+    assert resolved.partitions == partitions_of(planned)
+    assert resolved.problems == planned.problems
     if rules != "dp":
-        assert any(settled.partitions.values())
+        assert any(resolved.partitions.values())
 
 
 def leaves_of(name: str, dtype: str = "bfloat16") -> list[LeafSpec]:
@@ -95,15 +96,15 @@ def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: 
     target = mesh_of_sizes(mesh)
     leaves = leaves_of(name, "int4" if name == "mixtral-8x7b" else "bfloat16")
     found = read_rules(rules, target)
-    settled = settle_rules(leaves, found, target)
+    resolved = resolve_rules(leaves, found, target)
     assert is_plain(found)
-    assert settled == _settle_with_jax(leaves, found, target)
-    assert settled.problems or rules != "dp"
+    assert resolved == _resolve_with_jax(leaves, found, target)
+    assert resolved.problems or rules != "dp"
 
 
-def raised(settle: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
+def raised(resolve: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
     with pytest.raises(InvalidSharding, match=".") as caught:
-        settle(leaves_of("pythia-70m"), rules, mesh)
+        resolve(leaves_of("pythia-70m"), rules, mesh)
     return str(caught.value)
 
 
@@ -121,35 +122,40 @@ def raised(settle: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
 )
 def test_what_is_wrong_is_said_alike(rules: Any):
     mesh = mesh_of_sizes({"data": 3})
-    assert raised(settle_rules, rules, mesh) == raised(_settle_with_jax, rules, mesh)
+    assert raised(resolve_rules, rules, mesh) == raised(_resolve_with_jax, rules, mesh)
 
 
 def test_rules_with_types_of_jax_are_settled_by_jax():
     mesh = mesh_of_sizes(SIZES)
     leaves = leaves_of("pythia-70m")
-    functions = settle_rules(leaves, lambda leaf: P("data") if leaf.ndim > 1 else P(), mesh)
+    functions = resolve_rules(leaves, lambda leaf: P("data") if leaf.ndim > 1 else P(), mesh)
     patterns = {"**/kernel": P("data"), "**/embedding": ("data", None), "**": None}
     assert not is_plain(sharding.combine(patterns))
-    assert functions == settle_rules(leaves, sharding.combine(patterns), mesh)
-    assert settle_rules(leaves, P(), mesh) == settle_rules(leaves, sharding.data_parallel(), mesh)
+    assert functions == resolve_rules(leaves, sharding.combine(patterns), mesh)
+    assert resolve_rules(leaves, P(), mesh) == resolve_rules(leaves, sharding.data_parallel(), mesh)
 
 
 # A config and its model
 
 
+# Only shapes count here, and random numbers take long to compile.
+ZEROS = nnx.initializers.zeros_init()
+linear = partial(nnx.Linear, kernel_init=ZEROS)
+
+
 class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.q_proj = nnx.Linear(128, 256, use_bias=True, rngs=rngs)
-        self.k_proj = nnx.Linear(128, 128, use_bias=True, rngs=rngs)
-        self.v_proj = nnx.Linear(128, 128, use_bias=True, rngs=rngs)
-        self.o_proj = nnx.Linear(256, 128, use_bias=False, rngs=rngs)
+        self.q_proj = linear(128, 256, use_bias=True, rngs=rngs)
+        self.k_proj = linear(128, 128, use_bias=True, rngs=rngs)
+        self.v_proj = linear(128, 128, use_bias=True, rngs=rngs)
+        self.o_proj = linear(256, 128, use_bias=False, rngs=rngs)
 
 
 class Gated(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.gate_proj = nnx.Linear(128, 384, use_bias=False, rngs=rngs)
-        self.up_proj = nnx.Linear(128, 384, use_bias=False, rngs=rngs)
-        self.down_proj = nnx.Linear(384, 128, use_bias=False, rngs=rngs)
+        self.gate_proj = linear(128, 384, use_bias=False, rngs=rngs)
+        self.up_proj = linear(128, 384, use_bias=False, rngs=rngs)
+        self.down_proj = linear(384, 128, use_bias=False, rngs=rngs)
 
 
 class Layer(nnx.Module):
@@ -164,7 +170,7 @@ class Decoder(nnx.Module):
     """Of `CONFIG`, so wide that Adafactor factors its moments; some kernels are square."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.embed_tokens = nnx.Embed(512, 128, rngs=rngs)
+        self.embed_tokens = nnx.Embed(512, 128, embedding_init=ZEROS, rngs=rngs)
         self.layers = nnx.List([Layer(rngs)])
         self.norm = nnx.RMSNorm(128, rngs=rngs)
 
@@ -218,15 +224,6 @@ def test_a_config_is_cut_as_its_model(tmp_path: Path, optimizer: str, rules: str
     assert by_config.files == by_model.files
 
 
-@pytest.fixture
-def hurry():
-    """Each program is compiled for one run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("hurry")
 def test_factored_moments_are_cut_as_in_what_init_makes(tmp_path: Path):
     mesh = sharding.make_mesh({"data": 4, "model": 2})
     rules = read_rules("fsdp+tp", mesh_of_sizes(SIZES))
@@ -246,9 +243,9 @@ def test_rules_go_by_the_shape_that_a_leaf_had():
     """Neither the words of a key nor the processes that had a value of their own are cut."""
     own = LeafSpec("own", "jax", "float32", (8, 4096, 6), per_process=True)
     keys = LeafSpec("keys", "key", "uint32", (8192, 4), prng="rbg")
-    settled = settle_rules([own, keys], sharding.fsdp("data"), mesh_of_sizes({"data": 4}))
-    assert settled.partitions == {"own": (("data",),), "keys": ()}
-    assert settle_rules([keys], P(), mesh_of_sizes({"data": 4})).partitions == {"keys": ()}
+    resolved = resolve_rules([own, keys], sharding.fsdp("data"), mesh_of_sizes({"data": 4}))
+    assert resolved.partitions == {"own": (("data",),), "keys": ()}
+    assert resolve_rules([keys], P(), mesh_of_sizes({"data": 4})).partitions == {"keys": ()}
     huge = LeafSpec("huge", "jax", "int4", (1 << 27,))
-    (problem,) = settle_rules([huge], sharding.data_parallel(), mesh_of_sizes(SIZES)).problems
+    (problem,) = resolve_rules([huge], sharding.data_parallel(), mesh_of_sizes(SIZES)).problems
     assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in problem.message

@@ -461,7 +461,7 @@ def test_mismatched_specs_are_found():
     mesh = mesh_of(model=4)
     model = make_linear()
     specs = {"kernel": P(None, "model"), "bias": P()}
-    (finding,) = sharding.check(model, specs, mesh)
+    (finding,) = sharding.check(model, mesh, specs)
     assert finding.severity == "warning"
     assert "bias" in str(finding)
     placed = sharding.place(model, mesh, specs)

@@ -251,11 +251,11 @@ def test_presets_fit_them(name: str, sizes: dict[str, int]):
             node = node.setdefault(key, {})
         node[last] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     rules = fsdp(min_size=16) | tensor_parallel()
-    assert [f for f in check(tree, rules, sizes) if f.severity == "error"] == []
+    assert [f for f in check(tree, sizes, rules) if f.severity == "error"] == []
 
 
 def specs_of(tree: Any, sizes: dict[str, int]) -> dict[str, P]:
-    specs = spec_tree(tree, tensor_parallel(), sizes)
+    specs = spec_tree(tree, tensor_parallel(), mesh=sizes)
     return {
         jax.tree_util.keystr(keys, simple=True, separator="/").removesuffix("/value"): spec
         for keys, spec in jax.tree_util.tree_leaves_with_path(specs)
@@ -370,7 +370,7 @@ def test_further_names():
 
 def test_layers_that_nothing_is_known_of():
     with pytest.raises(InvalidSharding, match="knows none of the layers by name or shape, such as"):
-        spec_tree({"x": {"kernel": np.ones((4, 8))}}, tensor_parallel(), {"tp": 2})
+        spec_tree({"x": {"kernel": np.ones((4, 8))}}, tensor_parallel(), mesh={"tp": 2})
 
 
 def test_numbers_in_names_are_in_order():
@@ -386,13 +386,13 @@ def test_large_leaves_that_presets_leave_whole():
         f"layers_{n}": {"k_proj": leaf(512, 2, 512), "q_proj": leaf(512, 4, 512), "odd": leaf(3, 5)}
         for n in range(3)
     }
-    (finding,) = check(tree, tensor_parallel(), {"tp": 4})
+    (finding,) = check(tree, {"tp": 4}, tensor_parallel())
     assert finding.severity == "warning"
     assert str(finding).startswith(
         "leaf 'layers_0/k_proj' (512, 2, 512) and 2 like it have 6,291,456 bytes, which the "
         "presets leave whole on each of 4 devices"
     )
-    assert check(tree, tensor_parallel() | fsdp("tp"), {"tp": 4}) == []
-    assert check(tree, tensor_parallel(), {"tp": 2}) == []
+    assert check(tree, {"tp": 4}, tensor_parallel() | fsdp("tp")) == []
+    assert check(tree, {"tp": 2}, tensor_parallel()) == []
     whole = {"layers_*/k_proj": P(), "**": P()}
-    assert check(tree, whole, {"tp": 4}) == []  # as was asked for
+    assert check(tree, {"tp": 4}, whole) == []  # as was asked for

@@ -1,5 +1,7 @@
 """Rules, presets, trees of specs and single specs mean the same wherever specs are taken."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,12 +11,14 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ostraka
+from ostraka._capture import describe_spec
 from ostraka._document import leaves_of
 from ostraka.errors import InvalidSharding
-from ostraka.sharding import check, combine, fsdp, init, make_mesh, place, spec_tree
+from ostraka.sharding import check, combine, fsdp, init, make_mesh, picture, place, spec_tree
 from ostraka.sharding._data import array_leaves, parse_state, to_spec
 from ostraka.sharding._specs import resolve
 
@@ -53,6 +57,7 @@ WAYS: dict[str, Any] = {
     "names and patterns": {"first/kernel": P("data"), "second/k*": P("data"), "**": P()},
     "a function": lambda leaf: P("data") if leaf.ndim == 2 else P(),
     "a preset": fsdp("data", min_size=100),
+    "one spec": P("data"),
 }
 EXPECTED = {
     "first/bias": P(),
@@ -69,18 +74,69 @@ OF_THE_PRESET = {  # the largest dimension of each kernel
 }
 
 
+OTHERWISE: dict[str, dict[str, P]] = {
+    "a preset": OF_THE_PRESET,
+    "one spec": dict.fromkeys(EXPECTED, P("data")),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "c"
+    ostraka.save(path, two())
+    return path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_restore_and_plans_take_every_form(way: str, saved: Path):
+    specs = WAYS[way]
+    expected = OTHERWISE.get(way, EXPECTED)
+    like = ostraka.restore(saved, like=two(), mesh=make_mesh(SIZES), specs=specs)
+    assert specs_of(like) == specs_of(ostraka.restore(saved, mesh=SIZES, specs=specs)) == expected
+    leaves = [leaf.spec for leaf in ostraka.plan(two(), mesh=SIZES, specs=specs).write.leaves]
+    partitions = {path: describe_spec(path, spec) for path, spec in expected.items()}
+    assert {leaf.path: leaf.partition for leaf in leaves} == partitions
+    # Each of two processes has a half of what is cut along the axis of two.
+    halves = [leaf.nbytes // (2 if "data" in expected[leaf.path] else 1) for leaf in leaves]
+    onto = ostraka.plan(saved).restore(mesh=SIZES, specs=specs, processes=2)
+    assert [process.needed_bytes for process in onto.processes] == [sum(halves)] * 2
+
+
+SWAPPED: Any = P()
+MESHES = {"sizes": SIZES, "a mesh": make_mesh(SIZES), "abstract": AbstractMesh((2,), ("data",))}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("use", "order"),
+    [
+        (lambda mesh: check(two(), SWAPPED, mesh), "check(state, mesh, specs)"),
+        (lambda mesh: place(two(), SWAPPED, mesh), "place(tree, mesh, specs)"),
+        (lambda mesh: init(two, SWAPPED, mesh), "init(model_fn, mesh, specs)"),
+        (lambda mesh: picture((8,), SWAPPED, mesh), "picture(shape, mesh, spec)"),
+        (lambda mesh: spec_tree(two(), mesh), "spec_tree(state, rules, mesh=mesh)"),
+    ],
+    ids=["check", "place", "init", "picture", "spec_tree"],
+)
+def test_a_mesh_in_the_place_of_specs(use: Callable[[Any], Any], order: str, mesh: str):
+    with pytest.raises(TypeError, match=r"the mesh \(data=2.*\) is given where specs") as caught:
+        use(MESHES[mesh])
+    assert str(caught.value).endswith(f"the order is {order}")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_specs_mean_the_same_everywhere(way: str):
     specs = WAYS[way]
     mesh = make_mesh(SIZES)
-    expected = OF_THE_PRESET if way == "a preset" else EXPECTED
-    made = spec_tree(two(), specs, SIZES)
+    expected = OTHERWISE.get(way, EXPECTED)
+    made = spec_tree(two(), specs, mesh=SIZES)
     leaves = array_leaves(parse_state(two()))
     assert {leaf.path: leaf.value for leaf in leaves_of(parse_state(made))} == expected
     assert specs_of(place(two(), mesh, specs)) == expected
     assert specs_of(init(two, mesh, specs)) == expected
-    assert check(two(), specs, SIZES) == []
-    resolved = resolve(list(leaves), specs, SIZES)
+    warned = ["first/bias", "second/bias"] if way == "one spec" else []  # not cut as the kernels
+    assert [finding.path for finding in check(two(), SIZES, specs)] == warned
+    resolved = resolve(list(leaves), SIZES, specs)
     assert {path: to_spec(path, spec) for path, spec in resolved.said.items()} == expected
     assert resolved.missing == resolved.unknown == []
 
@@ -114,7 +170,7 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_told_everywhere(case: str):
     specs, sentence = MISTAKES[case]
-    findings = check(two(), specs, SIZES)
+    findings = check(two(), SIZES, specs)
     assert any(sentence in str(finding) for finding in findings)
     assert {finding.severity for finding in findings} == {"error"}
     mesh = make_mesh(SIZES)
@@ -130,7 +186,7 @@ def test_mistakes_are_told_everywhere(case: str):
 
 def test_many_leaves_without_a_pattern_are_one_sentence():
     tree = {f"layer_{n}": {"kernel": np.ones(8), "scale": np.ones(8)} for n in range(48)}
-    (finding,) = check(tree, {"**/kernel": P("data")}, SIZES)
+    (finding,) = check(tree, SIZES, {"**/kernel": P("data")})
     assert str(finding) == (
         "no pattern matches 'layer_0/scale', 'layer_1/scale', 'layer_2/scale' and 45 more: add "
         "one, or '**' with P() to leave the rest whole"
@@ -142,23 +198,23 @@ def test_names_with_characters_of_patterns_and_paths():
     rules = {"a/b": P("data"), "c*": P("model"), "d/e": P(), "empty": ()}
     made = spec_tree(tree, rules)
     assert made == {"a/b": P("data"), "c*": P("model"), "d": {"e": P()}, "empty": ()}
-    assert check(tree, made, SIZES) == []
+    assert check(tree, SIZES, made) == []
     assert spec_tree(tree, made) == made
     assert spec_tree(tree, {"c*": P("model"), "**": P()})["c*"] == P("model")
 
 
 def test_scalars_need_no_spec_and_take_none():
     state = {"w": np.ones((4, 8), np.float32), "opt": {"count": np.int32(3), "mu": np.ones(8)}}
-    assert check(state, {"w": P("data"), "opt": P("model")}, SIZES) == []
-    assert check(state, {"w": P(), "opt/mu": P()}, SIZES) == []
-    (finding,) = check(state, {"w": P(), "opt": {"mu": P(), "count": P("data")}}, SIZES)
+    assert check(state, SIZES, {"w": P("data"), "opt": P("model")}) == []
+    assert check(state, SIZES, {"w": P(), "opt/mu": P()}) == []
+    (finding,) = check(state, SIZES, {"w": P(), "opt": {"mu": P(), "count": P("data")}})
     assert "leaf 'opt/count' has 0 dimensions" in str(finding)
 
 
 def test_a_named_tuple_is_a_tree():
     state = optax.adam(1e-3).init({"w": np.ones((4, 8), np.float32)})
-    specs = spec_tree(state, fsdp("data", min_size=1), SIZES)
-    assert check(state, specs, SIZES) == []
+    specs = spec_tree(state, fsdp("data", min_size=1), mesh=SIZES)
+    assert check(state, SIZES, specs) == []
     placed = place(state, make_mesh(SIZES), specs)
     assert placed[0].mu["w"].sharding.spec == P(None, "data")
 
@@ -182,7 +238,7 @@ def test_a_spec_tree_goes_where_it_came_from(shape: Any):
     rules = lambda path, leaf: P("data") if len(path) % 2 else P("model")  # noqa: E731
     specs = spec_tree(tree, rules)
     assert spec_tree(tree, specs) == specs
-    assert check(tree, specs, SIZES) == []
+    assert check(tree, SIZES, specs) == []
 
 
 def test_what_a_resolved_spec_keeps():
@@ -190,7 +246,7 @@ def test_what_a_resolved_spec_keeps():
     mesh = make_mesh(SIZES)
     leaves = list(array_leaves(parse_state({"a": np.ones(8), "b": np.ones(8), "c": np.ones(8)})))
     sharding = NamedSharding(mesh, P("data"))
-    resolved = resolve(leaves, {"a": sharding, "b": None, "d": P()}, None)
+    resolved = resolve(leaves, None, {"a": sharding, "b": None, "d": P()})
     assert resolved.said == {"a": sharding, "b": None}
     assert [finding.path for finding in resolved.missing] == ["c"]
     assert [finding.path for finding in resolved.unknown] == ["d"]
@@ -198,6 +254,6 @@ def test_what_a_resolved_spec_keeps():
 
 def test_rules_that_are_none():
     with pytest.raises(InvalidSharding, match="rules is 42; it must be a function, a mapping"):
-        check(two(), 42, SIZES)
+        check(two(), SIZES, 42)
     with pytest.raises(InvalidSharding, match="leaf 'first' is given a int as its spec"):
-        check(two(), {"first": 3, "second": P()}, SIZES)
+        check(two(), SIZES, {"first": 3, "second": P()})

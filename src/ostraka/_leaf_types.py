@@ -79,18 +79,16 @@ def key_words(impl: str) -> int | None:
         return None
 
 
-def key_problems(
-    spec: LeafSpec, saved_shape: tuple[int, ...], wanted: Any, kind: str
-) -> Iterator[str]:
+def key_problems(spec: LeafSpec, wanted: Any, kind: str) -> Iterator[str]:
     if spec.kind != "key" or kind != "key":
         yield f"saved as {show_spec(spec)}, `like` has {show_value(wanted)}"
         return
     impl = str(wanted.dtype._impl.name)
     if impl != spec.prng:
         yield f"saved as a {spec.prng} key, `like` has a {impl} key"
-    elif tuple(wanted.shape) != saved_shape[:-1]:
+    elif tuple(wanted.shape) != spec.logical_shape:
         yield (
-            f"saved as keys of shape {show_shape(saved_shape[:-1])}, `like` has "
+            f"saved as keys of shape {show_shape(spec.logical_shape)}, `like` has "
             f"{show_shape(wanted.shape)}"
         )
 

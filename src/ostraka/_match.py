@@ -48,7 +48,7 @@ from ostraka._leaf_types import (
 )
 from ostraka._nnx import as_state
 from ostraka._pattern import rename_with, selects, unmatched
-from ostraka._place import Placer, Unfit, is_committed, logical_shape
+from ostraka._place import Placer, Unfit, is_committed
 from ostraka._source import Source
 from ostraka._spec import (
     DTYPES,
@@ -421,7 +421,7 @@ class Matcher:
     def _may_keep(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> bool:
         """Whether a leaf differs in its shape, and there is another value for it."""
         shape = tuple(getattr(wanted, "shape", ()))
-        return wanted is not spec and shape != logical_shape(spec) and self._has_value(leaf)
+        return wanted is not spec and shape != spec.logical_shape and self._has_value(leaf)
 
     def _cast(self, spec: LeafSpec, wanted: Any, path: str) -> str | None:
         """The dtype to cast a leaf to: only floating-point arrays, only if asked."""
@@ -458,10 +458,10 @@ class Matcher:
             if spec.kind == "key" and key_words(spec.prng) != spec.shape[-1]:
                 yield f"it is a {spec.prng} key, which this JAX does not know"
             return
-        saved_shape = spec.shape[1:] if spec.per_process else spec.shape
         if spec.kind == "key" or kind == "key":
-            yield from key_problems(spec, saved_shape, wanted, kind)
+            yield from key_problems(spec, wanted, kind)
             return
+        saved_shape = spec.own_shape
         if kind == "python":
             if saved_shape != () or python_type(spec.dtype) is not type(wanted):
                 yield f"saved as {show_spec(spec)}, `like` has {show_value(wanted)}"

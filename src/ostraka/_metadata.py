@@ -30,7 +30,7 @@ from ostraka._spec import (
     LeafSpec,
     MeshSpec,
     StoredLeaf,
-    partition_problems,
+    find_misfits,
 )
 from ostraka.errors import NotACheckpoint, UnsupportedFormat
 
@@ -304,8 +304,8 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
         raise ValueError(f"leaf {spec.path!r} has no dimension for its processes")
     if spec.mesh != HOST_LOCAL:
         mesh = metadata.meshes[spec.mesh]
-        for problem in partition_problems(spec.path, spec.shape, spec.partition, mesh):
-            raise ValueError(problem)
+        for misfit in find_misfits(spec.path, spec.shape, spec.partition, mesh):
+            raise ValueError(misfit.message)
     checked.add(kind)
 
 

@@ -20,8 +20,8 @@ from ostraka._spec import (
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
+    find_misfits,
     numpy_dtype,
-    partition_problems,
 )
 from ostraka.sharding._data import ArrayLeaf
 from ostraka.sharding._mesh import mesh_to_use
@@ -130,7 +130,7 @@ class Placer:
 
     def _fitting(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
         """Check that a sharding fits the leaf; the same sharding is looked at once per shape."""
-        shape = spec.shape[1:] if spec.per_process else spec.shape
+        shape = spec.own_shape
         key = (sharding, shape)
         if key in self._settled:
             return sharding
@@ -144,11 +144,11 @@ class Placer:
         return NamedSharding(mesh, partition_spec)
 
     def _check_fit(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> None:
-        logical = logical_shape(spec)
         entries = spec_entries(path, partition_spec)
-        problems = partition_problems(path, logical, entries, describe_mesh(mesh, self._devices))
-        if problems:
-            raise Unfit(*problems)
+        described = describe_mesh(mesh, self._devices)
+        misfits = find_misfits(path, spec.logical_shape, entries, described)
+        if misfits:
+            raise Unfit(*[misfit.message for misfit in misfits])
 
     def _as_saved(self, spec: LeafSpec, path: str) -> Any:
         """The mesh it was saved on if this run has as many devices; one device otherwise."""
@@ -189,12 +189,6 @@ class Placer:
 def is_committed(wanted: Any) -> bool:
     """Whether a template's array must stay on its devices; a shape with a sharding must."""
     return bool(getattr(wanted, "committed", True))
-
-
-def logical_shape(spec: LeafSpec) -> tuple[int, ...]:
-    """The shape of the leaf as a program has it."""
-    shape = spec.shape[1:] if spec.per_process else spec.shape
-    return shape[:-1] if spec.kind == "key" else shape
 
 
 def _mesh_in_force(path: str, abstract: Any) -> Mesh:
@@ -244,9 +238,9 @@ def resolve_specs(
     if specs is None:
         return {}, []
     shaped = [
-        ArrayLeaf(path, logical_shape(spec), _outline(spec), named) for path, spec, named in leaves
+        ArrayLeaf(path, spec.logical_shape, _outline(spec), named) for path, spec, named in leaves
     ]
-    found = resolve(shaped, specs, mesh, known=known)
+    found = resolve(shaped, mesh, specs, known=known)
     return found.said, [finding.message for finding in found.unknown]
 
 
@@ -254,7 +248,7 @@ def _outline(spec: LeafSpec) -> jax.ShapeDtypeStruct:
     """The array that a leaf is, without its values."""
     if spec.kind == "key":
         return jax.eval_shape(lambda: jax.random.key(0, impl=spec.prng))
-    return jax.ShapeDtypeStruct(logical_shape(spec), numpy_dtype(spec.dtype))
+    return jax.ShapeDtypeStruct(spec.logical_shape, numpy_dtype(spec.dtype))
 
 
 def _default_device() -> Any:

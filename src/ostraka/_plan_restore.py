@@ -33,7 +33,7 @@ def needed_boxes(
     process's own.
     """
     if leaf.per_process:
-        value = replace(leaf, shape=leaf.shape[1:], per_process=False)
+        value = replace(leaf, shape=leaf.own_shape, per_process=False)
         own = (process, process + 1)
         return tuple((own, *box) for box in needed_boxes(value, mesh, devices, process))
     if mesh is None:

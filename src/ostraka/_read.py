@@ -265,10 +265,9 @@ def _place(
 ) -> Any:
     """The bytes of a leaf as what was asked for."""
     spec = source.saved.leaves[destination.number]
-    shape = spec.shape
+    shape = spec.own_shape
     boxes = destination.boxes
     if spec.per_process:
-        shape = shape[1:]
         boxes = tuple(box[1:] for box in boxes)
         arrays = [array[0] for array in arrays]
     if destination.cast is not None:

@@ -156,6 +156,16 @@ class LeafSpec:
     def nbytes(self) -> int:
         return (prod(self.shape) * DTYPES[self.dtype].bits + 7) // 8
 
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what one process has: `shape` without the process dimension."""
+        return self.shape[1:] if self.per_process else self.shape
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape that users and specs know: `own_shape`, of PRNG keys without their words."""
+        return self.own_shape[:-1] if self.kind == "key" else self.own_shape
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -228,43 +238,57 @@ def holders(mesh: MeshSpec, partition: Partition, rank: int) -> npt.NDArray[np.i
 
 def check_partition(path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec) -> None:
     """Raise InvalidSharding, naming leaf, dimension, axis and sizes, where a spec does not fit."""
-    for problem in partition_problems(path, shape, partition, mesh):
-        raise InvalidSharding(problem)
+    for misfit in find_misfits(path, shape, partition, mesh):
+        raise InvalidSharding(misfit.message)
 
 
-def partition_problems(
+class Misfit(NamedTuple):
+    """One way in which a spec does not fit its leaf or its mesh."""
+
+    message: str
+    nearest_size: int | None = None
+    """Of a dimension that does not divide: the nearest size that does."""
+
+
+def find_misfits(
     path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
-) -> list[str]:
-    """Every way in which a spec does not fit its leaf or its mesh, a sentence each."""
-    problems: list[str] = []
+) -> list[Misfit]:
+    """Every way in which a spec does not fit its leaf or its mesh."""
+    misfits: list[Misfit] = []
     if len(partition) > len(shape):
-        problems.append(
-            f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
-            f"{show_partition(partition)} has {len(partition)} entries"
+        misfits.append(
+            Misfit(
+                f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
+                f"{show_partition(partition)} has {len(partition)} entries"
+            )
         )
     seen: set[str] = set()
     for dimension, axes in enumerate(partition):
+        where = f"leaf {path!r}, dimension {dimension}"
         unknown = [axis for axis in axes if axis not in mesh.axis_names]
-        problems += [
-            f"leaf {path!r}, dimension {dimension}: the mesh ({mesh}) has no axis {axis!r}"
-            for axis in unknown
-        ]
-        problems += [
-            f"leaf {path!r}, dimension {dimension}: axis {axis!r} is used twice in "
-            f"{show_partition(partition)}"
+        misfits += [Misfit(f"{where}: the mesh ({mesh}) has no axis {axis!r}") for axis in unknown]
+        misfits += [
+            Misfit(f"{where}: axis {axis!r} is used twice in {show_partition(partition)}")
             for place, axis in enumerate(axes)
             if axis in seen or axis in axes[:place]
         ]
         seen.update(axes)
         if unknown or dimension >= len(shape):
             continue
-        parts = mesh.size_of(axes)
-        if shape[dimension] % parts:
-            problems.append(
-                f"leaf {path!r}, dimension {dimension}: {shape[dimension]} elements do not divide "
-                f"into {parts} parts along {' × '.join(axes)} of the mesh ({mesh})"
+        size, parts = shape[dimension], mesh.size_of(axes)
+        if size % parts:
+            message = (
+                f"{where}: {size} elements do not divide into {parts} parts along "
+                f"{' × '.join(axes)} of the mesh ({mesh})"
             )
-    return problems
+            misfits.append(Misfit(message, _nearest_multiple(size, parts)))
+    return misfits
+
+
+def _nearest_multiple(size: int, parts: int) -> int:
+    """The nearest size above 0 that divides; of two equally near the larger."""
+    below = size // parts * parts
+    return below if below and size - below < below + parts - size else below + parts
 
 
 def show_partition(partition: Partition) -> str:

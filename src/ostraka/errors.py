@@ -218,11 +218,11 @@ def _store_error_again(message: str, errno: int | None, filename: str | None) ->
     return StoreError(message, errno=errno, filename=filename)
 
 
-_PLURALS = {"leaf": "leaves"}
+_PLURALS = {"leaf": "leaves", "process": "processes"}
 
 
 def count_of(number: int, noun: str) -> str:
-    """'1 problem', '2 problems'."""
+    """'1 array', '1,250 arrays', '2 processes', '3 leaves'."""
     return f"{number:,} {noun if number == 1 else _PLURALS.get(noun, f'{noun}s')}"
 
 

@@ -92,7 +92,7 @@ LIMIT_EXCEEDED = 3
 @click.option("--names", is_flag=True, help="List the built-in models.")
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
-    """Tell what a checkpoint of SOURCE will cost, to the byte; nothing is written.
+    """Show what a checkpoint of SOURCE will cost, to the byte; nothing is written.
 
     SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
     function as package.module:function or file.py:function that makes an NNX model, a pair of model

@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostraka.cli._text import human_bytes, printable
+from ostraka.cli._text import count_of, human_bytes, printable
 
 _BAR_WIDTH = 24
 _BLOCK = "█"
 _PIPE_WIDTH = 120
-Row = tuple[str, str, str]
+PlanLine = tuple[str, str, str]
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """Print every variant, and which wins on what."""
+    """Print every variant, and the comparison."""
     console = _Console(highlight=False)
     if not console.is_terminal:
         console = _Console(highlight=False, width=_PIPE_WIDTH)
@@ -31,7 +31,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 class _Console(Console):
-    """A console that leaves it to the command what becomes of a reader that has gone."""
+    """A console that raises BrokenPipeError, which the command handles."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -59,11 +59,11 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
 def _where(variant: dict[str, Any]) -> str:
     meshes = [", ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in variant["meshes"] if mesh]
     mesh = f"mesh {'; '.join(meshes)}, " if meshes else ""
-    return f"{mesh}{_count(variant['devices'], 'device')} on {_count(variant['hosts'], 'host')}"
+    return f"{mesh}{count_of(variant['devices'], 'device')} on {count_of(variant['hosts'], 'host')}"
 
 
 def _block_for(encoding: str) -> str:
-    """What a bar is drawn with, where not every output knows the block."""
+    """The character for bars: `#` where the encoding has no block character."""
     try:
         _BLOCK.encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -71,7 +71,7 @@ def _block_for(encoding: str) -> str:
     return _BLOCK
 
 
-def _table(title: str, rows: Sequence[Row], block: str) -> Table:
+def _table(title: str, rows: Sequence[PlanLine], block: str) -> Table:
     table = Table(title=_shown(title), title_justify="left", title_style="bold cyan", box=None)
     table.show_header = False
     table.add_column(style="dim")
@@ -82,19 +82,19 @@ def _table(title: str, rows: Sequence[Row], block: str) -> Table:
     return table
 
 
-def _sections(variant: dict[str, Any]) -> Iterator[tuple[str, Iterator[Row]]]:
+def _sections(variant: dict[str, Any]) -> Iterator[tuple[str, Iterator[PlanLine]]]:
     yield "what is saved", _saved_rows(variant)
     yield "what is written", _written_rows(variant)
     yield "save", _save_rows(variant)
     yield "restore as it was", _restore_rows(variant["restore"])
     for onto in variant["onto"]:
         axes = ", ".join(f"{k}={v}" for k, v in onto["mesh"].items())
-        yield f"restore onto {axes}, {_count(onto['hosts'], 'host')}", _restore_rows(onto)
+        yield f"restore onto {axes}, {count_of(onto['hosts'], 'host')}", _restore_rows(onto)
     yield "if something is lost", _recovery_rows(variant["recovery"])
     yield "over time", _time_rows(variant)
 
 
-def _saved_rows(variant: dict[str, Any]) -> Iterator[Row]:
+def _saved_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     if variant["parameters"] is not None:
         yield "parameters", f"{variant['parameters']:,}", ""
     yield "arrays", f"{variant['arrays']:,}", f"{variant['elements']:,} elements"
@@ -115,7 +115,7 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[Row]:
         yield "all in float32", human_bytes(wider["everything"]), note
 
 
-def _written_rows(variant: dict[str, Any]) -> Iterator[Row]:
+def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     files, hosts, shards = variant["files"], variant["host_bytes"], variant["shard_bytes"]
     yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}"
     yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
@@ -133,74 +133,74 @@ def _written_rows(variant: dict[str, Any]) -> Iterator[Row]:
     yield "indexes", human_bytes(variant["index_bytes"]), exact
 
 
-def _save_rows(variant: dict[str, Any]) -> Iterator[Row]:
+def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     save, staging = variant["save"], variant["staging_bytes"]
     yield "staging memory of a host", human_bytes(staging["accelerators"]), "with accelerators"
     yield "", human_bytes(staging["cpu"]), "on CPUs"
     held = human_bytes(staging["held_by_save_async"])
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
-    yield "time", _seconds(save["seconds"]), _hint(save["seconds"])
-    if save["seconds"] is not None:
+    yield "time", _seconds(save["time_s"]), _hint(save["time_s"])
+    if save["time_s"] is not None:
         yield (
             "blocked by save",
-            _seconds(save["blocked_seconds"]),
+            _seconds(save["blocked_s"]),
             "save returns when all is on disk",
         )
-    if save["save_async_blocked_seconds"] is not None:
-        seconds = _seconds(save["save_async_blocked_seconds"])
+    if save["save_async_blocked_s"] is not None:
+        seconds = _seconds(save["save_async_blocked_s"])
         yield "blocked by save_async", seconds, "until all is copied to host memory"
     yield from _peak_rows(save)
 
 
-def _peak_rows(work: dict[str, Any]) -> Iterator[Row]:
+def _peak_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     for key, what in (("_host", "a host"), ("", "all hosts")):
         rate = work[f"peak_bytes_per_second{key}"]
         if rate is not None:
             yield f"peak I/O, {what}", f"{human_bytes(round(rate))}/s", ""
 
 
-def _restore_rows(work: dict[str, Any]) -> Iterator[Row]:
+def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     read, looked_at = work["read_bytes"], work["hosts_worked_out"]
     is_sampled = looked_at < work["hosts"]
-    sampled = "" if not is_sampled else f"worked out for {_count(looked_at, 'host')}"
-    # Of those that were not looked at, one may read a little more.
+    sampled = "" if not is_sampled else f"worked out for {count_of(looked_at, 'host')}"
+    # One of the hosts that were not computed may read a little more.
     title = "a host reads, about" if is_sampled else "a host reads, at most"
     yield title, human_bytes(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
     yield (
         "reads of a host",
         f"{work['ranges']['most']:,}",
-        f"in {_count(work['files']['most'], 'file')}",
+        f"in {count_of(work['files']['most'], 'file')}",
     )
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
-    yield "time", _seconds(work["seconds"]), _hint(work["seconds"])
+    yield "time", _seconds(work["time_s"]), _hint(work["time_s"])
     yield from _peak_rows(work)
 
 
-def _recovery_rows(recovery: dict[str, Any]) -> Iterator[Row]:
+def _recovery_rows(recovery: dict[str, Any]) -> Iterator[PlanLine]:
     shard, host, disk = (recovery[name] for name in ("lost_shard", "lost_host", "lost_disk"))
     if shard is not None:
         elsewhere = human_bytes(shard["held_elsewhere_bytes"])
-        note = f"{_seconds(shard['seconds'])} to write; {elsewhere} of it is on other devices, too"
+        note = f"{_seconds(shard['time_s'])} to write; {elsewhere} of it is on other devices, too"
         yield "a shard", human_bytes(shard["size_bytes"]), note
     alone = human_bytes(host["sole_bytes"])
-    note = f"{_seconds(host['seconds'])} to read; {alone} of it is on no other host"
+    note = f"{_seconds(host['time_s'])} to read; {alone} of it is on no other host"
     yield "a host", human_bytes(host["held_bytes"]), note
     elsewhere = human_bytes(disk["held_elsewhere_bytes"])
-    note = f"{_seconds(disk['seconds'])} to write; {elsewhere} of it is on other hosts, too"
+    note = f"{_seconds(disk['time_s'])} to write; {elsewhere} of it is on other hosts, too"
     yield "a host's disk", human_bytes(disk["written_bytes"]), note
 
 
-def _time_rows(variant: dict[str, Any]) -> Iterator[Row]:
+def _time_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     kept, interval = variant["retention"], variant["interval"]
     if kept is not None:
         during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
         yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
     if interval is not None:
-        yield from _interval_rows(variant["save"]["seconds"], interval)
+        yield from _interval_rows(variant["save"]["time_s"], interval)
 
 
-def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[Row]:
+def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[PlanLine]:
     """How often to save, with either of the two ways to do it."""
     counted = "" if interval["restore_is_counted"] else ", restoring not counted"
     for call in ("save", "save_async"):
@@ -237,13 +237,13 @@ def _verdict(row: dict[str, Any]) -> str:
 def _cell(key: str, value: Any) -> str:
     if key.endswith("skew"):
         return f"{value:.2%}"
-    if key.endswith("seconds"):
+    if key.endswith("time_s"):
         return _seconds(value)
     return f"{value:,}" if key == "files.shards" else human_bytes(value)
 
 
 def _shown(text: str) -> str:
-    """Text that may come from a stranger's checkpoint: it must steer neither terminal nor rich."""
+    """Escape untrusted text of a checkpoint: no terminal control codes, no rich markup."""
     return escape(printable(text))
 
 
@@ -261,7 +261,3 @@ def _seconds(value: float | None) -> str:
 
 def _hint(value: float | None) -> str:
     return "give a bandwidth, or --probe DIR" if value is None else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else noun + 's'}"

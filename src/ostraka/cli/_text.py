@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from ostraka._units import human_bytes as human_bytes
+from ostraka.errors import count_of as count_of
 
 _SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
 def printable(text: str) -> str:
-    """Text of a checkpoint that may come from a stranger: it must not steer the terminal."""
+    """Escape untrusted text of a checkpoint: no terminal control codes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -48,19 +49,10 @@ def human_age(saved_s: float | None) -> str:
 
 
 def human_number(number: float | int | None) -> str:
-    """A number in few digits; integers in all of theirs."""
+    """A number with six digits at most; integers in full."""
     if number is None:
         return "–"
     return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
-
-
-def count_of(number: int, noun: str) -> str:
-    """`1 array`, `1,250 arrays`, `2 processes`, `3 leaves`."""
-    if number == 1:
-        return f"1 {noun}"
-    if noun.endswith("f"):
-        return f"{number:,} {noun[:-1]}ves"
-    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def show_shape(shape: Sequence[int]) -> str:
@@ -72,7 +64,7 @@ def shorten(text: str, width: int) -> str:
 
 
 class Table:
-    """Rows under a head, columns as wide as they must be; those named in `right` end together."""
+    """A text table; columns named in `right` are right-aligned."""
 
     def __init__(self, head: Sequence[str], *, right: Sequence[str] = ()):
         self._head = tuple(head)
@@ -80,7 +72,7 @@ class Table:
         self._rows: list[tuple[tuple[str, ...], str | None]] = []
 
     def add(self, *cells: str, colour: str | None = None) -> None:
-        """A row; one with fewer cells than the head may run over the columns that it has not."""
+        """Add a row; the last cell of a short one may extend over the remaining columns."""
         self._rows.append((cells, colour))
 
     def lines(self) -> list[str]:
@@ -108,7 +100,7 @@ class Table:
 
 
 def _dim_repeated(line: str, above: str) -> str:
-    """A row of which the names are faint that the row above begins with, too."""
+    """Dim the leading names of a row that the row above has, too."""
     shared = 0
     for position, (one, other) in enumerate(zip(line, above, strict=False)):
         if one != other:
@@ -119,12 +111,12 @@ def _dim_repeated(line: str, above: str) -> str:
 
 
 def echo_lines(lines: Sequence[str]) -> None:
-    """All at once: thousands of writes are slower than what they show."""
+    """Print all lines with one write: thousands of small ones are slow."""
     click.echo("\n".join(lines))
 
 
 def json_number(value: Any) -> Any:
-    """A number as JSON has it; those that it lacks as text."""
+    """A number for JSON; NaN and infinity, which JSON lacks, as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value

@@ -96,8 +96,7 @@ def dtype_of(leaf: LeafSpec) -> str:
 
 def shape_of(leaf: LeafSpec) -> tuple[int, ...]:
     """The shape that its user knows: of keys, not of their data; of one process."""
-    shape = leaf.shape[1:] if leaf.per_process else leaf.shape
-    return shape if leaf.prng is None else shape[:-1]
+    return leaf.logical_shape
 
 
 def placement(saved: Saved, leaf: LeafSpec) -> str:

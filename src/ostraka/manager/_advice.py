@@ -1,18 +1,14 @@
-"""What saving costs the loop, and how often to save. No JAX.
-
-The interval is Daly's: the one that loses the least time to saving and to repeating lost work,
-for failures that come at random with a given mean time between them.
-"""
+"""What saving costs the loop, and how often to save. No JAX."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from ostraka._interval import best_interval_s
 from ostraka._record import logger as log
 
 _REMEMBERED = 100
@@ -52,14 +48,6 @@ class Advice:
             f"{text}; with a failure every {self.mtbf_s:,.0f} s, save every "
             f"{self.interval_s:,.0f} s{steps}"
         )
-
-
-def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time to work between two saves (Daly 2006, which refines Young 1974)."""
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
 class CostMeter:

@@ -11,8 +11,9 @@ print(planned.times(write_bandwidth="2GB/s").save_s)
 
 from __future__ import annotations
 
-from ostraka.planner._plan import Plan, plan
+from ostraka.planner._planning import plan
 from ostraka.planner._restore import RestorePlan
+from ostraka.planner._save_plan import Plan
 from ostraka.planner._time import Interval, Times
 
 __all__ = ["Interval", "Plan", "RestorePlan", "Times", "plan"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 _MOST = 10_000_000
-"""A larger number is rather a mistake, and a plan for it would take for ever."""
+"""A larger number is probably a mistake, and a plan for it would take too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Config:
         return self.values[name] if name in self.values else self.defaults.get(name)
 
     def number(self, name: str, null: int | None = None, *, least: int = 1) -> int:
-        """A count; `null` is what stands for null, if it may be that."""
+        """A count; `null` is the value to use for null, if null is allowed."""
         found = self.get(name)
         if found is None and null is not None:
             return null
@@ -36,7 +36,7 @@ class Config:
         return found
 
     def flag(self, name: str) -> bool:
-        """A truth value; null is false."""
+        """A boolean; null is false."""
         found = self.get(name)
         if found is not None and type(found) is not bool:
             raise ValueError(

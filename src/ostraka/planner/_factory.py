@@ -1,4 +1,4 @@
-"""Somebody's function that makes a model, found by its name and run without making arrays."""
+"""Import a user's function that makes a model, and evaluate it without making arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -
     from ostraka.planner._shapes import shapes_on_mesh
 
     try:
-        with _talking_aside():
+        with _stdout_to_stderr():
             made, is_placed = shapes_on_mesh(make, mesh, annotations=annotations)
     except (Exception, SystemExit) as error:
         message = f"{source} raised {type(error).__name__}: {error}".rstrip(". ")
@@ -46,7 +46,7 @@ def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -
 
 
 def _mesh_remedy(error: BaseException, mesh: MeshSpec | None) -> str:
-    """What to do where somebody's code wants a mesh, and JAX says so in words of its own."""
+    """The remedy to add to errors of JAX about a mesh in user code."""
     if "mesh" not in str(error):
         return ""
     if mesh is None:
@@ -57,7 +57,7 @@ def _mesh_remedy(error: BaseException, mesh: MeshSpec | None) -> str:
 def _find(source: str) -> Any:
     where, _, name = source.rpartition(":")
     try:
-        with _talking_aside():
+        with _stdout_to_stderr():
             found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
     except (Exception, SystemExit) as error:
         raise ValueError(f"can't import {where!r} for {source!r}: {describe(error)}") from error
@@ -76,7 +76,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: str) -> ModuleType:
-    """A file as a module, which finds the files beside it as a program would."""
+    """Import a file as a module; it can import the files beside it, as a script can."""
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
@@ -99,6 +99,6 @@ def _look_in(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _talking_aside() -> redirect_stdout[Any]:
-    """What somebody else's code prints must not come between the lines of the answer."""
+def _stdout_to_stderr() -> redirect_stdout[Any]:
+    """Send what user code prints to stderr: stdout is for the answer."""
     return redirect_stdout(sys.stderr)

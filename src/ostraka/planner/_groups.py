@@ -31,7 +31,7 @@ def _group_of(path: str) -> str:
 
 
 def bytes_in_float32(leaves: Sequence[LeafSpec], *, all_leaves: bool) -> int:
-    """The bytes of all arrays, were the narrower floats of the optimizer, or all, float32."""
+    """The bytes of all arrays if narrower floats, of the optimizer or of all, were float32."""
     return sum(
         DTYPES[_WIDE].nbytes(prod(leaf.shape))
         if _is_narrow(leaf) and (all_leaves or leaf.path.startswith(f"{_TOP}/"))

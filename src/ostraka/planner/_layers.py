@@ -17,13 +17,13 @@ FOUR_NORMS = (*TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layerno
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What tells one family of decoders from another, and no config has a say in.
+    """Differences between families of decoders that no config field controls.
 
     A bias is there always, never, or if the config says so in the field of that name.
     """
 
     feed_forward: Callable[[Config, str, int], Iterator[Parameter]]
-    """Of the config, the path of a layer, and its number."""
+    """A function of the config, the path of a layer, and its number."""
     norms: tuple[str, ...] = TWO_NORMS
     norms_have_bias: bool = False
     input_bias: bool | str = False

@@ -75,7 +75,7 @@ class Family:
     defaults: Mapping[str, Any]
     """What the config class says where a config.json says nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Other names of fields, which count as much."""
+    """Aliases of fields."""
 
     def read(self, values: Mapping[str, Any]) -> Config:
         named = {self.aliases.get(name, name): value for name, value in values.items()}

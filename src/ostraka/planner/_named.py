@@ -10,7 +10,7 @@ from typing import Any
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, Partition
 from ostraka.planner._models import parameters_of
 from ostraka.planner._optimizers import OptimizerLeaf, optimizer_leaves
-from ostraka.planner._rules import settle_rules
+from ostraka.planner._rules import resolve_rules
 from ostraka.planner._state import State, share_devices
 from ostraka.sharding._follow import cut_as, kept_dimensions
 from ostraka.sharding._leaf import without_trailing
@@ -38,9 +38,9 @@ def state_of_config(
     process_of = share_devices(len(mesh.devices), processes)
     # Rules are about the model, as they are for `sharding.init`; what is saved lies beside others.
     unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
-    settled = settle_rules(unplaced, rules, mesh)
+    resolved = resolve_rules(unplaced, rules, mesh)
     model = [
-        LeafSpec(f"model/{path}", "jax", dtype, shape, 0, settled.partitions[path])
+        LeafSpec(f"model/{path}", "jax", dtype, shape, 0, resolved.partitions[path])
         for path, shape in parameters
     ]
     state = optimizer_leaves(optimizer, parameters, optimizer_dtype or dtype)
@@ -52,7 +52,7 @@ def state_of_config(
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
         user=metadata or {},
-        problems=tuple(replace(p, path=f"model/{p.path}") for p in settled.problems),
+        problems=tuple(replace(p, path=f"model/{p.path}") for p in resolved.problems),
         adds_optimizer=bool(state),
     )
 

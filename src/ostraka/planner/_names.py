@@ -47,7 +47,7 @@ def _qwen3_moe(layers: int, width: int, hidden: int, heads: int, **rest: Any) ->
 
 
 def _gemma3(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Those from 4B on see, all with the same eyes."""
+    """From 4B on they are multimodal, all with the same vision tower."""
     return {
         "model_type": "gemma3",
         "text_config": text,

@@ -9,13 +9,13 @@ from typing import Any
 from ostraka._account import Spread
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
-from ostraka.planner._plan import Plan, RestorePlan
+from ostraka.planner._save_plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, Times
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What is asked of a plan, besides its bytes."""
+    """What to compute from a plan, besides bytes."""
 
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     onto: tuple[MeshSpec, ...] = ()
@@ -100,9 +100,9 @@ def _describe_float32(plan: Plan) -> Document | None:
 
 def _describe_save(plan: Plan, bandwidths: Bandwidths, times: Times) -> Document:
     return {
-        "seconds": times.save_s,
-        "blocked_seconds": times.save_s,
-        "save_async_blocked_seconds": times.save_async_blocked_s,
+        "time_s": times.save_s,
+        "blocked_s": times.save_s,
+        "save_async_blocked_s": times.save_async_blocked_s,
         "peak_bytes_per_second_host": bandwidths.host_write,
         "peak_bytes_per_second": bandwidths.peak_write(plan.process_count),
     }
@@ -119,7 +119,7 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
         "ranges": _describe_spread(restore.ranges),
         "files": _describe_spread(restore.files),
         "opening_bytes": max(restore.opening_bytes),
-        "seconds": restore.seconds_at(bandwidths),
+        "time_s": restore.seconds_at(bandwidths),
         "peak_bytes_per_second_host": bandwidths.host_read,
         "peak_bytes_per_second": bandwidths.peak_read(restore.process_count),
     }
@@ -145,14 +145,14 @@ def _describe_recovery(plan: Plan, bandwidths: Bandwidths) -> Document:
     return {
         "lost_shard": None
         if shard is None
-        else {**asdict(shard), "seconds": bandwidths.write_s(shard.size_bytes, shard.size_bytes)},
+        else {**asdict(shard), "time_s": bandwidths.write_s(shard.size_bytes, shard.size_bytes)},
         "lost_host": {
             **asdict(process),
-            "seconds": bandwidths.read_s(process.held_bytes, process.held_bytes),
+            "time_s": bandwidths.read_s(process.held_bytes, process.held_bytes),
         },
         "lost_disk": {
             **asdict(disk),
-            "seconds": bandwidths.write_s(disk.written_bytes, disk.written_bytes),
+            "time_s": bandwidths.write_s(disk.written_bytes, disk.written_bytes),
         },
     }
 
@@ -172,7 +172,7 @@ def _describe_interval(times: Times, mtbf_s: float | None) -> Document | None:
     if mtbf_s is None or times.save_every is None:
         return None
     return {
-        "mtbf_seconds": mtbf_s,
+        "mtbf_s": mtbf_s,
         "restore_is_counted": times.restore_s is not None,
         "save": asdict(times.save_every),
         "save_async": None if times.save_async_every is None else asdict(times.save_async_every),
@@ -202,14 +202,14 @@ _CONTESTS = (
     ("files.largest.bytes", "largest file"),
     ("metadata_bytes", "metadata"),
     ("staging_bytes.accelerators", "staging memory"),
-    ("save.seconds", "time to save"),
-    ("restore.seconds", "time to restore"),
+    ("save.time_s", "time to save"),
+    ("restore.time_s", "time to restore"),
     ("recovery.lost_host.sole_bytes", "bytes that are lost with a host"),
 )
 
 
 _ALIKE = 0.01
-"""Numbers that differ by less are shown as equal: so close, other things decide."""
+"""Numbers that differ by less than this share are shown as equal."""
 
 
 def compare_plans(documents: Mapping[str, Document]) -> list[Document]:

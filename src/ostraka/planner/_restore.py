@@ -157,32 +157,30 @@ def _moved(
 ) -> list[tuple[int, LeafSpec]]:
     """The leaves on another mesh: as `specs` say, or cut as they were. Host arrays stay such."""
     placed = [leaf for _, leaf in numbered if leaf.kind in ("jax", "key")]
-    found = {} if specs is None else _settle(placed, specs, mesh, known)
+    found = {} if specs is None else _resolve(placed, specs, mesh, known)
     moved: list[tuple[int, LeafSpec]] = []
     for number, leaf in numbered:
         if leaf.kind in ("jax", "key"):
             leaf = replace(leaf, mesh=0, partition=found.get(leaf.path, leaf.partition))
-            shape = leaf.shape[1:] if leaf.per_process else leaf.shape
-            logical = shape[:-1] if leaf.kind == "key" else shape
-            check_partition(leaf.path, logical, leaf.partition, mesh)
+            check_partition(leaf.path, leaf.logical_shape, leaf.partition, mesh)
         moved.append((number, leaf))
     return moved
 
 
-def _settle(
+def _resolve(
     leaves: Sequence[LeafSpec], specs: Any, mesh: MeshSpec, known: Sequence[str]
 ) -> Mapping[str, Partition]:
     """How leaves are cut that `specs` say something of: rules, or what `ostraka.restore` takes."""
-    from ostraka.planner._rules import settle_rules
+    from ostraka.planner._rules import resolve_rules
 
     if is_plain(specs):
-        return settle_rules(leaves, specs, mesh).partitions
+        return resolve_rules(leaves, specs, mesh).partitions
     # All others have to do with JAX's types.
     from ostraka.planner._tree import partitions_given
     from ostraka.sharding._specs import is_rules
 
     if is_rules(specs):
-        return settle_rules(leaves, specs, mesh).partitions
+        return resolve_rules(leaves, specs, mesh).partitions
     return partitions_given(leaves, specs, known)
 
 

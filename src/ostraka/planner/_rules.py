@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, Partition
 from ostraka.errors import nearest, store_error
-from ostraka.planner._state import Problem
-from ostraka.sharding._combine import combine, combined, is_plain, settle_plain
+from ostraka.sharding._combine import Preset, combine, combined, is_plain
+from ostraka.sharding._decide import resolve_plain
 from ostraka.sharding._findings import (
     REPLICATED_LIMIT_BYTES,
     Finding,
@@ -22,7 +22,6 @@ from ostraka.sharding._leaf import PlainLeaf, without_trailing
 from ostraka.sharding._presets import (
     FSDP_AXES,
     TENSOR_AXES,
-    Preset,
     data_parallel,
     fsdp,
     tensor_parallel,
@@ -32,54 +31,50 @@ RULES = ("dp", "fsdp", "tp", "fsdp+tp")
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """Where each leaf is cut, and what is wrong or unwise about it."""
+class ResolvedRules:
+    """The partition of each leaf, and warnings."""
 
     partitions: Mapping[str, Partition]
-    problems: tuple[Problem, ...]
+    problems: tuple[Finding, ...]
 
 
-def settle_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Settled:
+def resolve_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> ResolvedRules:
     """Apply rules, as `ostraka.sharding` knows them, to leaves that are plain data.
 
     JAX is imported only for rules that have to do with its types: functions and PartitionSpecs.
     """
     if not is_plain(rules):
-        return _settle_with_jax(leaves, rules, mesh)
+        return _resolve_with_jax(leaves, rules, mesh)
     plain = [_plain_leaf(leaf) for leaf in leaves]
-    partitions, findings = settle_plain(plain, combined(rules), mesh)
+    partitions, findings = resolve_plain(plain, combined(rules), mesh)
     findings += find_problems(
         plain, partitions, mesh, replicated_limit_bytes=REPLICATED_LIMIT_BYTES
     )
-    return _settled({path: without_trailing(p) for path, p in partitions.items()}, findings, mesh)
+    described = {path: without_trailing(p) for path, p in partitions.items()}
+    return _without_errors(described, findings, mesh)
 
 
-def _settle_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> Settled:
+def _resolve_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> ResolvedRules:
     from ostraka._capture import describe_spec
-    from ostraka.sharding._check import settle_checked
+    from ostraka.sharding._check import resolve_checked
     from ostraka.sharding._data import parse_state
 
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    found, findings = settle_checked(parse_state(_abstract_tree(leaves)), rules, sizes)
-    return _settled({path: describe_spec(path, s) for path, s in found.items()}, findings, mesh)
+    found, findings = resolve_checked(parse_state(_abstract_tree(leaves)), sizes, rules)
+    partitions = {path: describe_spec(path, spec) for path, spec in found.items()}
+    return _without_errors(partitions, findings, mesh)
 
 
-def _settled(
+def _without_errors(
     partitions: Mapping[str, Partition], findings: Sequence[Finding], mesh: MeshSpec
-) -> Settled:
+) -> ResolvedRules:
     raise_errors(f"the rules do not fit the mesh ({mesh})", findings)
-    return Settled(partitions, tuple(Problem(f.severity, f.path, f.message) for f in findings))
+    return ResolvedRules(partitions, tuple(findings))
 
 
 def _plain_leaf(leaf: LeafSpec) -> PlainLeaf:
-    item_bytes = max(DTYPES[leaf.dtype].bits, 8) // 8  # in memory nothing shares a byte
-    return PlainLeaf(leaf.path, _logical_shape(leaf), item_bytes, leaf.kind == "key")
-
-
-def _logical_shape(leaf: LeafSpec) -> tuple[int, ...]:
-    """The shape that specs are about: of a key without its words, of one process's own value."""
-    shape = leaf.shape[1:] if leaf.per_process else leaf.shape
-    return shape[:-1] if leaf.kind == "key" else shape
+    item_bytes = max(DTYPES[leaf.dtype].bits, 8) // 8  # in memory elements share no byte
+    return PlainLeaf(leaf.path, leaf.logical_shape, item_bytes, leaf.kind == "key")
 
 
 def _abstract_tree(leaves: Sequence[LeafSpec]) -> Any:
@@ -90,7 +85,7 @@ def _abstract_tree(leaves: Sequence[LeafSpec]) -> Any:
 
     root: dict[str, Any] = {}
     for leaf in leaves:
-        value = jax.ShapeDtypeStruct(_logical_shape(leaf), numpy_dtype(leaf.dtype))
+        value = jax.ShapeDtypeStruct(leaf.logical_shape, numpy_dtype(leaf.dtype))
         if leaf.path == ROOT:
             return value
         *above, name = map(_key_of_segment, leaf.path.split("/"))
@@ -171,7 +166,7 @@ def _partition(name: str, pattern: str, spec: Any) -> Partition:
 
 
 def _axes(entry: Any) -> tuple[str, ...] | None:
-    """The axes that a dimension is cut along; None if that is not what it says."""
+    """The axes that a dimension is cut along; None if the entry is invalid."""
     listed = [] if entry is None else entry if isinstance(entry, list) else [entry]
     axes = tuple(axis for axis in cast("list[Any]", listed) if isinstance(axis, str))
     return axes if len(axes) == len(cast("list[Any]", listed)) else None

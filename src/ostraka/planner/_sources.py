@@ -19,8 +19,8 @@ from ostraka.planner._factory import evaluate_factory, is_factory
 from ostraka.planner._models import dtype_of
 from ostraka.planner._named import state_of_config
 from ostraka.planner._names import MODELS
-from ostraka.planner._plan import Plan, plan_checkpoint, plan_state
-from ostraka.planner._rules import read_rules, settle_rules
+from ostraka.planner._rules import read_rules, resolve_rules
+from ostraka.planner._save_plan import Plan, plan_checkpoint, plan_state
 from ostraka.planner._state import State, share_devices
 from ostraka.storage import PathLike
 
@@ -154,10 +154,10 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
     problems = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]
-        settled = settle_rules(placed, options.rules_on(options.mesh), options.mesh)
-        problems = settled.problems
+        resolved = resolve_rules(placed, options.rules_on(options.mesh), options.mesh)
+        problems = resolved.problems
         leaves = [
-            replace(leaf, partition=settled.partitions.get(leaf.path, leaf.partition))
+            replace(leaf, partition=resolved.partitions.get(leaf.path, leaf.partition))
             for leaf in leaves
         ]
     processes = host_count(options.mesh, options.hosts)

@@ -10,24 +10,13 @@ from typing import Any, cast
 
 from ostraka._spec import LeafSpec, MeshSpec
 from ostraka.errors import InvalidSharding
+from ostraka.sharding._findings import Finding
 
 SAMPLED_PROCESSES = 2
-"""Where working out all processes would take long, so many of them are: the first and the last."""
+"""Where computing all processes would take long, this number is: the first and the last."""
 
 _MOST_DEVICES = 1 << 20
 _USUAL_AXES = ("data", "model")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing about the sharding: an error can't be placed, a warning can and costs something."""
-
-    severity: str
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +31,13 @@ class State:
     parameters: int | None = None
     """How many elements the model's parameters have, if it is known which leaves they are."""
     user: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Finding, ...] = ()
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
 
 
 def check_mesh_has_names(mesh: Any) -> None:
-    """Raise for sizes alone, `(4, 2)`, which say nothing of what is cut along which."""
+    """Raise TypeError for sizes without names, such as `(4, 2)`."""
     if not isinstance(mesh, tuple | list | int):
         return
     sizes = [mesh] if isinstance(mesh, int) else list(cast("Sequence[Any]", mesh))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import sqrt
 from uuid import uuid4
 
+from ostraka._interval import best_interval_s
 from ostraka.errors import store_error
-from ostraka.manager._advice import best_interval_s
 from ostraka.planner._state import default_writers
 
 _PROBE_BYTES = 256 << 20

@@ -45,15 +45,14 @@ from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, is_object, parse
 from ostraka.errors import InvalidTree, Mismatch
 from ostraka.planner._state import (
-    Problem,
     State,
     check_mesh_has_names,
     mesh_of_sizes,
     share_devices,
 )
-from ostraka.sharding._check import settle_checked
+from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._data import array_leaves, parse_state, to_spec
-from ostraka.sharding._findings import raise_errors
+from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._rules import follow_specs
 
 _ONE_DEVICE = MeshSpec((), (), (0,))
@@ -77,7 +76,7 @@ def state_of_tree(
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
     target = None if mesh is None else describe_target(mesh)
     state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
-    found, problems = _settle_specs(tree, specs, state, mesh)
+    found, problems = _resolve_specs(tree, specs, state, mesh)
     if optimizer is not None:
         tree = {"model": tree, "optimizer": state}
         if optimizer_dtype is not None and dtype is not None:
@@ -159,7 +158,7 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
         own = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
         for _, part in nnx.iter_graph(own):
             if isinstance(part, nnx.Variable):
-                # Or its moments would place themselves, here where there is no mesh.
+                # Otherwise annotated moments would try to place themselves, and there is no mesh.
                 part.set_metadata("eager_sharding", False)
         return nnx.Optimizer(own, transformation, wrt=nnx.Param)
 
@@ -178,7 +177,7 @@ def _as_dtype(parameters: Any, dtype: Any) -> Any:
 
 
 def _transformation(optimizer: Any) -> Any:
-    """An optax transformation, or that of a name."""
+    """An optax transformation, given as such or by name."""
     made: Any = optimizer
     if isinstance(optimizer, str):
         import optax
@@ -196,26 +195,25 @@ def _transformation(optimizer: Any) -> Any:
     return made
 
 
-def _settle_specs(
+def _resolve_specs(
     tree: Any, specs: Any, optimizer_state: Any, mesh: Any
-) -> tuple[dict[str, PartitionSpec], list[Problem]]:
+) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the specs of all leaves, those of the optimizer as those of its parameters."""
     if specs is None:
         return {}, []
     if mesh is None:
         raise ValueError("specs needs mesh=, the mesh that the specs cut along")
     parsed = parse_state(tree)
-    found, findings = settle_checked(parsed, specs, mesh)
+    found, findings = resolve_checked(parsed, mesh, specs)
     raise_errors("the specs do not fit", findings)
-    problems = [Problem(finding.severity, finding.path, finding.message) for finding in findings]
     if optimizer_state is None:
-        return found, problems
+        return found, findings
     leaves = list(array_leaves(parsed))
     optimizer_leaves = array_leaves(parse_state(optimizer_state))
     following = follow_specs(optimizer_leaves, leaves, found)
     moved = {f"model/{path}": spec for path, spec in found.items()}
     moved |= {f"optimizer/{path}": spec for path, spec in following.items()}
-    return moved, [replace(problem, path=f"model/{problem.path}") for problem in problems]
+    return moved, [replace(finding, path=f"model/{finding.path}") for finding in findings]
 
 
 def partitions_given(
@@ -272,7 +270,7 @@ class _Places:
         return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
 
     def _traits(self, value: Any) -> dict[str, Any]:
-        """What else is saved of an array; how it is bound to a place only if it stays there."""
+        """Further attributes of an array; commitment and memory only if it stays in place."""
         if self._mesh is not None or not isinstance(value, jax.Array):
             return {"weak": bool(getattr(value, "weak_type", False))}
         return how_it_lies(value)

@@ -1,4 +1,4 @@
-"""The parameters of a model that sees: a SigLIP tower, a projection, a decoder. No JAX."""
+"""The parameters of a vision-language model: SigLIP tower, projection, decoder. No JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ostraka.planner._layers import Parameter, Traits, decoder, dense, norm
 
 
 def gemma3(config: Config, *, text: Config, vision: Config, traits: Traits) -> Iterator[Parameter]:
-    """A decoder within a model that says itself whether there is a head."""
+    """Gemma 3 with its vision tower; the outer config says whether there is a head."""
     width, words = vision.number("hidden_size"), text.number("hidden_size")
     tied = {"tie_word_embeddings": True}
     for path, shape in decoder(Config({**text.values, **tied}, text.defaults), traits):

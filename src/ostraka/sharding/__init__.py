@@ -8,7 +8,7 @@ mesh = sharding.make_mesh({"data": 2, "model": 4})
 model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
 
 specs = sharding.spec_tree(model, {"**/kernel": P(None, "model"), "**/bias": P("model")})
-assert sharding.check(model, specs, mesh) == []
+assert sharding.check(model, mesh, specs) == []
 model = sharding.place(model, mesh, specs)
 print(sharding.show(model))
 """
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ostraka.sharding._check import check
-    from ostraka.sharding._combine import combine, logical
+    from ostraka.sharding._combine import Preset, combine, logical
     from ostraka.sharding._findings import Finding
     from ostraka.sharding._init import init
     from ostraka.sharding._mesh import ExplicitAxes, make_mesh
     from ostraka.sharding._picture import picture, show
     from ostraka.sharding._place import place
-    from ostraka.sharding._presets import Preset, data_parallel, fsdp, tensor_parallel
+    from ostraka.sharding._presets import data_parallel, fsdp, tensor_parallel
     from ostraka.sharding._rules import spec_tree
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
 _HOMES = {
     "ExplicitAxes": "_mesh",
     "Finding": "_findings",
-    "Preset": "_presets",
+    "Preset": "_combine",
     "check": "_check",
     "combine": "_combine",
     "data_parallel": "_presets",

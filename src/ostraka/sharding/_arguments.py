@@ -1,4 +1,4 @@
-"""What `init` is given, looked at before it is called: the likely slips, and their remedies."""
+"""Check the arguments of `init`: likely mistakes get a message with the remedy."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def check_function(model_fn: Any) -> None:
 def _required(function: Any) -> list[str]:
     is_class = isinstance(function, type)
     try:
-        # Flax's classes are called by a metaclass, which takes anything.
+        # The signature of a Flax class is that of its metaclass, which takes anything.
         found = inspect.signature(function.__init__ if is_class else function)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return []
     parameters = list(found.parameters.values())[is_class:]
     return [p.name for p in parameters if p.kind in _NEEDED and p.default is p.empty]
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise InvalidTree if `optimizer` is there and not an optax transformation."""
+    """Raise InvalidTree if `optimizer` is neither None nor an optax transformation."""
     from flax import nnx
 
     if optimizer is None:

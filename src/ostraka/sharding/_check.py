@@ -1,4 +1,4 @@
-"""What is wrong, or unwise, about a tree of specs."""
+"""Check a tree of specs: errors and warnings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ostraka._document import Branch, Leaf
 from ostraka.sharding._combine import combined
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, find_problems, left_whole
-from ostraka.sharding._mesh import AnyMesh, mesh_spec
-from ostraka.sharding._rules import settle_all
+from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
+from ostraka.sharding._rules import resolve_all
 
 
 def check(
-    state: Any, specs: Any, mesh: AnyMesh, *, replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES
+    state: Any, mesh: AnyMesh, specs: Any, *, replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES
 ) -> list[Finding]:
-    """Everything that is wrong or unwise about `specs`, errors first; an empty list is good news.
+    """All errors and warnings about `specs`, errors first; an empty list means that all is well.
 
     Errors: a leaf without spec, a spec without leaf, unknown axes, more entries than dimensions, an
     axis used twice, dimensions that do not divide (with the nearest size that does). Warnings: a
@@ -29,11 +29,12 @@ def check(
     the shapes of `state` and the sizes of the mesh's axes are looked at (`{"data": 2, "model": 4}`
     will do for a mesh).
 
-        for finding in check(model, specs, mesh):
+        for finding in check(model, mesh, specs):
             print(finding.severity, finding)
     """
+    refuse_swapped("check(state, mesh, specs)", specs)
     parsed = parse_state(state)
-    found, findings = settle_checked(parsed, specs, mesh, replicated_limit_bytes)
+    found, findings = resolve_checked(parsed, mesh, specs, replicated_limit_bytes)
     sizes = mesh_spec(mesh)
     if any(preset.axis_on(sizes) is not None for preset in combined(specs).presets):
         known = {finding.path for finding in findings}
@@ -43,15 +44,15 @@ def check(
     return findings
 
 
-def settle_checked(
+def resolve_checked(
     parsed: Branch | Leaf,
-    specs: Any,
     mesh: AnyMesh,
+    specs: Any,
     replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES,
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
-    """The spec of each array that has one, and everything that is wrong or unwise about them."""
+    """The spec of each array that has one, and all errors and warnings about them."""
     sizes = mesh_spec(mesh)
-    found, findings = settle_all(parsed, specs, mesh)
+    found, findings = resolve_all(parsed, mesh, specs)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
     findings += find_problems(

@@ -1,4 +1,4 @@
-"""Specs and leaves of this package's callers as plain data."""
+"""Trees, leaves and specs of callers, converted to plain data."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class ArrayLeaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole leaf; a PRNG key has no size to speak of."""
+        """The bytes of the whole leaf; those of PRNG keys do not count."""
         return 0 if self.is_key else self.elements * self.value.dtype.itemsize
 
 
 def parse_state(tree: Any) -> Branch | Leaf:
-    """A tree in which modules are their states, as a tree of specs has them."""
+    """Parse a tree; modules become their `nnx.State`, as in a tree of specs."""
     parsed = _states(parse(tree))
     check_unique(list(leaves_of(parsed)))
     return parsed

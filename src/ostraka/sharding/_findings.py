@@ -1,4 +1,4 @@
-"""What is wrong, or unwise, about where leaves are cut. No JAX."""
+"""Errors and warnings about how leaves are cut. No JAX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ostraka._spec import MeshSpec, Partition, partition_problems, show_partition
+from ostraka._spec import MeshSpec, Partition, find_misfits, show_partition
 from ostraka.errors import InvalidSharding
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
@@ -15,12 +15,12 @@ REPLICATED_LIMIT_BYTES = 64 << 20
 """From this size on, a leaf that is whole on every device is worth a warning."""
 
 LARGE_BYTES = 1 << 20
-"""From this size on, a leaf that presets leave whole is worth one, though they cut others."""
+"""From this size on, a leaf that presets leave whole is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about a spec: an error can't be placed, a warning can and costs something."""
+    """An error (the leaf can't be placed) or a warning (it can, at a cost) about one leaf."""
 
     severity: Literal["error", "warning"]
     path: str
@@ -37,7 +37,7 @@ def find_problems(
     *,
     replicated_limit_bytes: int,
 ) -> list[Finding]:
-    """Errors first: what does not fit; then, of the leaves that do, what is unwise."""
+    """Errors for specs that do not fit, then warnings about the leaves that do."""
     findings: list[Finding] = []
     fits: set[object] = set()  # a model has few shapes, and many leaves
     for leaf in leaves:
@@ -67,19 +67,9 @@ def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
 
 
 def _misfits(leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Iterator[Finding]:
-    for sentence in partition_problems(leaf.path, leaf.shape, partition, mesh):
-        message = sentence + _nearest_size(sentence, leaf, partition, mesh)
-        yield Finding("error", leaf.path, message)
-
-
-def _nearest_size(sentence: str, leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> str:
-    for dimension, (size, axes) in enumerate(zip(leaf.shape, partition, strict=False)):
-        if f"dimension {dimension}: {size} elements do not divide" in sentence:
-            parts = mesh.size_of(axes)
-            below = size // parts * parts
-            closest = below if below and size - below < below + parts - size else below + parts
-            return f"; the nearest size that does is {closest}"
-    return ""
+    for message, size in find_misfits(leaf.path, leaf.shape, partition, mesh):
+        remedy = "" if size is None else f"; the nearest size that does is {size}"
+        yield Finding("error", leaf.path, message + remedy)
 
 
 def _disagreements(
@@ -130,7 +120,7 @@ def _replicated(
 def left_whole(
     leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition], mesh: MeshSpec
 ) -> Iterator[Finding]:
-    """Large leaves that presets have not cut; one finding for the same one of all layers."""
+    """Warnings for large leaves that presets left whole, one for the same leaf of all layers."""
     devices = len(mesh.devices)
     alike: dict[object, list[ShapedLeaf]] = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Where an optimizer's arrays lie: with the parameters that they belong to. No JAX."""
+"""Find the parameter that each array of an optimizer belongs to, to cut both alike. No JAX."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ostraka._spec import Partition
 from ostraka.sharding._leaf import ShapedLeaf
 
 Dimensions = tuple[int | None, ...]
-"""For each dimension of a leaf the parameter's that it is; None in place of one that is gone."""
+"""For each dimension of a leaf, which dimension of the parameter it is; None if none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The parameter that a leaf belongs to, and what the leaf has of it."""
+    """The parameter that a leaf belongs to, and which of its dimensions the leaf has."""
 
     path: str
     dimensions: Dimensions
 
 
 def follow(leaves: Iterable[ShapedLeaf], parameters: Sequence[ShapedLeaf]) -> dict[str, Followed]:
-    """By path what arrays belong to whose paths contain that of a parameter, where shapes agree.
+    """Match arrays with parameters: the path contains that of the parameter, and shapes agree.
 
     A moment has the parameter's shape. A factored one, as Adafactor's, has some of its dimensions,
     and is to be cut in those as the parameter is. What has other dimensions stays whole: it is not
@@ -53,7 +53,7 @@ def _parameter_of(path: str, parameters: Mapping[str, ShapedLeaf]) -> ShapedLeaf
 def kept_dimensions(
     path: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]
 ) -> Dimensions | None:
-    """What a leaf has of a parameter's dimensions; None if it has none of them for sure."""
+    """Which of a parameter's dimensions a leaf has; None if the shapes do not agree."""
     rank = len(parameter_shape)
     if shape == parameter_shape:
         return tuple(range(rank))
@@ -73,5 +73,5 @@ def kept_dimensions(
 
 
 def cut_as(partition: Partition, dimensions: Dimensions) -> Partition:
-    """The partition of a leaf that has these dimensions of what is cut so."""
+    """The partition of a leaf that has these dimensions of a parameter with this partition."""
     return tuple(partition[d] if d is not None and d < len(partition) else () for d in dimensions)

@@ -1,4 +1,4 @@
-"""Make a sharded model, in pieces from the first byte on."""
+"""Initialize a model sharded: it is never whole on one device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
-from ostraka._spec import partition_problems
+from ostraka._spec import find_misfits
 from ostraka.errors import InvalidSharding, InvalidTree
 from ostraka.sharding._arguments import check_function, check_optimizer
-from ostraka.sharding._check import settle_checked
+from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._combine import combine
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import raise_errors
-from ostraka.sharding._mesh import as_mesh, has_explicit_axes, make_mesh, mesh_spec, mesh_to_use
+from ostraka.sharding._mesh import (
+    as_mesh,
+    has_explicit_axes,
+    make_mesh,
+    mesh_spec,
+    mesh_to_use,
+    refuse_swapped,
+)
 from ostraka.sharding._place import put
 from ostraka.sharding._rules import follow_specs
 
@@ -27,7 +34,7 @@ from ostraka.sharding._rules import follow_specs
 def init(
     model_fn: Callable[[], Any],
     mesh: Mesh | Mapping[str, int],
-    rules: Any = None,
+    specs: Any = None,
     optimizer: Any = None,
     *,
     wrt: Any = None,
@@ -40,8 +47,8 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `rules` are those of `spec_tree` for the model; None takes what the variables themselves say, or
-    the arrays if they are made with explicit shardings.
+    `specs` is a tree of specs for the model, or rules as `spec_tree` takes them. None takes what
+    the variables themselves say, or the arrays if they are made with explicit shardings.
     The optimizer's arrays lie as the parameters that they belong to, also where they have only some
     of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
     Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
@@ -55,8 +62,9 @@ def init(
         model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
         model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
     """
+    refuse_swapped("init(model_fn, mesh, specs)", specs)
     given = as_mesh(mesh)
-    prepared = prepare(model_fn, given, rules, optimizer, wrt)
+    prepared = prepare(model_fn, given, specs, optimizer, wrt)
     target = mesh_to_use(given, explicit=explicit or prepared.is_explicit)
     return prepared.finish(prepared.compiled()(), target)
 
@@ -69,7 +77,7 @@ class Prepared:
     """What is to be compiled, and how its result becomes objects."""
 
     make: Callable[[], list[Any]]
-    """Returns the arrays of all objects, and leaves in `structures` how they belong together."""
+    """Returns the arrays of all objects, and puts into `structures` how to rebuild the objects."""
     structures: list[tuple[Any, Any]]
     shardings: list[NamedSharding]
     is_explicit: bool
@@ -86,7 +94,7 @@ class Prepared:
         return lowered.compile()
 
     def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
-        """The objects. The arrays are in their places; their shardings get this mesh."""
+        """Rebuild the objects. The arrays stay where they are; their shardings get this mesh."""
         from flax import nnx
 
         placed = put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
@@ -100,7 +108,7 @@ class Prepared:
 def prepare(
     model_fn: Callable[[], Any], mesh: Mesh, rules: Any, optimizer: Any, wrt: Any
 ) -> Prepared:
-    """Trace the model for its shapes, and settle where everything goes."""
+    """Trace the model for its shapes, and work out where everything goes."""
     check_function(model_fn)
     check_optimizer(optimizer)
     is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
@@ -109,9 +117,9 @@ def prepare(
     making = mesh if is_explicit else make_mesh(mesh)
     model = abstract[0] if model_key is None else abstract[0][model_key]
     model_leaves = list(array_leaves(parse_state(model)))
-    specs = _settle_model(model, model_leaves, mesh, rules)
+    specs = _model_specs(model, model_leaves, mesh, rules)
     trees = [parse_state(state) for state in abstract]
-    # What is no part of the model has no model at this place, and follows.
+    # The optimizer has no part of the model; its arrays follow the parameters.
     places = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
     flat = [
         NamedSharding(making, spec)
@@ -144,7 +152,7 @@ def _maker(
     return make
 
 
-def _settle_model(
+def _model_specs(
     model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
 ) -> dict[str, PartitionSpec]:
     if rules is None and not any(map(_says_itself, leaves)):
@@ -153,7 +161,7 @@ def _settle_model(
             'fsdp("data")'
         )
     own = combine("metadata", _traced_spec)
-    specs, findings = settle_checked(parse_state(model), own if rules is None else rules, mesh)
+    specs, findings = resolve_checked(parse_state(model), mesh, own if rules is None else rules)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 
@@ -197,7 +205,7 @@ def _trace(
     try:
         return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
     except ValueError as error:
-        if "of type Auto" not in str(error):  # no type of JAX's tells it from others
+        if "of type Auto" not in str(error):  # JAX has no exception type of its own for this
             raise
         if not has_explicit_axes(mesh):
             raise InvalidSharding(
@@ -242,7 +250,7 @@ def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
     """
     sizes = mesh_spec(mesh)
     return not any(
-        partition_problems(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
+        find_misfits(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
         for leaf in leaves
         if leaf.named is not None
     )
@@ -254,7 +262,7 @@ def _specs_of(
     parameters: Sequence[ArrayLeaf],
     specs: Mapping[str, PartitionSpec],
 ) -> dict[str, PartitionSpec]:
-    """The specs of an object's arrays: those of the model, and of what goes along with it."""
+    """The specs of an object's arrays: those of the model, and of what follows its parameters."""
     found: dict[str, PartitionSpec] = {}
     beside: list[ArrayLeaf] = []
     for leaf in array_leaves(tree):

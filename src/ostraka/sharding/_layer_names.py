@@ -22,7 +22,7 @@ INTO_HEADS = _words(
     """
 )
 FUSED = _words("kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv query_key_value to_qkv")
-"""Those that have keys and values, or queries too, in one kernel."""
+"""Layers with keys and values, or queries too, in one kernel."""
 OUT_OF_HEADS = _words(
     "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
 )

@@ -1,4 +1,4 @@
-"""What rules and checks need to know of an array, be it there or only planned. No JAX."""
+"""What rules and checks need to know of an array, whether it exists or is only planned. No JAX."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlainLeaf:
 
     path: str
     shape: tuple[int, ...]
-    """Of a PRNG key without the words that it is made of."""
+    """The logical shape: of a PRNG key without its words."""
     item_bytes: int
     is_key: bool
 
@@ -45,7 +45,7 @@ class PlainLeaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole leaf; a PRNG key has no size to speak of."""
+        """The bytes of the whole leaf; those of PRNG keys do not count."""
         return 0 if self.is_key else self.elements * self.item_bytes
 
 

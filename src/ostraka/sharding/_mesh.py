@@ -1,10 +1,10 @@
-"""Meshes as callers give them: as data, as devices, and with which types of axes."""
+"""Meshes from callers: converted to data or to devices, and the types of their axes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -14,7 +14,7 @@ from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding, count_of, warn_caller
 
 AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
-"""A mesh, or no more than the sizes of its axes."""
+"""A mesh, or the sizes of its axes."""
 
 
 class ExplicitAxes(UserWarning):
@@ -75,7 +75,7 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def mesh_to_use(mesh: Mesh, *, explicit: bool) -> Mesh:
-    """Where arrays go that a caller wants on `mesh`: there, with Auto axes unless they may stay.
+    """The mesh to place arrays on: `mesh`, with Auto axes unless Explicit ones are wanted or set.
 
     A plain model fails under Explicit axes in its first step. But under a mesh with such axes, as
     `jax.set_mesh` has set it, JAX refuses arrays of any other.
@@ -108,6 +108,17 @@ def mesh_to_use(mesh: Mesh, *, explicit: bool) -> Mesh:
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
+
+
+def refuse_swapped(call: str, specs: Any) -> None:
+    """Raise TypeError if a mesh is given where specs belong."""
+    is_mesh = isinstance(specs, Mesh | AbstractMesh)
+    if isinstance(specs, Mapping):
+        sizes = list(cast("Mapping[Any, Any]", specs).values())
+        is_mesh = bool(sizes) and all(type(size) is int for size in sizes)
+    if is_mesh:
+        found = _shown(_sizes_of(specs))
+        raise TypeError(f"the mesh ({found}) is given where specs belong: the order is {call}")
 
 
 def _sizes_of(mesh: Any) -> dict[str, int]:

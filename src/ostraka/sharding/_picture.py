@@ -21,13 +21,13 @@ from ostraka._spec import (
 )
 from ostraka._tree import parse
 from ostraka.sharding._data import array_leaves, has_shape, partition_of, to_spec
-from ostraka.sharding._mesh import AnyMesh, mesh_spec
+from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
 
 
 def picture(
     shape: Sequence[int],
-    spec: Any,
     mesh: AnyMesh,
+    spec: Any,
     *,
     dimensions: tuple[int, int] | None = None,
 ) -> str:
@@ -36,7 +36,7 @@ def picture(
     Two dimensions are drawn, one down and one across: those of `dimensions`, or the first two that
     are cut. Others that are cut give a drawing for each of their parts.
 
-        >>> print(picture((8, 4), P("data", "model"), {"data": 2, "model": 2}))
+        >>> print(picture((8, 4), {"data": 2, "model": 2}, P("data", "model")))
         (8, 4) P('data', 'model') on data=2, model=2
               0:2   2:4
             ┌─────┬─────┐
@@ -45,6 +45,7 @@ def picture(
         4:8 │  2  │  3  │
             └─────┴─────┘
     """
+    refuse_swapped("picture(shape, mesh, spec)", spec)
     sizes = mesh_spec(mesh)
     partition = partition_of("array", to_spec("array", spec), len(shape))
     return draw(tuple(shape), partition, sizes, dimensions=dimensions)

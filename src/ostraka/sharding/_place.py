@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from ostraka._document import Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
-from ostraka.sharding._check import settle_checked
+from ostraka.sharding._check import resolve_checked
 from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
 from ostraka.sharding._findings import Finding, raise_errors
-from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use
+from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use, refuse_swapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
@@ -33,9 +33,10 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
 
         model = place(model, mesh, fsdp("data"))
     """
+    refuse_swapped("place(tree, mesh, specs)", specs)
     parsed = parse(tree)
     given = as_mesh(mesh)
-    found, findings = settle_checked(parse_state(tree), specs, given)
+    found, findings = resolve_checked(parse_state(tree), given, specs)
     findings += _narrowed(parsed)
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)
@@ -63,7 +64,7 @@ def _place_leaves(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) 
 
 def put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """Put arrays onto meshes, also onto ones that reach over several processes."""
-    # JAX puts keys onto the devices of this process only, and their words anywhere.
+    # JAX can put keys only onto devices of this process, but their words onto any.
     impls = [
         jax.random.key_impl(array) if is_key(array) and not sharding.is_fully_addressable else None
         for array, sharding in zip(arrays, shardings, strict=True)
@@ -89,7 +90,7 @@ def _device_put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 
 
 def _narrowed(parsed: Branch | Leaf) -> Iterator[Finding]:
-    """numpy arrays whose dtype JAX would change without a word."""
+    """Errors for numpy arrays whose dtype JAX would silently change."""
     for leaf in array_leaves(parsed):
         if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf.value):
             continue

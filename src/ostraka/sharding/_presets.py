@@ -1,60 +1,23 @@
 """Data parallelism, FSDP and tensor parallelism as rules that need no more than shapes and names.
 
-A preset fills in what is left open: it is given what is settled of a leaf's spec, and may cut
-dimensions that are still whole, along axes that the leaf does not use. Thus presets combine.
-No JAX.
+A preset is given a leaf and the partition that rules and other presets have made so far. It may cut
+dimensions that are still whole, along axes that the leaf does not use; so presets combine. No JAX.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ostraka._spec import MeshSpec, Partition
 from ostraka.errors import InvalidSharding, nearest
+from ostraka.sharding._combine import Fill, Preset
 from ostraka.sharding._leaf import ShapedLeaf
 from ostraka.sharding._roles import Cut, find_cuts
 
-Fill = Callable[[ShapedLeaf, Partition], Partition]
-"""Given a leaf and its partition: the partition, with more of it settled."""
-
 FSDP_AXES = ("fsdp", "data", "dp")
 TENSOR_AXES = ("tp", "model", "tensor")
-"""What the axes are called that these presets cut along unless told; the first there is counts."""
-
-
-class Preset(ABC):
-    """A way to shard a model. `a | b` is both: `fsdp("data") | tensor_parallel("model")`."""
-
-    __slots__ = ()
-
-    order: int
-    """Those that go by names come before those that take what is left."""
-
-    @abstractmethod
-    def axis_on(self, mesh: MeshSpec) -> str | None:
-        """The axis of the mesh that it cuts along. Raises InvalidSharding if there is none."""
-
-    @abstractmethod
-    def filler(
-        self, leaves: Sequence[ShapedLeaf], around: Sequence[ShapedLeaf], mesh: MeshSpec
-    ) -> Fill:
-        """What settles the partitions of leaves, that lie in a tree with others around them.
-
-        Raises InvalidSharding if the preset can't be applied to these leaves on this mesh.
-        """
-
-    def __or__(self, other: Any) -> Any:
-        from ostraka.sharding._combine import combine
-
-        return combine(self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        from ostraka.sharding._combine import combine
-
-        return combine(other, self)
+"""The names of axes that the presets look for if none is given; the first match wins."""
 
 
 def data_parallel() -> Preset:

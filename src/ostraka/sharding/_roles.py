@@ -80,7 +80,7 @@ class _Named:
 
 
 class _Model:
-    """The leaves of a tree, and what they say of each other."""
+    """The leaves of a tree, with what follows from looking at them together."""
 
     def __init__(
         self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]

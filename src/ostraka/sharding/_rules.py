@@ -1,4 +1,4 @@
-"""Rules to spec trees."""
+"""Make spec trees from rules."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jax.sharding import PartitionSpec
 
 from ostraka._capture import spec_entries
 from ostraka._document import Branch, Leaf, leaves_of, rebuild
-from ostraka.sharding._combine import Rules
+from ostraka.sharding._combine import SpecRules
 from ostraka.sharding._data import ArrayLeaf, array_leaves, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding, raise_errors
 from ostraka.sharding._follow import cut_as, follow
-from ostraka.sharding._mesh import AnyMesh
+from ostraka.sharding._mesh import AnyMesh, refuse_swapped
 from ostraka.sharding._specs import resolve
 
 
-def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
+def spec_tree(state: Any, rules: SpecRules, *, mesh: AnyMesh | None = None) -> Any:
     """The PartitionSpec of every leaf, in a tree that mirrors `state` leaf by leaf.
 
     NNX modules and optimizers are mirrored by their `nnx.State`, so that the result goes along with
@@ -40,9 +40,10 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
 
         specs = spec_tree(model, lambda leaf: P(None, "model") if leaf.ndim == 2 else P("model"))
     """
+    refuse_swapped("spec_tree(state, rules, mesh=mesh)", rules)
     parsed = parse_state(state)
-    specs = settle(parsed, rules, mesh)
-    # None is no leaf to JAX: a spec in its place would not go along with it.
+    specs = specs_by_path(parsed, mesh, rules)
+    # To JAX None is no leaf: a spec in its place would break `jax.tree.map` over both.
     values = {
         leaf.path: None if leaf.value is None else specs.get(leaf.path, PartitionSpec())
         for leaf in leaves_of(parsed)
@@ -50,20 +51,22 @@ def spec_tree(state: Any, rules: Rules, mesh: AnyMesh | None = None) -> Any:
     return rebuild(parsed, values)
 
 
-def settle(parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
+def specs_by_path(
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
+) -> dict[str, PartitionSpec]:
     """By path, the spec of each array. Raises InvalidSharding."""
-    specs, findings = settle_all(parsed, rules, mesh)
+    specs, findings = resolve_all(parsed, mesh, rules)
     raise_errors("the rules do not fit the tree", findings)
     return specs
 
 
-def settle_all(
-    parsed: Branch | Leaf, rules: Rules, mesh: AnyMesh | None
+def resolve_all(
+    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
-    """By path the spec of each array that has one, and what of the rules means no leaf."""
+    """The spec, by path, of each array that has one, and the errors of the rules."""
     leaves = list(array_leaves(parsed))
     known = [leaf.path for leaf in leaves_of(parsed)]
-    resolved = resolve(leaves, rules, mesh, known=known)
+    resolved = resolve(leaves, mesh, rules, known=known)
     lost = {finding.path for finding in resolved.missing}
     specs = {
         leaf.path: to_spec(leaf.path, resolved.said.get(leaf.path))
@@ -84,7 +87,7 @@ def follow_specs(
     for path, followed in follow(leaves, parameters).items():
         spec = specs[followed.path]
         if followed.dimensions == tuple(range(len(shapes[followed.path]))):
-            found[path] = spec  # word for word
+            found[path] = spec  # exactly as it was written
         else:
             entries = spec_entries(followed.path, spec)
             found[path] = from_partition(cut_as(entries, followed.dimensions))

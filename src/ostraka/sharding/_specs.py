@@ -1,6 +1,6 @@
-"""What is said of leaves by rules, presets, trees of specs or one spec: one meaning everywhere.
+"""Resolve rules, presets, trees of specs or one spec to a spec for each leaf.
 
-Everything that takes specs asks here: `spec_tree`, `check`, `place`, `init`, `ostraka.restore`.
+Everything that takes specs calls this: `spec_tree`, `check`, `place`, `init`, `ostraka.restore`.
 """
 
 from __future__ import annotations
@@ -16,45 +16,42 @@ from ostraka._capture import spec_entries
 from ostraka._document import ROOT, leaves_of
 from ostraka._nnx import physical_axes
 from ostraka.errors import InvalidSharding
-from ostraka.sharding._combine import (
+from ostraka.sharding._combine import Combined, Logical, Preset, combined
+from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_spec
+from ostraka.sharding._decide import (
     NOTHING,
-    Combined,
     Decision,
-    Logical,
     ask,
-    combined,
     decide_by_paths,
     decide_by_table,
     fill,
 )
-from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding
 from ostraka.sharding._mesh import AnyMesh, mesh_spec
-from ostraka.sharding._presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """By path what was said of leaves, and what of it is amiss."""
+    """Specs by path, and errors."""
 
     said: dict[str, Any]
-    """A PartitionSpec, or what the caller had in its place: a Sharding, None for a whole leaf."""
+    """A PartitionSpec, or what the caller gave in its place: a Sharding, or None (not cut)."""
     unknown: list[Finding]
-    """Entries that mean no leaf."""
+    """Entries that match no leaf."""
     missing: list[Finding]
-    """Leaves of which a mapping or a tree says nothing."""
+    """Leaves that a mapping or a tree does not cover."""
 
 
 def resolve(
     leaves: Sequence[ArrayLeaf],
-    specs: Any,
     mesh: AnyMesh | None,
+    specs: Any,
     *,
     known: Sequence[str] | None = None,
 ) -> Resolved:
-    """What `specs` says of the arrays of a tree.
+    """Resolve `specs` for the arrays of a tree.
 
-    `specs` is anything that `spec_tree` takes as rules. A leaf that nothing is said of is not in
+    `specs` is anything that `spec_tree` takes as rules. A leaf that is not covered is not in
     the result. Presets, and they alone, need the sizes of the mesh's axes; a mesh of None is the
     one that `jax.set_mesh` has set. `known` are the paths of all leaves, arrays or not.
     """
@@ -63,9 +60,9 @@ def resolve(
     asked = ask(leaves, rules, lambda rule: _decide(rule, paths))
     said = asked.of
     if rules.presets:
-        settled = {path: spec_entries(path, to_spec(path, spec)) for path, spec in said.items()}
+        fixed = {path: spec_entries(path, to_spec(path, spec)) for path, spec in said.items()}
         cut = [leaf for leaf in leaves if leaf.shape]
-        filled = fill(cut, settled, rules.presets, mesh_spec(mesh))
+        filled = fill(cut, fixed, rules.presets, mesh_spec(mesh))
         said = said | {path: from_partition(partition) for path, partition in filled.items()}
     return Resolved(said, asked.unknown, asked.missing)
 
@@ -76,7 +73,7 @@ def is_rules(value: Any) -> bool:
 
 
 def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
-    """What one rule says."""
+    """Prepare one rule to be applied to leaves."""
     if _is_spec(rule):
         return Decision(lambda leaf: rule)
     if isinstance(rule, Logical):

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint: what a save writes and what a restore reads, before either runs."""
+"""The plan of a save: what it will write, and what follows from that."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._source import Saved
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
-from ostraka._units import bytes_per_second, human_bytes, size_bytes
+from ostraka._units import bytes_per_second, human_bytes
 from ostraka._version import __version__
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.planner import _time
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
-from ostraka.planner._state import SAMPLED_PROCESSES, Problem, State, default_writers
+from ostraka.planner._state import SAMPLED_PROCESSES, State, default_writers
 from ostraka.planner._time import Bandwidths, Times, work_out_times
-from ostraka.storage import PathLike, Store
+from ostraka.sharding._findings import Finding
+from ostraka.storage import PathLike
 
 _EXACT_ENTRIES = 200_000
-"""Up to so many boxes the index of every process is worked out, rather than that of a few."""
+"""Up to this number of boxes the index of every process is computed; above, that of two."""
 _PHASES = ("wait", "capture", "agree", "plan", "write")
 """What `save` has timed when it writes `_METADATA`."""
 _SOME_SECONDS = 0.1234
@@ -45,7 +46,7 @@ class Plan:
     """What a checkpoint is made of, to the byte."""
 
     write: WritePlan
-    """The very plan that `save` executes."""
+    """The plan that `save` executes."""
     metadata: Metadata
     """What `_METADATA` says, but for the id, the digests and the times."""
     metadata_bytes: int
@@ -53,9 +54,9 @@ class Plan:
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
-    """Whether each index was worked out; if not, those of all processes are like those of a few."""
+    """Whether each index was computed; if not, all are taken to be as large as two of them."""
     parameters: int | None
-    problems: tuple[Problem, ...]
+    problems: tuple[Finding, ...]
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
 
@@ -225,74 +226,6 @@ class Plan:
         )
 
 
-def plan(
-    tree: Any,
-    *,
-    mesh: Any = None,
-    specs: Any = None,
-    processes: int | None = None,
-    optimizer: Any = None,
-    optimizer_dtype: Any = None,
-    dtype: Any = None,
-    metadata: Mapping[str, Any] | None = None,
-    max_file_bytes: int | str = MAX_FILE_BYTES,
-) -> Plan:
-    """What a save of `tree` will write, to the byte; no device is needed, nothing is written.
-
-    `tree` is what `save` takes, or abstract: `nnx.eval_shape`, `jax.ShapeDtypeStruct`s. Text is
-    what `ostraka plan` takes: the name of a known model (`"llama-3.1-8b"`), a `config.json` of
-    Hugging Face, a checkpoint, or a function as `"package.module:function"`.
-
-    `mesh` is where it will lie: a mesh, an abstract one, or axis sizes such as `{"data": 64}`.
-    `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`
-    and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`; for text also
-    `"fsdp+tp"` and its like. Without them each array is where its own sharding says; a known model
-    is cut along the axes that are named for it, a checkpoint as it was. `processes` share the
-    devices evenly: 1 for a tree, for text one for every 8 devices unless given.
-
-    `optimizer`, an optax transformation or the name of one, adds the state that it has for the
-    model `tree`, under `optimizer` beside `model`, cut as the parameters are. Its moments have the
-    dtype that optax gives them, which is that of the parameters unless `optimizer_dtype` is given.
-    `dtype`, `metadata` and `max_file_bytes` are those of `save`; of a known model `dtype` is that
-    of its parameters.
-
-    Host arrays are taken to be the same on all processes, as `save` finds out.
-
-    >>> plan(nnx.eval_shape(make), mesh={"data": 8}, specs=sharding.fsdp()).total_bytes
-    >>> plan("llama-3.1-70b", mesh={"data": 64}, optimizer="adamw").bytes_by_group
-    """
-    size = size_bytes("max_file_bytes", max_file_bytes)
-    if isinstance(tree, str | os.PathLike | Store):
-        from ostraka.planner._restore import target_mesh
-        from ostraka.planner._sources import Options, plan_source
-
-        options = Options(
-            mesh=None if mesh is None else target_mesh(mesh),
-            hosts=processes,
-            rules=specs,
-            optimizer=optimizer,
-            dtype=dtype,
-            optimizer_dtype=optimizer_dtype,
-            max_file_bytes=size,
-            metadata=metadata,
-        )
-        return plan_source(tree, options)
-    # Only trees need JAX.
-    from ostraka.planner._tree import state_of_tree
-
-    state = state_of_tree(
-        tree,
-        mesh=mesh,
-        specs=specs,
-        processes=processes,
-        optimizer=optimizer,
-        optimizer_dtype=optimizer_dtype,
-        dtype=dtype,
-        metadata=metadata or {},
-    )
-    return plan_state(state, max_file_bytes=size)
-
-
 def plan_state(state: State, *, max_file_bytes: int) -> Plan:
     """The plan of a state. Raises InvalidSharding where a spec does not fit."""
     if max_file_bytes < _LEAST_FILE_BYTES:
@@ -332,8 +265,7 @@ def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
     for leaf in leaves:
         key = (leaf.mesh, leaf.partition, leaf.shape)
         if leaf.mesh != HOST_LOCAL and key not in checked:
-            logical = leaf.shape[:-1] if leaf.kind == "key" else leaf.shape
-            check_partition(leaf.path, logical, leaf.partition, meshes[leaf.mesh])
+            check_partition(leaf.path, leaf.logical_shape, leaf.partition, meshes[leaf.mesh])
             checked.add(key)
 
 
@@ -350,8 +282,8 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
 def _writer(write: WritePlan) -> dict[str, Any]:
     """What `_METADATA` says of its writer.
 
-    How long the phases took is not known, nor what the hosts are called: each number of seconds,
-    and each name, may be longer or shorter than the one here.
+    The durations and the names of the hosts are placeholders, whose text may be longer or shorter
+    than the real ones.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -373,7 +305,7 @@ def _writer(write: WritePlan) -> dict[str, Any]:
 
 
 def plan_checkpoint(path: PathLike) -> Plan:
-    """A checkpoint that is there, as the plan that it was written by.
+    """The plan that an existing checkpoint was written by.
 
     One of another format is planned as Ostraka would write it.
     """
