@@ -2,6 +2,7 @@
 
 import errno
 import os
+import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,13 +113,6 @@ def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.
     assert ostraka.open(tmp_path / "step_1")["name"] == "step_1"
 
 
-def test_memory_has_no_steps(tmp_path: Path):
-    ostraka.save(f"memory://{tmp_path}/7", {"x": 1})
-    assert ostraka.open(f"memory://{tmp_path}/7")["x"] == 1
-    with pytest.raises(CheckpointNotFound, match="there is no checkpoint"):
-        ostraka.open(f"memory://{tmp_path}")
-
-
 def test_the_newest_step_that_is_deleted_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -147,3 +141,14 @@ def test_a_checkpoint_that_is_always_replaced(tmp_path: Path):
     with pytest.raises(Busy, match="was overwritten 10 times while it was being read; wait for"):
         read_whole([path], work)
     assert len(set(tries)) == 10
+
+
+def test_a_run_in_memory_is_found_like_one_in_a_directory():
+    root = f"memory://{uuid.uuid4().hex}/runs"
+    for step in (3, 7):
+        ostraka.save(f"{root}/step_{step:08d}", {"step": step})
+    assert ostraka.restore(root) == {"step": 7}
+    assert ostraka.restore(f"{root}/3") == {"step": 3}
+    assert ostraka.open(root).path == f"{root}/step_00000007"
+    with pytest.raises(CheckpointNotFound, match="the steps in .*/runs are 3, 7"):
+        ostraka.restore(f"{root}/5")

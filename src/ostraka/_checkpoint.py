@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,7 +12,7 @@ from ostraka._source import Source
 from ostraka._step_names import names_of_step, steps_among
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
 from ostraka.formats import open_source
-from ostraka.storage import LocalStore, PathLike, Store, open_store
+from ostraka.storage import PathLike, Store, open_store
 
 Result = TypeVar("Result")
 
@@ -29,23 +28,21 @@ def locate(path: PathLike) -> Store:
     step 7 of `runs`, whatever its directory is called. Never used by a save.
     """
     store = open_store(path)
-    if not isinstance(store, LocalStore):
+    names = names_in(store)
+    if _format.METADATA_NAME in names or any(map(_format.is_shards_directory, names)):
         return store
-    place = store.location
-    if not os.path.lexists(place):
-        root, name = os.path.split(place)
-        return _first_committed(root, [names_of_step(name, names_in(root))]) or store
-    if is_committed(place):
+    if names:
+        return _first_committed(store, reversed(steps_among(names).values())) or store
+    above, _, name = store.location.rpartition("/")
+    if isinstance(path, Store) or not above or above.endswith(":/") or store.exists():
         return store
-    names = names_in(place)
-    if any(map(_format.is_shards_directory, names)):
-        return store
-    return _first_committed(place, reversed(steps_among(names).values())) or store
+    root = open_store(above)
+    return _first_committed(root, [names_of_step(name, names_in(root))]) or store
 
 
-def _first_committed(root: str, steps: Iterable[Sequence[str]]) -> LocalStore | None:
-    paths = (os.path.join(root, name) for names in steps for name in names)
-    return next((LocalStore(path) for path in paths if is_committed(path)), None)
+def _first_committed(root: Store, steps: Iterable[Sequence[str]]) -> Store | None:
+    stores = (root.at(name) for names in steps for name in names)
+    return next((store for store in stores if is_committed(store)), None)
 
 
 def open_at(path: PathLike) -> Source:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ostraka import _format
 from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
-from ostraka.storage import LocalStore, Store
+from ostraka.storage import LocalStore, Store, open_store
 
 _MOST_NAMES = 100
 """So many names of a directory are looked into, so that a sentence does not take a minute."""
@@ -62,15 +62,15 @@ def _nothing_there(store: Store) -> CheckpointNotFound | NotACheckpoint:
     )
 
 
-def is_committed(directory: str) -> bool:
-    """Whether a save to a directory has been committed, by us or by something else."""
-    return os.path.lexists(os.path.join(directory, _format.METADATA_NAME))
+def is_committed(store: Store) -> bool:
+    """Whether a save to a place has been committed, by us or by something else."""
+    return _format.METADATA_NAME in names_in(store)
 
 
-def names_in(directory: str) -> list[str]:
-    """The names in a directory; none where there is none, or it may not be looked into."""
+def names_in(store: Store) -> list[str]:
+    """The names in a place; none where there is none, or it may not be looked into."""
     try:
-        return sorted(os.listdir(directory))
+        return store.list()
     except OSError:
         return []
 
@@ -93,10 +93,8 @@ def _something_else(store: Store, names: Sequence[str]) -> NotACheckpoint | None
     where = store.location
     if is_orbax(names):
         return _orbax(where, "is a step or an item of an Orbax checkpoint")
-    if isinstance(store, LocalStore):
-        below = (names_in(os.path.join(where, name)) for name in names[:_MOST_NAMES])
-        if any(is_orbax(inside) for inside in below):
-            return _orbax(where, "holds Orbax checkpoints, and none of Ostraka")
+    if any(is_orbax(names_in(store.at(name))) for name in names[:_MOST_NAMES]):
+        return _orbax(where, "holds Orbax checkpoints, and none of Ostraka")
     if any(name.endswith(_SAFETENSORS) for name in names):
         return NotACheckpoint(
             f"{where} holds safetensors files, as Hugging Face publishes them, and no Ostraka "
@@ -114,14 +112,7 @@ def _orbax(where: str, what: str) -> NotACheckpoint:
 
 
 def _suggest_below(store: Store, names: Sequence[str]) -> str:
-    def has_metadata(name: str) -> bool:
-        try:
-            store.get(f"{name}/{_format.METADATA_NAME}")
-        except OSError:
-            return False
-        return True
-
-    found = [name for name in names[:_MOST_NAMES] if has_metadata(name)]
+    found = [name for name in names[:_MOST_NAMES] if is_committed(store.at(name))]
     return f"; did you mean {store.location}/{found[-1]}?" if found else ""
 
 
@@ -132,7 +123,7 @@ def _no_directory(store: Store) -> CheckpointNotFound | NotACheckpoint:
     where = store.location
     if isinstance(store, LocalStore) and os.path.exists(where):
         return _file(where)
-    hint = _hint_beside(where) if isinstance(store, LocalStore) else ""
+    hint = _hint_beside(where)
     return CheckpointNotFound(
         f"there is no checkpoint at {where}: there is no such directory{hint}"
     )
@@ -140,15 +131,18 @@ def _no_directory(store: Store) -> CheckpointNotFound | NotACheckpoint:
 
 def _hint_beside(where: str) -> str:
     """The steps beside a step that is not there, or the name that is most like it."""
-    root, name = os.path.split(where)
+    above, _, name = where.rpartition("/")
+    if not above or above.endswith(":/"):
+        return ""
+    root = open_store(above)
     names = names_in(root)
     steps = [
         step
         for step, found in steps_among(names).items()
-        if any(is_committed(os.path.join(root, one)) for one in found)
+        if any(is_committed(root.at(one)) for one in found)
     ]
     if steps and step_of(name) is not None:
-        return f"; the steps in {root} are {list_steps(steps)}"
+        return f"; the steps in {above} are {list_steps(steps)}"
     return nearest(name, names[:_MOST_NAMES])
 
 

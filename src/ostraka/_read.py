@@ -150,9 +150,11 @@ def _restore(
     for attempt in range(_ATTEMPTS):
         source = open_at(path)
         tally.location = source.location
-        ids = operation.exchange(f"open-{attempt}", source.saved.id, lambda ids: ids)
+        is_same = operation.exchange(
+            f"open-{attempt}", source.saved.id, lambda ids: len(set(ids)) == 1
+        )
         tally.watch.lap("open")
-        if len(set(ids)) > 1:
+        if not is_same:
             continue
         result: Any = None
         replaced = False
