@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ostraka._document import leaves_of
 from ostraka._inplace import InPlace, Outline
+from ostraka._nodes import leaves_of
 from ostraka._tree import parse
 
 

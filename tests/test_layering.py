@@ -34,6 +34,7 @@ LAYERS = (
     "_pattern",
     "_step_names",
     "storage",
+    "_nodes",
     "_document",
     "_source",
     "_foreign",

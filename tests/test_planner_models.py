@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from ostraka import sharding
-from ostraka._document import leaves_of
+from ostraka._nodes import leaves_of
 from ostraka._tree import parse
 from ostraka.planner import plan
 from ostraka.planner._models import dtype_of, parameters_of

@@ -19,6 +19,7 @@ TESTED_IN = {
     "_blocks": "fetch",
     "_capture": "roundtrip",
     "_commit": "failures",
+    "_document": "restorable",
     "_foreign": "errors",
     "_handle": "async",
     "_match": "restorable",

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka._capture import describe_spec
-from ostraka._document import leaves_of
+from ostraka._nodes import leaves_of
 from ostraka.errors import InvalidSharding
 from ostraka.sharding import check, combine, fsdp, init, make_mesh, picture, place, spec_tree
 from ostraka.sharding._data import array_leaves, parse_state, to_spec

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka import formats
-from ostraka._document import Branch, Leaf, saved_tree
+from ostraka._document import saved_tree
+from ostraka._nodes import Branch, Leaf
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import LeafSpec, Target
 from ostraka.cli import main

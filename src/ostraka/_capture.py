@@ -13,15 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ostraka import _pattern
-from ostraka._document import (
-    Leaf,
-    Stateful,
-    check_unique,
-    encode_checked,
-    encode_state,
-    find_shared,
-    leaves_of,
-)
+from ostraka._document import encode_checked, encode_state
+from ostraka._nodes import Leaf, Stateful, check_unique, find_shared, leaves_of
 from ostraka._parallel import StopSignal, run_all
 from ostraka._spec import (
     DTYPES,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ostraka._box import Box
-from ostraka._document import ArrayNumber, Branch, Kept, Leaf, leaves_of
+from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, show_partition

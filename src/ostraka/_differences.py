@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ostraka._document import ROOT
+from ostraka._nodes import ROOT
 from ostraka.errors import count_of, name_few, nearest
 
 _NAMED_ONE_BY_ONE = 3

@@ -1,4 +1,4 @@
-"""The tree as `_METADATA` has it: branches, leaves and values as JSON. No JAX."""
+"""The tree as `_METADATA` has it: branches, leaves and values to JSON and back. No JAX."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import collections
 import dataclasses
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ostraka._nodes import (
+    MAX_DEPTH,
+    ROOT,
+    ArrayNumber,
+    Branch,
+    Kept,
+    Leaf,
+    SavedStates,
+    Stateful,
+    dict_builder,
+    escape,
+    join,
+    leaves_of,
+)
 from ostraka._parallel import with_full_stack
 from ostraka._plain import (
     Unwritable,
@@ -21,250 +34,12 @@ from ostraka._plain import (
     encode_plain,
     encode_scalar,
     is_plain,
-    key_text,
     loaded_class,
     text_of_encoded,
 )
 from ostraka.errors import InvalidTree, UnsupportedFormat
 
-ROOT = "."
-"""The path of a tree that is a single leaf."""
-
 _MOST_LEAVES_AGAIN = 1 << 20
-MAX_DEPTH = 200
-"""How deep containers may lie in each other: what a reader can follow, however it is called."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A value of the tree: an array, or something that is written into `_METADATA` itself."""
-
-    path: str
-    value: Any
-    spec: Any = None
-    """A PartitionSpec that the tree itself names for this leaf, as NNX variables do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A container: what it is, what is in it, and how to make another one like it."""
-
-    kind: str
-    """One of the containers that docs/format.md lists: "dict", "namedtuple", "variable", …"""
-    path: str
-    children: tuple[Branch | Leaf, ...]
-    rebuild: Callable[[list[Any]], Any]
-    keys: Sequence[Any] = ()
-    """A key for each child; none where the only child has the path of its parent."""
-    cls: tuple[str, str] | None = None
-    """Module and name of its class, where the kind does not say it."""
-    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What else `_METADATA` has of it, as JSON."""
-    update: Callable[[list[Any]], None] | None = None
-    """How to put other items into this very container; None if it can't be changed."""
-    owner: Any = None
-    """The object itself, if other places of the tree may have the same one."""
-    rebuild_together: Callable[[list[Any], list[list[Any]]], list[Any]] | None = None
-    """How to make several of this kind, from owners and items, so that they share what those do."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayNumber:
-    """Stands for an array leaf of the checkpoint."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStates:
-    """Stands for an object with a state of its own: the state that each process saved."""
-
-    states: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stateful:
-    """An object with `get_state` and `set_state`, such as a data iterator, and its state then."""
-
-    owner: Any
-    state: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A function, or a node that is all structure: no checkpoint has it, the template does."""
-
-    value: Any
-    """What the template has; in a saved tree, None."""
-    name: str
-    """For people."""
-    is_structure: bool
-
-
-# Walking
-
-
-def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
-    """The leaves in tree order."""
-    if isinstance(node, Leaf):
-        yield node
-        return
-    for child in node.children:
-        if isinstance(child, Leaf):  # most are, and a generator for each would cost more than it
-            yield child
-        else:
-            yield from leaves_of(child)
-
-
-def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
-    """The branches in tree order, each before those below it."""
-    if isinstance(node, Branch):
-        yield node
-        for child in node.children:
-            yield from branches_of(child)
-
-
-def rebuild(node: Branch | Leaf, values: Mapping[str, Any]) -> Any:
-    """The tree again, with other values by path. What was one object becomes one object."""
-    made: dict[int, Any] = {}
-    """By identity of the owner."""
-
-    def make(node: Branch | Leaf) -> Any:
-        if isinstance(node, Leaf):
-            return values[node.path]
-        if node.owner is None:
-            return node.rebuild([make(child) for child in node.children])
-        found = made.get(id(node.owner))
-        if found is None:
-            found = made[id(node.owner)] = node.rebuild([make(child) for child in node.children])
-        return found
-
-    graphs = [branch for branch in branches_of(node) if branch.rebuild_together is not None]
-    if len(graphs) > 1:
-        together = graphs[0].rebuild_together
-        assert together is not None
-        items = [[make(child) for child in graph.children] for graph in graphs]
-        built = together([graph.owner for graph in graphs], items)
-        made |= {id(graph.owner): item for graph, item in zip(graphs, built, strict=True)}
-    return make(node)
-
-
-def check_unique(leaves: Sequence[Leaf]) -> None:
-    seen: set[str] = set()
-    for leaf in leaves:
-        if leaf.path in seen:
-            raise InvalidTree(
-                f"two leaves have the path {leaf.path!r}: keys such as 0 and '0' in one dict look "
-                "the same in a path; rename one"
-            )
-        seen.add(leaf.path)
-
-
-def segment(key: Any, path: str) -> str:
-    """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
-    if type(key) is str and key.isascii():
-        return escape(key)
-    where = f"the container at {path or ROOT!r}"
-    try:
-        text = key_text(key)
-        text.encode()
-    except Unwritable as error:
-        raise InvalidTree(
-            f"{where} has the key {key!r:.80}, which is or has {error}; keys must be text, "
-            "numbers, enum members, None, or tuples of those"
-        ) from error
-    except UnicodeEncodeError as error:
-        raise InvalidTree(f"{where} has a key that is not valid Unicode: {key!r}") from error
-    except ValueError as error:  # an integer of more digits than Python writes
-        raise InvalidTree(f"{where} has a key that is too long: {error}") from error
-    return escape(text)
-
-
-def escape(text: str) -> str:
-    """The text of a key as a part of a path."""
-    if text == "__metadata__":
-        return f"~2{text}"  # safetensors has this name for something else
-    if "~" not in text and "/" not in text:
-        return text
-    return text.replace("~", "~0").replace("/", "~1")
-
-
-def join(path: str, segment: str) -> str:
-    return f"{path}/{segment}" if path else segment or "~"
-
-
-def prune(node: Branch | Leaf, wanted: Callable[[Leaf], bool]) -> Branch | Leaf | None:
-    """The tree with the wanted leaves only; None if there are none.
-
-    A sequence that loses items becomes a dict of those that are left, by their numbers.
-    """
-    if isinstance(node, Leaf):
-        return node if wanted(node) else None
-    kept = [prune(child, wanted) for child in node.children]
-    left = [(number, child) for number, child in enumerate(kept) if child is not None]
-    children = tuple(child for _, child in left)
-    if len(left) == len(kept):
-        return dataclasses.replace(node, children=children)
-    if not left:
-        return None
-    keys = [node.keys[number] for number, _ in left]
-    return Branch("dict", node.path, children, dict_builder(keys), keys)
-
-
-def dict_builder(
-    keys: Sequence[Any], kind: Callable[[Iterable[tuple[Any, Any]]], Any] = dict
-) -> Callable[[list[Any]], Any]:
-    return lambda items: kind(zip(keys, items, strict=True))
-
-
-def unwrapped(value: Any) -> Any:
-    """What a leaf of a parsed tree stands for."""
-    if isinstance(value, Stateful):
-        return value.owner
-    return value.value if isinstance(value, Kept) else value
-
-
-# What occurs at several places
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What is one object in spite of its several places; each place but the first, to the first."""
-
-    variables: Mapping[str, str]
-    arrays: Mapping[str, str]
-    """Also those of shared variables."""
-
-
-def find_shared(node: Branch | Leaf, is_shareable: Callable[[Any], bool]) -> Shared:
-    """Find the objects that a tree has at several places; `is_shareable` is asked of leaves."""
-    first_variable: dict[int, Branch] = {}
-    first_array: dict[int, Leaf] = {}
-    variables: dict[str, str] = {}
-    arrays: dict[str, str] = {}
-
-    def look(node: Branch | Leaf) -> None:
-        if isinstance(node, Leaf):
-            if is_shareable(node.value):
-                first = first_array.setdefault(id(node.value), node)
-                if first is not node:
-                    arrays[node.path] = first.path
-            return
-        if node.kind == "variable" and node.owner is not None:
-            first = first_variable.setdefault(id(node.owner), node)
-            if first is not node:
-                variables[node.path] = first.path
-                places = zip(leaves_of(node), leaves_of(first), strict=True)
-                arrays.update({here.path: arrays.get(at.path, at.path) for here, at in places})
-                return
-        for child in node.children:
-            look(child)
-
-    look(node)
-    return Shared(variables, arrays)
-
-
-# To JSON
 
 
 def encode_checked(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka._document import ROOT, Branch, Leaf, leaves_of, rebuild, unwrapped
+from ostraka._nodes import ROOT, Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka.errors import InvalidTree
 
 

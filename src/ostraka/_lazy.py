@@ -9,8 +9,8 @@ import numpy as np
 
 from ostraka._box import Box
 from ostraka._checkpoint import open_at, unless_replaced
-from ostraka._document import ArrayNumber, Kept, leaves_of
 from ostraka._memory import detached
+from ostraka._nodes import ArrayNumber, Kept, leaves_of
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, MeshSpec, Target, numpy_dtype, show_partition
 from ostraka.errors import nearest_path

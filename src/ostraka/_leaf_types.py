@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka._document import Kept
 from ostraka._inplace import Outline
+from ostraka._nodes import Kept
 from ostraka._spec import LeafSpec
 from ostraka._tree import is_array, is_key
 

@@ -19,7 +19,20 @@ from ostraka._capture import (
     may_cast,
 )
 from ostraka._differences import Differences, Tolerated
-from ostraka._document import (
+from ostraka._leaf_types import (
+    exactly,
+    is_arraylike,
+    key_problems,
+    key_words,
+    kind_of,
+    python_type,
+    show_shape,
+    show_spec,
+    show_value,
+    x64_problems,
+)
+from ostraka._nnx import as_state
+from ostraka._nodes import (
     ArrayNumber,
     Branch,
     Kept,
@@ -34,19 +47,6 @@ from ostraka._document import (
     segment,
     unwrapped,
 )
-from ostraka._leaf_types import (
-    exactly,
-    is_arraylike,
-    key_problems,
-    key_words,
-    kind_of,
-    python_type,
-    show_shape,
-    show_spec,
-    show_value,
-    x64_problems,
-)
-from ostraka._nnx import as_state
 from ostraka._pattern import rename_with, selects, unmatched
 from ostraka._place import Placer, Unfit, is_committed
 from ostraka._source import Source

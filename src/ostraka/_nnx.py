@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka._document import Branch, Leaf, dict_builder, join, segment
+from ostraka._nodes import Branch, Leaf, dict_builder, join, segment
 from ostraka._plain import decode_plain, encode_plain, is_plain, loaded_class
 
 Parse = Callable[[Any, str, int], "Branch | Leaf"]

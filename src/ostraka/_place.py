@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from ostraka._box import Box
 from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_entries
-from ostraka._document import Leaf
+from ostraka._nodes import Leaf
 from ostraka._plan_restore import needed_boxes
 from ostraka._source import Saved
 from ostraka._spec import (

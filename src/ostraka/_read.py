@@ -14,11 +14,11 @@ from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
 from ostraka._checkpoint import open_at
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._document import Branch, Leaf, rebuild
 from ostraka._inplace import InPlace
 from ostraka._lifetime import paused_gc
 from ostraka._match import Matcher
 from ostraka._memory import detached
+from ostraka._nodes import Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._source import Source

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ostraka._box import Box
-from ostraka._document import Branch, Leaf
+from ostraka._nodes import Branch, Leaf
 from ostraka._spec import LeafSpec, MeshSpec, Target
 from ostraka.storage import Store
 

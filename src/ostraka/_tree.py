@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka._document import (
+from ostraka._document import encode_factory, encode_statics
+from ostraka._nnx import named_spec, parse_nnx
+from ostraka._nodes import (
     MAX_DEPTH,
     ROOT,
     Branch,
@@ -27,12 +29,9 @@ from ostraka._document import (
     Leaf,
     Stateful,
     dict_builder,
-    encode_factory,
-    encode_statics,
     join,
     segment,
 )
-from ostraka._nnx import named_spec, parse_nnx
 from ostraka._plain import SCALARS
 from ostraka.errors import InvalidTree
 

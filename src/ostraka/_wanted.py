@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ostraka._box import Box
 from ostraka._capture import DtypeRule
-from ostraka._document import Branch, Leaf
+from ostraka._nodes import Branch, Leaf
 from ostraka._pattern import Patterns
 
 

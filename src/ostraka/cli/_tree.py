@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._document import ArrayNumber, Kept, leaves_of
+from ostraka._nodes import ArrayNumber, Kept, leaves_of
 from ostraka._source import Saved, Source, StoredFile
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ostraka import _format, _metadata
 from ostraka._blocks import Shards
-from ostraka._document import Branch, Leaf, saved_tree
+from ostraka._document import saved_tree
 from ostraka._foreign import looks_like_ours
 from ostraka._metadata import Metadata
+from ostraka._nodes import Branch, Leaf
 from ostraka._plan_restore import reading_order
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import Target

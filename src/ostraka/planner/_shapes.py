@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from ostraka._document import branches_of, leaves_of
+from ostraka._nodes import branches_of, leaves_of
 from ostraka._spec import MeshSpec
 from ostraka.sharding._data import array_leaves, parse_state
 

@@ -28,18 +28,8 @@ from ostraka._capture import (
     how_it_lies,
     savable_dtype,
 )
-from ostraka._document import (
-    Branch,
-    Leaf,
-    Stateful,
-    branches_of,
-    check_unique,
-    encode,
-    encode_state,
-    find_shared,
-    leaves_of,
-    with_states,
-)
+from ostraka._document import encode, encode_state, with_states
+from ostraka._nodes import Branch, Leaf, Stateful, branches_of, check_unique, find_shared, leaves_of
 from ostraka._place import resolve_specs
 from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka._tree import is_array, is_key, is_object, parse

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ostraka._capture import spec_entries
-from ostraka._document import Branch, Leaf
+from ostraka._nodes import Branch, Leaf
 from ostraka.sharding._combine import combined
 from ostraka.sharding._data import array_leaves, parse_state
 from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, find_problems, left_whole

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ostraka._capture import spec_entries
-from ostraka._document import Branch, Leaf, check_unique, leaves_of
+from ostraka._nodes import Branch, Leaf, check_unique, leaves_of
 from ostraka._spec import Partition
 from ostraka._tree import is_array, is_key, parse
 from ostraka.errors import InvalidSharding

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from ostraka import _pattern
-from ostraka._document import ROOT, segment
+from ostraka._nodes import ROOT, segment
 from ostraka._spec import MeshSpec, Partition
 from ostraka.errors import nearest
 from ostraka.sharding._combine import Combined, Preset

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka._capture import spec_entries
-from ostraka._document import Branch, Leaf, leaves_of, rebuild
+from ostraka._nodes import Branch, Leaf, leaves_of, rebuild
 from ostraka._spec import find_misfits
 from ostraka.errors import InvalidSharding, InvalidTree
 from ostraka.sharding._arguments import check_function, check_optimizer

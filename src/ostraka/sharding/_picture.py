@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ostraka._capture import Devices, describe_sharding
-from ostraka._document import Leaf, leaves_of
+from ostraka._nodes import Leaf, leaves_of
 from ostraka._picture import draw
 from ostraka._spec import (
     HOST_LOCAL,

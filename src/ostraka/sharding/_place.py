@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ostraka._document import Branch, Leaf, leaves_of, rebuild, unwrapped
+from ostraka._nodes import Branch, Leaf, leaves_of, rebuild, unwrapped
 from ostraka._tree import is_key, parse
 from ostraka.errors import InvalidTree
 from ostraka.sharding._check import resolve_checked

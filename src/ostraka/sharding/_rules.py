@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ostraka._capture import spec_entries
-from ostraka._document import Branch, Leaf, leaves_of, rebuild
+from ostraka._nodes import Branch, Leaf, leaves_of, rebuild
 from ostraka.sharding._combine import SpecRules
 from ostraka.sharding._data import ArrayLeaf, array_leaves, from_partition, parse_state, to_spec
 from ostraka.sharding._findings import Finding, raise_errors

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard, cast
 from jax.sharding import PartitionSpec, Sharding
 
 from ostraka._capture import spec_entries
-from ostraka._document import ROOT, leaves_of
 from ostraka._nnx import physical_axes
+from ostraka._nodes import ROOT, leaves_of
 from ostraka.errors import InvalidSharding
 from ostraka.sharding._combine import Combined, Logical, Preset, combined
 from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_spec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostraka._document import (
+from ostraka._nodes import (
     branches_of,
     check_unique,
     escape,
