@@ -839,7 +839,6 @@ assert "this" not in sys.modules and "antigravity" not in sys.modules
         {"float": 1.5},
         {"complex": ["0x0p+0"]},
         {"bytes": "***"},
-        {"unknown": 1},
         {"list": None, "items": {"a": 1}},
         {"namedtuple": ["m"], "keys": [], "items": []},
         {"namedtuple": [["m"], {}], "keys": [], "items": []},

@@ -74,6 +74,8 @@ def decode_scalar(value: Any) -> Any:
             return base64.b64decode(content, validate=True)
         case "surrogates":
             return base64.b64decode(content, validate=True).decode(errors="surrogatepass")
+        case "bool" | "str":
+            raise ValueError(f"{content!r} is no value of the kind {kind!r}")
         case _:
             raise UnsupportedFormat(
                 f"its tree has a value of the kind {kind!r}, which this Ostraka does not know; "
