@@ -19,8 +19,17 @@ from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
 from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
-from ostraka._plan_write import WritePlan, largest_cell_bytes
-from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, Target, holders, partition_grid
+from ostraka._plan_write import WritePlan
+from ostraka._spec import (
+    DTYPES,
+    HOST_LOCAL,
+    LeafSpec,
+    MeshSpec,
+    Target,
+    holders,
+    largest_cell_bytes,
+    partition_grid,
+)
 
 STAGING_BYTES = 1 << 30
 """How much of what is on accelerators a save holds in host memory at one time."""

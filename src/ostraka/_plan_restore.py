@@ -12,13 +12,13 @@ from dataclasses import replace
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._format import alignment_of
-from ostraka._plan_write import largest_cell_bytes
 from ostraka._spec import (
     Layout,
     LeafSpec,
     MeshSpec,
     StoredLeaf,
     holders,
+    largest_cell_bytes,
     partition_grid,
 )
 

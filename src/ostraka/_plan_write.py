@@ -262,12 +262,6 @@ def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> npt.NDArra
     return (counts.reshape(-1) * dtype.bits + 7) // 8
 
 
-def largest_cell_bytes(leaf: LeafSpec, grid: Sequence[int]) -> int:
-    """The bytes of the largest cell of a leaf that is cut into `grid`."""
-    cell = (-(-extent // parts) for extent, parts in zip(leaf.shape, grid, strict=True))
-    return DTYPES[leaf.dtype].nbytes(prod(cell))
-
-
 def _assign_parts(
     sharing: _Sharing, max_file_bytes: int
 ) -> tuple[tuple[StoredLeaf, ...], tuple[FileEntry, ...]]:

@@ -199,6 +199,12 @@ class Target(NamedTuple):
     box: _box.Box
 
 
+def largest_cell_bytes(leaf: LeafSpec, grid: Sequence[int]) -> int:
+    """The bytes of the largest cell of a leaf that is cut into `grid`."""
+    cell = (-(-extent // parts) for extent, parts in zip(leaf.shape, grid, strict=True))
+    return DTYPES[leaf.dtype].nbytes(prod(cell))
+
+
 def turns_of(layout: Layout) -> npt.NDArray[np.int64] | None:
     """For each cell, how many cells of the same device come before it; None if none do."""
     import numpy as np
