@@ -296,6 +296,12 @@ def test_speeds_are_those_of_the_results():
     assert set(told_ratios) <= ratios
 
 
+def test_the_refusal_that_is_shown_is_the_one_of_the_guide():
+    shown = re.search(r"```\n(`like` does not fit.*?)```", README, re.DOTALL)
+    assert shown is not None
+    assert f"```text\n{shown[1]}```" in GUIDE  # where it is what a block prints
+
+
 def test_the_table_of_errors_is_complete():
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", GUIDE, re.MULTILINE))))
     unlisted = set(errors.__all__) - listed
