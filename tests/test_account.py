@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from ostraka import _account, _box, _format, _metadata, _write_shards
+from ostraka import _account, _box, _format, _metadata
 from ostraka._account import Spread
 from ostraka._plan_write import plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
-from ostraka.planner._state import default_writers
 from ostraka.planner._time import Bandwidths, advise_interval
-from ostraka.storage._base import USUAL_WRITERS
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
 PROCESS_OF = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -134,11 +132,6 @@ def test_staging_grows_with_what_is_staged():
     assert staged((1024, 1024), cut, accelerators=False) == blocks
     # Each holder of a whole array copies all of it, to write its share.
     assert staged((1024, 1024), ()) == blocks + 2 * (4 << 20)
-
-
-def test_the_numbers_are_those_of_the_engine():
-    assert _account.STAGING_BYTES == _write_shards._STAGING_BYTES
-    assert default_writers() == USUAL_WRITERS
 
 
 # Times

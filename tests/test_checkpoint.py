@@ -13,6 +13,7 @@ import ostraka
 from ostraka import _checkpoint
 from ostraka._checkpoint import locate, open_at, read_whole
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, Problem
+from ostraka.storage import MemoryStore
 
 
 def save_steps(root: Path, *names: str) -> Path:
@@ -152,3 +153,10 @@ def test_a_run_in_memory_is_found_like_one_in_a_directory():
     assert ostraka.open(root).path == f"{root}/step_00000007"
     with pytest.raises(CheckpointNotFound, match="the steps in .*/runs are 3, 7"):
         ostraka.restore(f"{root}/5")
+
+
+def test_nothing_in_a_store_that_no_path_leads_to():
+    store = MemoryStore(uuid.uuid4().hex)
+    store.location = "bucket://runs/7"
+    with pytest.raises(CheckpointNotFound, match="no checkpoint at bucket://runs/7: "):
+        ostraka.restore(store)

@@ -19,7 +19,7 @@ from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
 from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
-from ostraka._plan_write import WritePlan
+from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -30,9 +30,6 @@ from ostraka._spec import (
     largest_cell_bytes,
     partition_grid,
 )
-
-STAGING_BYTES = 1 << 30
-"""How much of what is on accelerators a save holds in host memory at one time."""
 
 _NO_ID = "0" * 16
 _NO_DIGEST = "0" * 32

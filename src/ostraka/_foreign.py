@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ostraka import _format
 from ostraka._step_names import list_steps, step_of, steps_among
-from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
+from ostraka.errors import CheckpointNotFound, NotACheckpoint, UnsupportedFormat, nearest
 from ostraka.storage import LocalStore, Store, open_store
 
 _MOST_NAMES = 100
@@ -134,7 +134,10 @@ def _hint_beside(where: str) -> str:
     above, _, name = where.rpartition("/")
     if not above or above.endswith(":/"):
         return ""
-    root = open_store(above)
+    try:
+        root = open_store(above)
+    except UnsupportedFormat:  # The place of a store that was given as such: no path leads there.
+        return ""
     names = names_in(root)
     steps = [
         step

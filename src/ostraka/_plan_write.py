@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_FILE_BYTES = 4 << 30
+STAGING_BYTES = 1 << 30
+"""How much of what is on accelerators a save holds in host memory at one time."""
 LANES_PER_PROCESS = 4
 """A process with fewer devices splits its shards into parts, to have this many files to write."""
 MIN_LANE_BYTES = 64 << 20

@@ -21,18 +21,16 @@ from ostraka._box import Box
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
-from ostraka._plan_write import WritePlan
+from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
 from ostraka._values import Value, flat_bytes
 from ostraka.storage import FileWriter, Parts, Store
 
 Array = np.ndarray[Any, Any]
-Block = tuple[int, list[Array]]
+NumberedBlock = tuple[int, list[Array]]
 """A block's number in its file, and the bytes it is made of."""
 
 _OPEN_FILES = 64
-_STAGING_BYTES = 1 << 30
-"""How much of what is on accelerators may lie in host memory at one time."""
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
 _SMALL_BYTES = 1 << 20
@@ -104,7 +102,7 @@ def _write_all(
     progress: Progress,
     parts: Parts,
 ) -> None:
-    staging = ByteBudget(_STAGING_BYTES)
+    staging = ByteBudget(STAGING_BYTES)
     if len(shards) == 1 and progress.total <= _SMALL_BYTES:
         _write_small(shards[0], _stream(shards[0], values, copied, staging, check))
         progress.written = progress.total
@@ -115,7 +113,7 @@ def _write_all(
         check()
         stop.check()
 
-    def write(task: tuple[_Shard, Iterable[Block]]) -> None:
+    def write(task: tuple[_Shard, Iterable[NumberedBlock]]) -> None:
         shard, blocks = task
         for number, pieces in blocks:
             check_all()
@@ -183,7 +181,7 @@ class _Shard:
     def digests(self) -> FileDigests:
         return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
 
-    def blocks(self, stream: Iterator[Array]) -> Iterator[Block]:
+    def blocks(self, stream: Iterator[Array]) -> Iterator[NumberedBlock]:
         """A file's bytes, cut into its blocks."""
         return enumerate(_format.regroup(stream, self._lengths))
 
@@ -202,7 +200,7 @@ def _tasks(
     staging: ByteBudget,
     check: Callable[[], None],
     parts: Parts,
-) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+) -> Iterator[tuple[_Shard, Iterable[NumberedBlock]]]:
     """What a thread does at a time: blocks whose views are there, or all of a file.
 
     A file with something in it that must first be copied (from an accelerator, to another dtype)
@@ -210,7 +208,7 @@ def _tasks(
     soon; so is every file where the store wants it written in order. Blocks of the others come in
     turn, so that a leaf's shards are looked at together: one by one, or as many as the store likes.
     """
-    of_views: list[Iterator[tuple[_Shard, Iterable[Block]]]] = []
+    of_views: list[Iterator[tuple[_Shard, Iterable[NumberedBlock]]]] = []
     for shard in shards:
         blocks = shard.blocks(_stream(shard, values, copied, staging, check))
         if parts.in_any_order and copied.isdisjoint(entry.leaf for entry in shard.entries):
@@ -223,10 +221,10 @@ def _tasks(
 
 
 def _in_parts(
-    shard: _Shard, blocks: Iterator[Block], least_bytes: int
-) -> Iterator[tuple[_Shard, Iterable[Block]]]:
+    shard: _Shard, blocks: Iterator[NumberedBlock], least_bytes: int
+) -> Iterator[tuple[_Shard, Iterable[NumberedBlock]]]:
     """Blocks that follow each other, as few as have `least_bytes` together."""
-    part: list[Block] = []
+    part: list[NumberedBlock] = []
     nbytes = 0
     for block in blocks:
         part.append(block)

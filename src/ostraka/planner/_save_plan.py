@@ -26,10 +26,10 @@ from ostraka.formats._ostraka import OstrakaSource
 from ostraka.planner import _time
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
-from ostraka.planner._state import SAMPLED_PROCESSES, State, default_writers
+from ostraka.planner._state import SAMPLED_PROCESSES, State
 from ostraka.planner._time import Bandwidths, Times, work_out_times
 from ostraka.sharding._findings import Finding
-from ostraka.storage import PathLike
+from ostraka.storage import USUAL_WRITERS, PathLike
 
 _EXACT_ENTRIES = 200_000
 """Up to this number of boxes the index of every process is computed; above, that of two."""
@@ -137,7 +137,7 @@ class Plan:
     def staging_bytes(self, *, on_accelerators: bool = True) -> int:
         """The most host memory that a save takes on one host, besides the state itself."""
         return _account.staging_bytes(
-            self.write, writers=default_writers(), on_accelerators=on_accelerators
+            self.write, writers=USUAL_WRITERS, on_accelerators=on_accelerators
         )
 
     def lost_shard(self) -> LostShard | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -75,8 +74,3 @@ def share_devices(devices: int, processes: int) -> tuple[int, ...]:
         )
     each = devices // processes
     return tuple(device // each for device in range(devices))
-
-
-def default_writers() -> int:
-    """How many threads a save writes with, on a host with as many cores as this one."""
-    return max(4, min(os.cpu_count() or 1, 16))

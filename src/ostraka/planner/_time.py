@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from ostraka._interval import best_interval_s
 from ostraka.errors import store_error
-from ostraka.planner._state import default_writers
+from ostraka.storage import USUAL_WRITERS
 
 _PROBE_BYTES = 256 << 20
 _BLOCK_BYTES = 4 << 20
@@ -136,7 +136,7 @@ def probe(directory: str) -> Bandwidths:
     Several threads write a file each, sync it, forget what is cached, and read it again. The files
     are removed. Raises StoreError where that is not allowed.
     """
-    threads = default_writers()
+    threads = USUAL_WRITERS
     each = _PROBE_BYTES // threads
     names = [os.path.join(directory, f".ostraka-probe-{uuid4().hex}") for _ in range(threads)]
     try:

@@ -2,6 +2,7 @@
 
 from ostraka.storage._base import (
     ANYTHING,
+    USUAL_WRITERS,
     FileInfo,
     FileReader,
     FileWriter,
@@ -17,6 +18,7 @@ from ostraka.storage._open import PathLike, open_store
 
 __all__ = [
     "ANYTHING",
+    "USUAL_WRITERS",
     "Claim",
     "FileInfo",
     "FileReader",

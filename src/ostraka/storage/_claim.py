@@ -1,11 +1,11 @@
 """One writer at a time in a place, told by a marker file that its owner renews.
 
 A claim is an empty file, `_CLAIM-` and 32 hex digits (the scope of its owner's lock, and a random
-number), whose owner sets its time anew every
-`RENEW_EVERY_S`. Its age is the difference to the marker that whoever asks has just written itself:
-both times are the store's, and no clock of a machine matters. A marker that has not been renewed
-for `DEAD_AFTER_S` is that of a dead owner. Whoever takes a claim writes its marker first and looks
-for others then, so that of two at least one sees the other.
+number), whose owner sets its time anew every `RENEW_EVERY_S`. Its age is the difference to the
+marker that whoever asks has just written itself: both times are the store's, and no clock of a
+machine matters. A marker that has not been renewed for `DEAD_AFTER_S` is that of a dead owner.
+Whoever takes a claim writes its marker first and looks for others then, so that of two at least one
+sees the other.
 
 Where the store has locks, they answer at once: who finds the place locked raises Busy, and who
 gets the lock knows that other claims of the same scope are dead: those of this machine and this
