@@ -142,13 +142,21 @@ def kill_one_save(
     return rest == b"s"
 
 
+def files_like(path: str, names: str) -> set[Path]:
+    """The files of that kind; none where the save removes a directory as it is listed."""
+    try:
+        return set(Path(path).glob(names))
+    except FileNotFoundError:
+        return set()
+
+
 def once_there(path: str, names: str, delay_s: float) -> Callable[[], None]:
     """Wait until a new file of that kind is there, and a little more."""
-    before = set(Path(path).glob(names))
+    before = files_like(path, names)
 
     def wait() -> None:
         deadline = time.monotonic() + 30
-        while set(Path(path).glob(names)) <= before:
+        while files_like(path, names) <= before:
             if time.monotonic() > deadline:
                 return
         time.sleep(delay_s)
