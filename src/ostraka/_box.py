@@ -89,14 +89,6 @@ def is_contiguous(box: Box, within: Box) -> bool:
     return True
 
 
-def flat_start(box: Box, within: Box) -> int:
-    """The row-major number, inside `within`, of the first element of `box`."""
-    position = 0
-    for (start, _), (outer_start, outer_stop) in zip(box, within, strict=True):
-        position = position * (outer_stop - outer_start) + start - outer_start
-    return position
-
-
 def flat_span(box: Box, within: Box) -> tuple[int, int]:
     """From the first to one past the last row-major element of `box` inside `within`."""
     first = last = 0
@@ -121,11 +113,11 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
     """Cut `box` across its rows until the run around each band has at most `max_elements`.
 
     Where rows fill blocks of `block_elements` (of the elements of `within`) evenly, bands end where
-    blocks end. A single row of the innermost dimension is never cut.
+    blocks end.
     """
     start, stop = flat_span(rows_around(box, within), within)
     dimension = next((d for d, (s, e) in enumerate(box) if e - s > 1), len(box))
-    if stop - start <= max_elements or dimension >= len(box) - 1:
+    if stop - start <= max_elements or dimension == len(box):
         yield box
         return
     low, high = box[dimension]

@@ -35,15 +35,11 @@ PAGE_BYTES = 4096
 BLOCK_BYTES = 4 << 20
 GATHER_BYTES = 1 << 20
 """Boxes below this size share a block with their neighbours."""
-MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors package accepts."""
 
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _OFFSET_DIGITS = 15
 _QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 _MAX_RUN_NUMBERS = 1 << 26
-
-Buffer = bytes | bytearray | memoryview
 
 
 def digest(data: Any) -> str:
@@ -53,14 +49,8 @@ def digest(data: Any) -> str:
 
 def block_digest(buffers: Iterable[Any]) -> str:
     """The digest of one block, given as the pieces it is made of: xxh3, 64 bits."""
-    pieces = iter(buffers)
-    first = next(pieces, b"")
-    second = next(pieces, None)
-    if second is None:
-        return xxhash.xxh3_64_hexdigest(first)
-    state = xxhash.xxh3_64(first)
-    state.update(second)
-    for piece in pieces:
+    state = xxhash.xxh3_64()
+    for piece in buffers:
         state.update(piece)
     return state.hexdigest()
 
@@ -229,20 +219,18 @@ def paths_between(
 # Safetensors headers
 
 
-def tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> list[int]:
-    """The shape that the file shows: bytes for dtypes that safetensors lacks."""
+def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[int]]:
+    """The shape that the file shows, and where that begins in the whole array.
+
+    Dtypes that safetensors lacks are shown as bytes.
+    """
     if dtype.packed:
-        return [nbytes]
+        return [nbytes], [0]
     shape = list(_box.shape_of(box))
-    return [*shape, dtype.bits // 8] if dtype.opaque and dtype.bits > 8 else shape
-
-
-def tensor_offsets(dtype: Dtype, box: Box) -> list[int]:
-    """Where the shown tensor lies in the whole one."""
-    if dtype.packed:
-        return [0]
     starts = [start for start, _ in box]
-    return [*starts, 0] if dtype.opaque and dtype.bits > 8 else starts
+    if dtype.opaque and dtype.bits > 8:
+        return [*shape, dtype.bits // 8], [*starts, 0]
+    return shape, starts
 
 
 def header_capacity(leaf: LeafSpec) -> int:
@@ -274,13 +262,21 @@ def header_bytes_for(capacity: Any) -> Any:
 
 @cache
 def _header_frame_bytes() -> int:
-    return 8 + len(_header_json([], [], {}, "0" * 16))
+    return 8 + len(header_json([], [], "0" * 16))
 
 
 def encode_header(
     entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
 ) -> bytes:
     """The first `header_bytes` of a shard file."""
+    text = header_json(entries, leaves, save_id)
+    if 8 + len(text) > header_bytes:
+        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
+    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
+
+
+def header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str) -> bytes:
+    """What a header says. Written entry by entry: making one large object of it all is slow."""
     tensors: list[str] = []
     offsets: list[str] = []
     opaque: dict[str, str] = {}
@@ -290,8 +286,8 @@ def encode_header(
         dtype = DTYPES[spec.dtype]
         texts = shown.get((spec.dtype, box))
         if texts is None:
-            shape = dumps(tensor_shape(dtype, box, nbytes))
-            texts = shown[spec.dtype, box] = (shape, dumps(tensor_offsets(dtype, box)))
+            shape, starts = _tensor_shape(dtype, box, nbytes)
+            texts = shown[spec.dtype, box] = (dumps(shape), dumps(starts))
         key = encode_basestring_ascii(spec.path)
         tensors.append(
             f'{key}:{{"dtype":"{dtype.code}","shape":{texts[0]},'
@@ -300,43 +296,31 @@ def encode_header(
         offsets.append(f'{key}:{{"saved_offsets":{texts[1]}}}')
         if dtype.opaque:
             opaque[spec.path] = dtype.name
-    text = _header_json(tensors, offsets, opaque, save_id)
-    if 8 + len(text) > header_bytes:
-        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
-    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
+    about = {
+        "ostraka": str(VERSION),
+        "ostraka_id": save_id,
+        "ostraka_dtypes": dumps(opaque),
+        "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
+    }
+    return ("{" + ",".join([f'"__metadata__":{dumps(about)}', *tensors]) + "}").encode()
 
 
-def _header_json(
-    tensors: Sequence[str], offsets: Sequence[str], opaque: Mapping[str, str], save_id: str
-) -> bytes:
-    """A header's JSON, from entries that are JSON already: building it all at once is slow."""
-    about = dumps(
-        {
-            "ostraka": str(VERSION),
-            "ostraka_id": save_id,
-            "ostraka_dtypes": dumps(opaque),
-            "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
-        }
-    )
-    return ("{" + ",".join([f'"__metadata__":{about}', *tensors]) + "}").encode()
-
-
-def decode_header(data: Any) -> tuple[str, dict[str, Any]]:
-    """The save's id and the tensors of a header as it lies in the file."""
-    text = json.loads(bytes(data[8:]))
-    about = text.pop("__metadata__")
-    return about["ostraka_id"], text
+def decode_header(text: bytes | bytearray) -> tuple[str, dict[str, Any]]:
+    """The save's id and the tensors of a header, from its JSON."""
+    tensors = json.loads(text)
+    about = tensors.pop("__metadata__")
+    return about["ostraka_id"], tensors
 
 
 # Process indexes
 
 
 class Block(NamedTuple):
-    """A range of a shard file's data that is stored, digested and read as a whole."""
+    """A range of a shard file that is stored, digested and read as a whole."""
 
     start: int
     stop: int
-    """Its range in the data, which begins after the header."""
+    """Its range in the data, which begins after the header: that of the header is below 0."""
     file_start: int
     file_stop: int
     """Its range in the file."""
@@ -351,26 +335,20 @@ class FileDigests:
     lengths: tuple[int, ...]
     digests: tuple[str, ...]
 
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the data."""
-        return blocks_after(self.lengths[0], self.lengths[1:], self.digests[1:])
+    def blocks(self) -> list[Block]:
+        """The header and the blocks of the data: stored as they are, one after the other."""
+        header_bytes = self.lengths[0]
+        ends = pairwise(accumulate(self.lengths, initial=0))
+        return [
+            Block(start - header_bytes, stop - header_bytes, start, stop, digest)
+            for (start, stop), digest in zip(ends, self.digests, strict=True)
+        ]
 
 
-def blocks_after(
-    header_bytes: int, lengths: Sequence[int], digests: Sequence[str]
-) -> tuple[Block, ...]:
-    """Blocks that are stored as they are, one after the other."""
-    stops = accumulate(lengths, initial=0)
-    return tuple(
-        Block(start, stop, header_bytes + start, header_bytes + stop, digest)
-        for (start, stop), digest in zip(pairwise(stops), digests, strict=True)
-    )
-
-
-def planned_blocks(header_bytes: int, entries: Sequence[Entry]) -> tuple[Block, ...]:
-    """The blocks of a file that is yet to be written, without their digests."""
-    _, *lengths = block_lengths(header_bytes, entries)
-    return blocks_after(header_bytes, lengths, [""] * len(lengths))
+def planned_digests(file: FileEntry, entries: Sequence[Entry]) -> FileDigests:
+    """A file that is yet to be written; its digests only have the right length."""
+    lengths = block_lengths(file.header_bytes, entries)
+    return FileDigests(file.size, tuple(lengths), ("0" * 16,) * len(lengths))
 
 
 def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -> bytes:

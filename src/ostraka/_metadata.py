@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from operator import attrgetter
@@ -15,11 +15,14 @@ from ostraka._format import (
     ID_PATTERN,
     METADATA_NAME,
     VERSION,
+    Entry,
     FileEntry,
     decode_runs,
     digest,
     dumps,
     encode_runs,
+    entries_by_file,
+    shard_name,
 )
 from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import (
@@ -70,6 +73,27 @@ class Metadata:
     @property
     def process_count(self) -> int:
         return max(self.process_of, default=0) + 1
+
+
+def shard_contents(
+    metadata: Metadata, devices: Collection[int] | None = None
+) -> dict[tuple[int, int], tuple[FileEntry, list[Entry]]]:
+    """Each file `(device, part)` with its entries, in file order, for some or all devices.
+
+    Raises ValueError if the file table is not the one that the layouts need.
+    """
+    contents = entries_by_file(metadata.leaves, metadata.layouts, devices)
+    files = {
+        (file.device, file.part): file
+        for file in metadata.files
+        if devices is None or file.device in devices
+    }
+    for key in sorted(contents.keys() | files.keys()):
+        last = contents[key][-1] if key in contents else None
+        data_bytes = files[key].size - files[key].header_bytes if key in files else None
+        if last is None or last.offset + last.nbytes != data_bytes:
+            raise ValueError(f"the file table and the layouts disagree about {shard_name(*key)}")
+    return {key: (files[key], entries) for key, entries in contents.items()}
 
 
 _KNOWN_FIELDS = {f.name for f in fields(Metadata)} | {"format", "version", "digest"}
