@@ -20,13 +20,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import (
-    DTYPES,
-    Dtype,
-    Layout,
-    LeafSpec,
-    StoredLeaf,
-)
+from ostraka._spec import DTYPES, Dtype, Layout, LeafSpec, StoredLeaf
 
 METADATA_NAME = "_METADATA"
 FORMAT = "ostraka"
@@ -130,35 +124,16 @@ def entries_by_file(
     for number, leaf in enumerate(leaves):
         key = (leaf.layout, leaf.part, leaf.spec.shape, DTYPES[leaf.spec.dtype].bits)
         kinds.setdefault(key, []).append(number)
-    unordered: dict[tuple[int, int], list[tuple[int, int, _Placed]]] = {}
+    unordered: dict[tuple[int, int], list[tuple[int, int, Box, int]]] = {}
     for (layout, part, shape, bits), numbers in kinds.items():
-        for place in _placed_boxes(shape, layouts[layout].grid, owners[layout], bits):
-            file = unordered.setdefault((place.device, part + place.turn), [])
-            order = place.order
-            file += [(order, number, place) for number in numbers]
-    return {key: _with_offsets(unordered[key]) for key in sorted(unordered)}
-
-
-class _Placed(NamedTuple):
-    """A box of one kind of leaf: the device and part it goes to, and what decides its order."""
-
-    device: int
-    turn: int
-    order: int
-    box: Box
-    nbytes: int
-
-
-def _placed_boxes(
-    shape: tuple[int, ...], grid: tuple[int, ...], owners: list[tuple[int, list[int]]], bits: int
-) -> list[_Placed]:
-    placed: list[_Placed] = []
-    for device, cells in owners:
-        for turn, number in enumerate(cells):
-            box = _box.cell(shape, grid, number)
-            nbytes = (_box.count(box) * bits + 7) // 8
-            placed.append(_Placed(device, turn, -alignment_of(nbytes), box, nbytes))
-    return placed
+        for device, cells in owners[layout]:
+            for turn, cell in enumerate(cells):
+                box = _box.cell(shape, layouts[layout].grid, cell)
+                nbytes = (_box.count(box) * bits + 7) // 8
+                order = -alignment_of(nbytes)
+                file = unordered.setdefault((device, part + turn), [])
+                file += [(order, number, box, nbytes) for number in numbers]
+    return {key: _with_offsets(sorted(boxes)) for key, boxes in sorted(unordered.items())}
 
 
 def alignment_of(nbytes: int) -> int:
@@ -166,12 +141,12 @@ def alignment_of(nbytes: int) -> int:
     return min(nbytes & -nbytes, PAGE_BYTES)
 
 
-def _with_offsets(unordered: list[tuple[int, int, _Placed]]) -> list[Entry]:
+def _with_offsets(boxes: Iterable[tuple[int, int, Box, int]]) -> list[Entry]:
     entries: list[Entry] = []
     offset = 0
-    for _, leaf, place in sorted(unordered):
-        entries.append(Entry(leaf, place.box, offset, place.nbytes))
-        offset += place.nbytes
+    for _, leaf, box, nbytes in boxes:
+        entries.append(Entry(leaf, box, offset, nbytes))
+        offset += nbytes
     return entries
 
 

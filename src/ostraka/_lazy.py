@@ -194,35 +194,39 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
 
 def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
     """The box to read for an index, and the index of the wanted elements inside that box."""
-    if sum(entry is Ellipsis for entry in entries) > 1:
+    given = [entry for entry in entries if entry is not Ellipsis]
+    if len(entries) - len(given) > 1:
         raise IndexError("an index can have only one '...'")
-    if not any(entry is Ellipsis for entry in entries):
-        entries.append(Ellipsis)
-    at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
-    entries[at : at + 1] = [slice(None)] * (len(leaf.shape) - len(entries) + 1)
-    if len(entries) != len(leaf.shape):
-        raise IndexError(f"leaf {leaf.path!r} has {len(leaf.shape)} dimensions, not {len(entries)}")
+    rank = len(leaf.shape)
+    if len(given) > rank:
+        raise IndexError(f"leaf {leaf.path!r} has {rank} dimensions, not {len(given)}")
+    at = next((n for n, entry in enumerate(entries) if entry is Ellipsis), len(given))
+    given[at:at] = [slice(None)] * (rank - len(given))
     box: list[tuple[int, int]] = []
     within: list[Any] = []
-    for dimension, (entry, extent) in enumerate(zip(entries, leaf.shape, strict=True)):
-        if isinstance(entry, slice):
-            start, stop, step = entry.indices(extent)
-            picked = range(start, stop, step)
-            # By its ends alone: a dimension may have more elements than could be counted through.
-            ends = sorted((picked[0], picked[-1])) if picked else (0, -1)
-            box.append((ends[0], ends[1] + 1))
-            within.append(slice(None, None, step))
-        elif isinstance(entry, int | np.integer) and not isinstance(entry, bool):
-            position = int(entry) + (extent if entry < 0 else 0)
-            if not 0 <= position < extent:
-                raise IndexError(
-                    f"leaf {leaf.path!r}: index {entry} is out of range for dimension {dimension} "
-                    f"of {extent} elements"
-                )
-            box.append((position, position + 1))
+    for dimension, (entry, extent) in enumerate(zip(given, leaf.shape, strict=True)):
+        picked = _picked(leaf.path, dimension, extent, entry)
+        if isinstance(picked, int):
+            box.append((picked, picked + 1))
             within.append(0)
         else:
-            raise IndexError(
-                f"leaf {leaf.path!r} can be indexed with integers, slices and '...', not {entry!r}"
-            )
+            # By its ends alone: a dimension may have more elements than could be counted through.
+            first, last = sorted((picked[0], picked[-1])) if picked else (0, -1)
+            box.append((first, last + 1))
+            within.append(slice(None, None, picked.step))
     return tuple(box), tuple(within)
+
+
+def _picked(path: str, dimension: int, extent: int, entry: Any) -> int | range:
+    """The elements that an index picks of a dimension."""
+    if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
+        raise IndexError(
+            f"leaf {path!r} can be indexed with integers, slices and '...', not {entry!r}"
+        )
+    try:
+        return range(extent)[entry]
+    except IndexError as error:
+        raise IndexError(
+            f"leaf {path!r}: index {entry} is out of range for dimension {dimension} of {extent} "
+            "elements"
+        ) from error

@@ -9,18 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ostraka import _box
+from ostraka import _box, _spec
 from ostraka._box import Box
 from ostraka._format import alignment_of
-from ostraka._spec import (
-    Layout,
-    LeafSpec,
-    MeshSpec,
-    StoredLeaf,
-    holders,
-    largest_cell_bytes,
-    partition_grid,
-)
+from ostraka._spec import Layout, LeafSpec, MeshSpec, StoredLeaf
 
 
 def needed_boxes(
@@ -41,9 +33,9 @@ def needed_boxes(
     import numpy as np
 
     rank = len(leaf.shape)
-    table = holders(mesh, leaf.partition, rank)
+    table = _spec.holders(mesh, leaf.partition, rank)
     cells = np.flatnonzero(np.isin(table, list(devices)).any(axis=1))
-    grid = partition_grid(mesh, leaf.partition, rank)
+    grid = _spec.partition_grid(mesh, leaf.partition, rank)
     return tuple(_box.cell(leaf.shape, grid, int(cell)) for cell in cells)
 
 
@@ -59,7 +51,7 @@ def reading_order(leaves: Sequence[StoredLeaf], layouts: Sequence[Layout]) -> li
         key = (leaf.layout, leaf.spec.shape, leaf.spec.dtype)
         nbytes = sizes.get(key)
         if nbytes is None:
-            nbytes = sizes[key] = largest_cell_bytes(leaf.spec, layouts[leaf.layout].grid)
+            nbytes = sizes[key] = _spec.largest_cell_bytes(leaf.spec, layouts[leaf.layout].grid)
         by_part.setdefault(leaf.part, []).append((-alignment_of(nbytes), number, nbytes))
     turns: list[tuple[int, int]] = []
     for part in by_part.values():
