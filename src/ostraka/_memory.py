@@ -76,29 +76,18 @@ class Buffers:
 
         All of its moves have a place in their buffers, and no two want the same bytes.
         """
-        spans: list[tuple[Array, int, int]] = []
-
-        def add(memory: Array, start: int, nbytes: int) -> None:
-            if spans and spans[-1][0] is memory and spans[-1][2] == start:
-                memory, start, stop = spans.pop()
-                spans.append((memory, start, stop + nbytes))
-            else:
-                spans.append((memory, start, start + nbytes))
-
         wanted = sum(move.stop - move.start for move in chunk.moves)
         unwanted = scratch(chunk.stop - chunk.start - wanted)
-        used = 0
-        position = chunk.start
+        places: list[tuple[Array, int, int]] = []
+        position, skipped = chunk.start, 0
         for move in chunk.moves:
-            if move.start > position:
-                add(unwanted, used, move.start - position)
-                used += move.start - position
+            places.append((unwanted, skipped, move.start - position))
+            skipped += move.start - position
             _, memory, start = self._made[move.buffer]
-            add(memory, start + (move.buffer_start or 0), move.stop - move.start)
+            places.append((memory, start + (move.buffer_start or 0), move.stop - move.start))
             position = move.stop
-        if chunk.stop > position:
-            add(unwanted, used, chunk.stop - position)
-        return [memory[start:stop] for memory, start, stop in spans]
+        places.append((unwanted, skipped, chunk.stop - position))
+        return _join(places)
 
     def _cut(self, nbytes: int) -> tuple[Array, int]:
         """Memory for a buffer, and where in it the buffer begins."""
@@ -111,6 +100,17 @@ class Buffers:
             start = 0
         self._arena_used = start + nbytes
         return self._arena, start
+
+
+def _join(places: Iterable[tuple[Array, int, int]]) -> list[Array]:
+    """Parts of memory, given as `(memory, start, nbytes)`; those that follow one another as one."""
+    joined: list[tuple[Array, int, int]] = []
+    for memory, start, nbytes in places:
+        if joined and joined[-1][0] is memory and joined[-1][2] == start:
+            joined[-1] = (memory, joined[-1][1], start + nbytes)
+        elif nbytes:
+            joined.append((memory, start, start + nbytes))
+    return [memory[start:stop] for memory, start, stop in joined]
 
 
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
