@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -446,7 +447,8 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
     for read in _plan_read.plan_read(metadata, targets):
         stored = files[read.file.device, read.file.part][read.file.header_bytes :]
         blocks = random_blocks(read.file, rng)
-        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=chunk_bytes)
+        with patch.object(_plan_read, "CHUNK_BYTES", chunk_bytes):
+            chunks = _plan_read.plan_chunks(read.pieces, blocks)
         for chunk in chunks:
             whole = blocks[chunk.first_block : chunk.last_block]
             assert (chunk.start, chunk.stop) == (whole[0].start, whole[-1].stop)
@@ -486,7 +488,7 @@ def planned_blocks(read):
     return _format.planned_digests(read.file, read.entries).blocks()
 
 
-def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
+def blocks_read(plan, targets):
     """How often each block is read, with the blocks that a save makes: `{file: [count, …]}`."""
     metadata = metadata_of(plan)
     counts = {}
@@ -494,9 +496,7 @@ def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
     for read in _plan_read.plan_read(metadata, targets):
         header, *blocks = planned_blocks(read)
         count = counts[read.file.device, read.file.part] = [0] * len(blocks)
-        for chunk in _plan_read.plan_chunks(
-            read, [header, *blocks], metadata, targets, chunk_bytes=chunk_bytes
-        ):
+        for chunk in _plan_read.plan_chunks(read.pieces, [header, *blocks]):
             moved += chunk.stop - chunk.start
             for block in range(chunk.first_block, chunk.last_block):
                 count[block - 1] += 1
@@ -554,7 +554,7 @@ def test_small_neighbours_are_read_in_one_go():
     metadata = metadata_of(plan)
     (read,) = _plan_read.plan_read(metadata, targets)
     blocks = planned_blocks(read)
-    chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
+    chunks = _plan_read.plan_chunks(read.pieces, blocks)
     assert len(chunks) == 1
     assert len(chunks[0].moves) == 500
 
@@ -564,7 +564,7 @@ def test_chunks_stay_near_their_size():
     metadata = metadata_of(plan)
     for read in _plan_read.plan_read(metadata, targets):
         blocks = planned_blocks(read)
-        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
+        chunks = _plan_read.plan_chunks(read.pieces, blocks)
         assert len(chunks) == 8
         assert all(chunk.stop - chunk.start == 8 * MiB for chunk in chunks)
 

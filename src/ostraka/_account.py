@@ -17,7 +17,7 @@ import numpy as np
 from ostraka import _box, _format
 from ostraka._format import Entry, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
-from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
+from ostraka._plan_read import plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import (
@@ -314,7 +314,7 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
     read = ranges = 0
     for part in plan:
         blocks = _format.planned_digests(part.file, part.entries).blocks()
-        chunks = plan_chunks(part, blocks, metadata, targets, chunk_bytes=CHUNK_BYTES)
+        chunks = plan_chunks(part.pieces, blocks)
         read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
     needed = sum(

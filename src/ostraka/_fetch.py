@@ -11,7 +11,7 @@ from ostraka import _box, _pack
 from ostraka._blocks import ShardFile, Shards, metadata_errors
 from ostraka._memory import Array, Buffers, aligned, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
-from ostraka._plan_read import CHUNK_BYTES, Chunk, FileRead, Move, Piece, plan_chunks, plan_read
+from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_read
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 
@@ -32,7 +32,6 @@ def read_boxes(
 
 class _Fetch:
     def __init__(self, shards: Shards, targets: Sequence[Target], on_bytes: OnBytes):
-        self._metadata = shards.metadata
         self._leaves = [leaf.spec for leaf in shards.metadata.leaves]
         self._targets = targets
         self._on_bytes = on_bytes
@@ -69,11 +68,8 @@ class _Fetch:
     def _chunks_of(self, file: ShardFile, read: FileRead) -> Iterator[tuple[ShardFile, Chunk]]:
         """What to read of a file. Found out when its turn comes, while others are being read."""
         self._buffers.allocate(piece.buffer for piece in read.pieces)
-        chunks = plan_chunks(
-            read, file.blocks, self._metadata, self._targets, chunk_bytes=CHUNK_BYTES
-        )
         # A file that gives nothing but empty boxes still must be there.
-        chunks = chunks or [Chunk(0, 0, 0, 0, [])]
+        chunks = plan_chunks(read.pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
         self._on_bytes(read.file.header_bytes)
         for chunk in chunks:

@@ -364,28 +364,22 @@ def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
     """Integers as arithmetic runs `[start, step, count]`; device orders and sizes become tiny."""
     runs: list[list[int]] = []
     for number in numbers:
-        if runs:
-            start, step, length = runs[-1]
-            if length == 1:
-                runs[-1] = [start, number - start, 2]
-                continue
-            if number == start + step * length:
-                runs[-1][2] += 1
-                continue
-            if length == 2 and step:
-                # Two numbers alone are no run yet: let the second begin one of its own.
-                runs[-1] = [start, 0, 1]
-                runs.append([start + step, number - start - step, 2])
-                continue
-        runs.append([number, 0, 1])
+        start, step, length = runs[-1] if runs else (0, 0, 0)
+        if length == 1:
+            runs[-1] = [start, number - start, 2]
+        elif length and number == start + step * length:
+            runs[-1][2] += 1
+        elif length == 2 and step:
+            # Two numbers alone are no run yet: let the second begin one of its own.
+            runs[-1:] = [[start, 0, 1], [start + step, number - start - step, 2]]
+        else:
+            runs.append([number, 0, 1])
     return runs
 
 
 def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    if not all(type(n) is int for run in runs for n in run):
+    if not all(type(n) is int for run in runs for n in run) or any(run[2] < 1 for run in runs):
         raise ValueError("a list of numbers has something else in it")
-    if any(length < 1 for _, _, length in runs):
-        raise ValueError("a list of numbers has a run of no numbers")
     if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
         raise ValueError("a list of numbers is longer than any checkpoint needs")
     return tuple(start + step * i for start, step, length in runs for i in range(length))

@@ -121,16 +121,7 @@ def detached(array: Array) -> Array:
     return array if array.nbytes >= _ARENA_LIMIT_BYTES else array.copy()
 
 
-def _find_madvise() -> Any:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (AttributeError, OSError):  # pragma: no cover
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
-_madvise = _find_madvise() if sys.platform == "linux" else None
+_madvise: Any = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 _MADV_POPULATE_WRITE = 23
 
 
@@ -142,7 +133,8 @@ def map_pages(memory: Array) -> None:
     if _madvise is not None and memory.nbytes >= _MAPPED_BYTES:
         address = memory.__array_interface__["data"][0]
         start = address - address % mmap.PAGESIZE
-        _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE)
+        nbytes = address + memory.nbytes - start
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def aligned(nbytes: int) -> Array:

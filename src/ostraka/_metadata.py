@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -159,12 +158,7 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = with_full_stack(lambda: json.loads(data))
-    except TooDeep as error:
-        raise UnsupportedFormat(
-            f"its {METADATA_NAME} is nested too deeply for Python's recursion limit, which is "
-            f"{sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
-        ) from error
-    except ValueError as error:
+    except (ValueError, TooDeep) as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != _format.FORMAT:

@@ -12,7 +12,7 @@ from ostraka import _box
 from ostraka._box import Box
 from ostraka._format import Block, Entry, FileEntry
 from ostraka._metadata import Metadata, shard_contents
-from ostraka._spec import DTYPES, Layout, Target, turns_of
+from ostraka._spec import DTYPES, Dtype, Layout, Target, turns_of
 
 CHUNK_BYTES = 8 << 20
 """How much is read at one time."""
@@ -22,7 +22,10 @@ class Piece(NamedTuple):
     """What one entry of a file gives to one buffer: the box that both have."""
 
     entry: Entry
+    dtype: Dtype
     buffer: int
+    target: Box
+    """What the buffer holds."""
     shared: Box
 
 
@@ -61,7 +64,11 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
     for key, rows in sorted(wanted.items()):
         file, entries = contents[key]
         of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
-        pieces = [Piece(of_leaf[targets[number].leaf], number, shared) for number, shared in rows]
+        pieces: list[Piece] = []
+        for number, shared in rows:
+            leaf, target = targets[number]
+            dtype = DTYPES[metadata.leaves[leaf].spec.dtype]
+            pieces.append(Piece(of_leaf[leaf], dtype, number, target, shared))
         pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
         reads.append(FileRead(file, tuple(entries), tuple(pieces)))
     return reads
@@ -108,14 +115,7 @@ class Chunk(NamedTuple):
     moves: list[Move]
 
 
-def plan_chunks(
-    read: FileRead,
-    blocks: Sequence[Block],
-    metadata: Metadata,
-    targets: Sequence[Target],
-    *,
-    chunk_bytes: int,
-) -> list[Chunk]:
+def plan_chunks(pieces: Sequence[Piece], blocks: Sequence[Block]) -> list[Chunk]:
     """Cut what a file gives into chunks of whole blocks; blocks that nobody wants are skipped.
 
     A block is read once, unless what is wanted of it reaches so far into its neighbours that a
@@ -123,7 +123,7 @@ def plan_chunks(
     """
     starts = [block.start for block in blocks] + [block.stop for block in blocks[-1:]]
     chunks: list[Chunk] = []
-    for move in sorted(_moves(read, starts, metadata, targets, chunk_bytes), key=itemgetter(0)):
+    for move in sorted(_moves(pieces, starts), key=itemgetter(0)):
         last = chunks[-1] if chunks else None
         if last is not None and move.stop <= last.stop:
             last.moves.append(move)
@@ -132,8 +132,7 @@ def plan_chunks(
         high = bisect_right(starts, move.stop - 1)
         if last is not None and low <= last.last_block:
             joined = starts[high] - last.start
-            limit = 2 * chunk_bytes if low < last.last_block else chunk_bytes
-            if joined <= limit:
+            if joined <= (2 * CHUNK_BYTES if low < last.last_block else CHUNK_BYTES):
                 last.moves.append(move)
                 chunks[-1] = last._replace(stop=starts[high], last_block=high)
                 continue
@@ -141,29 +140,20 @@ def plan_chunks(
     return chunks
 
 
-def _moves(
-    read: FileRead,
-    block_starts: Sequence[int],
-    metadata: Metadata,
-    targets: Sequence[Target],
-    chunk_bytes: int,
-) -> Iterator[Move]:
+def _moves(pieces: Sequence[Piece], block_starts: Sequence[int]) -> Iterator[Move]:
     """The pieces of a file as moves no larger than a chunk, where that can be."""
-    for entry, buffer, shared in read.pieces:
-        base, nbytes = entry.offset, entry.nbytes
-        dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
-        target = targets[buffer].box
+    for (_, box, base, nbytes), dtype, buffer, target, shared in pieces:
         if dtype.packed:
-            yield Move(base, base + nbytes, buffer, None, entry.box, shared)
-        elif entry.box == target and nbytes <= chunk_bytes:  # Most are, and this is quick.
+            yield Move(base, base + nbytes, buffer, None, box, shared)
+        elif box == target and nbytes <= CHUNK_BYTES:  # Most are, and this is quick.
             yield Move(base, base + nbytes, buffer, 0, target, target)
         else:
             size = dtype.bits // 8
             block = bisect_right(block_starts, base)
             block_bytes = block_starts[block] - block_starts[block - 1]
-            for band in _box.bands(shared, entry.box, chunk_bytes // size, block_bytes // size):
-                rows = _box.rows_around(band, entry.box)
-                start, stop = _box.flat_span(rows, entry.box)
+            for band in _box.bands(shared, box, CHUNK_BYTES // size, block_bytes // size):
+                rows = _box.rows_around(band, box)
+                start, stop = _box.flat_span(rows, box)
                 as_is = rows == band and _box.is_contiguous(band, target)
                 at = _box.flat_span(band, target)[0] * size if as_is else None
                 yield Move(base + start * size, base + stop * size, buffer, at, rows, band)
