@@ -104,9 +104,9 @@ class ShardFile:
 
     def __init__(self, shards: Shards, entry: FileEntry, contents: Sequence[Entry]):
         self.entry = entry
-        self.contents = contents
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
+        self._contents = contents
         self._digests = shards.digests_of(entry)
         self._shards = shards
         self._name = shards.name_of(entry)
@@ -140,14 +140,8 @@ class ShardFile:
         """Compare the header with its digest, once."""
         with self._lock:
             if not self._is_header_checked:
-                self.read_header()
+                self.read(0, 1, [bytearray(self.entry.header_bytes)])
                 self._is_header_checked = True
-
-    def read_header(self) -> bytearray:
-        """The header, compared with its digest."""
-        header = bytearray(self.entry.header_bytes)
-        self.read(0, 1, [header])
-        return header
 
     def read(self, first: int, last: int, buffers: Sequence[Any]) -> int:
         """Fill `buffers` with the data of the blocks from `first` to before `last`.
@@ -178,7 +172,7 @@ class ShardFile:
 
     def damaged(self, found: str, start: int = 0, stop: int = 0) -> Damaged:
         """The error for `[start, stop)` of its data; an empty range is in no leaf."""
-        leaves = _format.paths_between(self._shards.metadata.leaves, self.contents, start, stop)
+        leaves = _format.paths_between(self._shards.metadata.leaves, self._contents, start, stop)
         return damaged(self._shards.store, self._name, found, leaves)
 
     def _open(self) -> FileReader:
@@ -203,14 +197,12 @@ class ShardFile:
 
     def _compare(self, block: Block, pieces: Any) -> None:
         if _format.block_digest(pieces) != block.digest:
-            start, stop = block.file_start, block.file_stop
-            raise self.damaged(
-                f"bytes {start:,} to {stop:,} are not as they were written"
-                if start
-                else "its header is not as it was written",
-                block.start,
-                block.stop,
+            found = (
+                f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were written"
             )
+            if block.file_start == 0:
+                found = "its header is not as it was written"
+            raise self.damaged(found, block.start, block.stop)
 
 
 def _other_size(found: int, written: int) -> str:

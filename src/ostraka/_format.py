@@ -237,20 +237,20 @@ def header_bytes_for(capacity: Any) -> Any:
 
 @cache
 def _header_frame_bytes() -> int:
-    return 8 + len(header_json([], [], "0" * 16))
+    return 8 + len(_header_json([], [], "0" * 16))
 
 
 def encode_header(
     entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
 ) -> bytes:
     """The first `header_bytes` of a shard file."""
-    text = header_json(entries, leaves, save_id)
+    text = _header_json(entries, leaves, save_id)
     if 8 + len(text) > header_bytes:
         raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
     return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
 
 
-def header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str) -> bytes:
+def _header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str) -> bytes:
     """What a header says. Written entry by entry: making one large object of it all is slow."""
     tensors: list[str] = []
     offsets: list[str] = []
@@ -278,13 +278,6 @@ def header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id:
         "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
     }
     return ("{" + ",".join([f'"__metadata__":{dumps(about)}', *tensors]) + "}").encode()
-
-
-def decode_header(text: bytes | bytearray) -> tuple[str, dict[str, Any]]:
-    """The save's id and the tensors of a header, from its JSON."""
-    tensors = json.loads(text)
-    about = tensors.pop("__metadata__")
-    return about["ostraka_id"], tensors
 
 
 # Process indexes

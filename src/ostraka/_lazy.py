@@ -25,48 +25,24 @@ class LazyArray:
     """
 
     def __init__(self, source: Source, number: int, path: str):
+        leaf = source.saved.leaves[number]
         self._source = source
         self._number = number
-        self._path = path
-        self._leaf: LeafSpec = source.saved.leaves[number]
-
-    @property
-    def path(self) -> str:
+        self._leaf = leaf
+        self.path = path
         """Its path in the whole checkpoint."""
-        return self._path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
+        self.shape = leaf.shape
         """The global shape; for PRNG keys that of their key data."""
-        return self._leaf.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self._leaf.shape)
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        return numpy_dtype(self._leaf.dtype)
-
-    @property
-    def nbytes(self) -> int:
+        self.ndim = len(leaf.shape)
+        self.dtype = numpy_dtype(leaf.dtype)
+        self.nbytes = leaf.nbytes
         """The bytes of its elements; those of less than a byte are packed."""
-        return self._leaf.nbytes
-
-    @property
-    def spec(self) -> tuple[tuple[str, ...], ...]:
+        self.spec = leaf.partition
         """For each dimension the mesh axes it was cut along; trailing whole ones left out."""
-        return self._leaf.partition
-
-    @property
-    def mesh(self) -> MeshSpec | None:
+        self.mesh: MeshSpec | None = source.saved.meshes[leaf.mesh] if leaf.mesh >= 0 else None
         """The mesh it was saved on; None if it was in host memory."""
-        return self._source.saved.meshes[self._leaf.mesh] if self._leaf.mesh >= 0 else None
-
-    @property
-    def prng(self) -> str | None:
+        self.prng = leaf.prng
         """The implementation, if this is the data of PRNG keys."""
-        return self._leaf.prng
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """Basic indexing as in numpy: integers, slices, `...`."""
@@ -111,33 +87,20 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, source: Source, within: str = ""):
         self._source = source
-        self._within = within
+        self.path = source.location
+        """Where it is; of a directory of steps that was opened, the step that was found."""
+        self.within = within
+        """The path of the part that this is; empty for all of it."""
+        self.metadata = source.saved.user
+        """What was given as `metadata` when it was saved."""
+        self.writer = source.saved.writer
+        """What wrote it, and when."""
         above = f"{within}/" if within else ""
         self._leaves = {
             leaf.path.removeprefix(above): leaf.value
             for leaf in leaves_of(source.tree)
             if leaf.path.startswith(above) and not isinstance(leaf.value, Kept)
         }
-
-    @property
-    def path(self) -> str:
-        """Where it is; of a directory of steps that was opened, the step that was found."""
-        return self._source.location
-
-    @property
-    def within(self) -> str:
-        """The path of the part that this is; empty for all of it."""
-        return self._within
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What was given as `metadata` when it was saved."""
-        return self._source.saved.user
-
-    @property
-    def writer(self) -> Mapping[str, Any]:
-        """What wrote it, and when."""
-        return self._source.saved.writer
 
     @property
     def nbytes(self) -> int:
@@ -166,14 +129,14 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._leaves)
 
     def __repr__(self) -> str:
-        part = f" {self._within!r}" if self._within else ""
+        part = f" {self.within!r}" if self.within else ""
         return f"<Checkpoint {self.path}{part}: {len(self)} leaves, {self.nbytes:,} bytes>"
 
     def _whole(self, path: str) -> str:
-        return f"{self._within}/{path}" if self._within else path
+        return f"{self.within}/{path}" if self.within else path
 
     def _no_leaf(self, path: Any) -> str:
-        where = f"{self._within!r} of {self.path}" if self._within else self.path
+        where = f"{self.within!r} of {self.path}" if self.within else self.path
         if not isinstance(path, str):
             first = next(iter(self._leaves), "model/kernel")
             return f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"

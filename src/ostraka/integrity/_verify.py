@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from ostraka import _format
 from ostraka._blocks import ShardFile, metadata_errors
 from ostraka._checkpoint import open_at
-from ostraka._format import METADATA_NAME, Block
-from ostraka._metadata import Metadata, shard_contents
+from ostraka._format import Block
+from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka.errors import Damaged, Problem, UnsupportedFormat, count_of
 from ostraka.formats._ostraka import OstrakaSource
@@ -114,7 +113,7 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
 
     scratch = _Scratch()
     for number, (nbytes, here) in run_as_completed(
-        lambda task: _check(source, *task, scratch.memory),
+        lambda task: _check(*task, scratch.memory),
         tasks(),
         threads=_THREADS,
         stop=StopSignal(),
@@ -155,9 +154,7 @@ def _tasks(file: ShardFile) -> list[_Task]:
     return tasks
 
 
-def _check(
-    source: OstrakaSource, file: ShardFile, blocks: list[Block], scratch: memoryview
-) -> tuple[int, list[Problem]]:
+def _check(file: ShardFile, blocks: list[Block], scratch: memoryview) -> tuple[int, list[Problem]]:
     """Compare some blocks of a file; returns how many bytes that took, and what is wrong."""
     bytes_read = 0
     problems: list[Problem] = []
@@ -165,20 +162,6 @@ def _check(
     with _collected(problems), file.opened():
         for block in blocks:
             with _collected(problems):
-                if block.file_start == 0:
-                    _check_header(source.metadata, file)
-                else:
-                    file.check(block, scratch)
+                file.check(block, scratch)
             bytes_read += block.file_stop - block.file_start
     return bytes_read, problems
-
-
-def _check_header(metadata: Metadata, file: ShardFile) -> None:
-    expected = _format.header_json(file.contents, metadata.leaves, metadata.id)
-    header = file.read_header()
-    try:
-        agrees = _format.decode_header(header[8:]) == _format.decode_header(expected)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        agrees = False
-    if not agrees:
-        raise file.damaged(f"its header contradicts {METADATA_NAME}")
