@@ -23,7 +23,7 @@ NOT_AS_WRITTEN = "its digest is not the one that was written"
 
 
 @contextmanager
-def lost_bytes(damaged: Callable[[str], Damaged]) -> Generator[None]:
+def damage_on_loss(damaged: Callable[[str], Damaged]) -> Generator[None]:
     """Raise Damaged for bytes that the store can't give any more."""
     try:
         yield
@@ -36,7 +36,7 @@ def lost_bytes(damaged: Callable[[str], Damaged]) -> Generator[None]:
 
 
 @contextmanager
-def metadata_errors(store: Store) -> Generator[None]:
+def damage_on_contradiction(store: Store) -> Generator[None]:
     """Raise Damaged where `_METADATA` contradicts itself, and say where the checkpoint is."""
     try:
         yield
@@ -83,7 +83,7 @@ class Shards:
         expected = self.metadata.indexes.get(process)
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
-        with lost_bytes(partial(damaged, self.store, name)):
+        with damage_on_loss(partial(damaged, self.store, name)):
             data = self.store.get(name)
         if len(data) != expected.size:
             raise damaged(self.store, name, _other_size(len(data), expected.size))
@@ -177,7 +177,7 @@ class ShardFile:
 
     def _open(self) -> FileReader:
         size, header = self.entry.size, self.entry.header_bytes
-        with lost_bytes(lambda found: self.damaged(found, 0, size)):
+        with damage_on_loss(lambda found: self.damaged(found, 0, size)):
             reader = self._shards.store.open(self._name)
         if reader.size != size:
             reader.close()
@@ -189,7 +189,7 @@ class ShardFile:
         """Read a range of the file, which is that of `blocks` or a part of it."""
         assert self._reader is not None
         first, last = blocks[0].start, blocks[-1].stop
-        with lost_bytes(lambda found: self.damaged(found, first, last)):
+        with damage_on_loss(lambda found: self.damaged(found, first, last)):
             count = self._reader.read_into(start, buffers)
         if count != stop - start:
             lost = next((b.start for b in blocks if b.file_stop > start + count), first)
@@ -197,12 +197,10 @@ class ShardFile:
 
     def _compare(self, block: Block, pieces: Any) -> None:
         if _format.block_digest(pieces) != block.digest:
-            found = (
-                f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were written"
-            )
+            what = f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were"
             if block.file_start == 0:
-                found = "its header is not as it was written"
-            raise self.damaged(found, block.start, block.stop)
+                what = "its header is not as it was"
+            raise self.damaged(f"{what} written", block.start, block.stop)
 
 
 def _other_size(found: int, written: int) -> str:

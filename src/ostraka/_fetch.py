@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ostraka import _box, _pack
-from ostraka._blocks import ShardFile, Shards, metadata_errors
+from ostraka._blocks import ShardFile, Shards, damage_on_contradiction
 from ostraka._memory import Array, Buffers, aligned, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_read
@@ -35,7 +35,7 @@ class _Fetch:
         self._leaves = [leaf.spec for leaf in shards.metadata.leaves]
         self._targets = targets
         self._on_bytes = on_bytes
-        with metadata_errors(shards.store):
+        with damage_on_contradiction(shards.store):
             reads = plan_read(shards.metadata, targets)
         self._files = [(ShardFile(shards, read.file, read.entries), read) for read in reads]
         self._buffers = Buffers(targets, self._leaves)

@@ -203,12 +203,8 @@ def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
 
 
 def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
-    return MeshSpec(
-        axis_names=tuple(entry["axes"]),
-        axis_sizes=tuple(entry["shape"]),
-        devices=decode_runs(entry["devices"]),
-        axis_types=tuple(entry.get("types", ())),
-    )
+    devices, types = decode_runs(entry["devices"]), tuple(entry.get("types", ()))
+    return MeshSpec(tuple(entry["axes"]), tuple(entry["shape"]), devices, types)
 
 
 def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:

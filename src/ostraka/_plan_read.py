@@ -66,9 +66,9 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
         of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
         pieces: list[Piece] = []
         for number, shared in rows:
-            leaf, target = targets[number]
-            dtype = DTYPES[metadata.leaves[leaf].spec.dtype]
-            pieces.append(Piece(of_leaf[leaf], dtype, number, target, shared))
+            entry, box = of_leaf[targets[number].leaf], targets[number].box
+            dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
+            pieces.append(Piece(entry, dtype, number, box, shared))
         pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
         reads.append(FileRead(file, tuple(entries), tuple(pieces)))
     return reads

@@ -95,7 +95,7 @@ def restore(
         as_state,
         in_place=into is not _NOT_GIVEN,
     )
-    run = _Restore(path, choices)
+    work = _Restore(path, choices)
     together = _spans_processes(given, mesh, specs)
     try:
         with (
@@ -106,14 +106,14 @@ def restore(
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                run.place = InPlace(parse(into))
-                run.template = run.place.template
+                work.place = InPlace(parse(into))
+                work.template = work.place.template
             elif like is not _NOT_GIVEN:
-                run.template = parse(like)
-            result = run.until_unchanged(operation)
+                work.template = parse(like)
+            result = work.run(operation)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
-    report("restore", run.location, run.watch, run.summary, on_record)
+    report("restore", work.location, work.watch, work.summary, on_record)
     return result
 
 
@@ -134,7 +134,7 @@ class _Restore:
     summary: list[float] = field(default_factory=list[float])
     """What all processes have read, at the end."""
 
-    def until_unchanged(self, operation: Operation) -> Any:
+    def run(self, operation: Operation) -> Any:
         """Restore one checkpoint on all processes, even while a save replaces it.
 
         Whoever finds its files replaced says so, and all begin again with the new ones.
@@ -151,7 +151,7 @@ class _Restore:
             result: Any = None
             replaced = False
             try:
-                result = self._once(source, operation)
+                result = self._restore_from(source, operation)
             except Damaged as error:
                 replaced = not source.is_current()
                 if not replaced:
@@ -165,7 +165,7 @@ class _Restore:
                 return result
         raise overwritten([self.location])
 
-    def _once(self, source: Source, operation: Operation) -> Any:
+    def _restore_from(self, source: Source, operation: Operation) -> Any:
         wanted = Matcher(
             source, self.choices, process=jax.process_index(), process_count=jax.process_count()
         ).match(self.template)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ostraka._blocks import NOT_AS_WRITTEN, Shards, damaged, lost_bytes, metadata_errors
+from ostraka._blocks import NOT_AS_WRITTEN, Shards, damage_on_contradiction, damage_on_loss, damaged
 from ostraka._document import saved_tree
 from ostraka._foreign import looks_like_ours
 from ostraka._format import METADATA_NAME
@@ -30,15 +31,10 @@ class OstrakaSource:
         self.metadata = metadata
         self.metadata_bytes = metadata_bytes
         self.shards = Shards(store, metadata)
-        self.saved = Saved(
-            metadata.id,
-            metadata.tree,
-            tuple(leaf.spec for leaf in metadata.leaves),
-            metadata.meshes,
-            metadata.process_of,
-            metadata.user,
-            metadata.writer,
-        )
+        # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
+        saved: dict[str, Any] = {f.name: getattr(metadata, f.name) for f in fields(Saved)}
+        saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
+        self.saved = Saved(**saved)
 
     @property
     def location(self) -> str:
@@ -50,7 +46,7 @@ class OstrakaSource:
 
     @cached_property
     def _tree(self) -> Branch | Leaf:
-        with metadata_errors(self.store):
+        with damage_on_contradiction(self.store):
             return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
     def read(
@@ -68,7 +64,7 @@ class OstrakaSource:
 
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)
-        with metadata_errors(self.store):
+        with damage_on_contradiction(self.store):
             contents = shard_contents(self.metadata, owners)
         return sorted(
             StoredBox(
@@ -107,7 +103,7 @@ def open_ostraka(store: Store) -> OstrakaSource | None:
 
     Raises UnsupportedFormat or Damaged.
     """
-    with lost_bytes(partial(damaged, store, METADATA_NAME)):
+    with damage_on_loss(partial(damaged, store, METADATA_NAME)):
         try:
             data = store.get(METADATA_NAME)
         except FileNotFoundError:
@@ -117,7 +113,7 @@ def open_ostraka(store: Store) -> OstrakaSource | None:
             return None
         raise damaged(store, METADATA_NAME, NOT_AS_WRITTEN)
     try:
-        with metadata_errors(store):
+        with damage_on_contradiction(store):
             return OstrakaSource(store, decode_metadata(data), len(data))
     except NotACheckpoint:
         return None

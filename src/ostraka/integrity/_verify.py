@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from ostraka._blocks import ShardFile, metadata_errors
+from ostraka._blocks import ShardFile, damage_on_contradiction
 from ostraka._checkpoint import open_at
 from ostraka._format import Block
 from ostraka._metadata import shard_contents
@@ -69,7 +69,12 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     """
     begin = time.perf_counter()
     while True:
-        source = _open(path)
+        source = open_at(path)
+        if not isinstance(source, OstrakaSource):
+            raise UnsupportedFormat(
+                f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
+                "to compare with"
+            )
         bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
         if not problems or source.is_current():
@@ -86,16 +91,6 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     )
 
 
-def _open(path: PathLike) -> OstrakaSource:
-    source = open_at(path)
-    if not isinstance(source, OstrakaSource):
-        raise UnsupportedFormat(
-            f"can't verify {source.location}: Ostraka did not write it, and it has no digests to "
-            "compare with"
-        )
-    return source
-
-
 def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
     """Returns how many bytes were read, and what is wrong with them, in the order of the files."""
     bytes_read = source.metadata_bytes
@@ -106,7 +101,7 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
     def tasks() -> Iterator[_Task]:
         with _collected(problems):
             _ = source.tree  # What can't be decoded can't be restored.
-        with _collected(problems), metadata_errors(source.store):
+        with _collected(problems), damage_on_contradiction(source.store):
             for entry, contents in shard_contents(source.metadata).values():
                 with _collected(problems):
                     yield from _tasks(ShardFile(source.shards, entry, contents))
