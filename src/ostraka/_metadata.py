@@ -54,6 +54,10 @@ class Metadata:
     unknown: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields that a newer writer added; kept as they are."""
 
+    @property
+    def process_count(self) -> int:
+        return max(self.process_of, default=0) + 1
+
 
 def shard_contents(
     metadata: Metadata, devices: Collection[int] | None = None
