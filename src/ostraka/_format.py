@@ -344,7 +344,8 @@ def decode_index(data: bytes) -> dict[str, FileDigests]:
         text = str(file["digests"])
         lengths = decode_runs(file["blocks"])
         digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
-        if len(digests) != len(lengths) or sum(lengths) != file["size"]:
+        adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
+        if not adds_up or len(digests) != len(lengths):
             raise ValueError(f"the blocks of {name} do not add up to its size")
         files[name] = FileDigests(file["size"], lengths, digests)
     return files
