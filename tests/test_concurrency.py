@@ -217,11 +217,11 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
 
     told: list[str] = []
     tree = {"w": np.arange(10)}
-    start, begin = _coordinate.Operation._start, _save.run_in_background
+    start, begin = _coordinate.Operation._start_listening, _save.run_in_background
     interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
 
-    def interrupt_threads(self: Any, work: Any) -> None:
-        start(self, work)
+    def interrupt_threads(self: Any) -> None:
+        start(self)
         if interrupts:
             raise interrupts.pop()
 
@@ -233,7 +233,7 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
     if place == "in_the_background":
         _save.run_in_background = interrupt_background
     else:
-        _coordinate.Operation._start = interrupt_threads
+        _coordinate.Operation._start_listening = interrupt_threads
     try:
         if place == "in_the_manager":
             ostraka.Manager(f"{root}/manager")
