@@ -62,21 +62,23 @@ def agree(
         mine |= _describe(captured, location, (user, repr(dtype)), operation.process)
     answer = operation.exchange("begin", mine, decide)
     leaves, meshes = captured.leaves, captured.meshes
-    values: list[Value] = list(captured.values)
+    values = list(captured.values)
     if several:
         leaves = list(leaves)
         for number, own in answer["joined"]:
             leaves[number] = _join(leaves[number], operation.count, own=own)
-            value = captured.values[number]
+            value = values[number]
             values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
         leaves, meshes = number_meshes(leaves, meshes)
+    written: list[Value] = list(values)
     if dtype is not None:
         leaves = cast_leaves(leaves, dtype)
-        for number, leaf in enumerate(leaves):
-            if leaf.cast_from is not None:
-                values[number] = CastValue(values[number], leaf.dtype)
+        written = [
+            value if leaf.cast_from is None else CastValue(value, leaf.dtype)
+            for leaf, value in zip(leaves, values, strict=True)
+        ]
     tree = with_states(captured.tree, states) if states else captured.tree
-    return Agreed(answer["id"], tree, leaves, values, meshes, captured.process_of)
+    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of)
 
 
 def _describe(captured: Captured, location: str, rest: Any, process: int) -> dict[str, Any]:

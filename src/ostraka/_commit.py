@@ -21,7 +21,6 @@ from ostraka._parallel import StopSignal, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
-from ostraka._write_shards import Written
 from ostraka.errors import Busy
 from ostraka.storage import Claim, Store
 
@@ -122,18 +121,16 @@ def commit(
     place: SavePlace,
     agreed: Agreed,
     plan: WritePlan,
-    written: Written,
+    index: IndexEntry | None,
     *,
+    written_bytes: int,
     user: Mapping[str, Any],
     watch: Stopwatch,
 ) -> list[float]:
     """Report, and commit if every process has reported well; returns what all have done."""
 
     def decide(reports: list[Any]) -> list[float]:
-        indexes: dict[int, IndexEntry] = {}
-        for process, report in enumerate(reports):
-            if report["index"]:
-                indexes[process] = IndexEntry(*report["index"])
+        indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
         if operation.count > 1:
             _check_visible(place.store, indexes, agreed.save_id)
         summary = summarize(list(map(itemgetter("written"), reports)))
@@ -155,10 +152,9 @@ def commit(
         place.commit(encode_metadata(metadata), agreed.save_id, sizes)
         return summary
 
-    entry = None if written.index is None else [written.index.size, written.index.digest]
     mine = {
-        "index": entry,
-        "written": [written.nbytes, written.seconds],
+        "index": None if index is None else [index.size, index.digest],
+        "written": [written_bytes, watch.phases["write"]],
         "host": socket.gethostname(),
     }
     return operation.exchange("commit", mine, decide, is_last=True)

@@ -26,7 +26,7 @@ from ostraka._lifetime import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES, plan_write
 from ostraka._record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka._units import size_bytes
-from ostraka._write_shards import Progress, Written, write_shards
+from ostraka._write_shards import Progress, write_shards
 from ostraka.errors import InvalidTree, SaveFailed, describe
 from ostraka.storage import PathLike, open_store
 
@@ -194,17 +194,20 @@ class Save:
             )
         watch.lap("plan")
         index = write_shards(
-            place.store,
-            agreed.save_id,
-            plan,
-            operation.process,
-            agreed.values,
-            check=operation.check,
-            progress=self._progress,
+            operation, place.store, agreed.save_id, plan, agreed.values, self._progress
         )
-        written = Written(index, self._progress.total, watch.lap("write"))
+        watch.lap("write")
         self._let_go_of_values()
-        summary = commit(operation, place, agreed, plan, written, user=self._user, watch=watch)
+        summary = commit(
+            operation,
+            place,
+            agreed,
+            plan,
+            index,
+            written_bytes=self._progress.total,
+            user=self._user,
+            watch=watch,
+        )
         if operation.process == 0:
             place.remove_replaced()
         watch.lap("commit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,34 +27,6 @@ _PATIENCE_S = 5.0
 """How long a thread of the program may take to list an array's shards."""
 
 
-class Value(Protocol):
-    """A leaf's bytes, as far as this process holds them."""
-
-    in_host_memory: bool
-    """Whether reading costs no memory, because it gives views."""
-    may_change: bool
-    """Whether threads of the program may write to what those views show."""
-
-    def read(self, device: int, box: Box) -> Array:
-        """The elements of a box that `device` holds; a view where that can be."""
-        ...
-
-
-class CapturedValue(Value, Protocol):
-    """A leaf's bytes as the tree has them, before anything is cast."""
-
-    def hold(self) -> Sequence[Copy]:
-        """Make the elements safe from all that happens later: donation, deletion, writing.
-
-        They are, once the copies that this returns have been made.
-        """
-        ...
-
-    def whole(self) -> Array:
-        """All elements, where all are on this process."""
-        ...
-
-
 class HostValue:
     """A value in host memory: any box can be had, whatever the device.
 
@@ -63,19 +35,26 @@ class HostValue:
     """
 
     in_host_memory = True
+    """Whether reading costs no memory, because it gives views."""
 
     def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
         self._array = array
         self._of_process = of_process
         self.may_change = may_change
+        """Whether threads of the program may write to what those views show."""
 
     def read(self, device: int, box: Box) -> Array:
+        """The elements of a box that `device` holds; a view where that can be."""
         array = self._array
         if self._of_process:
             return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
         return array[_box.slices(box, _box.full(array.shape))]
 
     def hold(self) -> Sequence[Copy]:
+        """Make the elements safe from all that happens later: donation, deletion, writing.
+
+        They are, once the copies that this returns have been made.
+        """
         given, self._array = self._array, np.empty_like(self._array)
         self.may_change = False
         if given.nbytes > _SMALL_BYTES:
@@ -84,21 +63,8 @@ class HostValue:
         return ()
 
     def whole(self) -> Array:
+        """All elements, where all are on this process."""
         return self._array
-
-
-class CastValue:
-    """A value that is saved as another dtype."""
-
-    in_host_memory = False
-    may_change = False
-
-    def __init__(self, value: Value, dtype: str):
-        self._value = value
-        self._dtype = numpy_dtype(dtype)
-
-    def read(self, device: int, box: Box) -> Array:
-        return self._value.read(device, box).astype(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +140,25 @@ class ShardedValue:
     def _device_of_box(self) -> dict[Box, int]:
         return {self._at.boxes[device]: device for device in self._at.index_of}
 
+
+class CastValue:
+    """A value that is saved as another dtype."""
+
+    in_host_memory = False
+    may_change = False
+
+    def __init__(self, value: HostValue | ShardedValue, dtype: str):
+        self._value = value
+        self._dtype = numpy_dtype(dtype)
+
+    def read(self, device: int, box: Box) -> Array:
+        return self._value.read(device, box).astype(self._dtype)
+
+
+CapturedValue = HostValue | ShardedValue
+"""A leaf's bytes as the tree has them, as far as this process holds them."""
+Value = CapturedValue | CastValue
+"""A leaf's bytes as they are written."""
 
 _taking_apart = RenewedLock()
 

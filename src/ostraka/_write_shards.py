@@ -8,7 +8,7 @@ of the work, and threads that all did it would only wait for each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -18,6 +18,7 @@ import numpy as np
 
 from ostraka import _format, _pack
 from ostraka._box import Box
+from ostraka._coordinate import Operation
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
@@ -54,57 +55,46 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What one process has written."""
-
-    index: IndexEntry | None
-    """Its process index; None if the process has nothing to write."""
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """What all files of one process are written from and with."""
 
+    operation: Operation
     store: Store
     save_id: str
     leaves: Sequence[StoredLeaf]
     values: Sequence[Value]
     copied: frozenset[int]
     """The leaves that are not in host memory as they will be in the files."""
-    check: Callable[[], None]
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
     stop: StopSignal = field(default_factory=StopSignal)
 
-    def check_all(self) -> None:
+    def check(self) -> None:
         """Raise if this save has failed, on any process or in any thread."""
-        self.check()
+        self.operation.check()
         self.stop.check()
 
 
 def write_shards(
+    operation: Operation,
     store: Store,
     save_id: str,
     plan: WritePlan,
-    process: int,
     values: Sequence[Value],
-    *,
-    check: Callable[[], None],
     progress: Progress,
 ) -> IndexEntry | None:
-    """Write the files of a process, and last its index; None if it has nothing to write.
+    """Write the files of this process, and last its index; None if it has nothing to write.
 
-    `check` is called between blocks and may raise, so that nobody goes on writing for a save that
-    has failed.
+    Between blocks the operation is checked, so that nobody goes on writing for a save that has
+    failed.
     """
-    files = plan.files_of(process)
+    files = plan.files_of(operation.process)
     if not files:
         return None
     contents = _format.entries_by_file(
         plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
     )
-    job = _Job(store, save_id, plan.leaves, values, _must_be_copied(plan.leaves, values), check)
+    copied = _must_be_copied(plan.leaves, values)
+    job = _Job(operation, store, save_id, plan.leaves, values, copied)
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     try:
@@ -114,8 +104,9 @@ def write_shards(
             shard.abandon()
         raise
     digests = {shard.file.name: shard.digests() for shard in shards}
-    index = _format.encode_index(save_id, process, digests)
-    store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
+    index = _format.encode_index(save_id, operation.process, digests)
+    name = _format.index_name(operation.process)
+    store.put(f"{_format.shards_directory(save_id)}/{name}", index)
     return IndexEntry(len(index), _format.digest(index))
 
 
@@ -137,7 +128,7 @@ def _write_all(job: _Job, shards: Sequence[_Shard], progress: Progress) -> None:
     def write(task: _Task) -> None:
         shard, blocks = task
         for number, pieces in blocks:
-            job.check_all()
+            job.check()
             progress.add(shard.write(number, pieces))
 
     parts = job.store.parts
@@ -195,7 +186,7 @@ class _Shard:
                 continue
             value = job.values[leaf]
             if leaf in job.copied:
-                with job.staging.hold(nbytes, job.check_all):
+                with job.staging.hold(nbytes, job.check):
                     yield from _bands(_read(value, job.leaves[leaf], file.device, box, nbytes))
                 continue
             array = _read(value, job.leaves[leaf], file.device, box, nbytes)
@@ -222,7 +213,7 @@ def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]
         else:
             yield shard, shard.blocks()
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
-        job.check_all()
+        job.check()
         yield task
 
 
