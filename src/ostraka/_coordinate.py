@@ -126,15 +126,15 @@ class Operation:
 
     def _report(self, error: BaseException) -> ProcessFailed:
         """Tell the others; returns the verdict, which may be another process's earlier error."""
-        mine = ("failed", self.process, describe(error))
+        mine = ProcessFailed(self.process, describe(error))
         if self._verdict is None:
             with suppress(Exception):  # The service may have gone: not in the place of the error.
                 if self.process == 0:
-                    self._tell(*mine)
+                    self._fail(mine)
                 else:
-                    self._take_turn(*mine)
+                    self._take_turn("failed", mine.process, mine.reason)
                     self._join()
-        return self._verdict or ProcessFailed(*mine[1:])
+        return self._verdict or mine
 
     def _leave(self) -> None:
         if self.process == 0 and not self._is_decided:
@@ -275,8 +275,7 @@ class Operation:
             kind, *said = self._keys.wait_for(f"turn/{self._stage}")
             self._stage += 1
             if kind == "failed":
-                with suppress(ProcessFailed):
-                    self._tell(kind, *said)
+                self._fail(ProcessFailed(*said))
                 self._heard.put(self._verdict)
             if kind != "complete":
                 return
@@ -297,19 +296,22 @@ class Operation:
             if word[0] == "failed":
                 self._verdict = ProcessFailed(*word[1:])
 
+    def _fail(self, failure: ProcessFailed) -> None:
+        """Publish that the operation has failed, unless it has before."""
+        with suppress(ProcessFailed):
+            self._tell("failed", failure.process, failure.reason)
+
     def _decide(self, payloads: list[Any], decide: Callable[[list[Any]], Any]) -> Any:
         self.check()
         try:
             answer = decide(payloads)
+        except ProcessFailed as failure:
+            self._fail(failure)
+            raise
         except Exception as error:
-            failed = ProcessFailed(0, describe(error))
-            if isinstance(error, ProcessFailed):
-                failed = error
-            with suppress(ProcessFailed):  # It has failed before.
-                self._tell("failed", failed.process, failed.reason)
-            if failed is error:
-                raise
-            raise failed from error
+            failure = ProcessFailed(0, describe(error))
+            self._fail(failure)
+            raise failure from error
         self._tell("answer", answer, self._is_last)
         self._is_decided = self._is_last
         return answer
