@@ -7,7 +7,7 @@ one array if all processes have it alike, and one array with a process dimension
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class Agreed:
     """In the order of the leaves. Emptied when the save has ended."""
     meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
+    user: Mapping[str, Any]
 
 
 def agree(
@@ -39,7 +40,7 @@ def agree(
     *,
     location: str,
     dtype: DtypeRule,
-    user: Any,
+    user: Mapping[str, Any],
     take_place: Callable[[], None],
 ) -> Agreed:
     """Have all processes agree on the tree, on the place and on a new save's id.
@@ -78,7 +79,7 @@ def agree(
             for leaf, value in zip(leaves, values, strict=True)
         ]
     tree = with_states(captured.tree, states) if states else captured.tree
-    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of)
+    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of, user)
 
 
 def _describe(captured: Captured, location: str, rest: Any, process: int) -> dict[str, Any]:

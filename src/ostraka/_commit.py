@@ -33,7 +33,7 @@ class SavePlace:
     def __init__(self, store: Store):
         self.store = store
         self._claim = Claim(store)
-        self._seen: Seen | None = None
+        self._seen = Seen((), None, None)
         self._is_new = False
         """Whether there was nothing at the path, not even an empty directory."""
 
@@ -54,7 +54,6 @@ class SavePlace:
         `sizes` are those of all files in the save's directory. Raises Busy if another save has
         taken this one for dead, removed any of them, or replaced the `_METADATA` that was there.
         """
-        assert self._seen is not None
         directory = _format.shards_directory(save_id)
 
         def check() -> None:
@@ -91,7 +90,6 @@ class SavePlace:
 
         The new checkpoint is good: what can't be deleted now, the next save tries again.
         """
-        assert self._seen is not None
         # Only what was seen before: what has come since then is another save's, and alive.
         with suppress(OSError):
             for name in filter(_format.is_shards_directory, self._seen.names):
@@ -122,9 +120,7 @@ def commit(
     agreed: Agreed,
     plan: WritePlan,
     index: IndexEntry | None,
-    *,
     written_bytes: int,
-    user: Mapping[str, Any],
     watch: Stopwatch,
 ) -> list[float]:
     """Report, and commit if every process has reported well; returns what all have done."""
@@ -145,7 +141,7 @@ def commit(
             leaves=plan.leaves,
             files=plan.files,
             indexes=indexes,
-            user=user,
+            user=agreed.user,
         )
         sizes = {file.name: file.size for file in plan.files}
         sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from ostraka._service import ALONE, Member, this_member
@@ -106,12 +105,7 @@ class Operation:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._is_closed or self.count == 1:
             return
         failure = None

@@ -198,16 +198,8 @@ class Save:
         )
         watch.lap("write")
         self._let_go_of_values()
-        summary = commit(
-            operation,
-            place,
-            agreed,
-            plan,
-            index,
-            written_bytes=self._progress.total,
-            user=self._user,
-            watch=watch,
-        )
+        written = self._progress.total
+        summary = commit(operation, place, agreed, plan, index, written, watch)
         if operation.process == 0:
             place.remove_replaced()
         watch.lap("commit")
