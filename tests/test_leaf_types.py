@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostraka._inplace import Outline
-from ostraka._leaf_types import (
-    exactly,
-    key_problems,
-    key_words,
-    kind_of,
-    python_type,
-    show_shape,
-    show_value,
-    x64_problems,
-)
+from ostraka._leaf_types import exactly, kind_of, show_value, type_problems
 from ostraka._spec import LeafSpec
 
 KINDS = [
@@ -64,42 +55,50 @@ def test_numbers_of_another_kind_are_refused(value: complex, dtype: str):
     assert exactly(value, np.dtype(dtype)) is None
 
 
-def test_the_python_type_of_a_dtype():
-    found = {name: python_type(name) for name in ("bool", "uint8", "bfloat16", "complex64", "key")}
-    assert found == {
-        "bool": bool,
-        "uint8": int,
-        "bfloat16": float,
-        "complex64": complex,
-        "key": None,
-    }
+NUMBERS = [("bool", True), ("uint8", 1), ("bfloat16", 1.0), ("complex64", 1j)]
+
+
+@pytest.mark.parametrize(("dtype", "number"), NUMBERS)
+def test_the_python_number_that_an_array_is(dtype: str, number: complex):
+    spec = LeafSpec("n", "jax", dtype, ())
+    assert list(type_problems(spec, number, None)) == []
+    for other in {value for _, value in NUMBERS if type(value) is not type(number)}:
+        (problem,) = type_problems(spec, other, None)
+        assert problem.startswith(f"saved as {dtype}[], `like` has the {type(other).__name__}")
 
 
 def test_keys_that_differ_are_told():
     spec = LeafSpec("k", "key", "uint32", (3, 2), prng="threefry2x32")
     keys = jax.random.split(jax.random.key(0), 3)
-    assert list(key_problems(spec, keys, "key")) == []
-    (shape,) = key_problems(spec, keys[:2], "key")
+    assert list(type_problems(spec, keys, None)) == []
+    (shape,) = type_problems(spec, keys[:2], None)
     assert shape == "saved as keys of shape (3,), `like` has (2,)"
-    (impl,) = key_problems(spec, jax.random.key(0, impl="rbg"), "key")
+    (impl,) = type_problems(spec, jax.random.split(jax.random.key(0, impl="rbg"), 3), None)
     assert impl == "saved as a threefry2x32 key, `like` has a rbg key"
-    (kind,) = key_problems(spec, jnp.ones(3), "jax")
+    (kind,) = type_problems(spec, jnp.ones(3), None)
     assert kind == "saved as a threefry2x32 key, `like` has float32[3]"
     each = LeafSpec("k", "key", "uint32", (4, 3, 2), prng="threefry2x32", per_process=True)
-    assert list(key_problems(each, keys, "key")) == []
+    assert list(type_problems(each, keys, None)) == []
 
 
-def test_how_many_words_a_key_has():
-    assert (key_words("threefry2x32"), key_words("rbg"), key_words("unheard of")) == (2, 4, None)
+@pytest.mark.parametrize("words", [2, 4])
+def test_a_key_that_this_jax_does_not_know(words: int):
+    spec = LeafSpec("k", "key", "uint32", (words,), prng="unheard of")
+    (problem,) = type_problems(spec, spec, None)
+    assert problem == "it is a unheard of key, which this JAX does not know"
+    known = LeafSpec("k", "key", "uint32", (words,), prng={2: "threefry2x32", 4: "rbg"}[words])
+    assert list(type_problems(known, known, None)) == []
 
 
 def test_what_jax_would_cut_to_32_bits_is_told():
-    (problem,) = x64_problems("int64")
+    spec = LeafSpec("n", "jax", "int64", (2,))
+    (problem,) = type_problems(spec, spec, None)
     assert "which JAX would cut to 32 bits: set jax_enable_x64" in problem
-    assert list(x64_problems("int32")) == []
+    assert list(type_problems(spec, np.ones(2, np.int64), None)) == []
+    narrow = LeafSpec("n", "jax", "int32", (2,))
+    assert list(type_problems(narrow, narrow, None)) == []
 
 
-def test_shapes_and_values_as_text():
-    assert [show_shape(shape) for shape in ((), (3,), (3, 4))] == ["()", "(3,)", "(3, 4)"]
+def test_values_as_text():
     shown = [show_value(value) for value in (np.ones((2, 3)), jax.random.key(0), None, 7)]
     assert shown == ["float64[2,3]", "a PRNG key", "None", "the int '7'"]

@@ -50,6 +50,9 @@ class Branch:
     """How to make several of this kind, from owners and items, so that they share what those do."""
 
 
+Node = Branch | Leaf
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayNumber:
     """Stands for an array leaf of the checkpoint."""

@@ -29,14 +29,20 @@ def matches(patterns: Patterns, path: str) -> bool:
     return any(_compiled(pattern).fullmatch(path) is not None for pattern in listed)
 
 
+def split_patterns(patterns: Patterns) -> tuple[list[str], list[str]]:
+    """The patterns that select, and those after `!` that leave out."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    left_out = [pattern for pattern in listed if pattern.startswith("!")]
+    return [pattern for pattern in listed if pattern not in left_out], left_out
+
+
 def selects(patterns: Patterns, path: str) -> bool:
     """As `matches`, but without what is matched by a pattern after `!`.
 
     Where there are only such patterns, everything else is selected.
     """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
-    unwanted = [pattern[1:] for pattern in listed if pattern.startswith("!")]
+    wanted, left_out = split_patterns(patterns)
+    unwanted = [pattern[1:] for pattern in left_out]
     return (not wanted or matches(wanted, path)) and not matches(unwanted, path)
 
 

@@ -101,7 +101,8 @@ def dtype_name(dtype: Any) -> str:
 
 def is_floating(name: str) -> bool:
     """Whether a save or a restore may cast from and to this dtype, if asked to."""
-    return name.startswith(("float", "bfloat")) and not DTYPES[name].packed
+    is_float = name.startswith(("float", "bfloat"))
+    return is_float and name in DTYPES and not DTYPES[name].packed
 
 
 @dataclass(frozen=True, slots=True)

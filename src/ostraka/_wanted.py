@@ -26,7 +26,6 @@ class Destination:
     """For JAX arrays."""
     boxes: tuple[Box, ...]
     """What this process needs of it, each once."""
-    python: type | None = None
     cast: str | None = None
     """The dtype to cast it to, if that was asked for."""
     committed: bool = True
