@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka._nodes import ROOT, Branch, Leaf, leaves_of, rebuild, unwrapped
+from ostraka._nodes import ROOT, Branch, Leaf, Node, leaves_of, mapped, rebuild, unwrapped
 from ostraka.errors import InvalidTree
 
 
@@ -30,14 +30,17 @@ class Outline:
 class InPlace:
     """The objects of a tree, ready to take new values by path."""
 
-    def __init__(self, parsed: Branch | Leaf):
+    def __init__(self, parsed: Node):
         self._variables: dict[str, Callable[[list[Any]], None]] = {}
         self._rest: list[Branch] = []
-        self._values: dict[str, Any] = {}
-        """Of what is no variable. Starts with what is there: what is not restored stays."""
         for branch in _updatable(parsed):
             self._collect(branch)
-        self._keep_others(parsed)
+        self._values = {
+            leaf.path: unwrapped(leaf.value)
+            for leaf in leaves_of(parsed)
+            if leaf.path not in self._variables
+        }
+        """Of what is no variable. Starts with what is there: what is not restored stays."""
         self._check_changeable()
         self._outer = _without_objects(parsed)
         self.template = _without_arrays(parsed)
@@ -66,13 +69,6 @@ class InPlace:
             self._variables[only.path] = branch.update
         elif any(True for _ in leaves_of(branch)):
             self._rest.append(branch)
-            self._values.update({leaf.path: unwrapped(leaf.value) for leaf in leaves_of(branch)})
-
-    def _keep_others(self, parsed: Branch | Leaf) -> None:
-        """What is in no NNX object, as far as it is not restored."""
-        for leaf in leaves_of(parsed):
-            if leaf.path not in self._variables:
-                self._values.setdefault(leaf.path, unwrapped(leaf.value))
 
     def _check_changeable(self) -> None:
         """Refuse before anything is changed: put the same values back, as `finish` will others."""
@@ -94,7 +90,7 @@ def _update(branch: Branch, values: dict[str, Any]) -> None:
     branch.update([rebuild(child, values) for child in branch.children])
 
 
-def _updatable(node: Branch | Leaf) -> Iterator[Branch]:
+def _updatable(node: Node) -> Iterator[Branch]:
     """The outermost branches that can be changed in place, as fine as they reach every leaf."""
     if isinstance(node, Leaf):
         return
@@ -105,7 +101,7 @@ def _updatable(node: Branch | Leaf) -> Iterator[Branch]:
         yield from _updatable(child)
 
 
-def _all_in_variables(node: Branch | Leaf) -> bool:
+def _all_in_variables(node: Node) -> bool:
     """Whether every leaf below is the whole value of some variable."""
     if isinstance(node, Leaf):
         return False
@@ -114,23 +110,27 @@ def _all_in_variables(node: Branch | Leaf) -> bool:
     return all(_all_in_variables(child) for child in node.children)
 
 
-def _without_objects(node: Branch | Leaf) -> Branch | Leaf:
+def _without_objects(tree: Node) -> Node:
     """The tree with NNX objects as they are, whatever is in them."""
-    if isinstance(node, Leaf):
-        return replace(node, value=None)
-    if node.update is not None:
+
+    def change(node: Node) -> Node:
+        if isinstance(node, Leaf):
+            return replace(node, value=None)
+        if node.update is None:
+            return node
         owner = node.owner
         return Branch(node.kind, node.path, (), lambda _: owner)
-    return replace(node, children=tuple(_without_objects(child) for child in node.children))
+
+    return mapped(tree, change)
 
 
-def _without_arrays(node: Branch | Leaf) -> Branch | Leaf:
+def _without_arrays(tree: Node) -> Node:
     outlines: dict[int, Any] = {}
     """By identity: an array that is at several places has one outline."""
 
-    def strip(node: Branch | Leaf) -> Branch | Leaf:
+    def change(node: Node) -> Node:
         if isinstance(node, Branch):
-            return replace(node, children=tuple([strip(child) for child in node.children]))
+            return node
         value = node.value
         if isinstance(value, jax.Array):
             value = Outline(value.shape, value.dtype, value.sharding, value.committed)
@@ -139,4 +139,4 @@ def _without_arrays(node: Branch | Leaf) -> Branch | Leaf:
             value = outlines.setdefault(id(value), blank)
         return replace(node, value=value)
 
-    return strip(node)
+    return mapped(tree, change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ostraka._plain import Unwritable, key_text
 from ostraka.errors import InvalidTree
@@ -27,14 +27,20 @@ class Leaf:
     """A PartitionSpec that the tree itself names for this leaf, as NNX variables do."""
 
 
+BranchKind = (
+    Literal["dict", "ordered_dict", "defaultdict", "state", "list", "tuple"]
+    | Literal["namedtuple", "dataclass", "node", "nnx", "variable"]
+)
+"""The containers that docs/format.md lists."""
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A container: what it is, what is in it, and how to make another one like it."""
 
-    kind: str
-    """One of the containers that docs/format.md lists: "dict", "namedtuple", "variable", …"""
+    kind: BranchKind
     path: str
-    children: tuple[Branch | Leaf, ...]
+    children: tuple[Node, ...]
     rebuild: Callable[[list[Any]], Any]
     keys: Sequence[Any] = ()
     """A key for each child; none where the only child has the path of its parent."""
@@ -69,10 +75,9 @@ class SavedStates:
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
-    """An object with `get_state` and `set_state`, such as a data iterator, and its state then."""
+    """An object with `get_state` and `set_state`, such as a data iterator."""
 
     owner: Any
-    state: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class Kept:
 # Walking
 
 
-def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
+def leaves_of(node: Node) -> Iterator[Leaf]:
     """The leaves in tree order."""
     if isinstance(node, Leaf):
         yield node
@@ -101,7 +106,7 @@ def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
             yield from leaves_of(child)
 
 
-def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
+def branches_of(node: Node) -> Iterator[Branch]:
     """The branches in tree order, each before those below it."""
     if isinstance(node, Branch):
         yield node
@@ -109,28 +114,26 @@ def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
             yield from branches_of(child)
 
 
-def rebuild(node: Branch | Leaf, values: Mapping[str, Any]) -> Any:
+def rebuild(node: Node, values: Mapping[str, Any]) -> Any:
     """The tree again, with other values by path. What was one object becomes one object."""
     made: dict[int, Any] = {}
     """By identity of the owner."""
 
-    def make(node: Branch | Leaf) -> Any:
+    def make(node: Node) -> Any:
         if isinstance(node, Leaf):
             return values[node.path]
-        if node.owner is None:
-            return node.rebuild([make(child) for child in node.children])
-        found = made.get(id(node.owner))
-        if found is None:
-            found = made[id(node.owner)] = node.rebuild([make(child) for child in node.children])
+        if node.owner is not None and id(node.owner) in made:
+            return made[id(node.owner)]
+        found = node.rebuild([make(child) for child in node.children])
+        if node.owner is not None:
+            made[id(node.owner)] = found
         return found
 
     graphs = [branch for branch in branches_of(node) if branch.rebuild_together is not None]
-    if len(graphs) > 1:
-        together = graphs[0].rebuild_together
-        assert together is not None
+    if len(graphs) > 1 and graphs[0].rebuild_together is not None:
+        owners = [graph.owner for graph in graphs]
         items = [[make(child) for child in graph.children] for graph in graphs]
-        built = together([graph.owner for graph in graphs], items)
-        made |= {id(graph.owner): item for graph, item in zip(graphs, built, strict=True)}
+        made |= zip(map(id, owners), graphs[0].rebuild_together(owners, items), strict=True)
     return make(node)
 
 
@@ -160,8 +163,6 @@ def segment(key: Any, path: str) -> str:
         ) from error
     except UnicodeEncodeError as error:
         raise InvalidTree(f"{where} has a key that is not valid Unicode: {key!r}") from error
-    except ValueError as error:  # an integer of more digits than Python writes
-        raise InvalidTree(f"{where} has a key that is too long: {error}") from error
     return escape(text)
 
 
@@ -178,7 +179,15 @@ def join(path: str, segment: str) -> str:
     return f"{path}/{segment}" if path else segment or "~"
 
 
-def prune(node: Branch | Leaf, wanted: Callable[[Leaf], bool]) -> Branch | Leaf | None:
+def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
+    """The tree with every node changed, those below first."""
+    if isinstance(node, Branch):
+        children = tuple([mapped(child, change) for child in node.children])
+        node = dataclasses.replace(node, children=children)
+    return change(node)
+
+
+def prune(node: Node, wanted: Callable[[Leaf], bool]) -> Node | None:
     """The tree with the wanted leaves only; None if there are none.
 
     A sequence that loses items becomes a dict of those that are left, by their numbers.
@@ -197,7 +206,7 @@ def prune(node: Branch | Leaf, wanted: Callable[[Leaf], bool]) -> Branch | Leaf 
 
 
 def dict_builder(
-    keys: Sequence[Any], kind: Callable[[Iterable[tuple[Any, Any]]], Any] = dict
+    keys: Iterable[Any], kind: Callable[[Iterator[tuple[Any, Any]]], Any] = dict
 ) -> Callable[[list[Any]], Any]:
     return lambda items: kind(zip(keys, items, strict=True))
 
@@ -221,14 +230,14 @@ class Shared:
     """Also those of shared variables."""
 
 
-def find_shared(node: Branch | Leaf, is_shareable: Callable[[Any], bool]) -> Shared:
+def find_shared(node: Node, is_shareable: Callable[[Any], bool]) -> Shared:
     """Find the objects that a tree has at several places; `is_shareable` is asked of leaves."""
     first_variable: dict[int, Branch] = {}
     first_array: dict[int, Leaf] = {}
     variables: dict[str, str] = {}
     arrays: dict[str, str] = {}
 
-    def look(node: Branch | Leaf) -> None:
+    def look(node: Node) -> None:
         if isinstance(node, Leaf):
             if is_shareable(node.value):
                 first = first_array.setdefault(id(node.value), node)
