@@ -81,15 +81,6 @@ def test_keys_that_differ_are_told():
     assert list(type_problems(each, keys, None)) == []
 
 
-@pytest.mark.parametrize("words", [2, 4])
-def test_a_key_that_this_jax_does_not_know(words: int):
-    spec = LeafSpec("k", "key", "uint32", (words,), prng="unheard of")
-    (problem,) = type_problems(spec, spec, None)
-    assert problem == "it is a unheard of key, which this JAX does not know"
-    known = LeafSpec("k", "key", "uint32", (words,), prng={2: "threefry2x32", 4: "rbg"}[words])
-    assert list(type_problems(known, known, None)) == []
-
-
 def test_what_jax_would_cut_to_32_bits_is_told():
     spec = LeafSpec("n", "jax", "int64", (2,))
     (problem,) = type_problems(spec, spec, None)

@@ -566,7 +566,9 @@ def test_a_key_of_another_type_at_the_top_is_named():
 
 
 def test_a_key_that_is_no_unicode_is_named():
-    with pytest.raises(InvalidTree, match="the container at 'a' has a key that is not valid Un"):
+    with pytest.raises(
+        InvalidTree, match="the container at 'a' has the key .*surrogates not allowed"
+    ):
         round_trip({"a": {"\ud800": 1}})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass, replace
 from functools import partial
@@ -64,10 +64,10 @@ def encode_checked(
         again = _decode(json.loads(_dumps(encoded)), len({*numbers.values()}))
     except ValueError as error:
         raise InvalidTree(f"the tree could not be read again: {error}") from error
-    expected = [(leaf.path, numbers.get(leaf.path)) for leaf in leaves]
-    for place, found in zip(expected, _places(again), strict=True):
-        if place != found:
-            raise InvalidTree(f"leaf {place[0]!r} could not be read again: it would be {found}")
+    for leaf, found in zip(leaves, leaves_of(again), strict=True):
+        number = getattr(found.value, "number", None)
+        if leaf.path != found.path or numbers.get(leaf.path) != number:
+            raise InvalidTree(f"leaf {leaf.path!r} could not be read again: it would be {found}")
     return encoded
 
 
@@ -78,7 +78,7 @@ def encode(node: Node, numbers: Mapping[str, int], variables: Mapping[str, str])
         return _encode_leaf(node) if number is None else number
     if node.kind == "variable" and node.path in variables:
         return {"same_as": variables[node.path]}
-    keys = [encode_key(key) for key in node.keys]
+    keys = list(map(encode_key, node.keys))
     described = keys if node.kind in _KEYED else None if node.cls is None else list(node.cls)
     named = {"keys": keys} if node.kind in _OF_CLASS else {}
     items = [encode(child, numbers, variables) for child in node.children]
@@ -110,22 +110,17 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Node:
     constructor called. Raises ValueError if it is malformed, or does not have every array.
     """
     tree = _decode(encoded, len(paths))
-    if not {*_places(tree)}.issuperset(zip(paths, range(len(paths)), strict=True)):
+    arrays = [leaf for leaf in leaves_of(tree) if isinstance(leaf.value, ArrayNumber)]
+    if not {(leaf.value.number, leaf.path) for leaf in arrays}.issuperset(enumerate(paths)):
         raise ValueError("its tree does not have every array at its path")
     return tree
 
 
 def _decode(encoded: Any, arrays: int) -> Node:
     try:
-        return with_full_stack(lambda: _Decoder(arrays).decode(encoded, "", 0))
+        return with_full_stack(partial(_Decoder(arrays).decode, encoded, "", 0))
     except (KeyError, IndexError, TypeError, AttributeError, InvalidTree) as error:
         raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
-
-
-def _places(tree: Node) -> Iterator[tuple[str, int | None]]:
-    """Each leaf's path, and its number if it is an array."""
-    for leaf in leaves_of(tree):
-        yield leaf.path, leaf.value.number if isinstance(leaf.value, ArrayNumber) else None
 
 
 class _Decoder:
@@ -171,16 +166,18 @@ class _Decoder:
             children = [self.decode(item, path, depth + 1)]
         else:
             named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
-            texts = [text_of_encoded(key) for key in named]
+            texts = list(map(text_of_encoded, named))
             children = [
                 self.decode(item, join(path, escape(text)), depth + 1)
                 for text, item in zip(texts, items, strict=True)
             ]
-            keys = [decode_key(key) for key in named]
+            keys = list(map(decode_key, named))
             if len({*keys}) < len(keys):
                 keys = texts  # Members of enums whose classes are not loaded, by the same value.
-        has_class = kind in _OF_CLASS or kind in _WRAPPERS
-        cls = _class_named(encoded[kind]) if has_class else None
+        cls = None
+        if kind in _OF_CLASS or kind in _WRAPPERS:
+            module, name = encoded[kind]
+            cls = (module, name)
         about = {key: encoded[key] for key in ("static", "factory", "about") if key in encoded}
         make = _builder(kind, cls, keys, about)
         owner = object() if kind == "variable" else None
@@ -202,13 +199,6 @@ class _Decoder:
             return replace(node, path=here or ROOT if isinstance(node, Leaf) else here)
 
         return mapped(variable, move)
-
-
-def _class_named(named: Any) -> tuple[str, str]:
-    module, name = named
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError("a class is named by something else than text")
-    return module, name
 
 
 _FACTORIES: Mapping[str, Any] = {

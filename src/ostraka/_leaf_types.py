@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import jax
@@ -92,7 +91,8 @@ def type_problems(spec: LeafSpec, wanted: Any, dtype: str | None) -> Iterator[st
     """
     kind = kind_of(wanted)
     if wanted is spec:
-        yield from _problems_as_saved(spec, dtype or spec.dtype)
+        if kind == "jax":
+            yield from _x64_problems(dtype or spec.dtype)
     elif kind is None:
         yield f"the checkpoint has an array {_show_spec(spec)}, `like` has {show_value(wanted)}"
     elif (kind == "key") != (spec.kind == "key"):
@@ -102,13 +102,6 @@ def type_problems(spec: LeafSpec, wanted: Any, dtype: str | None) -> Iterator[st
             yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"
     else:
         yield from _array_problems(spec, wanted, kind, dtype)
-
-
-def _problems_as_saved(spec: LeafSpec, dtype: str) -> Iterator[str]:
-    if spec.kind == "jax":
-        yield from _x64_problems(dtype)
-    if spec.kind == "key" and _key_words(spec.prng) != spec.shape[-1]:
-        yield f"it is a {spec.prng} key, which this JAX does not know"
 
 
 def _array_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
@@ -133,15 +126,6 @@ def _x64_problems(dtype: str) -> Iterator[str]:
             f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
             "numpy array in `like`"
         )
-
-
-@cache
-def _key_words(impl: str) -> int | None:
-    """How many words a key of this implementation has; None if there is no such one."""
-    try:
-        return jax.random.key_data(jax.random.key(0, impl=impl)).shape[-1]
-    except (ValueError, TypeError):
-        return None
 
 
 # In words

@@ -6,13 +6,14 @@ All differences are found before anything is read, and raised as one `errors.Mis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from ostraka._capture import floating_dtype, may_cast
+from ostraka._capture import DtypeRule, floating_dtype, may_cast
 from ostraka._differences import Differences, Tolerated
 from ostraka._leaf_types import Unfit, kind_of, saved_as_wanted, show_value, type_problems
 from ostraka._nnx import as_state
@@ -31,13 +32,40 @@ from ostraka._nodes import (
     prune,
     unwrapped,
 )
-from ostraka._pattern import rename_with, selects, split_patterns, unmatched
-from ostraka._place import Placer, Unplaceable
+from ostraka._pattern import Patterns, rename_with, selects, split_patterns, unmatched
+from ostraka._place import Destination, Placer, Unplaceable
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, is_floating
 from ostraka._tree import is_object
-from ostraka._wanted import Choices, Destination, Wanted
 from ostraka.errors import Mismatch, PartialRestore, nearest, warn_caller
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A settled restore: what to read, what is known already, how to put it together."""
+
+    tree: Node
+    arrays: tuple[Destination, ...]
+    values: Mapping[str, Any]
+    copies: tuple[tuple[str, str], ...] = ()
+    """Leaves that are the same as another one, and that one."""
+    states: tuple[tuple[Any, Any], ...] = ()
+    """Stateful objects of `like`, and the state that each gets at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the caller said about a restore, besides `like`."""
+
+    mesh: Mesh | None = None
+    specs: Any = None
+    strict: bool = True
+    only: Patterns | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: DtypeRule = None
+    as_state: bool = False
+    in_place: bool = False
+    """What is not restored is not touched, rather than taken over from `like`."""
 
 
 class Matcher:
@@ -198,11 +226,9 @@ class Matcher:
                 self._match_one_variable(leaf_of_first.path, leaf.path)
         for saved, saved_first in find_shared(self._saved_tree, is_object).variables.items():
             path, first = self._rename(saved), self._rename(saved_first)
-            if not {path, first} <= variables.keys():
+            if not all(p in variables and self._is_chosen(p) for p in (path, first)):
                 continue
             if variables[path].owner is variables[first].owner:
-                continue
-            if not (self._is_chosen(path) and self._is_chosen(first)):
                 continue
             if self._choices.strict:
                 text = (

@@ -51,35 +51,21 @@ class _Parser:
 
     def graph(self, value: Any, path: str, depth: int) -> Branch:
         """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
-        nnx = self._nnx
-        graphdef, state = _split(nnx, value)
-
-        def rebuild(items: list[Any]) -> Any:
-            return nnx.merge(graphdef, items[0])
-
-        def update(items: list[Any]) -> None:
-            nnx.update(value, items[0])
-
+        graphdef, state = _split(self._nnx, value)
         return Branch(
             "nnx",
             path,
             (self.state(state, path, depth + 1),),
-            rebuild,
+            lambda items: self._nnx.merge(graphdef, items[0]),
             cls=class_name(type(value)),
-            update=update,
             owner=value,
             rebuild_together=_merge_together,
         )
 
     def state(self, state: Any, path: str, depth: int) -> Branch:
-        nnx = self._nnx
         keys, children = self._entries(state.raw_mapping, path, depth)
-        make = dict_builder(keys, nnx.State)
-
-        def update(items: list[Any]) -> None:
-            nnx.update(state, make(items))
-
-        return Branch("state", path, children, make, keys, update=update, owner=state)
+        make = dict_builder(keys, self._nnx.State)
+        return Branch("state", path, children, make, keys, owner=state)
 
     def _entries(
         self, entries: Mapping[Any, Any], path: str, depth: int
@@ -102,12 +88,6 @@ class _Parser:
         return self._parse(value, path, depth)
 
     def variable(self, variable: Any, path: str, depth: int) -> Branch:
-        def rebuild(items: list[Any]) -> Any:
-            return variable.replace(items[0])
-
-        def update(items: list[Any]) -> None:
-            _put_value(variable, items[0])
-
         metadata = variable.get_metadata()
         child = self._parse(_value_of(variable), path, depth + 1)
         about: Mapping[str, Any] = _NOTHING
@@ -115,9 +95,14 @@ class _Parser:
             about = {"about": _describe(metadata)}
             if isinstance(child, Leaf):
                 child = replace(child, spec=named_spec(metadata))
-        cls = class_name(type(variable))
         return Branch(
-            "variable", path, (child,), rebuild, (), cls, about, update=update, owner=variable
+            "variable",
+            path,
+            (child,),
+            lambda items: variable.replace(items[0]),
+            cls=class_name(type(variable)),
+            about=about,
+            owner=variable,
         )
 
 
@@ -168,9 +153,20 @@ def _value_of(variable: Any) -> Any:
     return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
 
 
-def _put_value(variable: Any, value: Any) -> None:
+def put_value(variable: Any, value: Any) -> None:
+    """Give a variable another value."""
     write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
     write(value)
+
+
+def put_items(branch: Branch, items: list[Any]) -> None:
+    """Put other items into the NNX object that a branch was parsed from."""
+    from flax import nnx
+
+    if branch.kind == "variable":
+        put_value(branch.owner, items[0])
+    else:
+        nnx.update(branch.owner, items[0] if branch.kind == "nnx" else branch.rebuild(items))
 
 
 def named_spec(metadata: Mapping[str, Any]) -> Any:

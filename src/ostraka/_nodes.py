@@ -48,10 +48,8 @@ class Branch:
     """Module and name of its class, where the kind does not say it."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What else `_METADATA` has of it, as JSON."""
-    update: Callable[[list[Any]], None] | None = None
-    """How to put other items into this very container; None if it can't be changed."""
     owner: Any = None
-    """The object itself, if other places of the tree may have the same one."""
+    """An NNX object itself: other places of the tree may have the same one."""
     rebuild_together: Callable[[list[Any], list[list[Any]]], list[Any]] | None = None
     """How to make several of this kind, from owners and items, so that they share what those do."""
 
@@ -152,17 +150,14 @@ def segment(key: Any, path: str) -> str:
     """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
     if type(key) is str and key.isascii():
         return escape(key)
-    where = f"the container at {path or ROOT!r}"
     try:
         text = key_text(key)
         text.encode()
-    except Unwritable as error:
+    except (Unwritable, UnicodeEncodeError) as error:
         raise InvalidTree(
-            f"{where} has the key {key!r:.80}, which is or has {error}; keys must be text, "
-            "numbers, enum members, None, or tuples of those"
+            f"the container at {path or ROOT!r} has the key {key!r:.80}, which can't be written "
+            f"({error}); keys must be text, numbers, enum members, None, or tuples of those"
         ) from error
-    except UnicodeEncodeError as error:
-        raise InvalidTree(f"{where} has a key that is not valid Unicode: {key!r}") from error
     return escape(text)
 
 
@@ -232,27 +227,26 @@ class Shared:
 
 def find_shared(node: Node, is_shareable: Callable[[Any], bool]) -> Shared:
     """Find the objects that a tree has at several places; `is_shareable` is asked of leaves."""
-    first_variable: dict[int, Branch] = {}
-    first_array: dict[int, Leaf] = {}
+    places: dict[int, Node] = {}
+    """By identity of an array or a variable, where it is first."""
     variables: dict[str, str] = {}
     arrays: dict[str, str] = {}
 
     def look(node: Node) -> None:
         if isinstance(node, Leaf):
             if is_shareable(node.value):
-                first = first_array.setdefault(id(node.value), node)
+                first = places.setdefault(id(node.value), node)
                 if first is not node:
                     arrays[node.path] = first.path
             return
-        if node.kind == "variable" and node.owner is not None:
-            first = first_variable.setdefault(id(node.owner), node)
-            if first is not node:
-                variables[node.path] = first.path
-                places = zip(leaves_of(node), leaves_of(first), strict=True)
-                arrays.update({here.path: arrays.get(at.path, at.path) for here, at in places})
-                return
-        for child in node.children:
-            look(child)
+        first = places.setdefault(id(node.owner), node) if node.kind == "variable" else node
+        if first is node:
+            for child in node.children:
+                look(child)
+            return
+        variables[node.path] = first.path
+        for here, there in zip(leaves_of(node), leaves_of(first), strict=True):
+            arrays[here.path] = arrays.get(there.path, there.path)
 
     look(node)
     return Shared(variables, arrays)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,6 +20,25 @@ from ostraka._spec import HOST_LOCAL, LeafSpec, find_misfits, numpy_dtype
 from ostraka.sharding._data import ArrayLeaf, from_partition
 from ostraka.sharding._mesh import mesh_to_use
 from ostraka.sharding._specs import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where an array leaf of the checkpoint goes."""
+
+    number: int
+    path: str
+    kind: str
+    """"jax", "key", "numpy", "scalar", or "python" for a Python number."""
+    sharding: Any
+    """For JAX arrays."""
+    boxes: tuple[Box, ...]
+    """What this process needs of it, each once."""
+    cast: str | None = None
+    """The dtype to cast it to, if that was asked for."""
+    committed: bool = True
+    """Whether JAX must leave it on its devices."""
+    weak: bool = False
 
 
 class Unplaceable(Exception):
