@@ -7,7 +7,7 @@ one line, and so are leaves that differ in the same way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ostraka._nodes import ROOT
@@ -102,20 +102,9 @@ def _likely_cause(
         )
 
 
-@dataclass(slots=True)
-class Tolerated:
-    """What was let pass, to be told in one sentence; a kind is such as "kept {} of no use"."""
-
-    by_kind: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-
-    def add(self, kind: str, path: str) -> None:
-        self.by_kind.setdefault(kind, []).append(path)
-
-    def __bool__(self) -> bool:
-        return bool(self.by_kind)
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
-            for kind, paths in self.by_kind.items()
-        )
+def show_tolerated(by_kind: Mapping[str, Sequence[str]]) -> str:
+    """What was let pass, in one sentence; a kind is such as "kept {} of no use"."""
+    return "; ".join(
+        f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
+        for kind, paths in by_kind.items()
+    )

@@ -78,7 +78,7 @@ def encode(node: Node, numbers: Mapping[str, int], variables: Mapping[str, str])
         return _encode_leaf(node) if number is None else number
     if node.kind == "variable" and node.path in variables:
         return {"same_as": variables[node.path]}
-    keys = list(map(encode_key, node.keys))
+    keys = [key if type(key) is str else encode_key(key) for key in node.keys]
     described = keys if node.kind in _KEYED else None if node.cls is None else list(node.cls)
     named = {"keys": keys} if node.kind in _OF_CLASS else {}
     items = [encode(child, numbers, variables) for child in node.children]
@@ -132,12 +132,12 @@ class _Decoder:
         self._leaves_again = 0
 
     def decode(self, encoded: Any, path: str, depth: int) -> Node:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"its tree is more than {MAX_DEPTH} containers deep")
         if type(encoded) is int:
             if encoded not in self._arrays:
                 raise ValueError(f"its tree has an array {encoded}, which is not there")
             return Leaf(path or ROOT, ArrayNumber(encoded))
+        if depth > MAX_DEPTH:
+            raise ValueError(f"its tree is more than {MAX_DEPTH} containers deep")
         if encoded is not None and "items" in encoded:
             return self._container(encoded, path, depth)
         if encoded is not None and "same_as" in encoded:
@@ -166,12 +166,12 @@ class _Decoder:
             children = [self.decode(item, path, depth + 1)]
         else:
             named = encoded[kind] if kind in _KEYED else encoded.get("keys", range(len(items)))
-            texts = list(map(text_of_encoded, named))
+            texts = [key if type(key) is str else text_of_encoded(key) for key in named]
             children = [
                 self.decode(item, join(path, escape(text)), depth + 1)
                 for text, item in zip(texts, items, strict=True)
             ]
-            keys = list(map(decode_key, named))
+            keys = [key if type(key) is str else decode_key(key) for key in named]
             if len({*keys}) < len(keys):
                 keys = texts  # Members of enums whose classes are not loaded, by the same value.
         cls = None
@@ -179,7 +179,7 @@ class _Decoder:
             module, name = encoded[kind]
             cls = (module, name)
         about = {key: encoded[key] for key in ("static", "factory", "about") if key in encoded}
-        make = _builder(kind, cls, keys, about)
+        make = builder(kind, cls, keys, about)
         owner = object() if kind == "variable" else None
         branch = Branch(kind, path, tuple(children), make, keys, cls, about, owner=owner)
         if kind == "variable":
@@ -221,7 +221,7 @@ def encode_factory(factory: Any, path: str) -> str | None:
 Rebuild = Callable[[list[Any]], Any]
 
 
-def _builder(
+def builder(
     kind: BranchKind, cls: tuple[str, str] | None, keys: Sequence[Any], about: Mapping[str, Any]
 ) -> Rebuild:
     """What makes a container of its items: one of its class, if that is loaded and fits."""
@@ -295,18 +295,18 @@ def encode_state(path: str, state: Any) -> Any:
     if isinstance(state, bytes):
         return encode_scalar(state)
     try:
-        text = json.dumps(state, allow_nan=False)
+        written = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidTree(
             f"leaf {path!r}: get_state() gives {type(state).__name__}, which is neither JSON nor "
             f"bytes ({error})"
         ) from error
-    if json.loads(text) != state:
+    if written != state:
         raise InvalidTree(
             f"leaf {path!r}: get_state() gives values that JSON would change, such as tuples or "
             "keys that are not text"
         )
-    return {"json": json.loads(text)}
+    return {"json": written}
 
 
 def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from ostraka._inplace import Outline
 from ostraka._nodes import Kept
 from ostraka._place import is_committed
-from ostraka._spec import LeafSpec, dtype_name, is_floating, numpy_dtype
+from ostraka._spec import LeafKind, LeafSpec, dtype_name, is_floating, numpy_dtype
 from ostraka._tree import is_array, is_key
 
 _config: Any = jax.config
@@ -25,8 +25,8 @@ class Unfit(Exception):
     """A leaf can't be restored as `like` has it; `args` are the reasons."""
 
 
-def kind_of(wanted: Any) -> str | None:
-    """What comes back: a `LeafKind`, "python" for a Python number, None for no array at all."""
+def kind_of(wanted: Any) -> LeafKind | Literal["python", "other"]:
+    """What comes back of an array: a Python number is one of no dimensions, other things none."""
     if isinstance(wanted, LeafSpec):
         return wanted.kind
     if is_key(wanted):
@@ -37,7 +37,7 @@ def kind_of(wanted: Any) -> str | None:
         return "numpy"
     if isinstance(wanted, np.generic):
         return "scalar"
-    return "python" if type(wanted) in _NUMBERS else None
+    return "python" if type(wanted) in _NUMBERS else "other"
 
 
 # A number that was saved, where the template may have an array
@@ -84,16 +84,16 @@ def exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:
 # An array that was saved
 
 
-def type_problems(spec: LeafSpec, wanted: Any, dtype: str | None) -> Iterator[str]:
+def type_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
     """In what a leaf of the template differs from the array that was saved in its place.
 
-    `wanted` is the spec itself where there is no template; `dtype` is what the caller asked for.
+    `wanted` is the spec itself where there is no template, and `kind` what it is; `dtype` is what
+    the caller asked for.
     """
-    kind = kind_of(wanted)
     if wanted is spec:
         if kind == "jax":
             yield from _x64_problems(dtype or spec.dtype)
-    elif kind is None:
+    elif kind == "other":
         yield f"the checkpoint has an array {_show_spec(spec)}, `like` has {show_value(wanted)}"
     elif (kind == "key") != (spec.kind == "key"):
         yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"

@@ -5,7 +5,7 @@ All differences are found before anything is read, and raised as one `errors.Mis
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule, floating_dtype, may_cast
-from ostraka._differences import Differences, Tolerated
+from ostraka._differences import Differences, show_tolerated
 from ostraka._leaf_types import Unfit, kind_of, saved_as_wanted, show_value, type_problems
 from ostraka._nnx import as_state
 from ostraka._nodes import (
@@ -85,7 +85,7 @@ class Matcher:
         self._saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
         """By the path in `like`, what was saved."""
         self._differences = Differences()
-        self._tolerated = Tolerated()
+        self._tolerated: defaultdict[str, list[str]] = defaultdict(list)
         self._arrays: list[Destination] = []
         self._values: dict[str, Any] = {}
         self._copies: list[tuple[str, str]] = []
@@ -123,7 +123,8 @@ class Matcher:
             lines = self._differences.lines(paths, list(self._saved))
             raise Mismatch(f"{what} {self._location}", lines)
         if self._tolerated:
-            warn_caller(PartialRestore(f"restored {self._location} in part: {self._tolerated}"))
+            found = show_tolerated(self._tolerated)
+            warn_caller(PartialRestore(f"restored {self._location} in part: {found}"))
 
     # What the arguments say
 
@@ -134,9 +135,9 @@ class Matcher:
         """Patterns that match nothing are mistakes; what is left out may be new in `like`."""
         saved = list(self._saved)
         known = saved + [leaf.path for leaf in (leaves_of(like) if like else ())]
-        castable = [path for path in saved if self._is_castable(self._saved[path])]
         wanted, left_out = split_patterns(self._choices.only or ())
-        dtype = self._choices.dtype if isinstance(self._choices.dtype, dict) else ()
+        dtype = self._choices.dtype if isinstance(self._choices.dtype, dict) else {}
+        castable = [path for path in saved if dtype and self._is_castable(self._saved[path])]
         for argument, patterns, paths, what in (
             ("only", wanted, saved, "leaf of the checkpoint"),
             ("only", left_out, known, "leaf"),
@@ -195,7 +196,7 @@ class Matcher:
             text = f"it is a {leaf.value.name}, of which a checkpoint has nothing: pass like=, or "
             self._differences.of_leaves.append((leaf.path, f"{text}{_leave_out(leaf.path)}"))
         else:
-            self._tolerated.add("left out {} whose value is a function", leaf.path)
+            self._tolerated["left out {} whose value is a function"].append(leaf.path)
         return False
 
     def _match_unexpected(self, like: Node) -> None:
@@ -213,7 +214,7 @@ class Matcher:
             if self._choices.strict:
                 self._differences.unexpected.append(path)
             else:
-                self._tolerated.add("left out {} of the checkpoint", path)
+                self._tolerated["left out {} of the checkpoint"].append(path)
 
     # Variables that are one object
 
@@ -237,7 +238,9 @@ class Matcher:
                 )
                 self._differences.of_leaves.append((path, text))
             else:
-                self._tolerated.add("untied {} that were saved as one variable with another", path)
+                self._tolerated["untied {} that were saved as one variable with another"].append(
+                    path
+                )
 
     def _match_one_variable(self, first: str, path: str) -> None:
         """Two places of `like` that are the same variable: the checkpoint must agree."""
@@ -284,7 +287,7 @@ class Matcher:
         elif self._choices.strict:
             self._differences.missing.append(leaf.path)
         elif self._has_value(leaf):
-            self._tolerated.add("kept {} that the checkpoint does not have", leaf.path)
+            self._tolerated["kept {} that the checkpoint does not have"].append(leaf.path)
             self._keep(leaf)
         else:
             found = nearest(leaf.path, list(self._saved))
@@ -326,11 +329,12 @@ class Matcher:
         if spec.per_process:
             self._check_processes(leaf.path, self._checkpoint.process_count, "its own value", "")
         dtype = self._asked_dtype(spec, wanted, leaf.path)
-        problems = list(type_problems(spec, wanted, dtype))
+        kind = kind_of(wanted)
+        problems = list(type_problems(spec, wanted, kind, dtype))
         if not problems:
-            self._add_array(self._destination(leaf, number, wanted, dtype), leaf.value)
+            self._add_array(self._destination(leaf, number, wanted, kind, dtype), leaf.value)
         elif not self._choices.strict and self._may_keep(spec, wanted, leaf):
-            self._tolerated.add("kept {} whose shape differs", leaf.path)
+            self._tolerated["kept {} whose shape differs"].append(leaf.path)
             self._keep(leaf)
         else:
             raise Unfit(*problems)
@@ -350,10 +354,10 @@ class Matcher:
         name = getattr(getattr(wanted, "dtype", None), "name", "")
         return name if is_floating(name) else None
 
-    def _destination(self, leaf: Leaf, number: int, wanted: Any, dtype: str | None) -> Destination:
+    def _destination(
+        self, leaf: Leaf, number: int, wanted: Any, kind: str, dtype: str | None
+    ) -> Destination:
         spec = self._checkpoint.leaves[number]
-        kind = kind_of(wanted)
-        assert kind is not None
         sharding, committed, weak = None, True, False
         if kind in ("jax", "key"):
             sharding, committed = self._placer.sharding(spec, wanted, leaf)

@@ -150,6 +150,8 @@ def segment(key: Any, path: str) -> str:
     """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
     if type(key) is str and key.isascii():
         return escape(key)
+    if type(key) is int:
+        return str(key)
     try:
         text = key_text(key)
         text.encode()

@@ -10,26 +10,27 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka._document import encode_factory
+from ostraka._document import builder, encode_factory
 from ostraka._nnx import named_spec, parse_nnx
 from ostraka._nodes import (
     MAX_DEPTH,
     ROOT,
     Branch,
+    BranchKind,
     Kept,
     Leaf,
     Node,
     Stateful,
-    dict_builder,
     join,
     segment,
 )
@@ -39,6 +40,13 @@ from ostraka.errors import InvalidTree
 _NUMPY = (np.ndarray, np.generic)
 _OBJECTS = (jax.Array, np.ndarray)
 _PLAIN = frozenset((type(None), *SCALARS))
+_BUILTIN: Mapping[type, BranchKind] = {
+    dict: "dict",
+    OrderedDict: "ordered_dict",
+    defaultdict: "defaultdict",
+    list: "list",
+    tuple: "tuple",
+}
 
 
 def parse(tree: Any) -> Node:
@@ -72,12 +80,8 @@ def _parse(value: Any, path: str, depth: int) -> Node:
             "them contain itself?"
         )
     kind = type(value)
-    if kind is dict or kind is OrderedDict or kind is defaultdict:
-        return _parse_dict(cast("dict[Any, Any]", value), path, depth)
-    if kind is list or kind is tuple:
-        items = tuple([_parse(v, join(path, str(i)), depth + 1) for i, v in enumerate(value)])
-        name = "list" if kind is list else "tuple"
-        return Branch(name, path, items, kind, range(len(items)))
+    if kind in _BUILTIN:
+        return _parse_builtin(value, path, depth)
     if kind in _PLAIN or is_array(value) or isinstance(value, jax.ShapeDtypeStruct):
         return Leaf(path or ROOT, value)
     found = parse_nnx(value, path, depth, _parse)
@@ -90,18 +94,15 @@ def _parse(value: Any, path: str, depth: int) -> Node:
     return _parse_registered(value, path, depth)
 
 
-def _parse_dict(value: dict[Any, Any], path: str, depth: int) -> Branch:
-    keys = list(value)
-    children = tuple([_parse(v, join(path, segment(k, path)), depth + 1) for k, v in value.items()])
-    kind = type(value)
-    if kind is dict:
-        return Branch("dict", path, children, dict_builder(keys), keys)
-    if kind is OrderedDict:
-        return Branch("ordered_dict", path, children, dict_builder(keys, OrderedDict), keys)
-    factory = cast("defaultdict[Any, Any]", value).default_factory
-    about = {"factory": encode_factory(factory, path)}
-    make = dict_builder(keys, partial(defaultdict, factory))
-    return Branch("defaultdict", path, children, make, keys, about=about)
+def _parse_builtin(value: Any, path: str, depth: int) -> Branch:
+    kind = _BUILTIN[type(value)]
+    items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+    children = [_parse(v, join(path, segment(k, path)), depth + 1) for k, v in items.items()]
+    about: dict[str, Any] = {}
+    if isinstance(value, defaultdict):
+        about = {"factory": encode_factory(value.default_factory, path)}
+    keys = list(items)
+    return Branch(kind, path, tuple(children), builder(kind, None, keys, about), keys, about=about)
 
 
 def _parse_registered(value: Any, path: str, depth: int) -> Node:
