@@ -64,7 +64,6 @@ LAYERS = (
     "_differences",
     "_place",
     "_leaf_types",
-    "_wanted",
     "_match",
     "_assemble",
     "_read",

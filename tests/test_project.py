@@ -31,7 +31,6 @@ TESTED_IN = {
     "_service": "coordinate",
     "_stream": "statistics",
     "_version": "project",
-    "_wanted": "restorable",
     "_write_shards": "roundtrip",
     "formats": "source",
     "integrity": "damage",
