@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from ostraka._checkpoint import read_whole
-from ostraka._compare import (
+from ostraka._source import Source
+from ostraka.cli._arguments import path_argument
+from ostraka.cli._compare import (
     CompareOptions,
     Comparison,
     Described,
@@ -21,8 +23,6 @@ from ostraka._compare import (
     bytes_to_read,
     compare,
 )
-from ostraka._source import Source
-from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._progress import progress
 from ostraka.cli._text import (

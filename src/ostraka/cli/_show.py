@@ -19,7 +19,7 @@ from ostraka.cli._tree import Row
 from ostraka.errors import nearest_path
 
 if TYPE_CHECKING:
-    from ostraka._statistics import Statistics
+    from ostraka.cli._statistics import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
 _OPTIONS = {"index": "--slice"}
@@ -201,8 +201,8 @@ def statistics_cells(found: Statistics | None) -> tuple[str, ...]:
 
 
 def _statistics(source: Source, rows: Sequence[Row]) -> dict[int, Statistics]:
-    from ostraka._statistics import statistics_of
     from ostraka.cli._progress import progress
+    from ostraka.cli._statistics import statistics_of
 
     arrays = [row for row in rows if row.number is not None]
     with progress("reading", sum(row.nbytes for row in arrays)) as bar:

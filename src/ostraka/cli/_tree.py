@@ -25,7 +25,7 @@ from ostraka.cli._text import (
 )
 
 if TYPE_CHECKING:
-    from ostraka._statistics import Statistics
+    from ostraka.cli._statistics import Statistics
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ostraka._account import Spread
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
+from ostraka.planner._account import Spread
 from ostraka.planner._save_plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, Times
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
-from ostraka import _account, _format, _metadata
-from ostraka._account import LostDisk, LostProcess, LostShard, Spread
+from ostraka import _format, _metadata
 from ostraka._checkpoint import open_at
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
@@ -23,7 +22,8 @@ from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
 from ostraka._units import bytes_per_second, human_bytes
 from ostraka._version import __version__
 from ostraka.formats._ostraka import OstrakaSource
-from ostraka.planner import _time
+from ostraka.planner import _account, _time
+from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, State

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 
 from ostraka._capture import Devices, describe_sharding
 from ostraka._nodes import Leaf, leaves_of
-from ostraka._picture import draw
 from ostraka._spec import (
     HOST_LOCAL,
     MeshSpec,
@@ -21,6 +20,7 @@ from ostraka._spec import (
 )
 from ostraka._tree import parse
 from ostraka.sharding._data import array_leaves, has_shape, partition_of, to_spec
+from ostraka.sharding._drawing import draw
 from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
 
 

@@ -14,7 +14,15 @@ import numpy as np
 from ostraka._box import Box
 from ostraka._source import Source
 from ostraka._spec import Target
-from ostraka._stream import Array, Result, Targets, as_numbers, pieces_of, slices_of, work_through
+from ostraka.cli._stream import (
+    Array,
+    Result,
+    Targets,
+    as_numbers,
+    pieces_of,
+    slices_of,
+    work_through,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, show_partition
-from ostraka._stream import Array, Targets, as_numbers, pieces_of, slices_of, work_through
+from ostraka.cli._stream import Array, Targets, as_numbers, pieces_of, slices_of, work_through
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 

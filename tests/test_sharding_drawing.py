@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ostraka._picture import draw
 from ostraka._spec import HOST_LOCAL, MeshSpec
 from ostraka.errors import InvalidSharding
+from ostraka.sharding._drawing import draw
 
 SIZES = {"a": 2, "b": 4}
 MESH = MeshSpec(tuple(SIZES), tuple(SIZES.values()), tuple(range(8)))
