@@ -304,7 +304,7 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
         raise ValueError(f"leaf {spec.path!r} has no dimension for its processes")
     if spec.mesh != HOST_LOCAL:
         mesh = metadata.meshes[spec.mesh]
-        for misfit in find_misfits(spec.path, spec.shape, spec.partition, mesh):
+        for misfit in find_misfits(spec.path, spec.shape, mesh, spec.partition):
             raise ValueError(misfit.message)
     checked.add(kind)
 

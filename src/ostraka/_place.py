@@ -69,7 +69,7 @@ class Placer:
         if has_modules:
             self._mesh = self._fitting_mesh([sharding.mesh for sharding in named])
         mesh = self._mesh or next((sharding.mesh for sharding in named), None)
-        self._said, unknown = resolve_specs(leaves, specs, mesh, known)
+        self._said, unknown = resolve_specs(leaves, mesh, specs, known)
         return unknown
 
     def _fitting_mesh(self, like: Sequence[Any]) -> Mesh | None:
@@ -146,7 +146,7 @@ class Placer:
     def _check_fit(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> None:
         entries = spec_entries(path, partition_spec)
         described = describe_mesh(mesh, self._devices)
-        misfits = find_misfits(path, spec.logical_shape, entries, described)
+        misfits = find_misfits(path, spec.logical_shape, described, entries)
         if misfits:
             raise Unfit(*[misfit.message for misfit in misfits])
 
@@ -229,7 +229,7 @@ class Unfit(Exception):
 
 
 def resolve_specs(
-    leaves: Sequence[tuple[str, LeafSpec, Any]], specs: Any, mesh: Any, known: Sequence[str]
+    leaves: Sequence[tuple[str, LeafSpec, Any]], mesh: Any, specs: Any, known: Sequence[str]
 ) -> tuple[Mapping[str, Any], list[str]]:
     """By path, what `specs` says of leaves, and what of it means none of the paths in `known`.
 

@@ -111,7 +111,7 @@ class StoreError(OstrakaError, OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _store_error_again, (self.message, self.errno, self.filename)
+        return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
 class Busy(OstrakaError, OSError):
@@ -212,10 +212,6 @@ def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> St
     name = os.fspath(path)
     message = f"can't {action} {name}: {error.strerror or error}"
     return StoreError(message, errno=error.errno, filename=name)
-
-
-def _store_error_again(message: str, errno: int | None, filename: str | None) -> StoreError:
-    return StoreError(message, errno=errno, filename=filename)
 
 
 _PLURALS = {"leaf": "leaves", "process": "processes"}

@@ -95,8 +95,8 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
     try:
         text = draw(
             leaf.shape,
-            leaf.partition + whole,
             mesh,
+            leaf.partition + whole,
             dimensions=dimensions,
             most=_MOST_DRAWINGS,
         )

@@ -6,9 +6,9 @@ restore runs. Nothing is estimated, but where a name says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -134,8 +134,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
     accelerators comes to the host shard by shard, as many at a time as the budget for boxes admits;
     on CPUs the shards are read where they are.
     """
-    files = max((len(list(group)) for group in _files_grouped(plan)), default=0)
-    threads = min(writers, files)
+    files = Counter(plan.process_of[file.device] for file in plan.files)
+    threads = min(writers, max(files.values(), default=0))
     scratch = threads * _format.BLOCK_BYTES
     if not on_accelerators:
         return scratch
@@ -147,13 +147,6 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
         at_once = min(threads, max(STAGING_BYTES // box, 1))
         staged = max(staged, at_once * _shard_bytes(leaf.spec, plan.meshes))
     return scratch + staged
-
-
-def _files_grouped(plan: WritePlan) -> Iterable[Iterable[FileEntry]]:
-    def process_of(file: FileEntry) -> int:
-        return plan.process_of[file.device]
-
-    return (group for _, group in groupby(sorted(plan.files, key=process_of), process_of))
 
 
 def _one_of_each_kind(plan: WritePlan) -> Iterable[Any]:

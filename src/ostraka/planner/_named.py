@@ -38,7 +38,7 @@ def state_of_config(
     process_of = share_devices(len(mesh.devices), processes)
     # Rules are about the model, as they are for `sharding.init`; what is saved lies beside others.
     unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
-    resolved = resolve_rules(unplaced, rules, mesh)
+    resolved = resolve_rules(unplaced, mesh, rules)
     model = [
         LeafSpec(f"model/{path}", "jax", dtype, shape, 0, resolved.partitions[path])
         for path, shape in parameters

@@ -125,7 +125,7 @@ def plan_restore(
         target = target_mesh(mesh)
         meshes = [target]
         process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
-        numbered = _moved(numbered, specs, target, known)
+        numbered = _moved(numbered, target, specs, known)
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")
     count = max(process_of) + 1
@@ -153,34 +153,34 @@ def target_mesh(mesh: Any) -> MeshSpec:
 
 
 def _moved(
-    numbered: Sequence[tuple[int, LeafSpec]], specs: Any, mesh: MeshSpec, known: Sequence[str]
+    numbered: Sequence[tuple[int, LeafSpec]], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> list[tuple[int, LeafSpec]]:
     """The leaves on another mesh: as `specs` say, or cut as they were. Host arrays stay such."""
     placed = [leaf for _, leaf in numbered if leaf.kind in ("jax", "key")]
-    found = {} if specs is None else _resolve(placed, specs, mesh, known)
+    found = {} if specs is None else _resolve(placed, mesh, specs, known)
     moved: list[tuple[int, LeafSpec]] = []
     for number, leaf in numbered:
         if leaf.kind in ("jax", "key"):
             leaf = replace(leaf, mesh=0, partition=found.get(leaf.path, leaf.partition))
-            check_partition(leaf.path, leaf.logical_shape, leaf.partition, mesh)
+            check_partition(leaf.path, leaf.logical_shape, mesh, leaf.partition)
         moved.append((number, leaf))
     return moved
 
 
 def _resolve(
-    leaves: Sequence[LeafSpec], specs: Any, mesh: MeshSpec, known: Sequence[str]
+    leaves: Sequence[LeafSpec], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> Mapping[str, Partition]:
     """How leaves are cut that `specs` say something of: rules, or what `ostraka.restore` takes."""
     from ostraka.planner._rules import resolve_rules
 
     if is_plain(specs):
-        return resolve_rules(leaves, specs, mesh).partitions
+        return resolve_rules(leaves, mesh, specs).partitions
     # All others have to do with JAX's types.
     from ostraka.planner._tree import partitions_given
     from ostraka.sharding._specs import is_rules
 
     if is_rules(specs):
-        return resolve_rules(leaves, specs, mesh).partitions
+        return resolve_rules(leaves, mesh, specs).partitions
     return partitions_given(leaves, specs, known)
 
 

@@ -265,7 +265,7 @@ def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
     for leaf in leaves:
         key = (leaf.mesh, leaf.partition, leaf.shape)
         if leaf.mesh != HOST_LOCAL and key not in checked:
-            check_partition(leaf.path, leaf.logical_shape, leaf.partition, meshes[leaf.mesh])
+            check_partition(leaf.path, leaf.logical_shape, meshes[leaf.mesh], leaf.partition)
             checked.add(key)
 
 

@@ -154,7 +154,7 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
     problems = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]
-        resolved = resolve_rules(placed, options.rules_on(options.mesh), options.mesh)
+        resolved = resolve_rules(placed, options.mesh, options.rules_on(options.mesh))
         problems = resolved.problems
         leaves = [
             replace(leaf, partition=resolved.partitions.get(leaf.path, leaf.partition))

@@ -66,7 +66,7 @@ def state_of_tree(
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
     target = None if mesh is None else describe_target(mesh)
     state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
-    found, problems = _resolve_specs(tree, specs, state, mesh)
+    found, problems = _resolve_specs(tree, mesh, specs, state)
     if optimizer is not None:
         tree = {"model": tree, "optimizer": state}
         if optimizer_dtype is not None and dtype is not None:
@@ -186,7 +186,7 @@ def _transformation(optimizer: Any) -> Any:
 
 
 def _resolve_specs(
-    tree: Any, specs: Any, optimizer_state: Any, mesh: Any
+    tree: Any, mesh: Any, specs: Any, optimizer_state: Any
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the specs of all leaves, those of the optimizer as those of its parameters."""
     if specs is None:
@@ -213,7 +213,7 @@ def partitions_given(
 
     `known` are the paths of all that was saved, host arrays included.
     """
-    said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], specs, None, known)
+    said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], None, specs, known)
     found: dict[str, Partition] = {}
     for path, spec in said.items():
         if isinstance(spec, jax.sharding.Sharding):

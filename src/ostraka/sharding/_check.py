@@ -40,7 +40,7 @@ def check(
         known = {finding.path for finding in findings}
         leaves = [leaf for leaf in array_leaves(parsed) if leaf.path not in known]
         partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
-        findings += left_whole(leaves, partitions, sizes)
+        findings += left_whole(leaves, sizes, partitions)
     return findings
 
 
@@ -56,6 +56,6 @@ def resolve_checked(
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
     findings += find_problems(
-        leaves, partitions, sizes, replicated_limit_bytes=replicated_limit_bytes
+        leaves, sizes, partitions, replicated_limit_bytes=replicated_limit_bytes
     )
     return found, findings

@@ -47,7 +47,7 @@ class Said:
 
 
 def resolve_plain(
-    leaves: Sequence[ShapedLeaf], rules: Combined, mesh: MeshSpec
+    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, rules: Combined
 ) -> tuple[dict[str, Partition], list[Finding]]:
     """The partition of each leaf by path, from presets and patterns with partitions.
 

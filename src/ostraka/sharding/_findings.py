@@ -32,8 +32,8 @@ class Finding:
 
 def find_problems(
     leaves: Sequence[ShapedLeaf],
-    partitions: Mapping[str, Partition],
     mesh: MeshSpec,
+    partitions: Mapping[str, Partition],
     *,
     replicated_limit_bytes: int,
 ) -> list[Finding]:
@@ -43,14 +43,14 @@ def find_problems(
     for leaf in leaves:
         case = (leaf.shape, partitions[leaf.path])
         if case not in fits:
-            found = list(_misfits(leaf, partitions[leaf.path], mesh))
+            found = list(_misfits(leaf, mesh, partitions[leaf.path]))
             findings += found
             if not found:
                 fits.add(case)
     wrong = {finding.path for finding in findings}
     fitting = [leaf for leaf in leaves if leaf.path not in wrong]
     findings += _disagreements(fitting, partitions)
-    findings += _replicated(fitting, partitions, mesh, replicated_limit_bytes)
+    findings += _replicated(fitting, mesh, partitions, replicated_limit_bytes)
     return findings
 
 
@@ -66,8 +66,8 @@ def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
         raise InvalidSharding("\n".join([f"{subject}, for {len(errors)} reasons:", *shown]))
 
 
-def _misfits(leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Iterator[Finding]:
-    for message, size in find_misfits(leaf.path, leaf.shape, partition, mesh):
+def _misfits(leaf: ShapedLeaf, mesh: MeshSpec, partition: Partition) -> Iterator[Finding]:
+    for message, size in find_misfits(leaf.path, leaf.shape, mesh, partition):
         remedy = "" if size is None else f"; the nearest size that does is {size}"
         yield Finding("error", leaf.path, message + remedy)
 
@@ -100,8 +100,8 @@ def _shown(partition: Partition) -> str:
 
 def _replicated(
     leaves: Sequence[ShapedLeaf],
-    partitions: Mapping[str, Partition],
     mesh: MeshSpec,
+    partitions: Mapping[str, Partition],
     limit_bytes: int,
 ) -> Iterator[Finding]:
     devices = len(mesh.devices)
@@ -118,7 +118,7 @@ def _replicated(
 
 
 def left_whole(
-    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition], mesh: MeshSpec
+    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, partitions: Mapping[str, Partition]
 ) -> Iterator[Finding]:
     """Warnings for large leaves that presets left whole, one for the same leaf of all layers."""
     devices = len(mesh.devices)

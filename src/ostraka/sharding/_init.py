@@ -250,7 +250,7 @@ def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
     """
     sizes = mesh_spec(mesh)
     return not any(
-        find_misfits(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
+        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
         for leaf in leaves
         if leaf.named is not None
     )
