@@ -129,8 +129,8 @@ def test_numbers_that_make_no_sense(tmp_path: Path, name: str):
 
 
 def test_other_arguments_that_make_no_sense(tmp_path: Path):
-    with pytest.raises(ValueError, match="if_locked must be 'refuse' or 'wait'"):
-        Manager(tmp_path, if_locked="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='if_busy is \'maybe\'; it must be "wait" or "refuse"'):
+        Manager(tmp_path, if_busy="maybe")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'min' or 'max', not 'most'"):
         Best("loss", "most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n of Best must be more than 0, not 0"):
@@ -527,7 +527,7 @@ def test_a_second_writer_may_wait(tmp_path: Path):
     end = End(logging.WARNING)
     logging.getLogger("ostraka").addHandler(end)
     try:
-        with Manager(tmp_path, if_locked="wait") as second:
+        with Manager(tmp_path, if_busy="wait") as second:
             assert second.save(1, tree_of(1))
     finally:
         logging.getLogger("ostraka").removeHandler(end)

@@ -79,7 +79,7 @@ def test_plain_leaves_are_cut_as_those_of_a_tree(name: str, rules: str):
     resolved = resolve_rules(leaves, mesh_of_sizes(SIZES), RULES[rules])
     planned = plan(model, mesh=SIZES, specs=RULES[rules])
     assert resolved.partitions == partitions_of(planned)
-    assert resolved.problems == planned.problems
+    assert resolved.findings == planned.findings
     if rules != "dp":
         assert any(resolved.partitions.values())
 
@@ -99,12 +99,12 @@ def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: 
     resolved = resolve_rules(leaves, target, found)
     assert is_plain(found)
     assert resolved == _resolve_with_jax(leaves, target, found)
-    assert resolved.problems or rules != "dp"
+    assert resolved.findings or rules != "dp"
 
 
 def raised(resolve: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
     with pytest.raises(InvalidSharding, match=".") as caught:
-        resolve(leaves_of("pythia-70m"), rules, mesh)
+        resolve(leaves_of("pythia-70m"), mesh, rules)
     return str(caught.value)
 
 
@@ -247,5 +247,5 @@ def test_rules_go_by_the_shape_that_a_leaf_had():
     assert resolved.partitions == {"own": (("data",),), "keys": ()}
     assert resolve_rules([keys], mesh_of_sizes({"data": 4}), P()).partitions == {"keys": ()}
     huge = LeafSpec("huge", "jax", "int4", (1 << 27,))
-    (problem,) = resolve_rules([huge], mesh_of_sizes(SIZES), sharding.data_parallel()).problems
-    assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in problem.message
+    (finding,) = resolve_rules([huge], mesh_of_sizes(SIZES), sharding.data_parallel()).findings
+    assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in finding.message

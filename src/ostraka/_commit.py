@@ -165,7 +165,7 @@ def commit(
     entry = None if written.index is None else [written.index.size, written.index.digest]
     mine = {
         "index": entry,
-        "written": [written.nbytes, written.seconds],
+        "written": [written.nbytes, written.time_s],
         "host": socket.gethostname(),
     }
     return operation.exchange("commit", mine, decide, is_last=True)

@@ -33,9 +33,9 @@ class SaveHandle:
         self._work = Token()
         """Who takes it does the work, or ends the handle because nobody will."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is there. Raises the save's error, or TimeoutError."""
-        error = self.exception(timeout)
+        error = self.exception(timeout_s)
         if error is not None:
             raise error
 
@@ -43,9 +43,9 @@ class SaveHandle:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error that there was, if any."""
-        self._wait_for_end(timeout)
+        self._wait_for_end(timeout_s)
         self._is_error_seen = True
         return self._error
 
@@ -105,14 +105,14 @@ class SaveHandle:
             self._thread = None
             self._ended.set()
 
-    def _wait_for_end(self, timeout: float | None = None) -> None:
+    def _wait_for_end(self, timeout_s: float | None = None) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 f"the save to {self.path} can't wait for itself: on_commit and on_record are a "
                 "part of it, and can't save or wait for it"
             )
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the save to {self.path} has not ended after {timeout_s:g} s")
 
     def _lose(self) -> None:
         """After a fork, in the child: the thread that sees it through is in the parent alone."""

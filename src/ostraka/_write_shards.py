@@ -59,7 +59,7 @@ class Written:
     index: IndexEntry | None
     """Its process index; None if the process has nothing to write."""
     nbytes: int
-    seconds: float
+    time_s: float
 
 
 def write_shards(

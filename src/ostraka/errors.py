@@ -65,7 +65,7 @@ class Mismatch(OstrakaError, ValueError):
     def __init__(self, subject: str, differences: Sequence[str]):
         self.subject = subject
         self.differences = tuple(differences)
-        super().__init__(_headed_list(subject, self.differences))
+        super().__init__(headed_list(subject, self.differences))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.subject, self.differences)
@@ -142,7 +142,7 @@ class Damaged(OstrakaError, ValueError):
         self.path = path
         self.problems = tuple(problems)
         super().__init__(
-            _headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
+            headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -234,7 +234,8 @@ def name_few(names: Sequence[str], limit: int = 3) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
+def headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
+    """A sentence with its one reason, or with a list of the first reasons."""
     if len(lines) == 1:
         return f"{head}: {lines[0]}"
     shown = [f"  {line}" for line in lines[:limit]]

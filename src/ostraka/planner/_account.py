@@ -1,7 +1,7 @@
 """Files, bytes, memory and recovery, from plans. Pure: the numbers of the plans that are executed.
 
-Whatever is counted here is counted on the write plan that a save runs, or on the read plan that a
-restore runs. Nothing is estimated, but where a name says so.
+All numbers come from the write plan that a save runs, or from the read plan that a restore runs.
+Nothing is estimated, unless a name says so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Spread:
 
     @property
     def skew(self) -> float:
-        """By which share the most exceeds the mean; 0 is perfectly even."""
+        """The fraction by which the most exceeds the mean; 0 is perfectly even."""
         return self.most / self.mean - 1 if self.mean else 0.0
 
 
@@ -106,9 +106,9 @@ def describe_metadata(
     writer: Mapping[str, Any],
     indexes: Mapping[int, int],
 ) -> Metadata:
-    """What `_METADATA` will say, but for the id and the digests, which have a length that is known.
+    """What `_METADATA` will say, with placeholders of the right length for the id and the digests.
 
-    If that of `writer` is, the size of its encoding is that of the real one.
+    If `writer` has the right length, too, the encoding is as long as the real one.
     """
     return Metadata(
         id=_NO_ID,
@@ -301,7 +301,7 @@ class ReadAccount:
 
     @property
     def over_read(self) -> float:
-        """What is read beyond what is needed, as a share of what is needed."""
+        """What is read beyond what is needed, as a fraction of what is needed."""
         return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
 
 

@@ -15,7 +15,7 @@ from ostraka.sharding._decide import resolve_plain
 from ostraka.sharding._findings import (
     REPLICATED_LIMIT_BYTES,
     Finding,
-    find_problems,
+    findings_of,
     raise_errors,
 )
 from ostraka.sharding._leaf import PlainLeaf, without_trailing
@@ -35,21 +35,19 @@ class ResolvedRules:
     """The partition of each leaf, and warnings."""
 
     partitions: Mapping[str, Partition]
-    problems: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
 
 
 def resolve_rules(leaves: Sequence[LeafSpec], mesh: MeshSpec, rules: Any) -> ResolvedRules:
     """Apply rules, as `ostraka.sharding` knows them, to leaves that are plain data.
 
-    JAX is imported only for rules that have to do with its types: functions and PartitionSpecs.
+    JAX is imported only for rules that involve its types: functions and PartitionSpecs.
     """
     if not is_plain(rules):
         return _resolve_with_jax(leaves, mesh, rules)
     plain = [_plain_leaf(leaf) for leaf in leaves]
     partitions, findings = resolve_plain(plain, mesh, combined(rules))
-    findings += find_problems(
-        plain, mesh, partitions, replicated_limit_bytes=REPLICATED_LIMIT_BYTES
-    )
+    findings += findings_of(plain, mesh, partitions, replicated_limit_bytes=REPLICATED_LIMIT_BYTES)
     described = {path: without_trailing(p) for path, p in partitions.items()}
     return _without_errors(mesh, described, findings)
 

@@ -54,9 +54,9 @@ class Plan:
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
-    """Whether each index was computed; if not, all are taken to be as large as two of them."""
+    """Whether each index was computed; if not, all are assumed to be as large as two of them."""
     parameters: int | None
-    problems: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
 
@@ -220,7 +220,7 @@ class Plan:
         return work_out_times(
             bandwidths,
             save_s=bandwidths.write_s(self.process_spread.most, self.total_bytes),
-            restore_s=back.seconds_at(bandwidths),
+            restore_s=back.time_s_at(bandwidths),
             held_bytes=self.lost_process().held_bytes,
             mtbf_s=mtbf_s,
         )
@@ -255,7 +255,7 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
         index_bytes=sizes,
         indexes_are_exact=exact,
         parameters=state.parameters,
-        problems=state.problems,
+        findings=state.findings,
         adds_optimizer=state.adds_optimizer,
     )
 

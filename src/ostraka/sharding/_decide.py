@@ -37,10 +37,10 @@ class Decision(Generic[L]):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ExplicitSpecs:
     """The result of all rules that name specs: specs by path, and errors."""
 
-    of: dict[str, Any]
+    specs: dict[str, Any]
     unknown: list[Finding]
     missing: list[Finding]
     """Leaves without a spec, if there are only mappings and trees, which must be complete."""
@@ -57,15 +57,17 @@ def resolve_plain(
     """
     cut = [leaf for leaf in leaves if leaf.shape]
     known = [leaf.path for leaf in leaves]
-    said = ask(leaves, rules, lambda rule: decide_by_table(rule, known))
-    found: dict[str, Partition] = {path: spec or () for path, spec in said.of.items()}
+    named = explicit_specs(leaves, rules, lambda rule: decide_by_table(rule, known))
+    found: dict[str, Partition] = {path: spec or () for path, spec in named.specs.items()}
     if rules.presets:
-        found |= fill(cut, found, rules.presets, mesh)
+        found |= fill(cut, mesh, found, rules.presets)
     partitions = {leaf.path: found.get(leaf.path, ()) for leaf in leaves}
-    return partitions, [*said.missing, *said.unknown]
+    return partitions, [*named.missing, *named.unknown]
 
 
-def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[L]]) -> Said:
+def explicit_specs(
+    leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[L]]
+) -> ExplicitSpecs:
     """For each leaf, the spec from the first explicit rule that covers it.
 
     A leaf without dimensions is covered only by an entry of its own path.
@@ -82,7 +84,7 @@ def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[
     entries = [entry for decision in decisions for entry in decision.entries or ()]
     must_be_complete = not rules.presets and any(d.entries is not None for d in decisions)
     missing = [leaf.path for leaf in leaves if leaf.shape and leaf.path not in found]
-    return Said(found, unknown, _missing(missing, entries) if must_be_complete else [])
+    return ExplicitSpecs(found, unknown, _missing(missing, entries) if must_be_complete else [])
 
 
 def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
@@ -164,9 +166,9 @@ def _missing(paths: Sequence[str], entries: Sequence[str]) -> list[Finding]:
 
 def fill(
     leaves: Sequence[ShapedLeaf],
+    mesh: MeshSpec,
     fixed: Mapping[str, Partition],
     presets: Sequence[Preset],
-    mesh: MeshSpec,
 ) -> dict[str, Partition]:
     """The partitions, by path, that presets give to leaves that have none in `fixed`."""
     rest = [leaf for leaf in leaves if leaf.path not in fixed]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostraka._spec import MeshSpec, Partition, find_misfits, show_partition
-from ostraka.errors import InvalidSharding
+from ostraka.errors import InvalidSharding, headed_list
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
 REPLICATED_LIMIT_BYTES = 64 << 20
@@ -30,7 +30,7 @@ class Finding:
         return self.message
 
 
-def find_problems(
+def findings_of(
     leaves: Sequence[ShapedLeaf],
     mesh: MeshSpec,
     partitions: Mapping[str, Partition],
@@ -57,13 +57,8 @@ def find_problems(
 def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
     """Raise InvalidSharding that lists every error, if there are any."""
     errors = [str(finding) for finding in findings if finding.severity == "error"]
-    if len(errors) == 1:
-        raise InvalidSharding(f"{subject}: {errors[0]}")
     if errors:
-        shown = [f"  {error}" for error in errors[:50]]
-        if len(errors) > 50:
-            shown.append(f"  … and {len(errors) - 50} more")
-        raise InvalidSharding("\n".join([f"{subject}, for {len(errors)} reasons:", *shown]))
+        raise InvalidSharding(headed_list(subject, errors))
 
 
 def _misfits(leaf: ShapedLeaf, mesh: MeshSpec, partition: Partition) -> Iterator[Finding]:
