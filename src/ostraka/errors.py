@@ -8,7 +8,7 @@ OstrakaError
 ├── NotACheckpoint         something else is at that path                      (ValueError)
 ├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
 ├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
-├── StoreError             the operating system or the store said no           (OSError)
+├── StoreError             the operating system or the store refused           (OSError)
 ├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
@@ -102,7 +102,7 @@ class StoreError(OstrakaError, OSError):
 
     @property
     def loss(self) -> str | None:
-        """What is to be said of bytes that the disk can't give any more; None if it is not that."""
+        """The message for bytes that the disk can't read any more; None for other errors."""
         if self.errno is None or self.errno not in _LOST:
             return None
         return f"it can't be read: {os.strerror(self.errno)}"
@@ -146,7 +146,7 @@ class Damaged(OstrakaError, ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was added to the message since, a remedy for instance, goes along.
+        # With `args`, what was added to the message later, such as a remedy.
         return type(self), (self.path, self.problems), {"args": self.args}
 
 
@@ -179,7 +179,7 @@ class RestoreFailed(_ProcessFailure):
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line that makes sense on another process."""
+    """An exception as one line, for another process or a log."""
     if isinstance(error, OstrakaError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

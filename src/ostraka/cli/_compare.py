@@ -1,4 +1,4 @@
-"""In what two checkpoints differ: structure, shapes, dtypes, shardings, values. No JAX.
+"""How two checkpoints differ: structure, shapes, dtypes, shardings, values. No JAX.
 
 Arrays are compared piece by piece, in bounded memory. NaN equals NaN, and -0.0 equals 0.0.
 """
@@ -16,6 +16,7 @@ from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
+from ostraka.sharding._leaf import without_trailing
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 
@@ -186,10 +187,7 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
         return f"one device{memory}"
-    cut = leaf.partition
-    while cut and not cut[-1]:
-        cut = cut[:-1]  # trailing dimensions that are whole make no difference
-    return f"{show_partition(cut)} on {mesh}{memory}"
+    return f"{show_partition(without_trailing(leaf.partition))} on {mesh}{memory}"
 
 
 def _aspects(
@@ -210,7 +208,7 @@ def _aspects(
 
 
 def _is_identical(a: Array, b: Array) -> bool:
-    """Whether all bits are the same; quick, and most often all that there is to find out."""
+    """Whether all bits are the same: a quick test that most arrays pass."""
     return a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all())
 
 
@@ -224,7 +222,7 @@ def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
     elements = a.size
     a, b = a[unequal], b[unequal]
     nan = 0
-    # What overflows here becomes an infinity, and is told as one.
+    # What overflows here becomes an infinity, and is reported as one.
     with np.errstate(over="ignore", invalid="ignore"):
         if a.dtype.kind in "iu" and a.dtype == b.dtype:
             # The difference of two integers may need a bit more than they have.

@@ -1,4 +1,4 @@
-"""`ostraka show PATH LEAF` for one array: how it lies over devices and files, what is in it."""
+"""`ostraka show PATH LEAF` for one array: its devices, its files and its elements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show_leaf(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Print what is known of one array, and what of its elements was asked for."""
+    """Print one array: its placement, and the elements or statistics that were asked for."""
     assert row.number is not None
     leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)

@@ -15,7 +15,7 @@ from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What there is to say of many numbers at once.
+    """Statistics of many numbers.
 
     `least` and `most` leave out NaN, `mean` and `std` infinities too; all are None where no number
     is left. Of complex numbers, they are those of the magnitudes.
@@ -30,7 +30,7 @@ class Statistics:
     infinite: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Of both together, as if they had been looked at as one."""
+        """The statistics of both together."""
         mean, std = _join_moments(self, other)
         return Statistics(
             count=self.count + other.count,
@@ -70,7 +70,7 @@ class NotFinite:
 
 
 def may_be_not_finite(dtype: str) -> bool:
-    """Whether arrays of a dtype need to be read to know that there is no NaN in them."""
+    """Whether arrays of a dtype can hold NaN or infinity."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
@@ -116,7 +116,7 @@ def _summarize(arrays: Sequence[Array]) -> Statistics:
 def _moments(values: Array) -> tuple[float | None, float | None]:
     if not values.size:
         return None, None
-    # Numbers near the largest overflow here; what comes out says so itself.
+    # Numbers near the largest overflow here to infinity, which is shown.
     with np.errstate(over="ignore", invalid="ignore"):
         return float(values.mean()), float(values.std())
 
