@@ -571,7 +571,7 @@ def test_the_lock_of_a_dead_process_does_not_block(
         holder.kill()
         holder.wait()
         if kind == "fork of a slow child":  # not slower than anyone's patience, on a busy machine
-            monkeypatch.setattr("ostraka.manager._lock._PATIENCE_S", 60)
+            monkeypatch.setattr("ostraka.manager._lock._RETRY_S", 60)
         Manager(tmp_path).close()
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if kind != "alone" else holder.kill()
