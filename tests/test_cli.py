@@ -132,7 +132,7 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     result = run("show", checkpoint)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "damaged" in result.stderr
-    assert result.stderr.endswith("; ostraka verify lists all damage\n")
+    assert result.stderr.endswith("; ostraka verify tells of all damage\n")
 
 
 @pytest.mark.parametrize(

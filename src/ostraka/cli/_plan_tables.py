@@ -206,7 +206,7 @@ def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[PlanLin
     for call in ("save", "save_async"):
         advice = interval[call]
         if advice is None:
-            note = "--device-bandwidth gives how long it blocks; the write runs in the background"
+            note = "--device-bandwidth tells how long it blocks; the write runs in the background"
             yield f"{call} every", "unknown", note
             continue
         note = f"blocked {_seconds(advice['blocked_s'])}; {advice['lost_share']:.1%} of time lost"

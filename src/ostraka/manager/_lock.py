@@ -37,7 +37,7 @@ class RootLock:
                     "end it, or open this one with read_only=True or if_busy='wait'"
                 )
             if wait and not warned:
-                log.warning("waiting for another Manager to release %s", self._store)
+                log.warning("waiting for another Manager to end its work in %s", self._store)
                 warned = True
             time.sleep(_LOOK_EVERY_S)
 
