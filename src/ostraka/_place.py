@@ -69,7 +69,7 @@ class Placer:
         if has_modules:
             self._mesh = self._fitting_mesh([sharding.mesh for sharding in named])
         mesh = self._mesh or next((sharding.mesh for sharding in named), None)
-        self._said, unknown = resolve_specs(leaves, mesh, specs, known)
+        self._said, unknown = resolve_specs(leaves, specs, mesh, known)
         return unknown
 
     def _fitting_mesh(self, like: Sequence[Any]) -> Mesh | None:
@@ -229,7 +229,7 @@ class Unfit(Exception):
 
 
 def resolve_specs(
-    leaves: Sequence[tuple[str, LeafSpec, Any]], mesh: Any, specs: Any, known: Sequence[str]
+    leaves: Sequence[tuple[str, LeafSpec, Any]], specs: Any, mesh: Any, known: Sequence[str]
 ) -> tuple[Mapping[str, Any], list[str]]:
     """By path, what `specs` says of leaves, and what of it means none of the paths in `known`.
 

@@ -213,7 +213,7 @@ def partitions_given(
 
     `known` are the paths of all that was saved, host arrays included.
     """
-    said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], None, specs, known)
+    said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], specs, None, known)
     found: dict[str, Partition] = {}
     for path, spec in said.items():
         if isinstance(spec, jax.sharding.Sharding):
