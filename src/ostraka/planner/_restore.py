@@ -187,7 +187,7 @@ def _resolve(
 def _check_own_values(
     written: Written, numbered: Sequence[tuple[int, LeafSpec]], count: int
 ) -> None:
-    before = written.metadata.process_count
+    before = max(written.metadata.process_of) + 1
     different = [
         f"{leaf.path!r}: each of the {before} processes that saved it had its own value; this run "
         f"has {count}: restore with as many"
