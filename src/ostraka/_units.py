@@ -1,4 +1,4 @@
-"""Sizes and rates with their units, to bytes and back. Pure."""
+"""Sizes with their units, to bytes and back. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 Number = TypeVar("Number", int, float)
 
 _POWERS = {letter: power for power, letter in enumerate(" kmgtp") if power}
-_AMOUNT = re.compile(
+AMOUNT = re.compile(
     r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*"
     r"(?:(?P<prefix>[kmgtpKMGTP])(?P<binary>[iI]?))?"
     r"(?P<unit>B|b|[bB]ytes?|(?P<bits>[bB]its?|bps)|)"
 )
 _SIZES = "5GiB, 500MB or 2000000000"
-_RATES = "2GB/s, 500MiB/s or 25Gbit/s"
 
 
 def parse_size(text: str) -> int:
@@ -27,23 +26,13 @@ def parse_size(text: str) -> int:
     text = text.strip()
     if "/" in text or text.endswith("ps"):
         raise ValueError(f"{text!r} is a rate; a size is written as {_SIZES}")
-    found = _AMOUNT.fullmatch(text)
+    found = AMOUNT.fullmatch(text)
     if found is not None and found["bits"]:
         raise ValueError(f"{text!r} is in bits; a size is in bytes: {_SIZES}")
-    return round(_bytes(text, found, "size", _SIZES, or_bits=""))
+    return round(bytes_in(text, found, "size", _SIZES, or_bits=""))
 
 
-def parse_rate(text: str) -> float:
-    """The bytes a second that a text means: `2GB/s`, `2GB`, `25Gbit/s`, `25Gbps`."""
-    text = text.strip()
-    amount = text.removesuffix("/s")
-    if amount.endswith("Bps"):
-        amount = amount.removesuffix("ps")
-    found = _AMOUNT.fullmatch(amount)
-    return _bytes(text, found, "bandwidth", _RATES, or_bits=", {}bit/s for bits")
-
-
-def _bytes(
+def bytes_in(
     text: str, found: re.Match[str] | None, what: str, examples: str, *, or_bits: str
 ) -> float:
     """The bytes of the amount that was found in `text`. Raises ValueError for what is not clear."""
@@ -72,7 +61,7 @@ def _bytes(
 def size_bytes(name: str, given: Any) -> int:
     """The argument `name` in bytes: a whole number, or a text such as `"1GiB"`."""
     if isinstance(given, str):
-        return _parse_argument(name, given, parse_size)
+        return parse_argument(name, given, parse_size)
     if isinstance(given, float) and given.is_integer():
         return int(given)
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -82,20 +71,7 @@ def size_bytes(name: str, given: Any) -> int:
     return int(given)
 
 
-def bytes_per_second(name: str, given: Any) -> float | None:
-    """The argument `name` in bytes a second: a number, or a text such as `"2GB/s"`."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return _parse_argument(name, given, parse_rate)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise TypeError(
-            f"{name} is {given!r}; it must be a number of bytes a second, or a text such as '2GB/s'"
-        )
-    return float(given)
-
-
-def _parse_argument(name: str, text: str, parse: Callable[[str], Number]) -> Number:
+def parse_argument(name: str, text: str, parse: Callable[[str], Number]) -> Number:
     try:
         return parse(text)
     except ValueError as error:

@@ -9,10 +9,11 @@ from typing import Any, cast
 from ostraka._metadata import Metadata
 from ostraka._pattern import selects, unmatched
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
-from ostraka._units import bytes_per_second, human_bytes
+from ostraka._units import human_bytes
 from ostraka.errors import Mismatch
 from ostraka.planner import _account
 from ostraka.planner._account import ReadAccount, Spread
+from ostraka.planner._rates import bytes_per_second
 from ostraka.planner._state import (
     SAMPLED_PROCESSES,
     check_mesh_has_names,

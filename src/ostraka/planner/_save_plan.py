@@ -19,12 +19,13 @@ from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._source import Saved
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
-from ostraka._units import bytes_per_second, human_bytes
+from ostraka._units import human_bytes
 from ostraka._version import __version__
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.planner import _account, _time
 from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
+from ostraka.planner._rates import bytes_per_second
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, State
 from ostraka.planner._time import Bandwidths, Times, work_out_times
