@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from ostraka import _pattern
 from ostraka._nodes import ROOT, segment
 from ostraka._spec import MeshSpec, Partition
-from ostraka.errors import nearest
+from ostraka.errors import name_few, nearest
 from ostraka.sharding._combine import Combined, Preset
 from ostraka.sharding._findings import Finding
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
@@ -158,10 +158,8 @@ def _missing(paths: Sequence[str], entries: Sequence[str]) -> list[Finding]:
             Finding("error", path, f"leaf {path!r} has no spec{nearest(path, entries)}")
             for path in paths
         ]
-    names = ", ".join(map(repr, paths[:3]))
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     remedy = "add one, or '**' with P() to leave the rest whole"
-    return [Finding("error", paths[0], f"no pattern matches {names}{more}: {remedy}")]
+    return [Finding("error", paths[0], f"no pattern matches {name_few(paths)}: {remedy}")]
 
 
 def fill(
