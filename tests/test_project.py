@@ -29,7 +29,6 @@ TESTED_IN = {
     "_read": "roundtrip",
     "_save": "roundtrip",
     "_service": "coordinate",
-    "_stream": "statistics",
     "_version": "project",
     "_write_shards": "roundtrip",
     "formats": "source",

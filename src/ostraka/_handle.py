@@ -36,9 +36,9 @@ class SaveHandle:
         self._token = threading.Lock()
         """Never released: who acquires it does the work, or ends the handle for nobody will."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is there. Raises the save's error, or TimeoutError."""
-        error = self.exception(timeout)
+        error = self.exception(timeout_s)
         if error is not None:
             raise error
 
@@ -46,9 +46,9 @@ class SaveHandle:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error that there was, if any."""
-        self._wait_for_end(timeout)
+        self._wait_for_end(timeout_s)
         self._is_error_seen = True
         return self._error
 
@@ -101,10 +101,10 @@ class SaveHandle:
             self._thread = None
             self._ended.set()
 
-    def _wait_for_end(self, timeout: float | None = None) -> None:
+    def _wait_for_end(self, timeout_s: float | None = None) -> None:
         self._refuse_own_thread()
-        if not self.done() and not self._ended.wait(timeout):
-            raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
+        if not self.done() and not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the save to {self.path} has not ended after {timeout_s:g} s")
 
     def _refuse_own_thread(self) -> None:
         """What a save calls, such as `on_commit`, can't wait for that very save."""

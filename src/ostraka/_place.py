@@ -148,7 +148,7 @@ class Placer:
         found = self._fitting.get(key)
         if found is None:
             described = describe_mesh(mesh, self._devices)
-            misfits = find_misfits(path, spec.logical_shape, spec_entries(path, axes), described)
+            misfits = find_misfits(path, spec.logical_shape, described, spec_entries(path, axes))
             if misfits:
                 raise Unplaceable(*[misfit.message for misfit in misfits])
             found = self._fitting[key] = _in_memory(path, NamedSharding(mesh, axes), memory)

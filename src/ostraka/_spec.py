@@ -239,9 +239,9 @@ def holders(mesh: MeshSpec, partition: Partition, rank: int) -> npt.NDArray[np.i
     return np.asarray(mesh.devices, dtype=np.int64)[order].reshape(prod(grid), -1)
 
 
-def check_partition(path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec) -> None:
+def check_partition(path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition) -> None:
     """Raise InvalidSharding, naming leaf, dimension, axis and sizes, where a spec does not fit."""
-    for misfit in find_misfits(path, shape, partition, mesh):
+    for misfit in find_misfits(path, shape, mesh, partition):
         raise InvalidSharding(misfit.message)
 
 
@@ -254,7 +254,7 @@ class Misfit(NamedTuple):
 
 
 def find_misfits(
-    path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
+    path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition
 ) -> list[Misfit]:
     """Every way in which a spec does not fit its leaf or its mesh."""
     return list(_misfits(path, shape, partition, mesh))

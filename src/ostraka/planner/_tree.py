@@ -67,7 +67,7 @@ def state_of_tree(
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
     target = None if mesh is None else describe_target(mesh)
     state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
-    found, problems = _resolve_specs(tree, specs, state, mesh)
+    found, findings = _resolve_specs(tree, mesh, specs, state)
     if optimizer is not None:
         tree = {"model": tree, "optimizer": state}
         if optimizer_dtype is not None and dtype is not None:
@@ -97,7 +97,7 @@ def state_of_tree(
         tree=encoded,
         parameters=_count_parameters(parsed, shared.arrays),
         user=metadata,
-        problems=tuple(problems),
+        findings=tuple(findings),
         adds_optimizer=optimizer is not None,
     )
 
@@ -187,7 +187,7 @@ def _transformation(optimizer: Any) -> Any:
 
 
 def _resolve_specs(
-    tree: Any, specs: Any, optimizer_state: Any, mesh: Any
+    tree: Any, mesh: Any, specs: Any, optimizer_state: Any
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the specs of all leaves, those of the optimizer as those of its parameters."""
     if specs is None:
@@ -227,7 +227,7 @@ def partitions_given(
 
 
 class _Places:
-    """Where each leaf lies: as it does, or as the caller says."""
+    """Where each leaf is placed: by its own sharding, or by `mesh` and `specs`."""
 
     def __init__(
         self, mesh: MeshSpec | None, specs: Mapping[str, PartitionSpec], processes: int | None
@@ -315,7 +315,7 @@ class _Places:
 
 
 def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
-    """The states of stateful objects; those of other processes are taken to be of a size."""
+    """The states of stateful objects; those of other processes are assumed to be as large."""
     return {
         leaf.path: [encode_state(leaf.path, leaf.value.owner.get_state())] * processes
         for leaf in leaves
