@@ -111,7 +111,11 @@ class StoreError(OstrakaError, OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _store_error_again, (self.message, self.errno, self.filename)
+        return _store_error_again, (type(self), self.message, self.errno, self.filename)
+
+
+class OutcomeUnknown(StoreError):
+    """The store did not answer, and whether it has done what it was asked can't be told."""
 
 
 class Busy(OstrakaError, OSError):
@@ -214,8 +218,10 @@ def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> St
     return StoreError(message, errno=error.errno, filename=name)
 
 
-def _store_error_again(message: str, errno: int | None, filename: str | None) -> StoreError:
-    return StoreError(message, errno=errno, filename=filename)
+def _store_error_again(
+    kind: type[StoreError], message: str, errno: int | None, filename: str | None
+) -> StoreError:
+    return kind(message, errno=errno, filename=filename)
 
 
 _PLURALS = {"leaf": "leaves", "process": "processes"}
