@@ -1,6 +1,7 @@
 """Checkpoints in buckets: faults on the way, what they cost in requests, and what is refused."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -120,3 +121,131 @@ def test_harm_on_the_way(
         assert proxy.harmed or rate < 0.05
         assert outcomes.count("saved") >= 4, outcomes
         assert ostraka.verify(path).ok
+
+
+# Refusals
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostraka.storage import _cloud
+
+    monkeypatch.setattr(_cloud, "_RETRY", {"max_retries": 0})
+    _cloud._open_bucket.cache_clear()
+
+
+def test_there_is_no_such_bucket(bucket: str):
+    path = "s3://no-such-bucket/run"
+    with pytest.raises(StoreError, match="can't list s3://no-such-bucket/run: there is no such buc"):
+        ostraka.save(path, {"a": 1})
+    with pytest.raises(StoreError, match="there is no such bucket; create it, or correct the path"):
+        ostraka.restore(path)
+
+
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_wrong_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    ostraka.save(f"{bucket}/c", {"a": 1})
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
+        ostraka.restore(f"{bucket}/c")
+    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
+        ostraka.save(f"{bucket}/d", {"a": 1})
+
+
+def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint and the network"):
+        ostraka.restore(f"s3://{BUCKET}/c")
+
+
+def test_nothing_is_there(bucket: str):
+    with pytest.raises(CheckpointNotFound, match=f"{bucket}/nothing"):
+        ostraka.restore(f"{bucket}/nothing")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://key:secret@bucket/run", "credentials and endpoints come from the environment"),
+        ("s3://bucket/run?region=x", "credentials and endpoints come from the environment"),
+        ("s3:///run", "names no bucket; expected s3://bucket/prefix"),
+    ],
+)
+def test_what_is_no_path(path: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        ostraka.save(path, {"a": 1})
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "ostraka.storage._cloud", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "ostraka.storage._object", raising=False)
+    with pytest.raises(UnsupportedFormat, match=r"pip install 'ostraka\[cloud\]'"):
+        ostraka.save("s3://bucket/run", {"a": 1})
+
+
+def test_after_a_fork(bucket: str):
+    ostraka.save(f"{bucket}/c", {"a": 1})
+    with pytest.warns(RuntimeWarning):  # JAX's own word on forks
+        child = os.fork()
+    if not child:
+        try:
+            ostraka.restore(f"{bucket}/c")
+        except StoreError as error:
+            os._exit(7 if "does not survive a fork" in str(error) or "fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# Paths
+
+
+def test_a_store_of_obstore_is_a_path(servers: Callable[[str], Server]):
+    server = servers("moto")
+    store = S3Store(
+        BUCKET,
+        prefix="given/below",
+        endpoint=server.endpoint,
+        access_key_id="testing",
+        secret_access_key="testing",
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    ostraka.save(store, {"a": np.arange(5)})
+    assert_same(ostraka.restore(store), {"a": np.arange(5)})
+    assert open_store(store).location == f"s3://{BUCKET}/given/below"
+    keys = [file["path"] for file in obstore.list(store).collect()]
+    assert "_METADATA" in keys
+
+
+def test_any_store_of_obstore_is_a_path():
+    store = ObstoreMemory()
+    with Manager(store, keep=2) as manager:
+        for step in range(4):
+            manager.save(step, {"a": np.full(3, step)})
+        manager.wait()
+        assert manager.steps() == [2, 3]
+    assert_same(Manager(store).restore(), {"a": np.full(3, 3)})
+
+
+def test_profiles_of_amazons_tools(
+    servers: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in [*KEYS, "AWS_ENDPOINT_URL"]:
+        monkeypatch.delenv(name, raising=False)
+    server = servers("seaweed")
+    (tmp_path / "credentials").write_text(
+        "[training]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
+    )
+    (tmp_path / "config").write_text(
+        f"[profile training]\nregion = us-east-1\nendpoint_url = {server.endpoint}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    ostraka.save(f"s3://{BUCKET}/profile", {"a": 1})
+    assert ostraka.restore(f"s3://{BUCKET}/profile") == {"a": 1}
+
+
