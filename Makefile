@@ -5,6 +5,7 @@ BENCH_ARGS ?=
 SHAKE_ARGS ?=
 WORLD_ARGS ?=
 TORCH := torch==2.13.0
+AZURITE := azurite@3.37.0
 
 BIN := .venv/bin
 FULL := .venv/.installed-full
@@ -23,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench torch soak shake world newest clean
+.PHONY: help venv demo test check format bench torch azurite soak shake world newest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,6 +102,11 @@ torch:
 	  && $(TORCH_BIN)/python $(PIP_INSTALL) $(TORCH) numpy safetensors \
 	  && touch $(TORCH_READY); \
 	} || echo "*** $(TORCH) COULD NOT BE INSTALLED: THE PYTORCH ROWS ARE SKIPPED ***" >&2
+
+# An emulator of Azure's store, for the tests: without it they are skipped, and say so.
+azurite: ## install Azurite with npm, for the tests on Azure's store
+	@npm install --prefix .azurite --no-package-lock --no-audit --no-fund --loglevel=error \
+	  $(AZURITE)
 
 clean: ## remove caches, builds and scratch (environments stay)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis bench/scratch

@@ -5,10 +5,14 @@ set here, before any test module is collected. Nothing on this page imports JAX.
 """
 
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from servers import KINDS, Server
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -57,3 +61,31 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """Object stores by name, each started when it is first asked for."""
+    with ExitStack() as running:
+        started: dict[str, Server] = {}
+
+        def start(name: str) -> Server:
+            if name not in started:
+                directory = tmp_path_factory.mktemp(name)
+                started[name] = running.enter_context(KINDS[name](directory))
+            return started[name]
+
+        yield start
+
+
+@pytest.fixture
+def bucket(
+    request: pytest.FixtureRequest,
+    servers: Callable[[str], Server],
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """A prefix of its own in a bucket; of moto's, unless the test names another by `param`."""
+    server = servers(getattr(request, "param", "moto"))
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"{server.url}/{uuid.uuid4().hex}"

@@ -22,13 +22,21 @@ import ostraka
 from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
 from ostraka.storage import LocalStore, MemoryStore, Parts, claimed, open_store
+from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
+from servers import KINDS
 
 
-@pytest.fixture(params=["local", "memory", "wrapped"])
+@pytest.fixture(params=["local", "memory", "wrapped", "moto", "seaweed", "azurite"])
 def store(request, tmp_path):
     if request.param == "memory":
         return MemoryStore(f"test-{uuid.uuid4().hex}")
+    if request.param in KINDS:
+        server = request.getfixturevalue("servers")(request.param)
+        patch = request.getfixturevalue("monkeypatch")
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        return open_store(f"{server.url}/{uuid.uuid4().hex}/place")
     local = LocalStore(str(tmp_path / "place"))
     return local if request.param == "local" else FaultyStore(local)
 
@@ -61,6 +69,11 @@ def read_file(store, name):
         reader.close()
 
 
+def names_in(store):
+    """Without empty directories, which SeaweedFS goes on listing for some time."""
+    return [name for name in store.list() if store.look(name) or store.files(f"{name}/")]
+
+
 # Conformance
 
 
@@ -69,8 +82,11 @@ def test_a_place_is_not_there_until_it_is_prepared(store):
     assert store.list() == []
     assert store.prepare()
     assert store.list() == []
+    if not isinstance(store, ObjectStore):  # There is nothing empty in a bucket.
+        assert not store.prepare()
+    store.put("note", b"")
     assert not store.prepare()
-    assert again(store).list() == []
+    assert again(store).list() == ["note"]
 
 
 def test_a_place_is_removed_if_it_is_empty(store):
@@ -82,7 +98,7 @@ def test_a_place_is_removed_if_it_is_empty(store):
     store.delete("d")
     store.remove_if_empty()
     assert not store.exists()
-    assert store.list() == []
+    assert names_in(store) == []
     assert store.prepare()
 
 
@@ -254,7 +270,7 @@ def test_delete_removes_a_file_or_all_of_a_directory_and_nothing_else(store):
     for name in ("a/1", "a/b/2", "ab/3", "a.tmp"):
         write_file(store, name, b"x")
     store.delete("a")
-    assert store.list() == ["a.tmp", "ab"]
+    assert names_in(store) == ["a.tmp", "ab"]
     assert store.get("ab/3") == b"x"
     store.delete("a.tmp")
     store.delete("ab/3")
@@ -362,17 +378,22 @@ def test_a_version_changes_with_the_file_alone(store):
     found = again(store).look("note")
     assert found is not None
     assert found.version == seen.version
-    store.put("note", b"1")
+    store.put("note", b"2")
     assert store.look("note").version != seen.version
 
 
 def test_touch_makes_a_file_and_sets_its_time(store):
     store.prepare()
-    first = store.touch("mark", create=True)
-    assert (first.name, first.size, store.get("mark")) == ("mark", 0, b"")
+    store.touch("mark", create=True)
+    first = store.look("mark")
     with pytest.raises(StoreError, match="mark"):
         store.touch("mark", create=True)
-    wait_until(lambda: store.touch("mark", create=False).changed_s > first.changed_s)
+
+    def is_later():
+        store.touch("mark", create=False)
+        return store.look("mark").changed_s > first.changed_s
+
+    wait_until(is_later)
     assert store.look("mark").version != first.version
     store.delete("mark")
     with pytest.raises(FileNotFoundError, match="mark"):
@@ -412,7 +433,8 @@ def test_a_place_below(store):
     assert below.location == f"{store.location}/step_1" == str(below)
     assert not below.exists()
     assert below.prepare()
-    assert store.list() == ["step_1"]
+    if not isinstance(store, ObjectStore):
+        assert store.list() == ["step_1"]
     below.put("note", b"1")
     assert store.get("step_1/note") == b"1"
     assert store.at("step_1").list() == ["note"]
@@ -421,7 +443,7 @@ def test_a_place_below(store):
     assert not store.is_link("step_1")
     store.delete("step_1")
     assert not below.exists()
-    assert store.list() == []
+    assert names_in(store) == []
 
 
 def test_a_store_says_how_it_likes_to_be_written(store):
@@ -461,8 +483,8 @@ def test_the_writer_keeps_to_what_the_store_likes(tmp_path):
             return getattr(self.writer, name)
 
     class Watched(FaultyStore):
-        def create(self, name, size) -> Any:
-            return Writer(name, super().create(name, size))
+        def create(self, name, size, *, beside=1) -> Any:
+            return Writer(name, super().create(name, size, beside=beside))
 
     lock = threading.Lock()
     tree = {str(n): np.ones(3_000_000, np.float32) for n in range(8)}

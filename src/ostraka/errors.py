@@ -114,6 +114,10 @@ class StoreError(OstrakaError, OSError):
         return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
+class OutcomeUnknown(StoreError):
+    """The store did not answer, and whether it has done what it was asked can't be told."""
+
+
 class Busy(OstrakaError, OSError):
     """Another save to the same path has not finished, or has replaced what was being read."""
 

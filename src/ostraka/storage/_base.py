@@ -22,16 +22,20 @@ class FileInfo:
     """When it was last written, by the store's own clock: compare it only with other files of the
     same store."""
     version: Any
-    """Equal for two looks at a file if, and only if, it was not replaced between them."""
+    """Equal for two looks at a file if, and only if, other bytes have not replaced it between
+    them."""
 
 
 USUAL_WRITERS = max(4, min(os.cpu_count() or 1, 16))
 """Where writing is mostly the work of this machine's cores."""
 
 
+USUAL_READERS = max(2, min(os.cpu_count() or 1, 16))
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a store likes large files to be written."""
+    """How a store likes to be used."""
 
     at_once: int = USUAL_WRITERS
     """How many threads of one process may write at the same time."""
@@ -40,6 +44,12 @@ class Parts:
     the store does not care."""
     in_any_order: bool = True
     """Whether a file may be written in any order; else from its first byte to its last."""
+    reads_at_once: int = USUAL_READERS
+    """How many threads of one process should read at the same time."""
+    look_every_s: float = 0.1
+    """How long to wait before looking again for a change that is expected."""
+    deletes_fence: bool = True
+    """Whether a `put` fails if what it needs is deleted before it is done: see `_leftovers`."""
 
 
 class FileWriter(Protocol):
@@ -151,15 +161,18 @@ class Store(Protocol):
         """
         ...
 
-    def touch(self, name: str, *, create: bool) -> FileInfo:
+    def touch(self, name: str, *, create: bool) -> None:
         """Set the time of a file to now, by the store's clock; durable only by chance.
 
         With `create` the file is made, empty, and must not be there. Else it must be there.
         """
         ...
 
-    def create(self, name: str, size: int) -> FileWriter:
-        """Begin a new file; its directory comes into being with it."""
+    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
+        """Begin a new file; its directory comes into being with it.
+
+        `beside` is how many files this process writes at the same time, this one among them.
+        """
         ...
 
     def open(self, name: str) -> FileReader: ...
@@ -187,6 +200,10 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file, or a directory with all in it; nothing if there is none."""
+        ...
+
+    def discard_uploads(self) -> None:
+        """Remove what the writers of dead processes have sent to this place, and no list shows."""
         ...
 
 

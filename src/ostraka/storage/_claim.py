@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import _thread
 import os
+import random
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from ostraka._lifetime import after_fork
@@ -33,7 +34,8 @@ from ostraka.storage._base import FileInfo, PlaceLock, Store
 
 RENEW_EVERY_S = 5.0
 DEAD_AFTER_S = 30.0
-_LOOK_EVERY_S = 0.1
+_PAUSES_S = (0.1, 0.3, 1.0, 2.0)
+"""The longest pauses of one that gives way to another."""
 _PREFIX = "_CLAIM-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 NO_SCOPE = "0" * 16
@@ -54,6 +56,8 @@ class Claim:
         self._renewing: _thread.LockType | None = None
         self.names: list[str] = []
         """The names in the place when it was taken, without those of claims."""
+        self.found_dead = False
+        """Whether a writer before this one has died there."""
 
     def take(self, *, wait: bool, rely_on_lock: bool = False) -> None:
         """Take it.
@@ -79,17 +83,38 @@ class Claim:
     def _mark(self, *, wait: bool) -> None:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
-        mine = self._store.touch(self._marker, create=True)
+        self._store.touch(self._marker, create=True)
         self._renewing = _thread.allocate_lock()
         self._renewing.acquire()
         _young[self._marker] = (self._store, self._renewing)
         _start_timer()
         names = self._store.list()
+        for pause_s in _PAUSES_S:
+            # Two that begin at the same moment see each other. Both give way, and come back at
+            # different times; an owner that was there before is still there then.
+            if not self._has_others(names) or not self._has_rival():
+                break
+            self._store.delete(self._marker)
+            time.sleep(random.uniform(0, pause_s))
+            self._store.touch(self._marker, create=True)
+            names = self._store.list()
         if names != [self._marker]:
-            if any(is_claim(name) for name in names if name != self._marker):
-                self._remove_dead(mine, wait=wait)
+            if self._has_others(names):
+                self._remove_dead(wait=wait)
                 names = self._store.list()
             self.names = [name for name in names if not is_claim(name)]
+
+    def _has_rival(self) -> bool:
+        """Whether another may have begun just now."""
+        ages_s = {file.name: -file.changed_s for file in self._store.files(_PREFIX)}
+        now_s = ages_s.pop(self._marker, 0.0)
+        return any(
+            age_s - now_s < RENEW_EVERY_S and not self._is_unlocked(name)
+            for name, age_s in ages_s.items()
+        )
+
+    def _has_others(self, names: Sequence[str]) -> bool:
+        return any(is_claim(name) for name in names if name != self._marker)
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
@@ -132,24 +157,35 @@ class Claim:
             return False
         return True
 
-    def _remove_dead(self, mine: FileInfo, *, wait: bool) -> None:
+    def _remove_dead(self, *, wait: bool) -> None:
         """Delete the markers of dead owners; raise Busy if one is alive."""
         first_seen: dict[str, FileInfo] = {}
-        while others := [f for f in self._store.files(_PREFIX) if f.name != mine.name]:
-            for other in others:
+        while True:
+            files = {file.name: file for file in self._store.files(_PREFIX)}
+            mine = files.pop(self._marker, None)
+            if mine is None:
+                self.check()
+                continue  # A list of a moment ago.
+            if not files:
+                return
+            for other in files.values():
                 before = first_seen.setdefault(other.name, other)
                 age_s = mine.changed_s - other.changed_s
                 if self._is_dead(other, age_s):
                     self._store.delete(other.name)
+                    self.found_dead = True
                 elif not wait or before.version != other.version:
                     raise Busy(_explain_busy(self._store, age_s, before, other))
-            time.sleep(_LOOK_EVERY_S if wait else 0)
-            mine = self._store.touch(mine.name, create=False)
+            if wait:
+                time.sleep(self._store.parts.look_every_s)
+            self._store.touch(self._marker, create=False)
 
     def _is_dead(self, other: FileInfo, age_s: float) -> bool:
-        lock = self._lock
-        is_unlocked = lock is not None and other.name.startswith(f"{_PREFIX}{lock.scope}")
-        return is_unlocked or age_s > DEAD_AFTER_S
+        return self._is_unlocked(other.name) or age_s > DEAD_AFTER_S
+
+    def _is_unlocked(self, marker: str) -> bool:
+        """Whether its owner would hold the lock that this one has, if it were alive."""
+        return self._lock is not None and marker.startswith(f"{_PREFIX}{self._lock.scope}")
 
 
 @contextmanager

@@ -124,20 +124,19 @@ class LocalStore:
             # Not found: the next writer, which took this one for dead, has deleted `temporary`.
             raise _replaced_meanwhile(path) from error
 
-    def touch(self, name: str, *, create: bool) -> FileInfo:
+    def touch(self, name: str, *, create: bool) -> None:
         path = self._start + name
         try:
             if create:
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             else:
                 os.utime(path)
-            return _info(name, os.stat(path))
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: another machine has deleted it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
             raise store_error("write", path, error) from error
 
-    def create(self, name: str, size: int) -> _LocalWriter:
+    def create(self, name: str, size: int, *, beside: int = 1) -> _LocalWriter:
         path = self._start + name
         try:
             try:
@@ -192,6 +191,9 @@ class LocalStore:
             return
         except OSError as error:
             raise store_error("sync the directory", self._path(directory), error) from error
+
+    def discard_uploads(self) -> None:
+        pass
 
     def delete(self, name: str) -> None:
         path = self._start + name

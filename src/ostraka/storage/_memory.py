@@ -86,7 +86,7 @@ class MemoryStore:
                 check()
             self._add(name, bytearray(data))
 
-    def touch(self, name: str, *, create: bool) -> FileInfo:
+    def touch(self, name: str, *, create: bool) -> None:
         with _guard:
             if not create:
                 self._find(name).touch()
@@ -94,9 +94,8 @@ class MemoryStore:
                 raise StoreError(f"{self.location}/{name} is there", errno=errno.EEXIST)
             else:
                 self._add(name, bytearray())
-            return self._info(name, self._find(name))
 
-    def create(self, name: str, size: int) -> _MemoryWriter:
+    def create(self, name: str, size: int, *, beside: int = 1) -> _MemoryWriter:
         data = bytearray(size)
         self._add(name, data)
         return _MemoryWriter(data)
@@ -124,6 +123,9 @@ class MemoryStore:
         return False
 
     def sync(self, directory: str) -> None:
+        pass
+
+    def discard_uploads(self) -> None:
         pass
 
     def delete(self, name: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ostraka.errors import UnsupportedFormat
@@ -11,7 +12,13 @@ from ostraka.storage._base import Store
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 
-PathLike = str | os.PathLike[str] | Store
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as ObstoreStore
+
+    PathLike = str | os.PathLike[str] | Store | ObstoreStore
+else:
+    PathLike = str | os.PathLike[str] | Store
+_CLOUD = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
 def open_store(path: PathLike) -> Store:
@@ -26,6 +33,8 @@ def open_store(path: PathLike) -> Store:
         if isinstance(given, Store):
             return given
         kind = type(given).__name__
+        if any(base.__module__.startswith("obstore") for base in type(given).__mro__):
+            return _cloud(kind).open_bucket(given)
         raise TypeError(f"a checkpoint's path must be text or a pathlib.Path, not {kind}")
     if not text:
         raise ValueError("the checkpoint's path is empty")
@@ -36,10 +45,23 @@ def open_store(path: PathLike) -> Store:
         return MemoryStore(text.partition("://")[2])
     if scheme == "file":
         return LocalStore(os.path.abspath(_path_of_file_url(text)))
+    if scheme in _CLOUD:
+        return _cloud(text).open_url(text)
     raise UnsupportedFormat(
         f"can't open {text}: this version of Ostraka has no store for {scheme}://; "
-        "use a local path, file:// or memory://"
+        "use a local path, file://, memory://, s3://, gs:// or az://"
     )
+
+
+def _cloud(what: str) -> Any:
+    """The module for object stores, which needs an extra."""
+    try:
+        return importlib.import_module("ostraka.storage._cloud")
+    except ImportError as error:
+        raise UnsupportedFormat(
+            f"can't open {what}: object stores need obstore, which is not installed; "
+            "pip install 'ostraka[cloud]'"
+        ) from error
 
 
 def _path_of_file_url(url: str) -> str:

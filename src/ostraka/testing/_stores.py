@@ -129,17 +129,16 @@ class FaultyStore:
         self._below.put(name, data, replaces=replaces, check=check_and_publish)
         self._unsynced.synced(self._whole(name))
 
-    def touch(self, name: str, *, create: bool) -> FileInfo:
+    def touch(self, name: str, *, create: bool) -> None:
         self.call("touch", name)
-        found = self._below.touch(name, create=create)
+        self._below.touch(name, create=create)
         if create:
             self._unsynced.made(self._below, name, self._whole(name))
-        return found
 
-    def create(self, name: str, size: int) -> FileWriter:
+    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
         self.call("create", name)
         self._unsynced.directory(self._below, name, self._whole(name))
-        writer = self._below.create(name, size)
+        writer = self._below.create(name, size, beside=beside)
         self._unsynced.made(self._below, name, self._whole(name))
         return _Writer(self, name, writer)
 
@@ -167,6 +166,10 @@ class FaultyStore:
         self.call("sync", directory)
         self._below.sync(directory)
         self._unsynced.synced_directory(self._whole(directory))
+
+    def discard_uploads(self) -> None:
+        self.call("discard_uploads", "")
+        self._below.discard_uploads()
 
     def delete(self, name: str) -> None:
         self.call("delete", name)

@@ -1,0 +1,168 @@
+"""From a URL to the bucket that it names, with the credentials that the store's own tools use.
+
+obstore itself reads the environment (AWS_…, GOOGLE_…, AZURE_…), the files of Google's tools, and
+what machines in a cloud are told. Profiles in the files of Amazon's tools are read by boto3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from obstore.store import S3Store, from_url
+
+from ostraka.errors import StoreError
+from ostraka.storage._object import ObjectStore
+
+_RETRY = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"max_backoff": timedelta(seconds=5)},
+}
+_CLIENT = {"connect_timeout": "5s", "timeout": "60s"}
+
+
+def open_url(url: str) -> ObjectStore:
+    """The store that a URL names. Nothing is asked of the network yet."""
+    parts = urlsplit(url)
+    if (
+        parts.query
+        or parts.fragment
+        or parts.password is not None
+        or (parts.username is not None and not parts.scheme.startswith("abfs"))
+    ):
+        raise ValueError(
+            f"a checkpoint's path has the bucket and a prefix only, as in {parts.scheme}://bucket/"
+            "run; credentials and endpoints come from the environment"
+        )
+    if not parts.netloc:
+        raise ValueError(f"{url} names no bucket; expected {parts.scheme}://bucket/prefix")
+    root = f"{parts.scheme}://{parts.netloc}"
+    bucket = _open_bucket(root, _settings_of(parts.scheme))
+    return ObjectStore(bucket, root, parts.path, _discard_uploads_of(bucket))
+
+
+def open_bucket(bucket: Any) -> ObjectStore:
+    """The same for a store of obstore's."""
+    config = dict(getattr(bucket, "config", None) or {})
+    name = next((config[key] for key in ("bucket", "container_name") if key in config), None)
+    kind = type(bucket).__name__
+    scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(kind)
+    prefix = str(getattr(bucket, "prefix", None) or "").strip("/")
+    url = f"{scheme}://{name}" if scheme and name else f"{kind}://"
+    return ObjectStore(
+        bucket, f"{url}/{prefix}" if prefix else url, "", _discard_uploads_of(bucket)
+    )
+
+
+def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
+    """The part of the environment that decides which store it is; see `_open_bucket`."""
+    start = "AWS_" if scheme in ("s3", "s3a") else "GOOGLE_" if scheme == "gs" else "AZURE_"
+    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
+
+
+@lru_cache(maxsize=32)
+def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
+    """Opened once for the same settings, so that connections are used again."""
+    options: dict[str, Any] = {"retry_config": _RETRY, "client_options": dict(_CLIENT)}
+    environment = dict(settings)
+    endpoint = None
+    if root.startswith("s3"):
+        endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+        if not _AWS_OWN & environment.keys() and _has_aws_files(environment):
+            options |= _from_aws_files(environment)
+        elif endpoint:
+            options["endpoint"] = endpoint
+    endpoint = options.get("endpoint") or environment.get("AZURE_STORAGE_ENDPOINT")
+    if endpoint and endpoint.startswith("http://"):
+        options["client_options"]["allow_http"] = True
+    try:
+        return from_url(root, **options)
+    except Exception as error:
+        raise StoreError(f"can't open {root}: {error}") from error
+
+
+_AWS_OWN = {
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+}
+"""With any of these, obstore finds the credentials without files."""
+
+
+def _has_aws_files(environment: dict[str, str]) -> bool:
+    home = Path.home() / ".aws"
+    files = (
+        environment.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"),
+        environment.get("AWS_CONFIG_FILE", home / "config"),
+    )
+    return "AWS_PROFILE" in environment or any(Path(file).is_file() for file in files)
+
+
+def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
+    """What the profile in the files of Amazon's tools says."""
+    try:
+        import boto3
+        import botocore.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise StoreError(
+            "profiles in Amazon's files are read by boto3, which is not installed: "
+            "pip install 'ostraka[cloud]'"
+        ) from error
+    session = botocore.session.Session()
+    if session.get_credentials() is None:
+        return {}
+    found: dict[str, Any] = {
+        "credential_provider": Boto3CredentialProvider(boto3.Session(botocore_session=session))
+    }
+    settings = session.get_scoped_config()
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    if endpoint := endpoint or settings.get("endpoint_url"):
+        found["endpoint"] = endpoint
+    if region := session.get_config_variable("region"):
+        found["region"] = region
+    return found
+
+
+def _discard_uploads_of(bucket: Any) -> Callable[[str], None]:
+    """Azure and Google discard them by themselves; with Amazon's it must be asked for."""
+    if not isinstance(bucket, S3Store):
+        return lambda prefix: None
+    return lambda prefix: _discard_s3_uploads(bucket, prefix)
+
+
+def _discard_s3_uploads(bucket: S3Store, prefix: str) -> None:
+    """obstore has no verb for this."""
+    try:
+        import boto3
+    except ImportError:
+        return  # Incomplete uploads are invisible, and a lifecycle rule removes them.
+    config = dict(bucket.config)
+    provider = bucket.credential_provider
+    known: dict[str, Any] = {}
+    if provider is None and "access_key_id" in config:
+        known = {
+            "aws_access_key_id": config["access_key_id"],
+            "aws_secret_access_key": config.get("secret_access_key"),
+            "aws_session_token": config.get("session_token") or config.get("token"),
+        }
+    client: Any = boto3.client(
+        "s3", endpoint_url=config.get("endpoint"), region_name=config.get("region"), **known
+    )
+    whole = f"{bucket.prefix}/{prefix}" if bucket.prefix else prefix
+    pages = client.get_paginator("list_multipart_uploads").paginate(
+        Bucket=config["bucket"], Prefix=str(whole)
+    )
+    for page in pages:
+        for upload in page.get("Uploads", ()):
+            client.abort_multipart_upload(
+                Bucket=config["bucket"], Key=upload["Key"], UploadId=upload["UploadId"]
+            )

@@ -1,0 +1,393 @@
+"""A checkpoint in a bucket, through obstore: Amazon's, Google's and Azure's stores, and their like.
+
+A place is a prefix of keys. Every `put` is one atomic event and may be conditional, so there are no
+locks, no temporary files and nothing to sync. Large files are multipart uploads: they appear when
+they are complete, or never.
+
+obstore retries what can be retried. Since an answer may be lost on its way, a conditional `put`
+that is refused may have been done by the try before it: whoever is refused looks at what is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+from ostraka.errors import Busy, OutcomeUnknown, StoreError
+from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.storage._refusals import (
+    broke_off,
+    is_missing,
+    is_past_the_end,
+    is_transient,
+    refusal,
+)
+
+_PART_BYTES = 8 << 20
+"""Of a multipart upload. A file up to this size is one request."""
+_MAX_PARTS = 9_000
+"""Of a multipart upload; stores allow 10,000."""
+_PARTS_IN_FLIGHT = 24
+"""Of all uploads of a process: they are in memory, so this bounds it."""
+_QUEUED_BYTES = 16 << 20
+"""Of one upload: what may wait for its turn."""
+_RETRY_FOR_S = 60.0
+"""obstore does not ask again when an answer breaks off in the middle."""
+
+T = TypeVar("T")
+_user: list[int] = []
+"""The process that has used obstore, whose threads don't survive a fork."""
+
+
+class ObjectStore:
+    """Names are keys below one prefix of a bucket.
+
+    `url` is that of the bucket, for messages. `discard_uploads` removes the multipart uploads below
+    a prefix that were never completed.
+    """
+
+    parts = Parts(
+        at_once=8, in_any_order=False, reads_at_once=16, look_every_s=1.0, deletes_fence=False
+    )
+
+    def __init__(self, bucket: Any, url: str, prefix: str, discard_uploads: Callable[[str], None]):
+        self._bucket = bucket
+        self._url = url
+        self._prefix = prefix.strip("/")
+        self._start = f"{self._prefix}/" if self._prefix else ""
+        self._discard_uploads = discard_uploads
+        self.location = f"{url}/{self._prefix}" if self._prefix else url
+
+    def __str__(self) -> str:
+        return self.location
+
+    def at(self, name: str) -> ObjectStore:
+        return ObjectStore(self._bucket, self._url, self._start + name, self._discard_uploads)
+
+    def prepare(self) -> bool:
+        return not self.exists()
+
+    def exists(self) -> bool:
+        pages = obstore.list(self._bucket, self._prefix, chunk_size=1)
+        return self._retry("list", "", lambda: bool(next(iter(pages), [])))
+
+    def remove_if_empty(self) -> None:
+        pass  # Nothing is there that could be empty.
+
+    def lock(self) -> None:
+        return None
+
+    def get(self, name: str) -> bytes:
+        key = self._start + name
+        return self._retry("read", name, lambda: bytes(obstore.get(self._bucket, key).bytes()))
+
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replaces: Any = ANYTHING,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        if check is not None:
+            check()
+        if replaces is ANYTHING:
+            self._put(name, data, "overwrite")
+        elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
+            raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
+
+    def _put(self, name: str, data: bytes, mode: Any) -> bool:
+        """Returns whether the condition of `mode` was met."""
+        _refuse_after_fork()
+        key = self._start + name
+        try:
+            obstore.put(self._bucket, key, data, mode=mode, use_multipart=False)
+        except (AlreadyExistsError, PreconditionError):
+            return self._holds(name, data)
+        except (BaseError, FileNotFoundError) as error:
+            if is_missing(error):
+                return False
+            refused = refusal("write", self._path(name), error)
+            if is_transient(error) and mode != "overwrite":
+                if self._holds(name, data):
+                    return True
+                raise OutcomeUnknown(refused.message, errno=refused.errno) from error
+            raise refused from error
+        return True
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self.get(name) == data
+        except FileNotFoundError:
+            return False
+
+    def touch(self, name: str, *, create: bool) -> None:
+        content = os.urandom(8)  # The version is a digest of the content with many stores.
+        if create:
+            if not self._put(name, content, "create"):
+                raise StoreError(f"{self._path(name)} is there", errno=errno.EEXIST)
+            return
+        there = self.look(name)
+        # If the condition is not met, then because another thread has touched it just now, or it is
+        # gone.
+        if there is None or not (
+            self._put(name, content, dict(there.version)) or self.look(name) is not None
+        ):
+            raise _not_found(self._path(name))
+
+    def create(self, name: str, size: int, *, beside: int = 1) -> _Upload | _SmallFile:
+        if size <= _PART_BYTES:
+            return _SmallFile(self, name, size)
+        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
+        at_once = max(_PARTS_IN_FLIGHT * _PART_BYTES // part_bytes // beside, 2)
+        return _Upload(self._bucket, self._start + name, self._path(name), part_bytes, at_once)
+
+    def open(self, name: str) -> _ObjectReader:
+        there = self.look(name)
+        if there is None:
+            raise _not_found(self._path(name))
+        return _ObjectReader(self, name, there.size)
+
+    def read(self, name: str, start: int, stop: int) -> Any:
+        """A range of a file as a buffer; shorter if the file is."""
+        key = self._start + name
+
+        def read() -> Any:
+            try:
+                return obstore.get_range(self._bucket, key, start=start, end=stop)
+            except BaseError as error:
+                if is_past_the_end(error):
+                    return b""
+                raise
+
+        return self._retry("read", name, read)
+
+    def look(self, name: str) -> FileInfo | None:
+        key = self._start + name
+        try:
+            return _info(
+                name, self._retry("look at", name, lambda: obstore.head(self._bucket, key))
+            )
+        except FileNotFoundError:
+            return None
+
+    def list(self) -> list[str]:
+        found = self._retry(
+            "list", "", lambda: obstore.list_with_delimiter(self._bucket, self._prefix)
+        )
+        keys = [*found["common_prefixes"], *(file["path"] for file in found["objects"])]
+        return sorted({key[len(self._start) :].rstrip("/") for key in keys} - {""})
+
+    def files(self, prefix: str) -> list[FileInfo]:
+        directory = (self._start + prefix).rpartition("/")[0]
+        found = self._retry(
+            "list", prefix, lambda: obstore.list(self._bucket, directory, chunk_size=1000).collect()
+        )
+        infos = [_info(file["path"][len(self._start) :], file) for file in found]
+        return sorted(
+            (info for info in infos if info.name.startswith(prefix)), key=lambda info: info.name
+        )
+
+    def is_link(self, name: str) -> bool:
+        return False
+
+    def sync(self, directory: str) -> None:
+        pass
+
+    def delete(self, name: str) -> None:
+        if name:
+            self._delete(name, self._start + name)
+        below = [self._start + file.name for file in self.files(f"{name}/" if name else "")]
+        if below:
+            self._delete(name, below)
+
+    def _delete(self, name: str, keys: str | list[str]) -> None:
+        with suppress(FileNotFoundError):  # Some stores say so, some don't.
+            self._retry("delete", name, lambda: obstore.delete(self._bucket, keys))
+
+    def discard_uploads(self) -> None:
+        _refuse_after_fork()
+        self._discard_uploads(self._start)
+
+    def _path(self, name: str) -> str:
+        return f"{self._url}/{self._start}{name}".rstrip("/")
+
+    def _retry(self, action: str, name: str, ask: Callable[[], T]) -> T:
+        """Ask what may be asked twice, until there is an answer or a refusal."""
+        _refuse_after_fork()
+        end_s, pause_s = time.monotonic() + _RETRY_FOR_S, 0.1
+        while True:
+            try:
+                return ask()
+            except (BaseError, FileNotFoundError) as error:
+                if is_missing(error):
+                    raise _not_found(self._path(name)) from error
+                if not broke_off(error) or time.monotonic() + pause_s > end_s:
+                    raise refusal(action, self._path(name), error) from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5.0)
+
+
+class _SmallFile:
+    """A file that is one `put`."""
+
+    def __init__(self, store: ObjectStore, name: str, size: int):
+        self._store = store
+        self._name = name
+        self._data = bytearray(size)
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        for view in byte_views(buffers):
+            self._data[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    def finish(self) -> None:
+        self._store.put(self._name, memoryview(self._data))  # pyright: ignore[reportArgumentType]
+
+    def abandon(self) -> None:
+        pass
+
+
+class _Upload:
+    """A multipart upload, by a thread that takes the bytes from a queue.
+
+    obstore pulls them from an iterator; if that raises, the upload is discarded in the store, too.
+    """
+
+    def __init__(self, bucket: Any, key: str, path: str, part_bytes: int, at_once: int):
+        self._path = path
+        self._queue: deque[Any] = deque()
+        self._queued_bytes = 0
+        self._written_bytes = 0
+        self._is_complete = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(bucket, key, part_bytes, at_once),
+            name="ostraka upload",
+            daemon=True,
+        )
+        _refuse_after_fork()
+        self._thread.start()
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        if offset != self._written_bytes:
+            raise ValueError(f"{self._path} is written in order, not at {offset:,}")
+        for view in byte_views(buffers):
+            with self._changed:
+                self._changed.wait_for(lambda: self._error or self._queued_bytes < _QUEUED_BYTES)
+                self._raise_error()
+                self._queue.append(view)
+                self._queued_bytes += view.nbytes
+                self._changed.notify_all()
+            self._written_bytes += view.nbytes
+
+    def finish(self) -> None:
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._raise_error()
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._error = self._error or _Abandoned()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _raise_error(self) -> None:
+        error = self._error
+        if isinstance(error, BaseError | FileNotFoundError):
+            raise refusal("write", self._path, error) from error
+        if error is not None:
+            raise error
+
+    def _run(self, bucket: Any, key: str, part_bytes: int, at_once: int) -> None:
+        try:
+            obstore.put(
+                bucket,
+                key,
+                self._pull(),
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=at_once,
+            )
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._queue.clear()
+                self._changed.notify_all()
+
+    def _pull(self) -> Iterator[Any]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_complete or self._error)
+                if self._error is not None:
+                    raise self._error
+                if not self._queue:
+                    return
+                view = self._queue.popleft()
+                self._queued_bytes -= view.nbytes
+                self._changed.notify_all()
+            yield view
+
+
+class _Abandoned(Exception):
+    """The reason why an upload was discarded."""
+
+
+class _ObjectReader:
+    def __init__(self, store: ObjectStore, name: str, size: int):
+        self._store = store
+        self._name = name
+        self.size = size
+
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
+        views = byte_views(buffers)
+        total = sum(view.nbytes for view in views)
+        if not total:
+            return 0
+        data = np.frombuffer(self._store.read(self._name, offset, offset + total), np.uint8)
+        start = 0
+        for view in views:
+            found = data[start : start + view.nbytes]
+            # By numpy, since it copies without holding the interpreter's lock.
+            np.frombuffer(view, np.uint8)[: found.size] = found
+            start += found.size
+        return start
+
+    def close(self) -> None:
+        pass
+
+
+def _info(name: str, meta: Any) -> FileInfo:
+    version = {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
+    if "e_tag" in version:  # Azure's lists have it without quotes.
+        version["e_tag"] = f'"{version["e_tag"].strip(chr(34))}"'
+    changed_s = meta["last_modified"].timestamp()
+    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())))
+
+
+def _not_found(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _refuse_after_fork() -> None:
+    if not _user:
+        _user.append(os.getpid())
+    elif _user[0] != os.getpid():
+        raise StoreError(
+            "this process was forked from one that uses object stores, and connections to them do "
+            "not survive a fork: start it with the method 'spawn' or 'forkserver'"
+        )

@@ -1,0 +1,105 @@
+"""What object stores answer, as sentences with the remedy. The only place that reads such texts."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+
+from ostraka.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    pattern: re.Pattern[str]
+    errno: int
+    sentence: str
+
+
+def _refusals(*rows: tuple[str, int, str]) -> list[_Refusal]:
+    return [_Refusal(re.compile(pattern), number, sentence) for pattern, number, sentence in rows]
+
+
+# The first that fits counts: a missing credential may also show as a refused connection.
+_KNOWN = _refusals(
+    (
+        r"169\.254\.(169\.254|170\.2)|metadata\.google\.internal|[Nn]o credential|Missing[AS]",
+        errno.EACCES,
+        "no credentials were found; set what the store's own tools expect, as AWS_ACCESS_KEY_ID",
+    ),
+    (
+        "NoSuchBucket|ContainerNotFound|[Bb]ucket does not exist",
+        errno.ENOENT,
+        "there is no such bucket; create it, or correct the path",
+    ),
+    (
+        "PermanentRedirect|AuthorizationHeaderMalformed|configured region|301 Moved",
+        errno.EINVAL,
+        "the bucket is in another region; set AWS_REGION to the region of the bucket",
+    ),
+    (
+        "ExpiredToken|TokenRefreshRequired|RequestExpired|token (has )?expired|TimeTooSkewed",
+        errno.EACCES,
+        "the credentials have expired, or this machine's clock is wrong; renew them",
+    ),
+    (
+        "InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|InvalidToken|401 Unauth",
+        errno.EACCES,
+        "the store does not know these credentials; check the key and the secret",
+    ),
+    (
+        "403 Forbidden|AccessDenied|AuthorizationPermissionMismatch|necessary privileges",
+        errno.EACCES,
+        "no permission; the credentials must allow to list, read, write and delete there",
+    ),
+    (
+        "NoSuchUpload",
+        errno.ESTALE,
+        "another save, or a rule of the bucket, has discarded the upload; save again",
+    ),
+    (
+        "dns error|[Cc]onnection refused|error sending request|tcp connect",
+        errno.EHOSTUNREACH,
+        "the store can't be reached; check the endpoint and the network",
+    ),
+)
+_NO_BUCKET = _KNOWN[1]
+_STATUS = re.compile(r"status code: (\d{3})")
+_TEMPORARY = ("408", "429")
+
+
+def refusal(action: str, path: str, error: Exception) -> StoreError:
+    """The sentence for what a store said."""
+    text = str(error)
+    known = next((known for known in _KNOWN if known.pattern.search(text)), None)
+    if known is None:
+        return StoreError(f"can't {action} {path}: {_first_line(text)}", errno=errno.EIO)
+    return StoreError(f"can't {action} {path}: {known.sentence}", errno=known.errno)
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether there is no such object in a bucket that is there."""
+    return isinstance(error, FileNotFoundError) and not _NO_BUCKET.pattern.search(str(error))
+
+
+def is_past_the_end(error: Exception) -> bool:
+    """Whether a range begins behind the end of an object."""
+    return "416 " in str(error) or "Wanted range starting at" in str(error)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same may work a moment later."""
+    text = str(error)
+    status = _STATUS.search(text)
+    if status is not None:
+        return status[1].startswith("5") or status[1] in _TEMPORARY
+    return not any(known.pattern.search(text) for known in _KNOWN[:-1])
+
+
+def broke_off(error: Exception) -> bool:
+    """Whether an answer came in part: then obstore does not ask again."""
+    return "response body" in str(error) or "body from connection" in str(error)
+
+
+def _first_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text.split("\n\nDebug source")[0])[:300]

@@ -1,0 +1,247 @@
+"""Checkpoints in buckets: faults on the way, what they cost in requests, and what is refused."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import obstore
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from obstore.store import MemoryStore as ObstoreMemory
+from obstore.store import S3Store
+
+import ostraka
+from ostraka import Manager
+from ostraka.errors import (
+    CheckpointNotFound,
+    OstrakaError,
+    StoreError,
+    UnsupportedFormat,
+)
+from ostraka.storage import open_store
+from proxies import proxied
+from servers import BUCKET, KEYS, Server
+
+
+def mesh() -> Mesh:
+    return jax.make_mesh((8,), ("data",))
+
+
+def sharded_tree(leaves: int, rows: int) -> dict[str, Any]:
+    placed = NamedSharding(mesh(), P("data"))
+    return {
+        f"w{n}": jax.device_put(np.full((8, rows), n, np.float32), placed) for n in range(leaves)
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    flat, structure = jax.tree.flatten(found)
+    wanted, expected_structure = jax.tree.flatten(expected)
+    assert structure == expected_structure
+    for a, b in zip(flat, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def uploads_of(server: Server) -> list[Any]:
+    return server.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+
+
+# What it costs
+
+
+def test_requests_of_a_thousand_leaves(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    tree = sharded_tree(1000, 4)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        path = f"{server.url}/requests"
+        ostraka.save(path, tree)
+        saved = proxy.requests.total()
+        proxy.requests.clear()
+        assert_same(ostraka.restore(path), tree)
+        restored = proxy.requests.total()
+        proxy.requests.clear()
+        ostraka.save(path, tree)
+        again = proxy.requests.total()
+    assert saved <= 40
+    assert restored <= 40
+    assert again <= 40
+    print(f"save {saved}, restore {restored}, save again {again} requests")
+
+
+# Faults on the way
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+def test_harm_on_the_way(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, rate: float
+):
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    with proxied(int(server.endpoint.rpartition(":")[2]), seed=int(rate * 100)) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        path = f"{server.url}/harm-{rate}"
+        outcomes, expected = [], None
+        for number in range(6):
+            tree = {
+                "small": np.arange(number, number + 10),
+                "large": np.full(3 << 20, number, np.float32),
+            }
+            proxy.rate = rate
+            try:
+                ostraka.save(path, tree)
+                outcomes.append("saved")
+                expected = tree
+            except OstrakaError as error:
+                outcomes.append(type(error).__name__)
+            try:
+                found = ostraka.restore(path)
+            except OstrakaError as error:
+                outcomes.append(type(error).__name__)
+            proxy.rate = 0.0
+            found = ostraka.restore(path)
+            assert int(found["small"][0]) <= number
+            assert_same(found["large"], np.full(3 << 20, int(found["small"][0]), np.float32))
+            if outcomes[-1] == "saved":
+                assert_same(found, expected)
+        assert proxy.harmed or rate < 0.05
+        assert outcomes.count("saved") >= 4, outcomes
+        assert ostraka.verify(path).ok
+
+
+# Refusals
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostraka.storage import _cloud
+
+    monkeypatch.setattr(_cloud, "_RETRY", {"max_retries": 0})
+    _cloud._open_bucket.cache_clear()
+
+
+def test_there_is_no_such_bucket(bucket: str):
+    path = "s3://no-such-bucket/run"
+    with pytest.raises(
+        StoreError, match="can't list s3://no-such-bucket/run: there is no such buc"
+    ):
+        ostraka.save(path, {"a": 1})
+    with pytest.raises(StoreError, match="there is no such bucket; create it, or correct the path"):
+        ostraka.restore(path)
+
+
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_wrong_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    ostraka.save(f"{bucket}/c", {"a": 1})
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
+        ostraka.restore(f"{bucket}/c")
+    with pytest.raises(StoreError, match="does not know these credentials; check the key"):
+        ostraka.save(f"{bucket}/d", {"a": 1})
+
+
+def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint and the network"):
+        ostraka.restore(f"s3://{BUCKET}/c")
+
+
+def test_nothing_is_there(bucket: str):
+    with pytest.raises(CheckpointNotFound, match=f"{bucket}/nothing"):
+        ostraka.restore(f"{bucket}/nothing")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://key:secret@bucket/run", "credentials and endpoints come from the environment"),
+        ("s3://bucket/run?region=x", "credentials and endpoints come from the environment"),
+        ("s3:///run", "names no bucket; expected s3://bucket/prefix"),
+    ],
+)
+def test_what_is_no_path(path: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        ostraka.save(path, {"a": 1})
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "ostraka.storage._cloud", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "ostraka.storage._object", raising=False)
+    with pytest.raises(UnsupportedFormat, match=r"pip install 'ostraka\[cloud\]'"):
+        ostraka.save("s3://bucket/run", {"a": 1})
+
+
+def test_after_a_fork(bucket: str):
+    ostraka.save(f"{bucket}/c", {"a": 1})
+    with pytest.warns(RuntimeWarning):  # JAX's own word on forks
+        child = os.fork()
+    if not child:
+        try:
+            ostraka.restore(f"{bucket}/c")
+        except StoreError as error:
+            os._exit(7 if "does not survive a fork" in str(error) or "fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# Paths
+
+
+def test_a_store_of_obstore_is_a_path(servers: Callable[[str], Server]):
+    server = servers("moto")
+    store = S3Store(
+        BUCKET,
+        prefix="given/below",
+        endpoint=server.endpoint,
+        access_key_id="testing",
+        secret_access_key="testing",
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    ostraka.save(store, {"a": np.arange(5)})
+    assert_same(ostraka.restore(store), {"a": np.arange(5)})
+    assert open_store(store).location == f"s3://{BUCKET}/given/below"
+    keys = [file["path"] for file in obstore.list(store).collect()]
+    assert "_METADATA" in keys
+
+
+def test_any_store_of_obstore_is_a_path():
+    store = ObstoreMemory()
+    with Manager(store, keep=2) as manager:
+        for step in range(4):
+            manager.save(step, {"a": np.full(3, step)})
+        manager.wait()
+        assert manager.steps() == [2, 3]
+    assert_same(Manager(store).restore(), {"a": np.full(3, 3)})
+
+
+def test_profiles_of_amazons_tools(
+    servers: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in [*KEYS, "AWS_ENDPOINT_URL"]:
+        monkeypatch.delenv(name, raising=False)
+    server = servers("seaweed")
+    (tmp_path / "credentials").write_text(
+        "[training]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
+    )
+    (tmp_path / "config").write_text(
+        f"[profile training]\nregion = us-east-1\nendpoint_url = {server.endpoint}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    ostraka.save(f"s3://{BUCKET}/profile", {"a": 1})
+    assert ostraka.restore(f"s3://{BUCKET}/profile") == {"a": 1}
