@@ -477,7 +477,7 @@ def test_one_of_four_processes_fails_in_the_background(tmp_path: Path):
 def wait_until_given_up(handle: ostraka.SaveHandle) -> None:
     """Until this process knows it; one that went on before could still have committed."""
     saving = cast(Any, handle._give_up).__self__
-    while saving.operation._verdict is None:
+    while saving._operation._verdict is None:
         time.sleep(0.01)
 
 

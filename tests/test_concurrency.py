@@ -196,30 +196,6 @@ ostraka.save(root + "/next", tree)
 # Interrupts
 
 
-def test_an_interrupt_in_the_middle_of_a_wait_breaks_no_later_wait(tmp_path: Path):
-    body = """
-leave, main = threading.Condition.__exit__, threading.get_ident()
-
-def interrupted(self, *error):
-    if threading.get_ident() != main:
-        return leave(self, *error)
-    threading.Condition.__exit__ = leave
-    raise KeyboardInterrupt
-
-signal.alarm(30)
-handle = ostraka.save_async(root + "/first", tree, on_commit=lambda: time.sleep(1))
-threading.Condition.__exit__ = interrupted
-try:
-    handle.wait()
-except KeyboardInterrupt:
-    pass
-threading.Condition.__exit__ = leave
-ostraka.save(root + "/second", tree)
-print(handle.done())
-"""
-    assert run(body, tmp_path) == "True\n"
-
-
 def test_a_close_that_was_interrupted_can_be_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -241,11 +217,11 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
 
     told: list[str] = []
     tree = {"w": np.arange(10)}
-    start, begin = _coordinate.Operation._start, _save.run_in_background
+    start, begin = _coordinate.Operation._start_listening, _save.run_in_background
     interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
 
-    def interrupt_threads(self: Any, work: Any) -> None:
-        start(self, work)
+    def interrupt_threads(self: Any) -> None:
+        start(self)
         if interrupts:
             raise interrupts.pop()
 
@@ -257,7 +233,7 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
     if place == "in_the_background":
         _save.run_in_background = interrupt_background
     else:
-        _coordinate.Operation._start = interrupt_threads
+        _coordinate.Operation._start_listening = interrupt_threads
     try:
         if place == "in_the_manager":
             ostraka.Manager(f"{root}/manager")
@@ -317,6 +293,9 @@ while not done:
         done = interrupter.left > 0
     except KeyboardInterrupt:
         pass
+    except RuntimeError as error:
+        # What Python makes of it inside of threading.Condition.
+        assert str(error) == "release unlocked lock"
     finally:
         sys.settrace(None)
     # The next one is not told of it, does not wait for ever, and is there.
@@ -333,7 +312,7 @@ print("steps", number > 20)
 """
 
 
-@pytest.mark.parametrize("files", ["_handle.py", "_save.py", "threading.py", "_lifetime.py"])
+@pytest.mark.parametrize("files", ["_handle.py", "_save.py", "threading.py"])
 def test_an_interrupt_at_any_line_of_beginning_a_save_costs_no_other(files: str, tmp_path: Path):
     """Ctrl-C as the thread is started once left its work to two, or to nobody."""
     assert run(INTERRUPT_EVERYWHERE % repr(files), tmp_path) == "steps True\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ostraka
 from cli_runs import put
-from ostraka import _fetch
+from ostraka import _plan_read
 from ostraka._source import Source
 from ostraka._spec import Target
 from ostraka.formats import open_source
@@ -49,7 +49,7 @@ def test_targets_may_want_the_same_elements(source: Source, wanted: list[Target]
 
 
 def test_large_targets_may_want_the_same_elements(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_fetch, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(_plan_read, "CHUNK_BYTES", 1 << 12)
     path = f"memory://{uuid.uuid4().hex}"
     array = np.arange(100_000)
     ostraka.save(path, {"x": array, "y": array + 1})

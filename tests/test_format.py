@@ -240,8 +240,8 @@ def test_a_header_says_where_each_box_lies_and_what_opaque_bytes_mean(plan):
                 starts = [start for start, _ in entry.box]
                 assert places[spec.path] == {"saved_offsets": starts}
         assert places.keys() == {plan.leaves[entry.leaf].spec.path for entry in entries}
-        save_id, tensors = _format.decode_header(np.frombuffer(header, np.uint8))
-        assert save_id == ID
+        tensors = json.loads(header[8:])
+        assert tensors.pop("__metadata__")["ostraka_id"] == ID
         assert tensors.keys() == places.keys()
 
 
@@ -320,10 +320,10 @@ def test_an_index_decodes_to_what_was_encoded(blocks):
     assert _format.decode_index(_format.encode_index(ID, 3, files)) == files
 
 
-def test_an_index_whose_blocks_do_not_add_up_is_refused():
-    files = {"shard": FileDigests(10, (4, 6), ("0" * 16, "1" * 16))}
+@pytest.mark.parametrize(("size", "lengths"), [(11, (4, 6)), (10, (4, 12, -6)), (10, (4, 0, 6))])
+def test_an_index_whose_blocks_do_not_add_up_is_refused(size, lengths):
+    files = {"shard": FileDigests(size, lengths, ("0" * 16,) * len(lengths))}
     body = json.loads(_format.encode_index(ID, 0, files))
-    body["files"]["shard"]["size"] = 11
     with pytest.raises(ValueError, match="blocks of shard do not add up"):
         _format.decode_index(json.dumps(body).encode())
 
@@ -661,6 +661,18 @@ def test_an_axis_of_a_newer_version_is_not_damage():
     store.put("_METADATA", sealed(body))
     with pytest.raises(UnsupportedFormat, match="can't read .*woven.*install a newer"):
         ostraka.verify(store.location)
+
+
+def test_a_leaf_of_every_process_needs_a_dimension_for_them():
+    """Also if it is otherwise like one that is right."""
+    store = MemoryStore("no-process-dimension")
+    ostraka.save(store.location, {"a": np.float32(1), "b": np.float32(2)})
+    body = json.loads(store.get("_METADATA"))
+    del body["digest"]
+    body["leaves"][1]["per_process"] = True
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(Damaged, match="leaf 'b' has no dimension for its processes"):
+        ostraka.open(store.location)
 
 
 def test_a_tree_that_contradicts_its_arrays_is_not_intact():

@@ -22,7 +22,7 @@ def test_buffers_do_not_overlap():
     buffers = Buffers(targets, leaves)
     buffers.allocate(range(300))
     for number in range(300):
-        buffers.flat(number)[:] = number % 251
+        buffers.array(number).reshape(-1).view(np.uint8)[:] = number % 251
     taken = [buffers.take(number) for number in range(300)]
     for number, array in enumerate(taken):
         assert array.shape == (number + 1, 3)

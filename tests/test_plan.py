@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostraka import _box, _format, _metadata, _plan_read, _plan_write
+from ostraka._format import FileDigests
 from ostraka._metadata import Metadata
 from ostraka._pack import unpack
-from ostraka._plan_read import Direct, Strided
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -427,7 +428,8 @@ def random_blocks(file, rng):
     rest = file.size - file.header_bytes
     cuts = sorted({int(c) for c in rng.integers(1, rest, 6)} | {rest}) if rest > 1 else [rest]
     lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False) if b > a]
-    return _format.blocks_after(file.header_bytes, lengths, ["0" * 16] * len(lengths))
+    lengths = (file.header_bytes, *lengths)
+    return FileDigests(file.size, lengths, ("0" * 16,) * len(lengths)).blocks()
 
 
 @settings(max_examples=100)
@@ -440,19 +442,18 @@ def test_every_wanted_byte_arrives_exactly_once(planned, data, seed):
     targets = data.draw(targets_for(plan))
     chunk_bytes = data.draw(st.sampled_from([16, 64, 1000, 8 * MiB]))
     metadata = metadata_of(plan)
-    read_plan = _plan_read.plan_read(metadata, targets)
-    assert read_plan.targets == tuple(targets)
     buffers = [np.zeros(_box.shape_of(t.box), arrays[t.leaf].dtype) for t in targets]
     seen = [np.zeros(_box.shape_of(t.box), np.int64) for t in targets]
-    for read in read_plan.files:
+    for read in _plan_read.plan_read(metadata, targets):
         stored = files[read.file.device, read.file.part][read.file.header_bytes :]
         blocks = random_blocks(read.file, rng)
-        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=chunk_bytes)
+        with patch.object(_plan_read, "CHUNK_BYTES", chunk_bytes):
+            chunks = _plan_read.plan_chunks(read.pieces, blocks)
         for chunk in chunks:
             whole = blocks[chunk.first_block : chunk.last_block]
             assert (chunk.start, chunk.stop) == (whole[0].start, whole[-1].stop)
             assert chunk.start < chunk.stop
-            for move in (*chunk.direct, *chunk.strided):
+            for move in chunk.moves:
                 assert chunk.start <= move.start < move.stop <= chunk.stop
                 execute(move, stored, targets, buffers, seen, metadata)
     for target, buffer, count in zip(targets, buffers, seen, strict=True):
@@ -465,7 +466,7 @@ def execute(move, stored, targets, buffers, seen, metadata):
     """Carry out a move as its docstring says, with plain numpy."""
     data = np.frombuffer(stored[move.start : move.stop], np.uint8)
     buffer, target = buffers[move.buffer], targets[move.buffer]
-    if isinstance(move, Direct):
+    if move.buffer_start is not None:
         size = buffer.dtype.itemsize
         first, last = move.buffer_start // size, -(-(move.buffer_start + data.size) // size)
         buffer.reshape(-1).view(np.uint8)[move.buffer_start :][: data.size] = data
@@ -473,7 +474,6 @@ def execute(move, stored, targets, buffers, seen, metadata):
         seen[move.buffer].reshape(-1)[first:last] += 1
         assert whole
         return
-    assert isinstance(move, Strided)
     name = metadata.leaves[target.leaf].spec.dtype
     count = _box.count(move.box)
     elements = unpack(data, name, count) if DTYPES[name].packed else data.view(buffer.dtype)
@@ -483,20 +483,23 @@ def execute(move, stored, targets, buffers, seen, metadata):
     seen[move.buffer][place] += 1
 
 
-def blocks_read(plan, targets, *, chunk_bytes=8 * MiB):
+def planned_blocks(read):
+    """The header, and the blocks that a save makes."""
+    return _format.planned_digests(read.file, read.entries).blocks()
+
+
+def blocks_read(plan, targets):
     """How often each block is read, with the blocks that a save makes: `{file: [count, …]}`."""
     metadata = metadata_of(plan)
     counts = {}
     moved = 0
-    for read in _plan_read.plan_read(metadata, targets).files:
-        blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
+    for read in _plan_read.plan_read(metadata, targets):
+        header, *blocks = planned_blocks(read)
         count = counts[read.file.device, read.file.part] = [0] * len(blocks)
-        for chunk in _plan_read.plan_chunks(
-            read, blocks, metadata, targets, chunk_bytes=chunk_bytes
-        ):
+        for chunk in _plan_read.plan_chunks(read.pieces, [header, *blocks]):
             moved += chunk.stop - chunk.start
             for block in range(chunk.first_block, chunk.last_block):
-                count[block] += 1
+                count[block - 1] += 1
     return counts, moved
 
 
@@ -549,31 +552,31 @@ def test_small_neighbours_are_read_in_one_go():
     plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
     targets = [Target(n, ((0, 1000 + n),)) for n in range(500)]
     metadata = metadata_of(plan)
-    (read,) = _plan_read.plan_read(metadata, targets).files
-    blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
-    chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
+    (read,) = _plan_read.plan_read(metadata, targets)
+    blocks = planned_blocks(read)
+    chunks = _plan_read.plan_chunks(read.pieces, blocks)
     assert len(chunks) == 1
-    assert len(chunks[0].direct) == 500
+    assert len(chunks[0].moves) == 500
 
 
 def test_chunks_stay_near_their_size():
     plan, targets = resharded((16384, 8192), "float32", ROWS, ())
     metadata = metadata_of(plan)
-    for read in _plan_read.plan_read(metadata, targets).files:
-        blocks = _format.planned_blocks(read.file.header_bytes, read.entries)
-        chunks = _plan_read.plan_chunks(read, blocks, metadata, targets, chunk_bytes=8 * MiB)
+    for read in _plan_read.plan_read(metadata, targets):
+        blocks = planned_blocks(read)
+        chunks = _plan_read.plan_chunks(read.pieces, blocks)
         assert len(chunks) == 8
         assert all(chunk.stop - chunk.start == 8 * MiB for chunk in chunks)
 
 
 def test_nothing_wanted_reads_nothing():
     plan, _ = resharded((64, 64), "float32", ROWS, ())
-    assert _plan_read.plan_read(metadata_of(plan), []).files == ()
+    assert _plan_read.plan_read(metadata_of(plan), []) == []
 
 
 def test_an_empty_target_still_names_its_file():
     plan, _ = resharded((0, 64), "float32", (), ())
-    (read,) = _plan_read.plan_read(metadata_of(plan), [Target(0, ((0, 0), (0, 64)))]).files
+    (read,) = _plan_read.plan_read(metadata_of(plan), [Target(0, ((0, 0), (0, 64)))])
     assert read.pieces == ()
     assert read.file == plan.files[0]
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ostraka import _box, _format
-from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._format import Entry, FileEntry
 from ostraka._metadata import IndexEntry, Metadata
-from ostraka._plan_read import CHUNK_BYTES, plan_chunks, plan_read
+from ostraka._plan_read import plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import (
@@ -33,7 +33,6 @@ from ostraka._spec import (
 
 _NO_ID = "0" * 16
 _NO_DIGEST = "0" * 32
-_NO_BLOCK_DIGEST = "0" * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,9 @@ def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
 def _index_bytes(
     process: int, files: Sequence[FileEntry], contents: Mapping[tuple[int, int], Sequence[Entry]]
 ) -> int:
-    digests: dict[str, FileDigests] = {}
-    for file in files:
-        lengths = _format.block_lengths(file.header_bytes, contents[file.device, file.part])
-        digests[file.name] = FileDigests(
-            file.size, tuple(lengths), (_NO_BLOCK_DIGEST,) * len(lengths)
-        )
+    digests = {
+        file.name: _format.planned_digests(file, contents[file.device, file.part]) for file in files
+    }
     return len(_format.encode_index(_NO_ID, process, digests))
 
 
@@ -316,17 +312,17 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
     """Run the planning of a restore for one process, and count."""
     plan = plan_read(metadata, targets)
     read = ranges = 0
-    for part in plan.files:
-        blocks = _format.planned_blocks(part.file.header_bytes, part.entries)
-        chunks = plan_chunks(part, blocks, metadata, targets, chunk_bytes=CHUNK_BYTES)
+    for part in plan:
+        blocks = _format.planned_digests(part.file, part.entries).blocks()
+        chunks = plan_chunks(part.pieces, blocks)
         read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
     needed = sum(
         DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
         for target in targets
     )
-    owners = {metadata.process_of[part.file.device] for part in plan.files}
-    return ReadAccount(process, needed, read, ranges, len(plan.files), tuple(sorted(owners)))
+    owners = {metadata.process_of[part.file.device] for part in plan}
+    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)))
 
 
 def local_targets(

@@ -1,23 +1,55 @@
 """The shard files of a checkpoint, read block by block, each compared with its digest. No JAX.
 
-All that is said about damage to shard files and process indexes is said here.
+All that is said about damage is said here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ostraka import _format
-from ostraka._format import Block, Entry, FileDigests, FileEntry
+from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
 from ostraka._parallel import with_full_stack
-from ostraka.errors import Damaged, Problem, StoreError
+from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, UnsupportedFormat
 from ostraka.storage import FileReader, Store
+
+NOT_AS_WRITTEN = "its digest is not the one that was written"
+
+
+@contextmanager
+def damage_on_loss(damaged: Callable[[str], Damaged]) -> Generator[None]:
+    """Raise Damaged for bytes that the store can't give any more."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise damaged("it is missing") from error
+    except StoreError as error:
+        if error.loss is None:
+            raise
+        raise damaged(error.loss) from error
+
+
+@contextmanager
+def damage_on_contradiction(store: Store) -> Generator[None]:
+    """Raise Damaged where `_METADATA` contradicts itself, and say where the checkpoint is."""
+    try:
+        yield
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(f"can't read {store.location}: {error}") from error
+    except OstrakaError:
+        raise
+    except ValueError as error:
+        raise damaged(store, METADATA_NAME, f"it contradicts itself: {error}") from error
+
+
+def damaged(store: Store, name: str, found: str, leaves: tuple[str, ...] = ()) -> Damaged:
+    return Damaged(store.location, [Problem(name, found, leaves)])
 
 
 class Shards:
@@ -36,45 +68,31 @@ class Shards:
     def digests_of(self, file: FileEntry) -> FileDigests:
         """The digests of a file. Raises Damaged if the index that has them is."""
         process = self.metadata.process_of[file.device]
+        name = f"{self._directory}/{_format.index_name(process)}"
         with self._reading.lock:
             index = self._indexes.get(process)
             if index is None:
-                index = self._indexes[process] = self._read_index(process)
+                index = self._indexes[process] = self._read_index(process, name)
         found = index.get(file.name)
         if found is None or found.size != file.size or found.lengths[:1] != (file.header_bytes,):
-            raise self.damaged(
-                self._index_name(process),
-                f"it does not describe {file.name} as {_format.METADATA_NAME} does",
-            )
+            what = f"it does not describe {file.name} as {METADATA_NAME} does"
+            raise damaged(self.store, name, what)
         return found
 
-    def damaged(self, name: str, found: str, leaves: tuple[str, ...] = ()) -> Damaged:
-        return Damaged(self.store.location, [Problem(name, found, leaves)])
-
-    def _index_name(self, process: int) -> str:
-        return f"{self._directory}/{_format.index_name(process)}"
-
-    def _read_index(self, process: int) -> dict[str, FileDigests]:
-        name = self._index_name(process)
+    def _read_index(self, process: int, name: str) -> dict[str, FileDigests]:
         expected = self.metadata.indexes.get(process)
         if expected is None:
-            raise self.damaged(_format.METADATA_NAME, f"it has no digest of {name}")
-        try:
+            raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
+        with damage_on_loss(partial(damaged, self.store, name)):
             data = self.store.get(name)
-        except FileNotFoundError as error:
-            raise self.damaged(name, "it is missing") from error
-        except StoreError as error:
-            if error.loss is None:
-                raise
-            raise self.damaged(name, error.loss) from error
         if len(data) != expected.size:
-            raise self.damaged(name, _other_size(len(data), expected.size))
+            raise damaged(self.store, name, _other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
-            raise self.damaged(name, "its digest is not the one that was written")
+            raise damaged(self.store, name, NOT_AS_WRITTEN)
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self.damaged(name, f"it can't be read ({error})") from error
+            raise damaged(self.store, name, f"it can't be read ({error})") from error
 
 
 class ShardFile:
@@ -86,19 +104,19 @@ class ShardFile:
 
     def __init__(self, shards: Shards, entry: FileEntry, contents: Sequence[Entry]):
         self.entry = entry
-        self.name = shards.name_of(entry)
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
+        self._contents = contents
         self._digests = shards.digests_of(entry)
         self._shards = shards
-        self._contents = contents
+        self._name = shards.name_of(entry)
         self._reader: FileReader | None = None
         self._lock = threading.Lock()
         self._is_header_checked = False
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of its data."""
+    def blocks(self) -> list[Block]:
+        """The header, then the blocks of its data."""
         return self._digests.blocks()
 
     @contextmanager
@@ -122,16 +140,8 @@ class ShardFile:
         """Compare the header with its digest, once."""
         with self._lock:
             if not self._is_header_checked:
-                self.read_header()
+                self.read(0, 1, [bytearray(self.entry.header_bytes)])
                 self._is_header_checked = True
-
-    def read_header(self) -> bytearray:
-        """The header, compared with its digest."""
-        header = bytearray(self.entry.header_bytes)
-        self._fill(0, len(header), [header], ())
-        if _format.block_digest([header]) != self._digests.digests[0]:
-            raise self.damaged("its header is not as it was written")
-        return header
 
     def read(self, first: int, last: int, buffers: Sequence[Any]) -> int:
         """Fill `buffers` with the data of the blocks from `first` to before `last`.
@@ -146,18 +156,16 @@ class ShardFile:
             self._compare(block, pieces)
         return stop - start
 
-    def check(self, block: Block, scratch: Sequence[memoryview]) -> None:
+    def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and keep nothing of it.
 
-        It is read in pieces that fit into the two parts of `scratch`, whatever its length.
+        It is read in pieces that fit into `scratch`, whatever its length.
         """
-        size = len(scratch[0])
 
         def pieces() -> Iterator[memoryview]:
-            # By turns, because a digest may take the second piece before it is done with the first.
-            for number, at in enumerate(range(block.file_start, block.file_stop, size)):
-                piece = scratch[number % 2][: block.file_stop - at]
-                self._fill(at, at + len(piece), [piece], (block,))
+            for at in range(block.file_start, block.file_stop, len(scratch)):
+                piece = scratch[: block.file_stop - at]
+                self._fill(at, at + len(piece), [piece], [block])
                 yield piece
 
         self._compare(block, pieces())
@@ -165,14 +173,12 @@ class ShardFile:
     def damaged(self, found: str, start: int = 0, stop: int = 0) -> Damaged:
         """The error for `[start, stop)` of its data; an empty range is in no leaf."""
         leaves = _format.paths_between(self._shards.metadata.leaves, self._contents, start, stop)
-        return self._shards.damaged(self.name, found, leaves)
+        return damaged(self._shards.store, self._name, found, leaves)
 
     def _open(self) -> FileReader:
         size, header = self.entry.size, self.entry.header_bytes
-        try:
-            reader = self._shards.store.open(self.name)
-        except FileNotFoundError as error:
-            raise self.damaged("it is missing", 0, size) from error
+        with damage_on_loss(lambda found: self.damaged(found, 0, size)):
+            reader = self._shards.store.open(self._name)
         if reader.size != size:
             reader.close()
             lost = min(reader.size, size - 1) - header
@@ -182,23 +188,19 @@ class ShardFile:
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:
         """Read a range of the file, which is that of `blocks` or a part of it."""
         assert self._reader is not None
-        within = (blocks[0].start, blocks[-1].stop) if blocks else (0, 0)
-        try:
+        first, last = blocks[0].start, blocks[-1].stop
+        with damage_on_loss(lambda found: self.damaged(found, first, last)):
             count = self._reader.read_into(start, buffers)
-        except StoreError as error:
-            if error.loss is None:
-                raise
-            raise self.damaged(error.loss, *within) from error
         if count != stop - start:
-            lost = next((b.start for b in blocks if b.file_stop > start + count), within[0])
-            raise self.damaged(f"it ends at byte {start + count:,}", lost, within[1])
+            lost = next((b.start for b in blocks if b.file_stop > start + count), first)
+            raise self.damaged(f"it ends at byte {start + count:,}", lost, last)
 
     def _compare(self, block: Block, pieces: Any) -> None:
         if _format.block_digest(pieces) != block.digest:
-            found = (
-                f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were written"
-            )
-            raise self.damaged(found, block.start, block.stop)
+            what = f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were"
+            if block.file_start == 0:
+                what = "its header is not as it was"
+            raise self.damaged(f"{what} written", block.start, block.stop)
 
 
 def _other_size(found: int, written: int) -> str:

@@ -8,7 +8,6 @@ cutting a part again gives the same boxes as cutting finer at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
@@ -55,19 +54,12 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
 
 def overlapping_cells(shape: Sequence[int], grid: Sequence[int], box: Box) -> list[int]:
     """The cells (row-major numbers, ascending) of a cut array that share elements with `box`."""
-    ranges: list[range] = []
+    cells = [0]
     for extent, parts, (start, stop) in zip(shape, grid, box, strict=True):
         if start >= stop:
             return []
-        ranges.append(range(part_of(extent, parts, start), part_of(extent, parts, stop - 1) + 1))
-    if len(ranges) == 1:
-        return list(ranges[0])
-    cells: list[int] = []
-    for coordinates in product(*ranges):
-        number = 0
-        for coordinate, parts in zip(coordinates, grid, strict=True):
-            number = number * parts + coordinate
-        cells.append(number)
+        under = range(part_of(extent, parts, start), part_of(extent, parts, stop - 1) + 1)
+        cells = [cell * parts + part for cell in cells for part in under]
     return cells
 
 
@@ -78,23 +70,7 @@ def part_of(extent: int, parts: int, position: int) -> int:
 
 def is_contiguous(box: Box, within: Box) -> bool:
     """Whether `box` is one run of the row-major elements of `within`."""
-    partial_seen = False
-    for (start, stop), (outer_start, outer_stop) in zip(
-        reversed(box), reversed(within), strict=True
-    ):
-        if partial_seen and stop - start != 1:
-            return False
-        if stop - start != outer_stop - outer_start:
-            partial_seen = True
-    return True
-
-
-def flat_start(box: Box, within: Box) -> int:
-    """The row-major number, inside `within`, of the first element of `box`."""
-    position = 0
-    for (start, _), (outer_start, outer_stop) in zip(box, within, strict=True):
-        position = position * (outer_stop - outer_start) + start - outer_start
-    return position
+    return rows_around(box, within) == box
 
 
 def flat_span(box: Box, within: Box) -> tuple[int, int]:
@@ -121,11 +97,11 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
     """Cut `box` across its rows until the run around each band has at most `max_elements`.
 
     Where rows fill blocks of `block_elements` (of the elements of `within`) evenly, bands end where
-    blocks end. A single row of the innermost dimension is never cut.
+    blocks end.
     """
     start, stop = flat_span(rows_around(box, within), within)
     dimension = next((d for d, (s, e) in enumerate(box) if e - s > 1), len(box))
-    if stop - start <= max_elements or dimension >= len(box) - 1:
+    if stop - start <= max_elements or dimension == len(box):
         yield box
         return
     low, high = box[dimension]

@@ -16,7 +16,7 @@ from ostraka.storage import PathLike, Store, open_store
 
 Result = TypeVar("Result")
 
-_ATTEMPTS = 10
+ATTEMPTS = 10
 """So many times at most, if saves replace what is being read."""
 
 
@@ -50,7 +50,7 @@ def open_at(path: PathLike) -> Source:
 
     Raises CheckpointNotFound, NotACheckpoint, UnsupportedFormat or Damaged, each a sentence.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         store = locate(path)
         try:
             return open_source(store)
@@ -58,7 +58,7 @@ def open_at(path: PathLike) -> Source:
             # Of a run that keeps few steps, the newest may have been deleted since it was found.
             if locate(path).location == store.location:
                 raise
-    raise _overwritten([open_store(path).location])
+    raise overwritten([open_store(path).location])
 
 
 def read_whole(paths: Sequence[PathLike], work: Callable[[Sequence[Source]], Result]) -> Result:
@@ -67,19 +67,19 @@ def read_whole(paths: Sequence[PathLike], work: Callable[[Sequence[Source]], Res
     If the files of one are gone because it was replaced, all are opened again and `work` begins
     again: it must not have shown anything before it has read all. Raises Busy if it never ends.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         sources = [open_at(path) for path in paths]
         try:
             return work(sources)
         except Damaged:
             if all(source.is_current() for source in sources):
                 raise
-    raise _overwritten([open_store(path).location for path in paths])
+    raise overwritten([open_store(path).location for path in paths])
 
 
-def _overwritten(locations: Sequence[str]) -> Busy:
+def overwritten(locations: Sequence[str]) -> Busy:
     return Busy(
-        f"{' or '.join(dict.fromkeys(locations))} was overwritten {_ATTEMPTS} times while it was "
+        f"{' or '.join(dict.fromkeys(locations))} was overwritten {ATTEMPTS} times while it was "
         "being read; wait for the saves to end"
     )
 

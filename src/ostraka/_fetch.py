@@ -7,20 +7,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ostraka import _box, _format, _pack
-from ostraka._blocks import ShardFile, Shards
+from ostraka import _box, _pack
+from ostraka._blocks import ShardFile, Shards, damage_on_contradiction
 from ostraka._memory import Array, Buffers, aligned, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
-from ostraka._plan_read import (
-    CHUNK_BYTES,
-    Chunk,
-    Direct,
-    FileRead,
-    Piece,
-    Strided,
-    plan_chunks,
-    plan_read,
-)
+from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_read
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 
@@ -36,21 +27,16 @@ def read_boxes(
     Targets may want the same elements. Raises Damaged, naming the file and the leaves, for bytes
     that are missing or not as written.
     """
-    return _Fetch(shards, targets, on_bytes).run()
+    return _Fetch(shards, targets, on_bytes or (lambda nbytes: None)).run()
 
 
 class _Fetch:
-    def __init__(self, shards: Shards, targets: Sequence[Target], on_bytes: OnBytes | None):
-        self._shards = shards
+    def __init__(self, shards: Shards, targets: Sequence[Target], on_bytes: OnBytes):
         self._leaves = [leaf.spec for leaf in shards.metadata.leaves]
         self._targets = targets
         self._on_bytes = on_bytes
-        try:
-            reads = plan_read(shards.metadata, targets).files
-        except ValueError as error:
-            raise shards.damaged(
-                _format.METADATA_NAME, f"it contradicts itself: {error}"
-            ) from error
+        with damage_on_contradiction(shards.store):
+            reads = plan_read(shards.metadata, targets)
         self._files = [(ShardFile(shards, read.file, read.entries), read) for read in reads]
         self._buffers = Buffers(targets, self._leaves)
         self._waiting = [0] * len(targets)
@@ -63,116 +49,72 @@ class _Fetch:
         self._scratch = threading.local()
 
     def run(self) -> Iterator[tuple[int, Array]]:
-        started: list[Chunk] = []
-
-        def tasks() -> Iterator[_Task]:
-            # Of each file in turn: the parts of a leaf, which lie in all of them, come together,
-            # and arrays are made of them while later ones are still being read.
-            files = [self._chunks_of(*file) for file in self._files]
-            for task in in_turn(files, at_a_time=_OPEN_FILES):
-                started.append(task[1])
-                yield task
-
+        # Of each file in turn: the parts of a leaf, which lie in all of them, come together, and
+        # arrays are made of them while later ones are still being read.
+        tasks = in_turn([self._chunks_of(*file) for file in self._files], at_a_time=_OPEN_FILES)
         try:
-            done = run_as_completed(
-                lambda task: self._execute(*task), tasks(), threads=_READERS, stop=StopSignal()
-            )
-            for number, nbytes in done:
-                yield from self._take_complete()
-                self._count_bytes(nbytes)
-                self._done_with((*started[number].direct, *started[number].strided))
-                yield from self._take_complete()
-            yield from self._take_complete()
+            for _, (chunk, nbytes) in run_as_completed(
+                lambda task: self._execute(*task), tasks, threads=_READERS, stop=StopSignal()
+            ):
+                self._on_bytes(nbytes)
+                self._done_with(chunk.moves)
+                complete, self._complete = self._complete, []
+                for number in complete:
+                    yield number, self._buffers.take(number)
         finally:
             for file, _ in self._files:
                 file.close()
 
-    def _chunks_of(self, file: ShardFile, read: FileRead) -> Iterator[_Task]:
+    def _chunks_of(self, file: ShardFile, read: FileRead) -> Iterator[tuple[ShardFile, Chunk]]:
         """What to read of a file. Found out when its turn comes, while others are being read."""
         self._buffers.allocate(piece.buffer for piece in read.pieces)
-        chunks = plan_chunks(
-            read, file.blocks, self._shards.metadata, self._targets, chunk_bytes=CHUNK_BYTES
-        )
         # A file that gives nothing but empty boxes still must be there.
-        chunks = chunks or [Chunk(0, 0, 0, 0, (), ())]
+        chunks = plan_chunks(read.pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
-        self._count_bytes(read.file.header_bytes)
+        self._on_bytes(read.file.header_bytes)
         for chunk in chunks:
-            for move in (*chunk.direct, *chunk.strided):
+            for move in chunk.moves:
                 self._waiting[move.buffer] += 1
         self._done_with(read.pieces)
         yield from ((file, chunk) for chunk in chunks)
 
-    def _count_bytes(self, nbytes: int) -> None:
-        if self._on_bytes is not None:
-            self._on_bytes(nbytes)
-
-    def _done_with(self, parts: Sequence[Piece | Direct | Strided]) -> None:
+    def _done_with(self, parts: Sequence[Piece | Move]) -> None:
         waiting = self._waiting
         for part in parts:
             waiting[part.buffer] -= 1
             if waiting[part.buffer] == 0:
                 self._complete.append(part.buffer)
 
-    def _take_complete(self) -> list[tuple[int, Array]]:
-        complete, self._complete = self._complete, []
-        return [(number, self._buffers.take(number)) for number in complete]
-
-    def _execute(self, file: ShardFile, chunk: Chunk) -> int:
-        """Returns how many bytes of the file were read."""
+    def _execute(self, file: ShardFile, chunk: Chunk) -> tuple[Chunk, int]:
+        """Read a chunk; returns it, and how many bytes of the file that took."""
         with file.opened():
             file.check_header()
-            if chunk.strided or _overlap(chunk.direct):
-                return self._read_and_copy(file, chunk)
-            return self._read_in_place(file, chunk) if chunk.direct else 0
+            if not chunk.moves:
+                return chunk, 0
+            if _fits_in_place(chunk.moves):
+                memory = self._buffers.memory_of(chunk, self._scratch_of)
+                for piece in memory:
+                    map_pages(piece)
+                return chunk, file.read(chunk.first_block, chunk.last_block, memory)
+            scratch = self._scratch_of(chunk.stop - chunk.start)
+            nbytes = file.read(chunk.first_block, chunk.last_block, [scratch])
+            self._copy(chunk, scratch)
+            return chunk, nbytes
 
-    def _read_in_place(self, file: ShardFile, chunk: Chunk) -> int:
-        """Everything wanted lies in its buffer as in the file: read it there."""
-        runs = self._buffers.runs(chunk)
-        unwanted = chunk.stop - chunk.start - sum(stop - start for start, stop, _ in runs)
-        scratch = self._scratch_of(unwanted)
-        pieces: list[Array] = []
-        position = chunk.start
-        for start, stop, memory in [*runs, (chunk.stop, chunk.stop, None)]:
-            if start > position:
-                pieces.append(scratch[: start - position])
-                scratch = scratch[start - position :]
-            if memory is not None:
-                pieces.append(memory)
-            position = stop
-        for piece in pieces:
-            map_pages(piece)
-        return file.read(chunk.first_block, chunk.last_block, pieces)
-
-    def _read_and_copy(self, file: ShardFile, chunk: Chunk) -> int:
-        """Some of it is wanted row by row, or by several targets: read it all, then copy."""
-        scratch = self._scratch_of(chunk.stop - chunk.start)
-        nbytes = file.read(chunk.first_block, chunk.last_block, [scratch])
-        for move in chunk.direct:
-            size = move.stop - move.start
-            memory = self._buffers.flat(move.buffer)[move.buffer_start : move.buffer_start + size]
-            map_pages(memory)
-            memory[:] = scratch[move.start - chunk.start : move.stop - chunk.start]
+    def _copy(self, chunk: Chunk, data: Array) -> None:
+        """Copy what is wanted out of the bytes of a chunk."""
         boxes: dict[tuple[int, int], Array] = {}
-        for move in chunk.strided:
-            rows = boxes.get((move.start, move.stop))
+        for start, stop, buffer, _, box, shared in chunk.moves:
+            leaf, target = self._targets[buffer]
+            rows = boxes.get((start, stop))
             if rows is None:
-                data = scratch[move.start - chunk.start : move.stop - chunk.start]
-                rows = boxes[move.start, move.stop] = self._elements(move, data)
-            within = _box.slices(move.shared, self._targets[move.buffer].box)
-            memory = self._buffers.arrays[move.buffer][(*within, ...)]  # a view, also if 0-d
+                stored = data[start - chunk.start : stop - chunk.start]
+                rows = boxes[start, stop] = _elements(stored, self._leaves[leaf].dtype, box)
+            within = _box.slices(shared, target)
+            memory = self._buffers.array(buffer)[(*within, ...)]  # a view, also if 0-d
             if memory.flags.c_contiguous:
                 map_pages(memory)
-            memory[...] = rows[_box.slices(move.shared, move.box)]
-        return nbytes
-
-    def _elements(self, move: Strided, data: Array) -> Array:
-        name = self._leaves[self._targets[move.buffer].leaf].dtype
-        if DTYPES[name].packed:
-            elements = _pack.unpack(data, name, _box.count(move.box))
-        else:
-            elements = data.view(numpy_dtype(name))
-        return elements.reshape(_box.shape_of(move.box))
+            memory[...] = rows[_box.slices(shared, box)]
 
     def _scratch_of(self, nbytes: int) -> Array:
         """Memory for this thread only, good until the thread asks again."""
@@ -182,9 +124,16 @@ class _Fetch:
         return held[:nbytes]
 
 
-_Task = tuple[ShardFile, Chunk]
+def _fits_in_place(moves: Sequence[Move]) -> bool:
+    """Whether all moves, which are in order, can be read to their places, each byte to one."""
+    return all(move.buffer_start is not None for move in moves) and all(
+        one.stop <= other.start for one, other in pairwise(moves)
+    )
 
 
-def _overlap(moves: Sequence[Direct]) -> bool:
-    """Whether several of the moves, which are in order, want the same bytes."""
-    return any(one.stop > other.start for one, other in pairwise(moves))
+def _elements(data: Array, dtype: str, box: _box.Box) -> Array:
+    if DTYPES[dtype].packed:
+        elements = _pack.unpack(data, dtype, _box.count(box))
+    else:
+        elements = data.view(numpy_dtype(dtype))
+    return elements.reshape(_box.shape_of(box))

@@ -20,13 +20,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import (
-    DTYPES,
-    Dtype,
-    Layout,
-    LeafSpec,
-    StoredLeaf,
-)
+from ostraka._spec import DTYPES, Dtype, Layout, LeafSpec, StoredLeaf
 
 METADATA_NAME = "_METADATA"
 FORMAT = "ostraka"
@@ -35,15 +29,11 @@ PAGE_BYTES = 4096
 BLOCK_BYTES = 4 << 20
 GATHER_BYTES = 1 << 20
 """Boxes below this size share a block with their neighbours."""
-MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors package accepts."""
 
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _OFFSET_DIGITS = 15
 _QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 _MAX_RUN_NUMBERS = 1 << 26
-
-Buffer = bytes | bytearray | memoryview
 
 
 def digest(data: Any) -> str:
@@ -53,14 +43,8 @@ def digest(data: Any) -> str:
 
 def block_digest(buffers: Iterable[Any]) -> str:
     """The digest of one block, given as the pieces it is made of: xxh3, 64 bits."""
-    pieces = iter(buffers)
-    first = next(pieces, b"")
-    second = next(pieces, None)
-    if second is None:
-        return xxhash.xxh3_64_hexdigest(first)
-    state = xxhash.xxh3_64(first)
-    state.update(second)
-    for piece in pieces:
+    state = xxhash.xxh3_64()
+    for piece in buffers:
         state.update(piece)
     return state.hexdigest()
 
@@ -140,35 +124,16 @@ def entries_by_file(
     for number, leaf in enumerate(leaves):
         key = (leaf.layout, leaf.part, leaf.spec.shape, DTYPES[leaf.spec.dtype].bits)
         kinds.setdefault(key, []).append(number)
-    unordered: dict[tuple[int, int], list[tuple[int, int, _Placed]]] = {}
+    unordered: dict[tuple[int, int], list[tuple[int, int, Box, int]]] = {}
     for (layout, part, shape, bits), numbers in kinds.items():
-        for place in _placed_boxes(shape, layouts[layout].grid, owners[layout], bits):
-            file = unordered.setdefault((place.device, part + place.turn), [])
-            order = place.order
-            file += [(order, number, place) for number in numbers]
-    return {key: _with_offsets(unordered[key]) for key in sorted(unordered)}
-
-
-class _Placed(NamedTuple):
-    """A box of one kind of leaf: the device and part it goes to, and what decides its order."""
-
-    device: int
-    turn: int
-    order: int
-    box: Box
-    nbytes: int
-
-
-def _placed_boxes(
-    shape: tuple[int, ...], grid: tuple[int, ...], owners: list[tuple[int, list[int]]], bits: int
-) -> list[_Placed]:
-    placed: list[_Placed] = []
-    for device, cells in owners:
-        for turn, number in enumerate(cells):
-            box = _box.cell(shape, grid, number)
-            nbytes = (_box.count(box) * bits + 7) // 8
-            placed.append(_Placed(device, turn, -alignment_of(nbytes), box, nbytes))
-    return placed
+        for device, cells in owners[layout]:
+            for turn, cell in enumerate(cells):
+                box = _box.cell(shape, layouts[layout].grid, cell)
+                nbytes = (_box.count(box) * bits + 7) // 8
+                order = -alignment_of(nbytes)
+                file = unordered.setdefault((device, part + turn), [])
+                file += [(order, number, box, nbytes) for number in numbers]
+    return {key: _with_offsets(sorted(boxes)) for key, boxes in sorted(unordered.items())}
 
 
 def alignment_of(nbytes: int) -> int:
@@ -176,12 +141,12 @@ def alignment_of(nbytes: int) -> int:
     return min(nbytes & -nbytes, PAGE_BYTES)
 
 
-def _with_offsets(unordered: list[tuple[int, int, _Placed]]) -> list[Entry]:
+def _with_offsets(boxes: Iterable[tuple[int, int, Box, int]]) -> list[Entry]:
     entries: list[Entry] = []
     offset = 0
-    for _, leaf, place in sorted(unordered):
-        entries.append(Entry(leaf, place.box, offset, place.nbytes))
-        offset += place.nbytes
+    for _, leaf, box, nbytes in boxes:
+        entries.append(Entry(leaf, box, offset, nbytes))
+        offset += nbytes
     return entries
 
 
@@ -229,20 +194,18 @@ def paths_between(
 # Safetensors headers
 
 
-def tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> list[int]:
-    """The shape that the file shows: bytes for dtypes that safetensors lacks."""
+def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[int]]:
+    """The shape that the file shows, and where that begins in the whole array.
+
+    Dtypes that safetensors lacks are shown as bytes.
+    """
     if dtype.packed:
-        return [nbytes]
+        return [nbytes], [0]
     shape = list(_box.shape_of(box))
-    return [*shape, dtype.bits // 8] if dtype.opaque and dtype.bits > 8 else shape
-
-
-def tensor_offsets(dtype: Dtype, box: Box) -> list[int]:
-    """Where the shown tensor lies in the whole one."""
-    if dtype.packed:
-        return [0]
     starts = [start for start, _ in box]
-    return [*starts, 0] if dtype.opaque and dtype.bits > 8 else starts
+    if dtype.opaque and dtype.bits > 8:
+        return [*shape, dtype.bits // 8], [*starts, 0]
+    return shape, starts
 
 
 def header_capacity(leaf: LeafSpec) -> int:
@@ -274,13 +237,21 @@ def header_bytes_for(capacity: Any) -> Any:
 
 @cache
 def _header_frame_bytes() -> int:
-    return 8 + len(_header_json([], [], {}, "0" * 16))
+    return 8 + len(_header_json([], [], "0" * 16))
 
 
 def encode_header(
     entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
 ) -> bytes:
     """The first `header_bytes` of a shard file."""
+    text = _header_json(entries, leaves, save_id)
+    if 8 + len(text) > header_bytes:
+        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
+    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
+
+
+def _header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str) -> bytes:
+    """What a header says. Written entry by entry: making one large object of it all is slow."""
     tensors: list[str] = []
     offsets: list[str] = []
     opaque: dict[str, str] = {}
@@ -290,8 +261,8 @@ def encode_header(
         dtype = DTYPES[spec.dtype]
         texts = shown.get((spec.dtype, box))
         if texts is None:
-            shape = dumps(tensor_shape(dtype, box, nbytes))
-            texts = shown[spec.dtype, box] = (shape, dumps(tensor_offsets(dtype, box)))
+            shape, starts = _tensor_shape(dtype, box, nbytes)
+            texts = shown[spec.dtype, box] = (dumps(shape), dumps(starts))
         key = encode_basestring_ascii(spec.path)
         tensors.append(
             f'{key}:{{"dtype":"{dtype.code}","shape":{texts[0]},'
@@ -300,43 +271,24 @@ def encode_header(
         offsets.append(f'{key}:{{"saved_offsets":{texts[1]}}}')
         if dtype.opaque:
             opaque[spec.path] = dtype.name
-    text = _header_json(tensors, offsets, opaque, save_id)
-    if 8 + len(text) > header_bytes:
-        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
-    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
-
-
-def _header_json(
-    tensors: Sequence[str], offsets: Sequence[str], opaque: Mapping[str, str], save_id: str
-) -> bytes:
-    """A header's JSON, from entries that are JSON already: building it all at once is slow."""
-    about = dumps(
-        {
-            "ostraka": str(VERSION),
-            "ostraka_id": save_id,
-            "ostraka_dtypes": dumps(opaque),
-            "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
-        }
-    )
-    return ("{" + ",".join([f'"__metadata__":{about}', *tensors]) + "}").encode()
-
-
-def decode_header(data: Any) -> tuple[str, dict[str, Any]]:
-    """The save's id and the tensors of a header as it lies in the file."""
-    text = json.loads(bytes(data[8:]))
-    about = text.pop("__metadata__")
-    return about["ostraka_id"], text
+    about = {
+        "ostraka": str(VERSION),
+        "ostraka_id": save_id,
+        "ostraka_dtypes": dumps(opaque),
+        "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
+    }
+    return ("{" + ",".join([f'"__metadata__":{dumps(about)}', *tensors]) + "}").encode()
 
 
 # Process indexes
 
 
 class Block(NamedTuple):
-    """A range of a shard file's data that is stored, digested and read as a whole."""
+    """A range of a shard file that is stored, digested and read as a whole."""
 
     start: int
     stop: int
-    """Its range in the data, which begins after the header."""
+    """Its range in the data, which begins after the header: that of the header is below 0."""
     file_start: int
     file_stop: int
     """Its range in the file."""
@@ -351,26 +303,20 @@ class FileDigests:
     lengths: tuple[int, ...]
     digests: tuple[str, ...]
 
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the data."""
-        return blocks_after(self.lengths[0], self.lengths[1:], self.digests[1:])
+    def blocks(self) -> list[Block]:
+        """The header and the blocks of the data: stored as they are, one after the other."""
+        header_bytes = self.lengths[0]
+        ends = pairwise(accumulate(self.lengths, initial=0))
+        return [
+            Block(start - header_bytes, stop - header_bytes, start, stop, digest)
+            for (start, stop), digest in zip(ends, self.digests, strict=True)
+        ]
 
 
-def blocks_after(
-    header_bytes: int, lengths: Sequence[int], digests: Sequence[str]
-) -> tuple[Block, ...]:
-    """Blocks that are stored as they are, one after the other."""
-    stops = accumulate(lengths, initial=0)
-    return tuple(
-        Block(start, stop, header_bytes + start, header_bytes + stop, digest)
-        for (start, stop), digest in zip(pairwise(stops), digests, strict=True)
-    )
-
-
-def planned_blocks(header_bytes: int, entries: Sequence[Entry]) -> tuple[Block, ...]:
-    """The blocks of a file that is yet to be written, without their digests."""
-    _, *lengths = block_lengths(header_bytes, entries)
-    return blocks_after(header_bytes, lengths, [""] * len(lengths))
+def planned_digests(file: FileEntry, entries: Sequence[Entry]) -> FileDigests:
+    """A file that is yet to be written; its digests only have the right length."""
+    lengths = block_lengths(file.header_bytes, entries)
+    return FileDigests(file.size, tuple(lengths), ("0" * 16,) * len(lengths))
 
 
 def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -> bytes:
@@ -398,7 +344,8 @@ def decode_index(data: bytes) -> dict[str, FileDigests]:
         text = str(file["digests"])
         lengths = decode_runs(file["blocks"])
         digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
-        if len(digests) != len(lengths) or sum(lengths) != file["size"]:
+        adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
+        if not adds_up or len(digests) != len(lengths):
             raise ValueError(f"the blocks of {name} do not add up to its size")
         files[name] = FileDigests(file["size"], lengths, digests)
     return files
@@ -411,28 +358,22 @@ def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
     """Integers as arithmetic runs `[start, step, count]`; device orders and sizes become tiny."""
     runs: list[list[int]] = []
     for number in numbers:
-        if runs:
-            start, step, length = runs[-1]
-            if length == 1:
-                runs[-1] = [start, number - start, 2]
-                continue
-            if number == start + step * length:
-                runs[-1][2] += 1
-                continue
-            if length == 2 and step:
-                # Two numbers alone are no run yet: let the second begin one of its own.
-                runs[-1] = [start, 0, 1]
-                runs.append([start + step, number - start - step, 2])
-                continue
-        runs.append([number, 0, 1])
+        start, step, length = runs[-1] if runs else (0, 0, 0)
+        if length == 1:
+            runs[-1] = [start, number - start, 2]
+        elif length and number == start + step * length:
+            runs[-1][2] += 1
+        elif length == 2 and step:
+            # Two numbers alone are no run yet: let the second begin one of its own.
+            runs[-1:] = [[start, 0, 1], [start + step, number - start - step, 2]]
+        else:
+            runs.append([number, 0, 1])
     return runs
 
 
 def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    if not all(type(n) is int for run in runs for n in run):
+    if not all(type(n) is int for run in runs for n in run) or any(run[2] < 1 for run in runs):
         raise ValueError("a list of numbers has something else in it")
-    if any(length < 1 for _, _, length in runs):
-        raise ValueError("a list of numbers has a run of no numbers")
     if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
         raise ValueError("a list of numbers is longer than any checkpoint needs")
     return tuple(start + step * i for start, step, length in runs for i in range(length))

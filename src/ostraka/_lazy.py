@@ -25,48 +25,24 @@ class LazyArray:
     """
 
     def __init__(self, source: Source, number: int, path: str):
+        leaf = source.saved.leaves[number]
         self._source = source
         self._number = number
-        self._path = path
-        self._leaf: LeafSpec = source.saved.leaves[number]
-
-    @property
-    def path(self) -> str:
+        self._leaf = leaf
+        self.path = path
         """Its path in the whole checkpoint."""
-        return self._path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
+        self.shape = leaf.shape
         """The global shape; for PRNG keys that of their key data."""
-        return self._leaf.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self._leaf.shape)
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        return numpy_dtype(self._leaf.dtype)
-
-    @property
-    def nbytes(self) -> int:
+        self.ndim = len(leaf.shape)
+        self.dtype = numpy_dtype(leaf.dtype)
+        self.nbytes = leaf.nbytes
         """The bytes of its elements; those of less than a byte are packed."""
-        return self._leaf.nbytes
-
-    @property
-    def spec(self) -> tuple[tuple[str, ...], ...]:
+        self.spec = leaf.partition
         """For each dimension the mesh axes it was cut along; trailing whole ones left out."""
-        return self._leaf.partition
-
-    @property
-    def mesh(self) -> MeshSpec | None:
+        self.mesh: MeshSpec | None = source.saved.meshes[leaf.mesh] if leaf.mesh >= 0 else None
         """The mesh it was saved on; None if it was in host memory."""
-        return self._source.saved.meshes[self._leaf.mesh] if self._leaf.mesh >= 0 else None
-
-    @property
-    def prng(self) -> str | None:
+        self.prng = leaf.prng
         """The implementation, if this is the data of PRNG keys."""
-        return self._leaf.prng
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """Basic indexing as in numpy: integers, slices, `...`."""
@@ -111,33 +87,20 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, source: Source, within: str = ""):
         self._source = source
-        self._within = within
+        self.path = source.location
+        """Where it is; of a directory of steps that was opened, the step that was found."""
+        self.within = within
+        """The path of the part that this is; empty for all of it."""
+        self.metadata = source.saved.user
+        """What was given as `metadata` when it was saved."""
+        self.writer = source.saved.writer
+        """What wrote it, and when."""
         above = f"{within}/" if within else ""
         self._leaves = {
             leaf.path.removeprefix(above): leaf.value
             for leaf in leaves_of(source.tree)
             if leaf.path.startswith(above) and not isinstance(leaf.value, Kept)
         }
-
-    @property
-    def path(self) -> str:
-        """Where it is; of a directory of steps that was opened, the step that was found."""
-        return self._source.location
-
-    @property
-    def within(self) -> str:
-        """The path of the part that this is; empty for all of it."""
-        return self._within
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What was given as `metadata` when it was saved."""
-        return self._source.saved.user
-
-    @property
-    def writer(self) -> Mapping[str, Any]:
-        """What wrote it, and when."""
-        return self._source.saved.writer
 
     @property
     def nbytes(self) -> int:
@@ -166,14 +129,14 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._leaves)
 
     def __repr__(self) -> str:
-        part = f" {self._within!r}" if self._within else ""
+        part = f" {self.within!r}" if self.within else ""
         return f"<Checkpoint {self.path}{part}: {len(self)} leaves, {self.nbytes:,} bytes>"
 
     def _whole(self, path: str) -> str:
-        return f"{self._within}/{path}" if self._within else path
+        return f"{self.within}/{path}" if self.within else path
 
     def _no_leaf(self, path: Any) -> str:
-        where = f"{self._within!r} of {self.path}" if self._within else self.path
+        where = f"{self.within!r} of {self.path}" if self.within else self.path
         if not isinstance(path, str):
             first = next(iter(self._leaves), "model/kernel")
             return f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
@@ -194,35 +157,39 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
 
 def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:
     """The box to read for an index, and the index of the wanted elements inside that box."""
-    if sum(entry is Ellipsis for entry in entries) > 1:
+    given = [entry for entry in entries if entry is not Ellipsis]
+    if len(entries) - len(given) > 1:
         raise IndexError("an index can have only one '...'")
-    if not any(entry is Ellipsis for entry in entries):
-        entries.append(Ellipsis)
-    at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
-    entries[at : at + 1] = [slice(None)] * (len(leaf.shape) - len(entries) + 1)
-    if len(entries) != len(leaf.shape):
-        raise IndexError(f"leaf {leaf.path!r} has {len(leaf.shape)} dimensions, not {len(entries)}")
+    rank = len(leaf.shape)
+    if len(given) > rank:
+        raise IndexError(f"leaf {leaf.path!r} has {rank} dimensions, not {len(given)}")
+    at = next((n for n, entry in enumerate(entries) if entry is Ellipsis), len(given))
+    given[at:at] = [slice(None)] * (rank - len(given))
     box: list[tuple[int, int]] = []
     within: list[Any] = []
-    for dimension, (entry, extent) in enumerate(zip(entries, leaf.shape, strict=True)):
-        if isinstance(entry, slice):
-            start, stop, step = entry.indices(extent)
-            picked = range(start, stop, step)
-            # By its ends alone: a dimension may have more elements than could be counted through.
-            ends = sorted((picked[0], picked[-1])) if picked else (0, -1)
-            box.append((ends[0], ends[1] + 1))
-            within.append(slice(None, None, step))
-        elif isinstance(entry, int | np.integer) and not isinstance(entry, bool):
-            position = int(entry) + (extent if entry < 0 else 0)
-            if not 0 <= position < extent:
-                raise IndexError(
-                    f"leaf {leaf.path!r}: index {entry} is out of range for dimension {dimension} "
-                    f"of {extent} elements"
-                )
-            box.append((position, position + 1))
+    for dimension, (entry, extent) in enumerate(zip(given, leaf.shape, strict=True)):
+        picked = _picked(leaf.path, dimension, extent, entry)
+        if isinstance(picked, int):
+            box.append((picked, picked + 1))
             within.append(0)
         else:
-            raise IndexError(
-                f"leaf {leaf.path!r} can be indexed with integers, slices and '...', not {entry!r}"
-            )
+            # By its ends alone: a dimension may have more elements than could be counted through.
+            first, last = sorted((picked[0], picked[-1])) if picked else (0, -1)
+            box.append((first, last + 1))
+            within.append(slice(None, None, picked.step))
     return tuple(box), tuple(within)
+
+
+def _picked(path: str, dimension: int, extent: int, entry: Any) -> int | range:
+    """The elements that an index picks of a dimension."""
+    if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
+        raise IndexError(
+            f"leaf {path!r} can be indexed with integers, slices and '...', not {entry!r}"
+        )
+    try:
+        return range(extent)[entry]
+    except IndexError as error:
+        raise IndexError(
+            f"leaf {path!r}: index {entry} is out of range for dimension {dimension} of {extent} "
+            "elements"
+        ) from error

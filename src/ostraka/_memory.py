@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,12 @@ _ADVISED_BYTES = 4 << 20
 """From this size on numpy asks the kernel for huge pages."""
 
 
-_Kind = tuple[tuple[int, ...], np.dtype[Any], int]
-"""Shape, dtype, bytes."""
+class _Buffer(NamedTuple):
+    array: Array
+    memory: Array
+    """The bytes that it was cut from, which others may have parts of."""
+    start: int
+    """Where in them it begins."""
 
 
 class Buffers:
@@ -45,41 +50,49 @@ class Buffers:
         self._leaves = leaves
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
-        self._kinds: dict[tuple[str, _box.Box], _Kind] = {}
-        self._places: dict[int, tuple[Array, int]] = {}
-        """Small buffers: the arena that each was cut from, and where."""
-        self.arrays: list[Array] = [_EMPTY] * len(targets)
+        self._made: dict[int, _Buffer] = {}
 
     def allocate(self, targets: Iterable[int]) -> None:
         """Make memory for targets that have none yet, in the order in which they will be filled."""
-        arrays = self.arrays
         for number in targets:
-            if arrays[number] is not _EMPTY:
+            if number in self._made:
                 continue
             leaf, box = self._targets[number]
-            key = (self._leaves[leaf].dtype, box)
-            shape, dtype, nbytes = self._kinds.get(key) or self._kind(key)
-            if 0 < nbytes < _ARENA_LIMIT_BYTES:
-                place = self._places[number] = self._cut(nbytes)
-                arrays[number] = np.ndarray(shape, dtype, *place)
-            else:
-                arrays[number] = np.ndarray(shape, dtype, aligned(nbytes))
+            dtype = numpy_dtype(self._leaves[leaf].dtype)
+            shape = _box.shape_of(box)
+            memory, start = self._cut(prod(shape) * dtype.itemsize)
+            array = np.ndarray(shape, dtype, memory, start)
+            self._made[number] = _Buffer(array, memory, start)
 
-    def _kind(self, key: tuple[str, _box.Box]) -> _Kind:
-        """What all boxes of one dtype and place have in common: many leaves are of few kinds."""
-        dtype, box = numpy_dtype(key[0]), key[1]
-        nbytes = _box.count(box) * dtype.itemsize
-        found = self._kinds[key] = (_box.shape_of(box), dtype, nbytes)
-        return found
+    def array(self, number: int) -> Array:
+        return self._made[number].array
 
     def take(self, number: int) -> Array:
         """A buffer that is full. It is the caller's now."""
-        array = self.arrays[number]
-        self.arrays[number] = _EMPTY
-        self._places.pop(number, None)
-        return array
+        return self._made.pop(number).array
+
+    def memory_of(self, chunk: Chunk, scratch: Callable[[int], Array]) -> list[Array]:
+        """Where the bytes of a chunk belong, in order; those that nobody wants go to `scratch`.
+
+        All of its moves have a place in their buffers, and no two want the same bytes.
+        """
+        wanted = sum(move.stop - move.start for move in chunk.moves)
+        unwanted = scratch(chunk.stop - chunk.start - wanted)
+        places: list[tuple[Array, int, int]] = []
+        position, skipped = chunk.start, 0
+        for move in chunk.moves:
+            places.append((unwanted, skipped, move.start - position))
+            skipped += move.start - position
+            _, memory, start = self._made[move.buffer]
+            places.append((memory, start + (move.buffer_start or 0), move.stop - move.start))
+            position = move.stop
+        places.append((unwanted, skipped, chunk.stop - position))
+        return _join(places)
 
     def _cut(self, nbytes: int) -> tuple[Array, int]:
+        """Memory for a buffer, and where in it the buffer begins."""
+        if not 0 < nbytes < _ARENA_LIMIT_BYTES:
+            return aligned(nbytes), 0
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > self._arena.size:
             grown = max(2 * self._arena.size, _FIRST_ARENA_BYTES, nbytes)
@@ -88,35 +101,18 @@ class Buffers:
         self._arena_used = start + nbytes
         return self._arena, start
 
-    def flat(self, number: int) -> Array:
-        """The bytes of a buffer."""
-        return self.arrays[number].reshape(-1).view(np.uint8)
 
-    def runs(self, chunk: Chunk) -> list[tuple[int, int, Array]]:
-        """The chunk's moves as `(start, stop, memory)`, neighbours in file and memory joined."""
-        runs: list[tuple[int, int, Array]] = []
-        joined: tuple[Array, int] | None = None
-        for move in chunk.direct:
-            size = move.stop - move.start
-            place = self._places.get(move.buffer)
-            if place is None:
-                flat = self.flat(move.buffer)
-                memory = flat[move.buffer_start : move.buffer_start + size]
-                runs.append((move.start, move.stop, memory))
-                joined = None
-                continue
-            arena, base = place
-            begin = base + move.buffer_start
-            if joined and joined[0] is arena and joined[1] == begin and runs[-1][1] == move.start:
-                start, _, memory = runs[-1]
-                runs[-1] = (start, move.stop, arena[begin - memory.size : begin + size])
-            else:
-                runs.append((move.start, move.stop, arena[begin : begin + size]))
-            joined = (arena, begin + size)
-        return runs
+def _join(places: Iterable[tuple[Array, int, int]]) -> list[Array]:
+    """Parts of memory, given as `(memory, start, nbytes)`; those that follow one another as one."""
+    joined: list[tuple[Array, int, int]] = []
+    for memory, start, nbytes in places:
+        if joined and joined[-1][0] is memory and joined[-1][2] == start:
+            joined[-1] = (memory, joined[-1][1], start + nbytes)
+        elif nbytes:
+            joined.append((memory, start, start + nbytes))
+    return [memory[start:stop] for memory, start, stop in joined]
 
 
-_EMPTY = np.empty(0, np.uint8)
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -125,16 +121,7 @@ def detached(array: Array) -> Array:
     return array if array.nbytes >= _ARENA_LIMIT_BYTES else array.copy()
 
 
-def _find_madvise() -> Any:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (AttributeError, OSError):  # pragma: no cover
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
-_madvise = _find_madvise() if sys.platform == "linux" else None
+_madvise: Any = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 _MADV_POPULATE_WRITE = 23
 
 
@@ -146,7 +133,8 @@ def map_pages(memory: Array) -> None:
     if _madvise is not None and memory.nbytes >= _MAPPED_BYTES:
         address = memory.__array_interface__["data"][0]
         start = address - address % mmap.PAGESIZE
-        _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE)
+        nbytes = address + memory.nbytes - start
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def aligned(nbytes: int) -> Array:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from operator import attrgetter
 from typing import Any, cast, get_args
 
-from ostraka._format import (
-    FORMAT,
-    ID_PATTERN,
-    METADATA_NAME,
-    VERSION,
-    FileEntry,
-    decode_runs,
-    digest,
-    dumps,
-    encode_runs,
-)
+from ostraka import _format
+from ostraka._format import METADATA_NAME, Entry, FileEntry, decode_runs, digest, encode_runs
 from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import (
     DTYPES,
@@ -34,9 +24,6 @@ from ostraka._spec import (
 )
 from ostraka.errors import NotACheckpoint, UnsupportedFormat
 
-_DIGEST_MARK = b',"digest":"'
-_DIGEST_TAIL = b'"}\n'
-_DIGEST_DIGITS = 32
 _FILE_COLUMNS = ("device", "part", "header_bytes", "size")
 
 
@@ -72,13 +59,36 @@ class Metadata:
         return max(self.process_of, default=0) + 1
 
 
+def shard_contents(
+    metadata: Metadata, devices: Collection[int] | None = None
+) -> dict[tuple[int, int], tuple[FileEntry, list[Entry]]]:
+    """Each file `(device, part)` with its entries, in file order, for some or all devices.
+
+    Raises ValueError if the file table is not the one that the layouts need.
+    """
+    contents = _format.entries_by_file(metadata.leaves, metadata.layouts, devices)
+    files = {
+        (file.device, file.part): file
+        for file in metadata.files
+        if devices is None or file.device in devices
+    }
+    for key in sorted(contents.keys() | files.keys()):
+        last = contents[key][-1] if key in contents else None
+        data_bytes = files[key].size - files[key].header_bytes if key in files else None
+        if last is None or last.offset + last.nbytes != data_bytes:
+            raise ValueError(
+                f"the file table and the layouts disagree about {_format.shard_name(*key)}"
+            )
+    return {key: (files[key], entries) for key, entries in contents.items()}
+
+
 _KNOWN_FIELDS = {f.name for f in fields(Metadata)} | {"format", "version", "digest"}
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
     body = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": _format.FORMAT,
+        "version": _format.VERSION,
         "id": metadata.id,
         "writer": metadata.writer,
         "process_of": encode_runs(metadata.process_of),
@@ -104,15 +114,19 @@ def encode_metadata(metadata: Metadata) -> bytes:
         "user": metadata.user,
         **metadata.unknown,
     }
-    text = dumps(body).encode()[:-1]
-    return text + _DIGEST_MARK + digest(text).encode() + _DIGEST_TAIL
+    text = _format.dumps(body).encode()[:-1]
+    return text + _seal(text)
 
 
 def metadata_is_intact(data: bytes) -> bool:
     """Whether the digest at the end of `_METADATA` is that of what stands before it."""
-    tail = len(_DIGEST_MARK) + _DIGEST_DIGITS + len(_DIGEST_TAIL)
-    text = data[:-tail]
-    return data[-tail:] == _DIGEST_MARK + digest(text).encode() + _DIGEST_TAIL
+    text = data[: -len(_seal(b""))]
+    return data == text + _seal(text)
+
+
+def _seal(text: bytes) -> bytes:
+    """The end of `_METADATA`: the digest of all before it."""
+    return b',"digest":"%b"}\n' % digest(text).encode()
 
 
 def decode_metadata(data: bytes) -> Metadata:
@@ -148,76 +162,53 @@ def decode_metadata(data: bytes) -> Metadata:
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
         loaded = with_full_stack(lambda: json.loads(data))
-    except TooDeep as error:
-        raise UnsupportedFormat(
-            f"its {METADATA_NAME} is nested too deeply for Python's recursion limit, which is "
-            f"{sys.getrecursionlimit():,}; raise it with sys.setrecursionlimit"
-        ) from error
-    except ValueError as error:
+    except (ValueError, TooDeep) as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
-    if body.get("format") != FORMAT:
+    if body.get("format") != _format.FORMAT:
         raise NotACheckpoint(f"its {METADATA_NAME} was not written by Ostraka")
-    if body.get("version") != VERSION:
+    if body.get("version") != _format.VERSION:
         raise UnsupportedFormat(
             f"it is in format version {body.get('version')!r} and this Ostraka reads version "
-            f"{VERSION}; install a newer ostraka"
+            f"{_format.VERSION}; install a newer ostraka"
         )
     return body
 
 
-_FLAGS = ("per_process", "uncommitted", "weak")
+_REQUIRED = ("path", "kind", "dtype", "shape")
+_OPTIONAL = ("prng", "cast_from", "per_process", "uncommitted", "weak", "memory")
+"""Fields of a leaf that are absent where they are None or False."""
 
 
 def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
-    spec = leaf.spec
-    entry: dict[str, Any] = {
-        "path": spec.path,
-        "kind": spec.kind,
-        "dtype": spec.dtype,
-        "shape": spec.shape,
-        "layout": leaf.layout,
-    }
+    entry: dict[str, Any] = {name: getattr(leaf.spec, name) for name in _REQUIRED}
+    entry["layout"] = leaf.layout
     if leaf.part:
         entry["part"] = leaf.part
-    if spec.mesh >= 0:
-        entry["mesh"] = spec.mesh
-        entry["spec"] = spec.partition
-    if spec.prng is not None:
-        entry["prng"] = spec.prng
-    if spec.cast_from is not None:
-        entry["cast_from"] = spec.cast_from
-    for flag in _FLAGS:
-        if getattr(spec, flag):
-            entry[flag] = True
-    if spec.memory is not None:
-        entry["memory"] = spec.memory
+    if leaf.spec.mesh >= 0:
+        entry |= {"mesh": leaf.spec.mesh, "spec": leaf.spec.partition}
+    for name in _OPTIONAL:
+        if value := getattr(leaf.spec, name):
+            entry[name] = value
     return entry
 
 
 def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
     spec = LeafSpec(
-        path=entry["path"],
-        kind=entry["kind"],
-        dtype=entry["dtype"],
-        shape=tuple(entry["shape"]),
-        mesh=entry.get("mesh", -1),
-        partition=tuple(tuple(axes) for axes in entry.get("spec", ())),
-        prng=entry.get("prng"),
-        cast_from=entry.get("cast_from"),
-        memory=entry.get("memory"),
-        **{flag: True for flag in _FLAGS if entry.get(flag)},
+        entry["path"],
+        entry["kind"],
+        entry["dtype"],
+        tuple(entry["shape"]),
+        entry.get("mesh", HOST_LOCAL),
+        tuple(map(tuple, entry.get("spec", ()))),
+        **{name: entry[name] for name in _OPTIONAL if entry.get(name)},
     )
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
 
 
 def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
-    return MeshSpec(
-        axis_names=tuple(entry["axes"]),
-        axis_sizes=tuple(entry["shape"]),
-        devices=decode_runs(entry["devices"]),
-        axis_types=tuple(entry.get("types", ())),
-    )
+    devices, types = decode_runs(entry["devices"]), tuple(entry.get("types", ()))
+    return MeshSpec(tuple(entry["axes"]), tuple(entry["shape"]), devices, types)
 
 
 def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
@@ -233,80 +224,82 @@ def check_metadata(metadata: Metadata) -> None:
 
     A digest is no signature: anybody can write a `_METADATA` that has the right one.
     """
-    if ID_PATTERN.fullmatch(metadata.id) is None:
-        raise ValueError(f"the id {metadata.id!r} is not 16 hexadecimal digits")
-    devices = range(len(metadata.process_of))
-    if not all(0 <= process < 1 << 24 for process in metadata.process_of):
-        raise ValueError("a device has no process")
+    devices = set(range(len(metadata.process_of)))
+    is_id = _format.ID_PATTERN.fullmatch(metadata.id) is not None
+    _require(is_id, f"the id {metadata.id!r} is not 16 hexadecimal digits")
+    _require(all(0 <= p < 1 << 24 for p in metadata.process_of), "a device has no process")
     for mesh in metadata.meshes:
         _check_mesh(mesh, devices)
-    for layout in metadata.layouts:
-        if not _are_counts(layout.grid, least=1) or prod(layout.grid) != len(layout.owners):
-            raise ValueError(f"a layout of grid {layout.grid} has {len(layout.owners)} cells")
-        if not all(owner in devices for owner in layout.owners):
-            raise ValueError("a layout names a device that is not there")
+    for grid, owners in ((layout.grid, layout.owners) for layout in metadata.layouts):
+        is_grid = _are_counts(grid, least=1) and prod(grid) == len(owners)
+        _require(is_grid, f"a layout of grid {grid} has {len(owners)} cells")
+        _require(devices.issuperset(owners), "a layout names a device that is not there")
     for file in metadata.files:
-        if file.device not in devices or not 8 < file.header_bytes <= file.size or file.part < 0:
-            raise ValueError(f"the file table has an impossible entry for {file.name}")
+        fits = 8 < file.header_bytes <= file.size and file.device in devices and file.part >= 0
+        _require(fits, f"the file table has an impossible entry for {file.name}")
     for process, index in metadata.indexes.items():
-        if not _are_counts((process, index.size)) or not isinstance(index.digest, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("the table of process indexes is malformed")
+        _require(_are_counts((process, index.size)), "the table of process indexes is malformed")
     checked: set[Any] = set()
     for leaf in metadata.leaves:
         _check_leaf(leaf, metadata, checked)
-    if len({leaf.spec.path for leaf in metadata.leaves}) != len(metadata.leaves):
-        raise ValueError("two leaves have the same path")
+    paths = {leaf.spec.path for leaf in metadata.leaves}
+    _require(len(paths) == len(metadata.leaves), "two leaves have the same path")
 
 
-def _check_mesh(mesh: MeshSpec, devices: range) -> None:
-    if not _are_texts((*mesh.axis_names, *mesh.axis_types)) or not _are_counts(mesh.axis_sizes):
-        raise ValueError("a mesh has axes that are not named, or not of a size")
-    ranks = {len(mesh.axis_names), len(mesh.axis_sizes), len(set(mesh.axis_names))}
-    if unknown := set(mesh.axis_types) - {"auto", "explicit", "manual"}:
-        raise UnsupportedFormat(
-            f"a mesh has an axis of the type {sorted(unknown)[0]!r}, which this Ostraka does not "
-            "know; install a newer ostraka"
-        )
-    if len(ranks) != 1 or len(mesh.axis_types) not in (0, *ranks):
-        raise ValueError(f"the axes of the mesh {mesh.axis_names} don't fit each other")
+def _check_mesh(mesh: MeshSpec, devices: set[int]) -> None:
+    names, sizes, types = mesh.axis_names, mesh.axis_sizes, mesh.axis_types
+    _require(_are_texts((*names, *types)), "the axes of a mesh must have names and types")
+    if unknown := set(types) - {"auto", "explicit", "manual"}:
+        raise _unknown(f"a mesh has an axis of the type {sorted(unknown)[0]!r}")
+    fits = _are_counts(sizes) and len(set(names)) == len(names) == len(sizes)
+    fits = fits and len(types) in (0, len(names))
+    _require(fits, f"the axes of the mesh {names} don't fit each other")
     distinct = set(mesh.devices)
-    if prod(mesh.axis_sizes) != len(distinct) or len(distinct) != len(mesh.devices):
-        raise ValueError(f"the mesh {mesh} has {len(distinct)} devices")
-    if not all(device in devices for device in mesh.devices):
-        raise ValueError(f"the mesh {mesh} has a device that is not there")
+    fits = prod(sizes) == len(distinct) == len(mesh.devices)
+    _require(fits, f"the mesh {mesh} has {len(distinct)} devices")
+    _require(distinct <= devices, f"the mesh {mesh} has a device that is not there")
 
 
 def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None:
     spec = leaf.spec
-    if not _are_texts((spec.path, spec.kind, spec.dtype)):
-        raise ValueError("a leaf has no path, kind or dtype")
-    if not _are_counts((leaf.part, leaf.layout, spec.mesh - HOST_LOCAL, *spec.shape)):
-        raise ValueError(f"leaf {spec.path!r} has numbers that are none")
-    placed = (leaf.layout, spec.mesh, spec.partition, spec.memory)
-    kind = (spec.kind, spec.dtype, spec.shape, spec.prng, *placed)
+    where = f"leaf {spec.path!r}"
+    _require(_are_texts((spec.path, spec.kind, spec.dtype)), f"{where} has no path, kind or dtype")
+    numbers = (leaf.part, leaf.layout, spec.mesh - HOST_LOCAL, *spec.shape)
+    _require(
+        _are_counts(numbers), f"{where}: part, layout, mesh and shape must be non-negative integers"
+    )
+    kind = (leaf.layout, *attrgetter(*_KIND)(spec))
     if kind in checked:
         return
     if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
-        raise UnsupportedFormat(
-            f"leaf {spec.path!r} is a {spec.kind!r} array of {spec.dtype!r}, which this Ostraka "
-            "does not know; install a newer ostraka"
-        )
-    is_key = spec.kind == "key"
-    if is_key and (not isinstance(spec.prng, str) or spec.dtype != "uint32" or not spec.shape):
-        raise ValueError(f"leaf {spec.path!r} is no PRNG key")
-    if not _are_texts([] if spec.memory is None else [spec.memory]):
-        raise ValueError(f"leaf {spec.path!r} is in a memory that has no name")
-    if leaf.layout >= len(metadata.layouts) or spec.mesh >= len(metadata.meshes):
-        raise ValueError(f"leaf {spec.path!r} has no layout or no mesh")
-    if len(metadata.layouts[leaf.layout].grid) != len(spec.shape):
-        raise ValueError(f"leaf {spec.path!r} has another rank than its layout")
-    if spec.per_process and not spec.shape:
-        raise ValueError(f"leaf {spec.path!r} has no dimension for its processes")
+        raise _unknown(f"{where} is a {spec.kind!r} array of {spec.dtype!r}")
+    is_key = isinstance(spec.prng, str) and spec.dtype == "uint32" and len(spec.shape) > 0
+    _require(spec.kind != "key" or is_key, f"{where} is no PRNG key")
+    _require(_are_texts([spec.memory or ""]), f"{where} is in a memory that has no name")
+    has_place = leaf.layout < len(metadata.layouts) and spec.mesh < len(metadata.meshes)
+    _require(has_place, f"{where} has no layout or no mesh")
+    rank = len(metadata.layouts[leaf.layout].grid)
+    _require(rank == len(spec.shape), f"{where} has another rank than its layout")
+    has_processes = not spec.per_process or len(spec.shape) > 0
+    _require(has_processes, f"{where} has no dimension for its processes")
     if spec.mesh != HOST_LOCAL:
         mesh = metadata.meshes[spec.mesh]
         for misfit in find_misfits(spec.path, spec.shape, spec.partition, mesh):
             raise ValueError(misfit.message)
     checked.add(kind)
+
+
+_KIND = ("kind", "dtype", "shape", "prng", "mesh", "partition", "memory", "per_process")
+"""What decides, with the layout, whether a leaf can be: of each kind one is checked."""
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _unknown(what: str) -> UnsupportedFormat:
+    return UnsupportedFormat(f"{what}, which this Ostraka does not know; install a newer ostraka")
 
 
 def _are_counts(numbers: Iterable[Any], *, least: int = 0) -> bool:

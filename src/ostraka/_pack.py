@@ -19,9 +19,7 @@ def pack(array: Array) -> Array:
     bits = DTYPES[array.dtype.name].bits
     per_byte = 8 // bits
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & ((1 << bits) - 1)
-    padded = np.zeros(-(-elements.size // per_byte) * per_byte, np.uint8)
-    padded[: elements.size] = elements
-    lanes = padded.reshape(-1, per_byte)
+    lanes = np.pad(elements, (0, -elements.size % per_byte)).reshape(-1, per_byte)
     packed = np.zeros(len(lanes), np.uint8)
     for lane in range(per_byte):
         packed |= lanes[:, lane] << (lane * bits)

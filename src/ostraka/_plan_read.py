@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ostraka import _box, _format
+from ostraka import _box
 from ostraka._box import Box
 from ostraka._format import Block, Entry, FileEntry
-from ostraka._metadata import Metadata
-from ostraka._spec import DTYPES, Layout, Target, turns_of
+from ostraka._metadata import Metadata, shard_contents
+from ostraka._spec import DTYPES, Dtype, Layout, Target, turns_of
 
 CHUNK_BYTES = 8 << 20
 """How much is read at one time."""
@@ -23,7 +22,10 @@ class Piece(NamedTuple):
     """What one entry of a file gives to one buffer: the box that both have."""
 
     entry: Entry
+    dtype: Dtype
     buffer: int
+    target: Box
+    """What the buffer holds."""
     shared: Box
 
 
@@ -36,104 +38,71 @@ class FileRead:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """Which files give what to which target."""
-
-    targets: tuple[Target, ...]
-    files: tuple[FileRead, ...]
-
-
-def plan_read(metadata: Metadata, targets: Sequence[Target]) -> ReadPlan:
+def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
     """Map the wanted boxes to entries of files.
 
     Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
     """
     wanted: dict[tuple[int, int], list[tuple[int, Box]]] = {}
     overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box]]] = {}
-    layouts = [_CellFinder(layout) for layout in metadata.layouts]
+    turns = [turns_of(layout) for layout in metadata.layouts]
     for number, target in enumerate(targets):
         leaf = metadata.leaves[target.leaf]
+        layout = metadata.layouts[leaf.layout]
         key = (leaf.layout, leaf.spec.shape, target.box)
         found = overlaps.get(key)
         if found is None:
-            found = overlaps[key] = layouts[leaf.layout].find(leaf.spec.shape, target.box)
+            found = _cells_under(target.box, leaf.spec.shape, layout, turns[leaf.layout])
+            overlaps[key] = found
         if not found:
             # Nothing to read, but the file that shows the empty leaf must be there.
-            wanted.setdefault((metadata.layouts[leaf.layout].owners[0], leaf.part), [])
+            wanted.setdefault((layout.owners[0], leaf.part), [])
         for device, turn, shared in found:
             wanted.setdefault((device, leaf.part + turn), []).append((number, shared))
-    contents = _format.entries_by_file(
-        metadata.leaves, metadata.layouts, {device for device, _ in wanted}
-    )
-    table = {(file.device, file.part): file for file in metadata.files}
-    reads = [
-        _file_read(table, contents, key, rows, targets) for key, rows in sorted(wanted.items())
-    ]
-    return ReadPlan(tuple(targets), tuple(reads))
+    contents = shard_contents(metadata, {device for device, _ in wanted})
+    reads: list[FileRead] = []
+    for key, rows in sorted(wanted.items()):
+        file, entries = contents[key]
+        of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
+        pieces: list[Piece] = []
+        for number, shared in rows:
+            entry, box = of_leaf[targets[number].leaf], targets[number].box
+            dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
+            pieces.append(Piece(entry, dtype, number, box, shared))
+        pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
+        reads.append(FileRead(file, tuple(entries), tuple(pieces)))
+    return reads
 
 
-class _CellFinder:
-    """Finds the cells of a layout under a box, with the file each lies in."""
-
-    def __init__(self, layout: Layout):
-        self._layout = layout
-        self._turns = turns_of(layout)
-
-    def find(self, shape: tuple[int, ...], box: Box) -> list[tuple[int, int, Box]]:
-        found: list[tuple[int, int, Box]] = []
-        for number in _box.overlapping_cells(shape, self._layout.grid, box):
-            cell = _box.cell(shape, self._layout.grid, number)
-            shared = _box.intersect(cell, box) if shape else cell
-            if shared is not None:
-                turn = 0 if self._turns is None else int(self._turns[number])
-                found.append((self._layout.owners[number], turn, shared))
-        return found
+def _cells_under(
+    box: Box, shape: tuple[int, ...], layout: Layout, turns: Any
+) -> list[tuple[int, int, Box]]:
+    """The cells of a layout under a box: device, turn, and what both have."""
+    found: list[tuple[int, int, Box]] = []
+    for number in _box.overlapping_cells(shape, layout.grid, box):
+        shared = _box.intersect(_box.cell(shape, layout.grid, number), box)
+        if shared is not None:
+            turn = 0 if turns is None else int(turns[number])
+            found.append((layout.owners[number], turn, shared))
+    return found
 
 
-def _file_read(
-    table: Mapping[tuple[int, int], FileEntry],
-    contents: Mapping[tuple[int, int], list[Entry]],
-    key: tuple[int, int],
-    rows: Iterable[tuple[int, Box]],
-    targets: Sequence[Target],
-) -> FileRead:
-    file = table.get(key)
-    entries = contents[key]
-    expected = entries[-1].offset + entries[-1].nbytes
-    if file is None or file.size - file.header_bytes != expected:
-        name = _format.shard_name(*key)
-        raise ValueError(f"the file table and the layouts disagree about {name}")
-    of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
-    pieces = [Piece(of_leaf[targets[number].leaf], number, shared) for number, shared in rows]
-    pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
-    return FileRead(file, tuple(entries), tuple(pieces))
+class Move(NamedTuple):
+    """Bytes `[start, stop)` of a file's data, which are those of `box`; `shared` goes to a buffer.
 
-
-class Direct(NamedTuple):
-    """Bytes `[start, stop)` of a file's data, which lie in a buffer as they lie there."""
-
-    start: int
-    stop: int
-    buffer: int
-    buffer_start: int
-
-
-class Strided(NamedTuple):
-    """Bytes `[start, stop)` of a file's data; `shared` is copied out of them row by row.
-
-    The bytes are those of `box`, in row-major order.
+    Where `shared` is all of `box` and lies in the buffer as in the file, `buffer_start` says at
+    which byte; else it is None, and the rows of `shared` are copied out of `box`.
     """
 
     start: int
     stop: int
     buffer: int
+    buffer_start: int | None
     box: Box
     shared: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Whole neighbouring blocks `[first_block, last_block)` of a file, read in one go.
 
     Together they hold `[start, stop)` of the file's data.
@@ -143,112 +112,48 @@ class Chunk:
     stop: int
     first_block: int
     last_block: int
-    direct: tuple[Direct, ...]
-    strided: tuple[Strided, ...]
+    moves: list[Move]
 
 
-def plan_chunks(
-    read: FileRead,
-    blocks: Sequence[Block],
-    metadata: Metadata,
-    targets: Sequence[Target],
-    *,
-    chunk_bytes: int,
-) -> list[Chunk]:
+def plan_chunks(pieces: Sequence[Piece], blocks: Sequence[Block]) -> list[Chunk]:
     """Cut what a file gives into chunks of whole blocks; blocks that nobody wants are skipped.
 
-    A block is read once, except where strided pieces of a box whose rows are longer than a chunk
-    meet in it.
+    A block is read once, unless what is wanted of it reaches so far into its neighbours that a
+    chunk would grow to more than twice its size.
     """
-    starts = [block.start for block in blocks]
-    starts.append(blocks[-1].stop if blocks else 0)
+    starts = [block.start for block in blocks] + [block.stop for block in blocks[-1:]]
     chunks: list[Chunk] = []
-    pending: list[Direct | Strided] = []
-    first = last = 0
-    moves = _moves(read, metadata, targets, starts, chunk_bytes)
-    for move in sorted(moves, key=itemgetter(0)):  # by where they start
-        if pending and move.stop <= starts[last]:
-            pending.append(move)
+    for move in sorted(_moves(pieces, starts), key=itemgetter(0)):
+        last = chunks[-1] if chunks else None
+        if last is not None and move.stop <= last.stop:
+            last.moves.append(move)
             continue
         low = bisect_right(starts, move.start) - 1
         high = bisect_right(starts, move.stop - 1)
-        if pending:
-            joined = starts[max(high, last)] - starts[first]
-            grows = high > last and joined > chunk_bytes
-            if low > last or (grows and (low >= last or joined > 2 * chunk_bytes)):
-                chunks.append(_chunk(starts, first, last, pending))
-                pending = []
-        if not pending:
-            first, last = low, high
-        pending.append(move)
-        last = max(last, high)
-    if pending:
-        chunks.append(_chunk(starts, first, last, pending))
+        if last is not None and low <= last.last_block:
+            joined = starts[high] - last.start
+            if joined <= (2 * CHUNK_BYTES if low < last.last_block else CHUNK_BYTES):
+                last.moves.append(move)
+                chunks[-1] = last._replace(stop=starts[high], last_block=high)
+                continue
+        chunks.append(Chunk(starts[low], starts[high], low, high, [move]))
     return chunks
 
 
-def _chunk(starts: list[int], first: int, last: int, moves: list[Direct | Strided]) -> Chunk:
-    direct: list[Direct] = []
-    strided: list[Strided] = []
-    for move in moves:
-        direct.append(move) if isinstance(move, Direct) else strided.append(move)
-    return Chunk(starts[first], starts[last], first, last, tuple(direct), tuple(strided))
-
-
-def _moves(
-    read: FileRead,
-    metadata: Metadata,
-    targets: Sequence[Target],
-    block_starts: list[int],
-    chunk_bytes: int,
-) -> Iterator[Direct | Strided]:
-    """The pieces of a file as byte moves no larger than a chunk, where that can be."""
-    for piece in read.pieces:
-        entry = piece.entry
-        if entry.nbytes == 0:
-            continue
-        base = entry.offset
-        dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
-        target = targets[piece.buffer].box
-        if entry.box == target and entry.nbytes <= chunk_bytes and dtype.bits >= 8:
-            yield Direct(base, base + entry.nbytes, piece.buffer, 0)
-            continue
+def _moves(pieces: Sequence[Piece], block_starts: Sequence[int]) -> Iterator[Move]:
+    """The pieces of a file as moves no larger than a chunk, where that can be."""
+    for (_, box, base, nbytes), dtype, buffer, target, shared in pieces:
         if dtype.packed:
-            yield Strided(base, base + entry.nbytes, piece.buffer, entry.box, piece.shared)
-            continue
-        size = dtype.bits // 8
-        if _box.is_contiguous(piece.shared, entry.box) and _box.is_contiguous(piece.shared, target):
-            start, stop = _box.flat_span(piece.shared, entry.box)
-            placed = _box.flat_start(piece.shared, target) * size
-            yield from _split_direct(
-                Direct(base + start * size, base + stop * size, piece.buffer, placed),
-                block_starts,
-                chunk_bytes,
-            )
-            continue
-        block = _format.block_bytes(entry) // size
-        for band in _box.bands(piece.shared, entry.box, max(chunk_bytes // size, 1), block):
-            outer = _box.rows_around(band, entry.box)
-            start, stop = _box.flat_span(outer, entry.box)
-            yield Strided(base + start * size, base + stop * size, piece.buffer, outer, band)
-
-
-def _split_direct(move: Direct, starts: list[int], chunk_bytes: int) -> Iterator[Direct]:
-    """Split a long move at block boundaries, so that several threads can share it.
-
-    What it has of the first and the last block, if not all, becomes a move of its own: a block that
-    two targets share is then small enough to be read once for both.
-    """
-    cuts = [move.start, move.stop]
-    if move.stop - move.start > _format.BLOCK_BYTES:
-        first = bisect_left(starts, move.start)
-        last = bisect_right(starts, move.stop) - 1
-        if first < last:
-            cuts = [move.start, starts[first]]
-            for before, boundary in pairwise(starts[first : last + 1]):
-                if boundary - cuts[-1] > chunk_bytes and before > cuts[-1]:
-                    cuts.append(before)
-            cuts += [starts[last], move.stop]
-    for start, stop in pairwise(cuts):
-        if start < stop:
-            yield Direct(start, stop, move.buffer, move.buffer_start + start - move.start)
+            yield Move(base, base + nbytes, buffer, None, box, shared)
+        elif box == target and nbytes <= CHUNK_BYTES:  # Most are, and this is quick.
+            yield Move(base, base + nbytes, buffer, 0, target, target)
+        else:
+            size = dtype.bits // 8
+            block = bisect_right(block_starts, base)
+            block_bytes = block_starts[block] - block_starts[block - 1]
+            for band in _box.bands(shared, box, CHUNK_BYTES // size, block_bytes // size):
+                rows = _box.rows_around(band, box)
+                start, stop = _box.flat_span(rows, box)
+                as_is = rows == band and _box.is_contiguous(band, target)
+                at = _box.flat_span(band, target)[0] * size if as_is else None
+                yield Move(base + start * size, base + stop * size, buffer, at, rows, band)

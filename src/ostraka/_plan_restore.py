@@ -6,21 +6,14 @@ order is the same on all processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ostraka import _box
+from ostraka import _box, _spec
 from ostraka._box import Box
 from ostraka._format import alignment_of
-from ostraka._spec import (
-    Layout,
-    LeafSpec,
-    MeshSpec,
-    StoredLeaf,
-    holders,
-    largest_cell_bytes,
-    partition_grid,
-)
+from ostraka._spec import Layout, LeafSpec, MeshSpec, StoredLeaf
 
 
 def needed_boxes(
@@ -41,9 +34,9 @@ def needed_boxes(
     import numpy as np
 
     rank = len(leaf.shape)
-    table = holders(mesh, leaf.partition, rank)
+    table = _spec.holders(mesh, leaf.partition, rank)
     cells = np.flatnonzero(np.isin(table, list(devices)).any(axis=1))
-    grid = partition_grid(mesh, leaf.partition, rank)
+    grid = _spec.partition_grid(mesh, leaf.partition, rank)
     return tuple(_box.cell(leaf.shape, grid, int(cell)) for cell in cells)
 
 
@@ -54,17 +47,17 @@ def reading_order(leaves: Sequence[StoredLeaf], layouts: Sequence[Layout]) -> li
     file. In a file, boxes of a larger alignment come first.
     """
     sizes: dict[object, int] = {}
-    by_part: dict[int, list[tuple[int, int, int]]] = {}
+    in_file: list[tuple[int, int, int]] = []
     for number, leaf in enumerate(leaves):
         key = (leaf.layout, leaf.spec.shape, leaf.spec.dtype)
         nbytes = sizes.get(key)
         if nbytes is None:
-            nbytes = sizes[key] = largest_cell_bytes(leaf.spec, layouts[leaf.layout].grid)
-        by_part.setdefault(leaf.part, []).append((-alignment_of(nbytes), number, nbytes))
-    turns: list[tuple[int, int]] = []
-    for part in by_part.values():
-        offset = 0
-        for _, number, nbytes in sorted(part):
-            turns.append((offset, number))
-            offset += nbytes
-    return [number for _, number in sorted(turns)]
+            nbytes = sizes[key] = _spec.largest_cell_bytes(leaf.spec, layouts[leaf.layout].grid)
+        in_file.append((-alignment_of(nbytes), number, nbytes))
+    offsets = [0] * len(leaves)
+    ends: Counter[int] = Counter()
+    """By part, where it ends so far."""
+    for _, number, nbytes in sorted(in_file):
+        offsets[number] = ends[leaves[number].part]
+        ends[leaves[number].part] += nbytes
+    return sorted(range(len(leaves)), key=lambda number: (offsets[number], number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from ostraka._assemble import Assembler
 from ostraka._capture import DtypeRule, check_dtype_rule
-from ostraka._checkpoint import open_at
+from ostraka._checkpoint import ATTEMPTS, open_at, overwritten
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._inplace import InPlace
 from ostraka._lifetime import paused_gc
@@ -23,13 +24,12 @@ from ostraka._pattern import Patterns
 from ostraka._place import Destination
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._source import Source
-from ostraka._spec import Target, numpy_dtype
+from ostraka._spec import LeafSpec, Target, numpy_dtype
 from ostraka._tree import parse
-from ostraka.errors import Busy, Damaged, RestoreFailed
+from ostraka.errors import Damaged, RestoreFailed
 from ostraka.sharding._mesh import as_mesh
 from ostraka.storage import PathLike
 
-_ATTEMPTS = 10
 _NOT_GIVEN: Any = object()
 
 
@@ -95,8 +95,8 @@ def restore(
         as_state,
         in_place=into is not _NOT_GIVEN,
     )
+    work = _Restore(path, choices)
     together = _spans_processes(given, mesh, specs)
-    tally = _Tally()
     try:
         with (
             paused_gc(),
@@ -106,76 +106,117 @@ def restore(
                 check_dtype_rule(dtype)
             if into is not _NOT_GIVEN:
                 # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-                result = _restore(path, operation, None, choices, InPlace(parse(into)), tally)
-            else:
-                tree = None if like is _NOT_GIVEN else parse(like)
-                result = _restore(path, operation, tree, choices, None, tally)
+                work.place = InPlace(parse(into))
+                work.template = work.place.template
+            elif like is not _NOT_GIVEN:
+                work.template = parse(like)
+            result = work.run(operation)
     except ProcessFailed as failure:
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
-    report("restore", tally.location, tally.watch, tally.summary, on_record)
+    report("restore", work.location, work.watch, work.summary, on_record)
     return result
 
 
 @dataclass(slots=True)
-class _Tally:
-    """What a restore has done so far, for its record."""
+class _Restore:
+    """A restore, and what it has done so far."""
 
-    watch: Stopwatch = field(default_factory=Stopwatch)
-    bytes: int = 0
+    path: PathLike
+    choices: Choices
+    template: Branch | Leaf | None = None
+    """What is wanted; None for all that was saved."""
+    place: InPlace | None = None
+    """The objects that are changed, if there are any."""
     location: str = ""
     """Where the checkpoint really is: of a run, which step."""
-    summary: list[float] = field(default_factory=lambda: summarize([(0, 0.0)]))
-    """Of all processes, at the end."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    bytes_read: int = 0
+    summary: list[float] = field(default_factory=list[float])
+    """What all processes have read, at the end."""
 
-    def add_bytes(self, nbytes: int) -> None:
-        self.bytes += nbytes
+    def run(self, operation: Operation) -> Any:
+        """Restore one checkpoint on all processes, even while a save replaces it.
 
-    def post(self) -> tuple[int, float]:
-        """What this process tells the others."""
-        return self.bytes, self.watch.phases.get("read", 0.0)
+        Whoever finds its files replaced says so, and all begin again with the new ones.
+        """
+        for attempt in range(ATTEMPTS):
+            source = open_at(self.path)
+            self.location = source.location
+            is_same = operation.exchange(
+                f"open-{attempt}", source.saved.id, lambda ids: len(set(ids)) == 1
+            )
+            self.watch.lap("open")
+            if not is_same:
+                continue
+            result: Any = None
+            replaced = False
+            try:
+                result = self._restore_from(source, operation)
+            except Damaged as error:
+                replaced = not source.is_current()
+                if not replaced:
+                    if self.place is not None:
+                        error.add_note("what was given as into= may have been changed in part")
+                    raise
+            done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
+            again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
+            self.watch.lap("agree")
+            if not again:
+                return result
+        raise overwritten([self.location])
 
+    def _restore_from(self, source: Source, operation: Operation) -> Any:
+        wanted = Matcher(
+            source, self.choices, process=jax.process_index(), process_count=jax.process_count()
+        ).match(self.template)
+        self.watch.lap("match")
+        values: dict[str, Any] = {}
+        put = values.__setitem__ if self.place is None else self.place.put
+        copies: dict[str, list[str]] = {}
+        for path, first in wanted.copies:
+            copies.setdefault(first, []).append(path)
+        replaced = {path for path, _ in wanted.copies}
+        known = ((path, wanted.values[path]) for path in wanted.values if path not in replaced)
+        for path, value in chain(known, self._arrays(source, wanted, operation)):
+            places = [path]
+            for place in places:  # which grows: a copy may have copies
+                put(place, value)
+                places += copies.get(place, [])
+        result = rebuild(wanted.tree, values) if self.place is None else self.place.finish()
+        for owner, state in wanted.states:
+            owner.set_state(state)
+        self.watch.lap("read")
+        return result
 
-def _restore(
-    path: PathLike,
-    operation: Operation,
-    tree: Branch | Leaf | None,
-    choices: Choices,
-    place: InPlace | None,
-    tally: _Tally,
-) -> Any:
-    """Restore one checkpoint on all processes, even while a save replaces it.
+    def _arrays(
+        self, source: Source, wanted: Wanted, operation: Operation
+    ) -> Iterator[tuple[str, Any]]:
+        """Each array as soon as its bytes are there, while others are still being read.
 
-    Whoever finds its files replaced says so, and all begin again with the new ones.
-    """
-    for attempt in range(_ATTEMPTS):
-        source = open_at(path)
-        tally.location = source.location
-        is_same = operation.exchange(
-            f"open-{attempt}", source.saved.id, lambda ids: len(set(ids)) == 1
-        )
-        tally.watch.lap("open")
-        if not is_same:
-            continue
-        result: Any = None
-        replaced = False
-        try:
-            result = _restore_once(source, operation, tree, choices, place, tally)
-        except Damaged as error:
-            replaced = not source.is_current()
-            if not replaced:
-                if place is not None:
-                    error.add_note("what was given as into= may have been changed in part")
-                raise
-        again, tally.summary = operation.exchange(
-            f"restored-{attempt}", [replaced, *tally.post()], _sum_up
-        )
-        tally.watch.lap("agree")
-        if not again:
-            return result
-    raise Busy(
-        f"{tally.location} was overwritten {_ATTEMPTS} times while it was being restored; wait for "
-        "the saves to end"
-    )
+        All processes make them in the same order: one that is early waits for those before it.
+        """
+        turns = {leaf: turn for turn, leaf in enumerate(source.order())}
+        destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
+        targets = [Target(found.number, box) for found in destinations for box in found.boxes]
+        reads = source.read(targets, on_bytes=self._add_bytes)
+        there: dict[int, np.ndarray[Any, Any]] = {}
+        assembler = Assembler()
+        first = 0
+        for destination in destinations:
+            own = range(first, first + len(destination.boxes))
+            first = own.stop
+            for target in own:
+                while target not in there:
+                    operation.check()
+                    number, there[number] = next(reads)
+            arrays = [there.pop(target) for target in own]
+            leaf = source.saved.leaves[destination.number]
+            yield destination.path, _place(leaf, destination, arrays, assembler)
+        for _ in reads:  # to its end, which closes files
+            pass
+
+    def _add_bytes(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
 
 
 def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:
@@ -183,93 +224,15 @@ def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:
     return any(replaced for replaced, *_ in posts), summarize([(b, s) for _, b, s in posts])
 
 
-def _restore_once(
-    source: Source,
-    operation: Operation,
-    tree: Branch | Leaf | None,
-    choices: Choices,
-    place: InPlace | None,
-    tally: _Tally,
-) -> Any:
-    matcher = Matcher(
-        source, choices, process=jax.process_index(), process_count=jax.process_count()
-    )
-    wanted = matcher.match(tree if place is None else place.template)
-    tally.watch.lap("match")
-    arrays = _with_copies(_read_arrays(source, wanted, operation, tally), wanted)
-    if place is None:
-        values = {**wanted.values, **dict(arrays)}
-        result = rebuild(wanted.tree, values)
-    else:
-        for path, value in wanted.values.items():
-            place.put(path, value)
-        for path, value in arrays:
-            place.put(path, value)
-        result = place.finish()
-    for owner, state in wanted.states:
-        owner.set_state(state)
-    tally.watch.lap("read")
-    return result
-
-
-def _with_copies(arrays: Iterator[tuple[str, Any]], wanted: Wanted) -> Iterator[tuple[str, Any]]:
-    """Each array, and again for each place that has the same one."""
-    places: dict[str, list[str]] = {}
-    for path, first in wanted.copies:
-        places.setdefault(first, []).append(path)
-
-    def again(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        for other in places.get(path, ()):
-            yield other, value
-            yield from again(other, value)
-
-    for path, value in wanted.values.items():
-        yield from again(path, value)
-    for path, array in arrays:
-        yield path, array
-        yield from again(path, array)
-
-
-def _read_arrays(
-    source: Source, wanted: Wanted, operation: Operation, tally: _Tally
-) -> Iterator[tuple[str, Any]]:
-    """Each array as soon as its bytes are there, while others are still being read.
-
-    All processes make them in the same order: one that is early waits for those before it.
-    """
-    turns = {leaf: turn for turn, leaf in enumerate(source.order())}
-    destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
-    targets = [Target(found.number, box) for found in destinations for box in found.boxes]
-    owner = [number for number, found in enumerate(destinations) for _ in found.boxes]
-    left = [len(found.boxes) for found in destinations]
-    there: dict[int, np.ndarray[Any, Any]] = {}
-    reads = source.read(targets, on_bytes=tally.add_bytes)
-    assembler = Assembler()
-    first = 0
-    for number, destination in enumerate(destinations):
-        while left[number]:
-            operation.check()
-            target, there[target] = next(reads)
-            left[owner[target]] -= 1
-        own = range(first, first + len(destination.boxes))
-        first = own.stop
-        arrays = [there.pop(target) for target in own]
-        yield destination.path, _place(source, destination, arrays, assembler)
-    for _ in reads:  # to its end, which closes files
-        pass
-
-
 def _place(
-    source: Source,
+    leaf: LeafSpec,
     destination: Destination,
     arrays: list[np.ndarray[Any, Any]],
     assembler: Assembler,
 ) -> Any:
     """The bytes of a leaf as what was asked for."""
-    spec = source.saved.leaves[destination.number]
-    shape = spec.own_shape
     boxes = destination.boxes
-    if spec.per_process:
+    if leaf.per_process:
         boxes = tuple(box[1:] for box in boxes)
         arrays = [array[0] for array in arrays]
     if destination.cast is not None:
@@ -281,19 +244,17 @@ def _place(
             return arrays[0][()]
         case "python":
             return arrays[0].item()
-        case _:
+        case kind:
             made = assembler.make(
-                shape,
-                destination.cast or spec.dtype,
+                leaf.own_shape,
+                destination.cast or leaf.dtype,
                 destination.sharding,
                 boxes,
                 arrays,
                 committed=destination.committed,
                 weak=destination.weak,
             )
-            if destination.kind == "key":
-                return jax.random.wrap_key_data(made, impl=spec.prng)
-            return made
+            return jax.random.wrap_key_data(made, impl=leaf.prng) if kind == "key" else made
 
 
 def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:
@@ -302,10 +263,7 @@ def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:
         return False
     if like is _NOT_GIVEN and mesh is None:
         return True
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((like, specs))]
-    shardings += [
-        leaf for leaf in jax.tree.leaves(specs) if isinstance(leaf, jax.sharding.Sharding)
-    ]
+    shardings = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves((like, specs))]
     meshes = [mesh, *(getattr(sharding, "mesh", None) for sharding in shardings)]
     return any(
         len({device.process_index for device in found.devices.flat}) > 1

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from dataclasses import fields
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ostraka import _format, _metadata
-from ostraka._blocks import Shards
+from ostraka._blocks import NOT_AS_WRITTEN, Shards, damage_on_contradiction, damage_on_loss, damaged
 from ostraka._document import saved_tree
 from ostraka._foreign import looks_like_ours
-from ostraka._metadata import Metadata
+from ostraka._format import METADATA_NAME
+from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka._nodes import Branch, Leaf
 from ostraka._plan_restore import reading_order
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import Target
-from ostraka.errors import Damaged, NotACheckpoint, Problem, StoreError, UnsupportedFormat
+from ostraka.errors import NotACheckpoint
 from ostraka.storage import Store
 
 if TYPE_CHECKING:
@@ -30,15 +31,10 @@ class OstrakaSource:
         self.metadata = metadata
         self.metadata_bytes = metadata_bytes
         self.shards = Shards(store, metadata)
-        self.saved = Saved(
-            metadata.id,
-            metadata.tree,
-            tuple(leaf.spec for leaf in metadata.leaves),
-            metadata.meshes,
-            metadata.process_of,
-            metadata.user,
-            metadata.writer,
-        )
+        # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
+        saved: dict[str, Any] = {f.name: getattr(metadata, f.name) for f in fields(Saved)}
+        saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
+        self.saved = Saved(**saved)
 
     @property
     def location(self) -> str:
@@ -50,13 +46,8 @@ class OstrakaSource:
 
     @cached_property
     def _tree(self) -> Branch | Leaf:
-        paths = [leaf.spec.path for leaf in self.metadata.leaves]
-        try:
-            return saved_tree(self.metadata.tree, paths)
-        except UnsupportedFormat as error:
-            raise UnsupportedFormat(f"can't read {self.location}: {error}") from error
-        except ValueError as error:
-            raise _contradiction(self.store, error) from error
+        with damage_on_contradiction(self.store):
+            return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
@@ -72,23 +63,21 @@ class OstrakaSource:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
 
     def boxes_of(self, leaf: int) -> list[StoredBox]:
-        metadata = self.metadata
-        owners = set(metadata.layouts[metadata.leaves[leaf].layout].owners)
-        files = {(file.device, file.part): file for file in metadata.files}
-        contents = _format.entries_by_file(metadata.leaves, metadata.layouts, owners)
-        found = [
+        owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)
+        with damage_on_contradiction(self.store):
+            contents = shard_contents(self.metadata, owners)
+        return sorted(
             StoredBox(
                 entry.box,
-                self.shards.name_of(files[key]),
-                metadata.process_of[key[0]],
-                files[key].header_bytes + entry.offset,
+                self.shards.name_of(file),
+                self.metadata.process_of[file.device],
+                file.header_bytes + entry.offset,
                 entry.nbytes,
             )
-            for key, entries in contents.items()
+            for file, entries in contents.values()
             for entry in entries
-            if entry.leaf == leaf and key in files
-        ]
-        return sorted(found)
+            if entry.leaf == leaf
+        )
 
     def files(self) -> list[StoredFile]:
         return [
@@ -114,31 +103,17 @@ def open_ostraka(store: Store) -> OstrakaSource | None:
 
     Raises UnsupportedFormat or Damaged.
     """
-    try:
-        data = store.get(_format.METADATA_NAME)
-    except FileNotFoundError:
-        return None
-    except StoreError as error:
-        if error.loss is None:
-            raise
-        raise _damaged(store, error.loss) from error
-    if not _metadata.metadata_is_intact(data):
+    with damage_on_loss(partial(damaged, store, METADATA_NAME)):
+        try:
+            data = store.get(METADATA_NAME)
+        except FileNotFoundError:
+            return None
+    if not metadata_is_intact(data):
         if not looks_like_ours(store, data):
             return None
-        raise _damaged(store, "its digest is not the one that was written")
+        raise damaged(store, METADATA_NAME, NOT_AS_WRITTEN)
     try:
-        return OstrakaSource(store, _metadata.decode_metadata(data), len(data))
+        with damage_on_contradiction(store):
+            return OstrakaSource(store, decode_metadata(data), len(data))
     except NotACheckpoint:
         return None
-    except UnsupportedFormat as error:
-        raise UnsupportedFormat(f"can't read {store.location}: {error}") from error
-    except ValueError as error:
-        raise _contradiction(store, error) from error
-
-
-def _damaged(store: Store, found: str) -> Damaged:
-    return Damaged(store.location, [Problem(_format.METADATA_NAME, found)])
-
-
-def _contradiction(store: Store, error: ValueError) -> Damaged:
-    return _damaged(store, f"it contradicts itself: {error}")

@@ -6,16 +6,16 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 
-from ostraka import _format
-from ostraka._blocks import ShardFile, Shards
+from ostraka._blocks import ShardFile, damage_on_contradiction
 from ostraka._checkpoint import open_at
-from ostraka._format import Block, Entry, FileEntry
+from ostraka._format import Block
+from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_as_completed
-from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, Problem, UnsupportedFormat, count_of
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.storage import PathLike
@@ -69,7 +69,12 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     """
     begin = time.perf_counter()
     while True:
-        source = _open(path)
+        source = open_at(path)
+        if not isinstance(source, OstrakaSource):
+            raise UnsupportedFormat(
+                f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
+                "to compare with"
+            )
         bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
         if not problems or source.is_current():
@@ -86,147 +91,72 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     )
 
 
-def _open(path: PathLike) -> OstrakaSource:
-    source = open_at(path)
-    if not isinstance(source, OstrakaSource):
-        raise UnsupportedFormat(
-            f"can't verify {source.location}: Ostraka did not write it, and it has no digests to "
-            "compare with"
-        )
-    return source
-
-
 def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
-    metadata = source.metadata
-    contents = _format.entries_by_file(metadata.leaves, metadata.layouts)
-    problems = [*_tree_problems(source), *_table_problems(source, set(contents))]
-    total = source.metadata_bytes + sum(file.size for file in metadata.files)
+    """Returns how many bytes were read, and what is wrong with them, in the order of the files."""
+    bytes_read = source.metadata_bytes
+    total = bytes_read + sum(file.size for file in source.metadata.files)
+    problems: list[Problem] = []
+    found: dict[int, list[Problem]] = {}
 
     def tasks() -> Iterator[_Task]:
-        for file in metadata.files:
-            yield from _tasks(source.shards, file, contents.get((file.device, file.part), []))
+        with _collected(problems):
+            _ = source.tree  # What can't be decoded can't be restored.
+        with _collected(problems), damage_on_contradiction(source.store):
+            for entry, contents in shard_contents(source.metadata).values():
+                with _collected(problems):
+                    yield from _tasks(ShardFile(source.shards, entry, contents))
 
-    found: dict[int, _Found] = {}
-    bytes_read = source.metadata_bytes
     scratch = _Scratch()
-    done = run_as_completed(
-        lambda task: task(scratch), tasks(), threads=_THREADS, stop=StopSignal()
-    )
-    for number, result in done:
-        found[number] = result
-        bytes_read += result[0]
+    for number, (nbytes, here) in run_as_completed(
+        lambda task: _check(*task, scratch.memory),
+        tasks(),
+        threads=_THREADS,
+        stop=StopSignal(),
+    ):
+        found[number] = here
+        bytes_read += nbytes
         if on_bytes is not None:
             on_bytes(bytes_read, total)
-    in_order = (problem for number in sorted(found) for problem in found[number][1])
-    return bytes_read, problems + list(dict.fromkeys(in_order))
+    for number in sorted(found):
+        problems += found[number]
+    return bytes_read, list(dict.fromkeys(problems))
 
 
 class _Scratch(threading.local):
-    """Memory for each thread, which it reads into by turns."""
+    """Memory for each thread."""
 
     def __init__(self) -> None:
         # Whole pages: where memory begins elsewhere, reads into it take several times as long.
-        self.halves = [memoryview(mmap.mmap(-1, _PIECE_BYTES)) for _ in range(2)]
+        self.memory = memoryview(mmap.mmap(-1, _PIECE_BYTES))
 
 
-_Found = tuple[int, Sequence[Problem]]
-"""Bytes that were read, and what is wrong with them."""
-_Task = Callable[[_Scratch], _Found]
+_Task = tuple[ShardFile, list[Block]]
 
 
-def _tree_problems(source: OstrakaSource) -> Sequence[Problem]:
-    """What keeps a restore from making the tree again, though every byte is as it was written."""
+@contextmanager
+def _collected(problems: list[Problem]) -> Generator[None]:
     try:
-        _ = source.tree
+        yield
     except Damaged as error:
-        return error.problems
-    return ()
+        problems += error.problems
 
 
-def _table_problems(source: OstrakaSource, expected: set[tuple[int, int]]) -> Iterator[Problem]:
-    listed = {(file.device, file.part) for file in source.metadata.files}
-    for key in sorted(expected ^ listed):
-        yield Problem(
-            _format.METADATA_NAME,
-            f"the file table and the layouts disagree about {_format.shard_name(*key)}",
-        )
+def _tasks(file: ShardFile) -> list[_Task]:
+    """Blocks of a file that lie together, each group for any thread."""
+    groups = groupby(file.blocks, lambda block: block.file_start // _TASK_BYTES)
+    tasks = [(file, list(blocks)) for _, blocks in groups]
+    file.reads_left = len(tasks)
+    return tasks
 
 
-def _tasks(shards: Shards, entry: FileEntry, contents: Sequence[Entry]) -> Iterator[_Task]:
-    """What there is to do for one file, each for any thread."""
-    try:
-        file = ShardFile(shards, entry, contents)
-    except Damaged as error:
-        problems = error.problems
-        yield lambda _: (0, problems)
-        return
-    groups: list[list[Block]] = [[]]
-    size = 0
-    for block in file.blocks:
-        groups[-1].append(block)
-        size += block.file_stop - block.file_start
-        if size >= _TASK_BYTES:
-            groups.append([])
-            size = 0
-    groups = groups if groups[-1] else groups[:-1] or groups
-    file.reads_left = len(groups)
-    for number, blocks in enumerate(groups):
-        header = partial(_check_header, shards, contents) if number == 0 else None
-        yield partial(_check_blocks, file, header, blocks)
-
-
-def _check_blocks(
-    file: ShardFile,
-    check_header: Callable[[ShardFile], int] | None,
-    blocks: Sequence[Block],
-    scratch: _Scratch,
-) -> _Found:
-    """Compare some blocks of a file, and its header where `check_header` is given."""
+def _check(file: ShardFile, blocks: list[Block], scratch: memoryview) -> tuple[int, list[Problem]]:
+    """Compare some blocks of a file; returns how many bytes that took, and what is wrong."""
     bytes_read = 0
     problems: list[Problem] = []
-    try:
-        with file.opened():
-            if check_header is not None:
-                try:
-                    bytes_read += check_header(file)
-                except Damaged as error:
-                    problems += error.problems
-            for block in blocks:
-                try:
-                    file.check(block, scratch.halves)
-                except Damaged as error:
-                    problems += error.problems
-                bytes_read += block.file_stop - block.file_start
-    except Damaged as error:  # It can't be opened: each task says so, and it is told once.
-        problems += error.problems
+    # If it can't be opened, each task says so, and it is told once.
+    with _collected(problems), file.opened():
+        for block in blocks:
+            with _collected(problems):
+                file.check(block, scratch)
+            bytes_read += block.file_stop - block.file_start
     return bytes_read, problems
-
-
-def _check_header(shards: Shards, contents: Sequence[Entry], file: ShardFile) -> int:
-    header = file.read_header()
-    if not _header_agrees(shards, contents, header):
-        raise file.damaged(f"its header contradicts {_format.METADATA_NAME}")
-    return len(header)
-
-
-def _header_agrees(shards: Shards, contents: Sequence[Entry], header: bytearray) -> bool:
-    leaves = shards.metadata.leaves
-    try:
-        save_id, tensors = _format.decode_header(header)
-        found = {
-            name: (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
-            for name, tensor in tensors.items()
-        }
-    except (ValueError, KeyError, TypeError):
-        return False
-    expected = {
-        spec.path: (
-            dtype.code,
-            _format.tensor_shape(dtype, entry.box, entry.nbytes),
-            [entry.offset, entry.offset + entry.nbytes],
-        )
-        for entry in contents
-        for spec in [leaves[entry.leaf].spec]
-        for dtype in [DTYPES[spec.dtype]]
-    }
-    return save_id == shards.metadata.id and found == expected

@@ -19,7 +19,7 @@ from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import OnRecord, Record, Stopwatch
 from ostraka._record import logger as log
-from ostraka._save import begin_save
+from ostraka._save import Save
 from ostraka._step_names import name_of
 from ostraka.errors import CheckpointNotFound, StoreError
 from ostraka.manager._advice import Advice, CostMeter
@@ -387,18 +387,16 @@ class Manager:
         place = self._root.at(name)
         self._newest = max(step, step if self._newest is None else self._newest)
         background = background and not self.reached_preemption(step)
+        saving = Save(
+            place,
+            on_record=self._on_record,
+            on_commit=lambda: self._retain(step),
+            check_place=lambda: self._check_place(name),
+            watch=watch,
+            **options,
+        )
         self._pending.begin(
-            lambda: begin_save(
-                place,
-                tree,
-                check_place=lambda: self._check_place(name),
-                on_commit=lambda: self._retain(step),
-                on_record=self._on_record,
-                watch=watch,
-                is_waited_for=not background,
-                **options,
-            ),
-            background=background,
+            lambda: saving.begin(tree, is_waited_for=not background), background=background
         )
 
     def _check_place(self, name: str) -> None:

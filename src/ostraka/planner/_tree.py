@@ -16,6 +16,7 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    SingleDeviceSharding,
 )
 
 from ostraka._agree import cast_leaves, number_meshes
@@ -25,7 +26,7 @@ from ostraka._capture import (
     describe_mesh,
     describe_sharding,
     describe_spec,
-    how_it_lies,
+    memory_kind,
     savable_dtype,
 )
 from ostraka._document import encode, encode_state, with_states
@@ -261,9 +262,12 @@ class _Places:
 
     def _traits(self, value: Any) -> dict[str, Any]:
         """Further attributes of an array; commitment and memory only if it stays in place."""
-        if self._mesh is not None or not isinstance(value, jax.Array):
-            return {"weak": bool(getattr(value, "weak_type", False))}
-        return how_it_lies(value)
+        traits: dict[str, Any] = {"weak": bool(getattr(value, "weak_type", False))}
+        if self._mesh is None and isinstance(value, jax.Array):
+            is_on_one = isinstance(value.sharding, SingleDeviceSharding)
+            traits["uncommitted"] = is_on_one and not value.committed
+            traits["memory"] = memory_kind(value.sharding)
+        return traits
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
