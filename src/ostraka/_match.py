@@ -103,7 +103,7 @@ class Matcher:
         general += self._resolve_specs(leaves, tree)
         for leaf in leaves:
             try:
-                self._match_leaf(leaf, is_of_like=like is not None)
+                self._match_leaf(leaf)
             except Unplaceable as error:
                 general += error.args
             except Unfit as error:
@@ -257,9 +257,9 @@ class Matcher:
 
     # One leaf
 
-    def _match_leaf(self, leaf: Leaf, *, is_of_like: bool) -> None:
+    def _match_leaf(self, leaf: Leaf) -> None:
         path = leaf.path
-        if is_of_like and not self._is_chosen(path):
+        if not self._is_chosen(path):
             self._keep(leaf)
         elif path not in self._saved:
             self._match_missing(leaf)
