@@ -12,7 +12,7 @@ def run_quietly(program: str, root: Path) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=700,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

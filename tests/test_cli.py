@@ -284,7 +284,7 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
     writer = os.open(fifo, os.O_WRONLY)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     os.close(writer)
     assert (process.returncode, output) == (130, "")
     assert errors.strip() == "ostraka: interrupted"

@@ -238,9 +238,9 @@ def test_onto_another_mesh():
 
 def test_warnings_are_shown():
     arguments = ["gpt2", "--mesh", "data=8", "--rules", "dp"]
-    (problem,) = answer(*arguments)["problems"]
-    assert problem["severity"] == "warning"
-    assert "wte/embedding" in problem["message"]
+    (finding,) = answer(*arguments)["findings"]
+    assert finding["severity"] == "warning"
+    assert "wte/embedding" in finding["message"]
     assert "warning leaf 'wte/embedding'" in run(*arguments).stdout
 
 

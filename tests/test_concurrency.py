@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ import jax
 import numpy as np
 import ostraka
 from ostraka import _values
-from ostraka.storage import LocalStore
+from ostraka.testing import FaultyStore
 root = sys.argv[1]
 tree = {"w": np.arange(1000.0)}
 
 def in_child(work):
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # what can't go on is ended
+        signal.alarm(300)  # what can't go on is ended
         work()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -117,7 +118,7 @@ def interrupted(array):
 
 signal.signal(signal.SIGUSR1, lambda *_: ostraka.save(root + "/handler", [array]))
 _values._listed = interrupted
-signal.alarm(30)
+signal.alarm(300)
 ostraka.save(root + "/loop", [array])
 print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
 """
@@ -135,21 +136,18 @@ class Data:
 """
 
 SLOW = """
-put = LocalStore.put
-
-def slow(self, name, data, **options):
-    if self.location.endswith("handler"):
+def slow(verb, name):
+    if verb == "put":
         time.sleep(2)  # far longer than the program would go on
-    put(self, name, data, **options)
 
-LocalStore.put = slow
+handler = FaultyStore(root + "/handler", before=slow)
 """
 
 
 @pytest.mark.parametrize("call", ["save", "save_async"])
 def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(call: str, tmp_path: Path):
     body = f"""
-signal.signal(signal.SIGUSR1, lambda *_: ostraka.{call}(root + "/handler", tree))
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.{call}(handler, tree))
 ostraka.save_async(root + "/loop", {{"data": Data(), **tree}})
 """
     run(SLOW + DATA + body, tmp_path)
@@ -167,7 +165,7 @@ def interrupted(self, timeout=None):
     signal.raise_signal(signal.SIGUSR1)
     wait(self, timeout)
 
-signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(root + "/handler", tree))
+signal.signal(signal.SIGUSR1, lambda *_: ostraka.save_async(handler, tree))
 ostraka.save_async(root + "/first", tree)
 _handle.SaveHandle._wait_for_end = interrupted
 ostraka.save_async(root + "/second", tree)
@@ -196,30 +194,6 @@ ostraka.save(root + "/next", tree)
 # Interrupts
 
 
-def test_an_interrupt_in_the_middle_of_a_wait_breaks_no_later_wait(tmp_path: Path):
-    body = """
-leave, main = threading.Condition.__exit__, threading.get_ident()
-
-def interrupted(self, *error):
-    if threading.get_ident() != main:
-        return leave(self, *error)
-    threading.Condition.__exit__ = leave
-    raise KeyboardInterrupt
-
-signal.alarm(30)
-handle = ostraka.save_async(root + "/first", tree, on_commit=lambda: time.sleep(1))
-threading.Condition.__exit__ = interrupted
-try:
-    handle.wait()
-except KeyboardInterrupt:
-    pass
-threading.Condition.__exit__ = leave
-ostraka.save(root + "/second", tree)
-print(handle.done())
-"""
-    assert run(body, tmp_path) == "True\n"
-
-
 def test_a_close_that_was_interrupted_can_be_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -241,11 +215,11 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
 
     told: list[str] = []
     tree = {"w": np.arange(10)}
-    start, begin = _coordinate.Operation._start, _save.run_in_background
+    start, begin = _coordinate.Operation._start_listening, _save.run_in_background
     interrupts = [KeyboardInterrupt()] if jax.process_index() == who else []
 
-    def interrupt_threads(self: Any, work: Any) -> None:
-        start(self, work)
+    def interrupt_threads(self: Any) -> None:
+        start(self)
         if interrupts:
             raise interrupts.pop()
 
@@ -257,7 +231,7 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
     if place == "in_the_background":
         _save.run_in_background = interrupt_background
     else:
-        _coordinate.Operation._start = interrupt_threads
+        _coordinate.Operation._start_listening = interrupt_threads
     try:
         if place == "in_the_manager":
             ostraka.Manager(f"{root}/manager")
@@ -266,8 +240,16 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
     except BaseException as error:
         told.append(type(error).__name__)
     ostraka.save(f"{root}/second", tree)
-    told += [t.name for t in threading.enumerate() if t.name.startswith("ostraka")]
-    return told
+    return told + threads_that_stay()
+
+
+def threads_that_stay() -> list[str]:
+    """The names of threads of ours that do not end; one may last a moment longer than its save."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("ostraka")]
+    deadline = time.monotonic() + 60
+    for thread in ours:
+        thread.join(max(0, deadline - time.monotonic()))
+    return [thread.name for thread in ours if thread.is_alive()]
 
 
 @pytest.mark.parametrize("place", ["in_the_background", "in_the_manager"])
@@ -285,7 +267,7 @@ import gc, linecache
 from pathlib import Path
 
 FILES = {%s}
-signal.alarm(120)
+signal.alarm(600)
 
 
 class Interrupter:
@@ -317,6 +299,9 @@ while not done:
         done = interrupter.left > 0
     except KeyboardInterrupt:
         pass
+    except RuntimeError as error:
+        # What Python makes of it inside of threading.Condition.
+        assert str(error) == "release unlocked lock"
     finally:
         sys.settrace(None)
     # The next one is not told of it, does not wait for ever, and is there.
@@ -333,7 +318,7 @@ print("steps", number > 20)
 """
 
 
-@pytest.mark.parametrize("files", ["_handle.py", "_save.py", "threading.py", "_lifetime.py"])
+@pytest.mark.parametrize("files", ["_handle.py", "_save.py", "threading.py"])
 def test_an_interrupt_at_any_line_of_beginning_a_save_costs_no_other(files: str, tmp_path: Path):
     """Ctrl-C as the thread is started once left its work to two, or to nobody."""
     assert run(INTERRUPT_EVERYWHERE % repr(files), tmp_path) == "steps True\n"
@@ -389,16 +374,15 @@ print(manager.reached_preemption(2))
 def test_a_child_that_is_forked_during_retention_can_look(tmp_path: Path):
     body = """
 deleting, go_on = threading.Event(), threading.Event()
-delete = LocalStore.delete
 
-def stop_at(self, name):
-    deleting.set()
-    go_on.wait()
-    delete(self, name)
+def stop(verb, name):
+    if verb == "delete" and name.startswith("step_00000001"):
+        deleting.set()
+        go_on.wait()
 
-manager = ostraka.Manager(root, keep=1)
-manager.save(1, tree, asynchronous=False)
-LocalStore.delete = stop_at
+with ostraka.Manager(root) as manager:
+    manager.save(1, tree)
+manager = ostraka.Manager(FaultyStore(root, before=stop), keep=1)
 manager.save(2, tree)
 deleting.wait()
 in_child(lambda: print(manager.steps(), flush=True))
@@ -410,26 +394,19 @@ manager.close()
 
 def test_a_child_that_is_forked_while_a_checkpoint_is_read_can_read_it(tmp_path: Path):
     body = """
-ostraka.save(root, tree)
-checkpoint = ostraka.open(root)
 reading, go_on = threading.Event(), threading.Event()
-get = LocalStore.get
 
-def stop_at(self, name):
-    reading.set()
-    go_on.wait()
-    return get(self, name)
+def stop(verb, name):
+    if verb == "get" and threading.current_thread() is not threading.main_thread():
+        reading.set()
+        go_on.wait()
 
-LocalStore.get = stop_at
+ostraka.save(root, tree)
+checkpoint = ostraka.open(FaultyStore(root, before=stop))
 reader = threading.Thread(target=lambda: checkpoint["w"][:3])
 reader.start()
 reading.wait()
-
-def read():
-    LocalStore.get = get
-    print(checkpoint["w"][:3], flush=True)
-
-in_child(read)
+in_child(lambda: print(checkpoint["w"][:3], flush=True))
 go_on.set()
 reader.join()
 """

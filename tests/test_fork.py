@@ -16,7 +16,7 @@ import multiprocessing, os, signal, sys, time, warnings
 warnings.simplefilter("ignore")  # JAX warns of forks
 import numpy as np
 import ostraka
-from ostraka.storage import _local
+from ostraka.testing import FaultyStore
 
 root = sys.argv[1]
 tree = {"w": np.arange(1000.0)}
@@ -94,18 +94,16 @@ print(manager.steps(), os.getpid())
 
 
 DIE_IN_A_SAVE = """
-manager = ostraka.Manager(root, on_preemption=False)
-write = _local._LocalWriter.write
-
-def write_and_fork(self, offset, buffers):
-    write(self, offset, buffers)
+def fork(verb, name):
+    if verb != "finish":
+        return
     if os.fork() == 0:
         print("forked", flush=True)  # by now it has let go of what its parent holds
         os.close(1)
         time.sleep(600)
     time.sleep(600)
 
-_local._LocalWriter.write = write_and_fork
+manager = ostraka.Manager(FaultyStore(root, before=fork), on_preemption=False)
 manager.save(1, tree)
 time.sleep(600)
 """

@@ -155,7 +155,7 @@ def once_there(path: str, names: str, delay_s: float) -> Callable[[], None]:
     before = files_like(path, names)
 
     def wait() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while files_like(path, names) <= before:
             if time.monotonic() > deadline:
                 return

@@ -1,4 +1,4 @@
-"""What outlives interrupts and forks: latches, tokens, locks, and pauses of the collector."""
+"""Pauses of the collector of cycles, which outlive interrupts and forks."""
 
 import gc
 import subprocess
@@ -7,40 +7,7 @@ import threading
 
 import pytest
 
-from ostraka._lifetime import Latch, Token, paused_gc
-
-
-def test_a_latch_is_waited_for_until_it_is_set():
-    latch = Latch()
-    assert not latch.wait(0.01)
-    assert not latch.is_set()
-    setter = threading.Timer(0.05, latch.set)
-    setter.start()
-    assert latch.wait()
-    assert latch.is_set()
-    latch.set()
-    assert latch.wait(0)
-    setter.join()
-
-
-def test_a_token_is_for_one_alone():
-    token = Token()
-    barrier = threading.Barrier(8)
-    taken: list[bool] = []
-
-    def take() -> None:
-        barrier.wait()
-        taken.append(token.take())
-
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == [False] * 7 + [True]
-
-
-# The collector of cycles
+from ostraka._lifetime import paused_gc
 
 
 def test_collection_is_paused_and_comes_back():

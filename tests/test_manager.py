@@ -129,8 +129,8 @@ def test_numbers_that_make_no_sense(tmp_path: Path, name: str):
 
 
 def test_other_arguments_that_make_no_sense(tmp_path: Path):
-    with pytest.raises(ValueError, match="if_locked must be 'refuse' or 'wait'"):
-        Manager(tmp_path, if_locked="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='if_busy is \'maybe\'; it must be "wait" or "refuse"'):
+        Manager(tmp_path, if_busy="maybe")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'min' or 'max', not 'most'"):
         Best("loss", "most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n of Best must be more than 0, not 0"):
@@ -527,7 +527,7 @@ def test_a_second_writer_may_wait(tmp_path: Path):
     end = End(logging.WARNING)
     logging.getLogger("ostraka").addHandler(end)
     try:
-        with Manager(tmp_path, if_locked="wait") as second:
+        with Manager(tmp_path, if_busy="wait") as second:
             assert second.save(1, tree_of(1))
     finally:
         logging.getLogger("ostraka").removeHandler(end)
@@ -571,7 +571,7 @@ def test_the_lock_of_a_dead_process_does_not_block(
         holder.kill()
         holder.wait()
         if kind == "fork of a slow child":  # not slower than anyone's patience, on a busy machine
-            monkeypatch.setattr("ostraka.manager._lock._PATIENCE_S", 60)
+            monkeypatch.setattr("ostraka.manager._lock._RETRY_S", 60)
         Manager(tmp_path).close()
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if kind != "alone" else holder.kill()

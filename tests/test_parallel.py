@@ -417,7 +417,7 @@ def test_how_deep_the_caller_is_does_not_count():
     with pytest.raises(RecursionError, match="recursion"):
         from_deep(half, lambda: count_down(half))
     assert from_deep(half, lambda: with_full_stack(lambda: count_down(half))) == half
-    assert "ostraka_deep" not in [thread.name for thread in threading.enumerate()]
+    assert workers() == 0
 
 
 def test_what_never_ends_still_ends():
@@ -432,11 +432,3 @@ def test_errors_of_what_needs_room_are_raised():
 
     with pytest.raises(ValueError, match="as it is"):
         from_deep(sys.getrecursionlimit() // 2, lambda: with_full_stack(fail))
-
-
-def test_without_a_thread_to_be_had_the_stack_is_still_too_deep():
-    half = sys.getrecursionlimit() // 2
-    refusal = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start"))
-    with refusal, pytest.raises(RecursionError, match="recursion") as caught:
-        from_deep(half, lambda: with_full_stack(lambda: count_down(half)))
-    assert not isinstance(caught.value, TooDeep)

@@ -419,10 +419,10 @@ def test_arguments_that_make_no_sense():
 def test_findings_of_the_check_are_part_of_the_plan():
     tree = {"kernel": jax.ShapeDtypeStruct((64 << 20, 2), jnp.float32)}
     planned = plan(tree, mesh={"data": 8}, specs=P())
-    (problem,) = planned.problems
-    assert problem.severity == "warning"
-    assert "is whole on each of 8 devices" in str(problem)
-    assert plan(tree, mesh={"data": 8}, specs=P("data")).problems == ()
+    (finding,) = planned.findings
+    assert finding.severity == "warning"
+    assert "is whole on each of 8 devices" in str(finding)
+    assert plan(tree, mesh={"data": 8}, specs=P("data")).findings == ()
 
 
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]):

@@ -142,7 +142,7 @@ def test_times_are_those_of_the_command():
     assert times.save_every.interval_s == found["interval"]["save"]["interval_s"]
     assert times.save_async_every.interval_s == found["interval"]["save_async"]["interval_s"]
     onto = planned.restore(mesh={"data": 4}, processes=2)
-    assert onto.seconds(read_bandwidth="2GB/s") == found["onto"][0]["time_s"]
+    assert onto.time_s(read_bandwidth="2GB/s") == found["onto"][0]["time_s"]
 
 
 def test_a_save_in_the_background_is_advised_more_often():
@@ -195,7 +195,7 @@ def test_times_that_can_not_be_told():
     with pytest.raises(ValueError, match="write_bandwidth: '5Gb' may mean bits or bytes"):
         planned.times(write_bandwidth="5Gb")
     with pytest.raises(ValueError, match="give read_bandwidth or storage_bandwidth"):
-        planned.restore().seconds()
+        planned.restore().time_s()
 
 
 def cast_any(value: Any) -> Any:

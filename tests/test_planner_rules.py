@@ -76,10 +76,10 @@ def test_plain_leaves_are_cut_as_those_of_a_tree(name: str, rules: str):
         model = nnx.eval_shape(TREES[name])
     leaves = [leaf.spec for leaf in plan(model, mesh=SIZES, specs=P()).write.leaves]
     assert is_plain(RULES[rules])
-    resolved = resolve_rules(leaves, RULES[rules], mesh_of_sizes(SIZES))
+    resolved = resolve_rules(leaves, mesh_of_sizes(SIZES), RULES[rules])
     planned = plan(model, mesh=SIZES, specs=RULES[rules])
     assert resolved.partitions == partitions_of(planned)
-    assert resolved.problems == planned.problems
+    assert resolved.findings == planned.findings
     if rules != "dp":
         assert any(resolved.partitions.values())
 
@@ -96,15 +96,15 @@ def test_named_models_are_cut_with_and_without_jax(name: str, rules: str, mesh: 
     target = mesh_of_sizes(mesh)
     leaves = leaves_of(name, "int4" if name == "mixtral-8x7b" else "bfloat16")
     found = read_rules(rules, target)
-    resolved = resolve_rules(leaves, found, target)
+    resolved = resolve_rules(leaves, target, found)
     assert is_plain(found)
-    assert resolved == _resolve_with_jax(leaves, found, target)
-    assert resolved.problems or rules != "dp"
+    assert resolved == _resolve_with_jax(leaves, target, found)
+    assert resolved.findings or rules != "dp"
 
 
 def raised(resolve: Callable[..., Any], rules: Any, mesh: MeshSpec) -> str:
     with pytest.raises(InvalidSharding, match=".") as caught:
-        resolve(leaves_of("pythia-70m"), rules, mesh)
+        resolve(leaves_of("pythia-70m"), mesh, rules)
     return str(caught.value)
 
 
@@ -128,11 +128,11 @@ def test_what_is_wrong_is_said_alike(rules: Any):
 def test_rules_with_types_of_jax_are_settled_by_jax():
     mesh = mesh_of_sizes(SIZES)
     leaves = leaves_of("pythia-70m")
-    functions = resolve_rules(leaves, lambda leaf: P("data") if leaf.ndim > 1 else P(), mesh)
+    functions = resolve_rules(leaves, mesh, lambda leaf: P("data") if leaf.ndim > 1 else P())
     patterns = {"**/kernel": P("data"), "**/embedding": ("data", None), "**": None}
     assert not is_plain(sharding.combine(patterns))
-    assert functions == resolve_rules(leaves, sharding.combine(patterns), mesh)
-    assert resolve_rules(leaves, P(), mesh) == resolve_rules(leaves, sharding.data_parallel(), mesh)
+    assert functions == resolve_rules(leaves, mesh, sharding.combine(patterns))
+    assert resolve_rules(leaves, mesh, P()) == resolve_rules(leaves, mesh, sharding.data_parallel())
 
 
 # A config and its model
@@ -243,9 +243,9 @@ def test_rules_go_by_the_shape_that_a_leaf_had():
     """Neither the words of a key nor the processes that had a value of their own are cut."""
     own = LeafSpec("own", "jax", "float32", (8, 4096, 6), per_process=True)
     keys = LeafSpec("keys", "key", "uint32", (8192, 4), prng="rbg")
-    resolved = resolve_rules([own, keys], sharding.fsdp("data"), mesh_of_sizes({"data": 4}))
+    resolved = resolve_rules([own, keys], mesh_of_sizes({"data": 4}), sharding.fsdp("data"))
     assert resolved.partitions == {"own": (("data",),), "keys": ()}
-    assert resolve_rules([keys], P(), mesh_of_sizes({"data": 4})).partitions == {"keys": ()}
+    assert resolve_rules([keys], mesh_of_sizes({"data": 4}), P()).partitions == {"keys": ()}
     huge = LeafSpec("huge", "jax", "int4", (1 << 27,))
-    (problem,) = resolve_rules([huge], sharding.data_parallel(), mesh_of_sizes(SIZES)).problems
-    assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in problem.message
+    (finding,) = resolve_rules([huge], mesh_of_sizes(SIZES), sharding.data_parallel()).findings
+    assert f"has {jnp.dtype(jnp.int4).itemsize << 27:,} bytes" in finding.message

@@ -36,9 +36,9 @@ def test_no_interval_loses_much_less(blocked_s: float, mtbf_s: float):
 
 
 @given(st.floats(0, 100), st.floats(0, 1000), st.floats(0, 1000), st.floats(1, 1e6))
-def test_advice_is_possible(blocked_s: float, beside_s: float, restore_s: float, mtbf_s: float):
-    advice = advise_interval(blocked_s, beside_s, restore_s, mtbf_s)
-    assert advice.interval_s >= beside_s
+def test_advice_is_possible(blocked_s: float, background_s: float, restore_s: float, mtbf_s: float):
+    advice = advise_interval(blocked_s, background_s, restore_s, mtbf_s)
+    assert advice.interval_s >= background_s
     assert 0 <= advice.lost_share <= 1
     assert advice.blocked_s == blocked_s
 

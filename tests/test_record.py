@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka._record import Record, Spread, Stopwatch, report, summarize, timeline
+from ostraka._record import Extremes, Record, Stopwatch, report, summarize, timeline
 from ostraka.testing import run_processes
 
 
@@ -47,7 +47,7 @@ def test_save_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     check_record(record, "save", tmp_path / "c", phases)
     total = shard_bytes(tmp_path / "c")
     assert record.bytes == total
-    assert record.process_bytes == Spread(total, total)
+    assert record.process_bytes == Extremes(total, total)
     assert [entry.getMessage() for entry in caplog.records] == [str(record)]
     assert f"save {tmp_path / 'c'}: {total:,} bytes in " in str(record)
 

@@ -132,10 +132,10 @@ def test_sixteen_thousand_devices_need_no_jax_device():
 
 def test_a_fitting_spec_has_no_problems():
     mesh = MeshSpec(("a", "b"), (4, 2), tuple(range(8)))
-    assert _spec.find_misfits("w", (8, 3), (("a", "b"), ()), mesh) == []
-    assert _spec.find_misfits("w", (0, 4), (("a",), ("b",)), mesh) == []
-    assert _spec.find_misfits("w", (), (), mesh) == []
-    _spec.check_partition("w", (8, 3), (("b", "a"),), mesh)
+    assert _spec.find_misfits("w", (8, 3), mesh, (("a", "b"), ())) == []
+    assert _spec.find_misfits("w", (0, 4), mesh, (("a",), ("b",))) == []
+    assert _spec.find_misfits("w", (), mesh, ()) == []
+    _spec.check_partition("w", (8, 3), mesh, (("b", "a"),))
 
 
 MESH = MeshSpec(("a", "b"), (4, 2), tuple(range(8)))
@@ -171,16 +171,16 @@ MESH = MeshSpec(("a", "b"), (4, 2), tuple(range(8)))
     ],
 )
 def test_a_problem_is_a_sentence_with_leaf_dimension_axis_and_sizes(shape, partition, sentence):
-    assert sentence in [m.message for m in _spec.find_misfits("m/w", shape, partition, MESH)]
+    assert sentence in [m.message for m in _spec.find_misfits("m/w", shape, MESH, partition)]
 
 
 def test_every_problem_is_told_and_the_first_is_raised():
-    problems = _spec.find_misfits("w", (3, 5), (("a",), ("b",), ("z",)), MESH)
+    problems = _spec.find_misfits("w", (3, 5), MESH, (("a",), ("b",), ("z",)))
     assert len(problems) == 4
     with pytest.raises(InvalidSharding, match="leaf 'w' has 2 dimensions"):
-        _spec.check_partition("w", (3, 5), (("a",), ("b",), ("z",)), MESH)
+        _spec.check_partition("w", (3, 5), MESH, (("a",), ("b",), ("z",)))
     with pytest.raises(ValueError, match="5 elements do not divide into 2 parts along b"):
-        _spec.check_partition("w", (4, 5), (("a",), ("b",)), MESH)
+        _spec.check_partition("w", (4, 5), MESH, (("a",), ("b",)))
 
 
 @pytest.mark.parametrize("partition", [(), ((),), (("a",),), ((), ("a", "b")), (("a",), ("b",))])
@@ -201,7 +201,7 @@ def test_problems_are_found_where_jax_finds_them(data):
         accepted = True
     except Exception:
         accepted = False
-    assert (_spec.find_misfits("w", shape, partition, MESH) == []) == accepted
+    assert (_spec.find_misfits("w", shape, MESH, partition) == []) == accepted
 
 
 # Dtypes

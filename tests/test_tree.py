@@ -566,7 +566,9 @@ def test_a_key_of_another_type_at_the_top_is_named():
 
 
 def test_a_key_that_is_no_unicode_is_named():
-    with pytest.raises(InvalidTree, match="the container at 'a' has a key that is not valid Un"):
+    with pytest.raises(
+        InvalidTree, match="the container at 'a' has the key .*surrogates not allowed"
+    ):
         round_trip({"a": {"\ud800": 1}})
 
 
@@ -882,4 +884,4 @@ def test_encoding_is_json_and_decodes_without_jax():
     for value in (1, 10**40, 1.5, -0.0, 1j, "x", b"\x00", True, None):
         encoded = _plain.encode_scalar(value)
         again = json.loads(json.dumps(encoded, allow_nan=False))
-        assert_same(_plain.decode_scalar(again), value)
+        assert_same(_plain.decode_plain(again), value)

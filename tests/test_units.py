@@ -7,8 +7,9 @@ import click
 import numpy as np
 import pytest
 
-from ostraka._units import bytes_per_second, human_bytes, parse_rate, parse_size, size_bytes
+from ostraka._units import human_bytes, parse_size, size_bytes
 from ostraka.cli._units import parse_duration, parse_mesh
+from ostraka.planner._rates import bytes_per_second, parse_rate
 
 
 @pytest.mark.parametrize(

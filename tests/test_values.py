@@ -107,8 +107,8 @@ class Listed:
         return self._twin
 
 
-def devices_of(array: Any, devices: str | None) -> str:
-    return "".join(str(shard.device) for shard in shards_of(array, devices))
+def devices_of(array: Any) -> str:
+    return "".join(str(shard.device) for shard in shards_of(array, "abcd"))
 
 
 # What two or three threads leave, or have so far; some of it is as long as it should be.
@@ -116,40 +116,38 @@ MIXED_UP = ["", "abc", "aabc", "abab", "aabb", "aaba", "aabbcdcd", "abcdabcd"]
 
 
 @pytest.mark.parametrize("mixed_up", MIXED_UP)
-@pytest.mark.parametrize("devices", ["abcd", None])
-def test_an_array_that_threads_have_mixed_up_is_taken_apart_anew(
-    mixed_up: str, devices: str | None
-):
-    assert devices_of(Listed(mixed_up, twin=Listed("abcd")), devices) == "abcd"
+def test_an_array_that_threads_have_mixed_up_is_taken_apart_anew(mixed_up: str):
+    assert devices_of(Listed(mixed_up, twin=Listed("abcd"))) == "abcd"
 
 
-@pytest.mark.parametrize("devices", ["abcd", None])
-def test_a_list_that_is_whole_is_taken(devices: str | None):
-    assert devices_of(Listed("abcd", twin=Listed("dcba")), devices) == "abcd"
+def test_a_list_that_is_whole_is_taken():
+    assert devices_of(Listed("abcd", twin=Listed("dcba"))) == "abcd"
 
 
 @pytest.mark.parametrize("mixed_up", MIXED_UP)
 def test_shards_of_an_array_that_spans_processes_are_told_by_their_devices(mixed_up: str):
-    assert devices_of(Listed(mixed_up, mixed_up, mixed_up + "dcba"), "abcd") == "abcd"
+    assert devices_of(Listed(mixed_up, mixed_up, mixed_up + "dcba")) == "abcd"
 
 
-def test_the_order_of_an_array_that_spans_processes_is_that_of_a_whole_list():
-    assert devices_of(Listed("", "bd", "bdac"), None) == "bdac"
-
-
-@pytest.mark.parametrize(("mixed_up", "devices"), [("aabbcdcd", None), ("abc", "abcd")])
-def test_an_array_that_can_not_be_taken_apart_is_refused(
-    mixed_up: str, devices: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_array_that_can_not_be_taken_apart_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ostraka._values._PATIENCE_S", 0.01)
-    said = rf"JAX lists {len(mixed_up)} shards on 4 devices .*\(8, 8\).*; save a copy of it"
+    said = r"JAX lists 3 shards on 4 devices .*\(8, 8\).*; save a copy of it"
     with pytest.raises(RuntimeError, match=said):
-        devices_of(Listed(mixed_up), devices)
+        devices_of(Listed("abc"))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 2, 5, 0], [3]])
+def test_jax_lists_shards_in_the_order_of_the_mesh(order: list[int]):
+    devices = [jax.devices()[number] for number in order]
+    mesh = Mesh(np.array(devices).reshape(-1, 1), ("x", "y"))
+    for spec in (P("x"), P(("y", "x")), P(None, "x"), P()):
+        array: Any = jax.device_put(NUMBERS, NamedSharding(mesh, spec))
+        assert [shard.device for shard in array._arrays] == devices
 
 
 def test_a_twin_is_no_copy():
     array: Any = sharded(NUMBERS)
-    for device, shard in enumerate(shards_of(array.clone())):
+    for device, shard in enumerate(shards_of(array.clone(), jax.devices())):
         assert (
             shard.unsafe_buffer_pointer() == array.addressable_data(device).unsafe_buffer_pointer()
         )

@@ -7,7 +7,7 @@ one array if all processes have it alike, and one array with a process dimension
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class Agreed:
     """In the order of the leaves. Emptied when the save has ended."""
     meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
+    user: Mapping[str, Any]
 
 
 def agree(
@@ -39,7 +40,7 @@ def agree(
     *,
     location: str,
     dtype: DtypeRule,
-    user: Any,
+    user: Mapping[str, Any],
     take_place: Callable[[], None],
 ) -> Agreed:
     """Have all processes agree on the tree, on the place and on a new save's id.
@@ -47,46 +48,52 @@ def agree(
     `take_place` is called on process 0 once all trees are known to be alike, and may refuse. Raises
     ProcessFailed on all processes, naming one whose tree differs.
     """
+    several = operation.count > 1
     states: dict[str, list[Any]] = {}
 
     def decide(described: list[Any]) -> dict[str, Any]:
-        common, per_process = _compare(described) if len(described) > 1 else ([], [])
+        joined = _compare(described, captured.leaves) if several else []
         for path in captured.states:
             states[path] = [mine["states"][path] for mine in described]
         take_place()
-        return {"id": secrets.token_hex(8), "common": common, "per_process": per_process}
+        return {"id": secrets.token_hex(8), "joined": joined}
 
-    several = operation.count > 1
     mine = {"states": captured.states}
     if several:
         mine |= _describe(captured, location, (user, repr(dtype)), operation.process)
     answer = operation.exchange("begin", mine, decide)
-    leaves, values, meshes = captured.leaves, captured.values, captured.meshes
+    leaves, meshes = captured.leaves, captured.meshes
+    values = list(captured.values)
     if several:
-        leaves, values = _join(leaves, values, answer, operation.count)
+        leaves = list(leaves)
+        for number, own in answer["joined"]:
+            leaves[number] = _join(leaves[number], operation.count, own=own)
+            value = values[number]
+            values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
         leaves, meshes = number_meshes(leaves, meshes)
+    written: list[Value] = list(values)
     if dtype is not None:
         leaves = cast_leaves(leaves, dtype)
-        values = [
+        written = [
             value if leaf.cast_from is None else CastValue(value, leaf.dtype)
             for leaf, value in zip(leaves, values, strict=True)
         ]
     tree = with_states(captured.tree, states) if states else captured.tree
-    return Agreed(answer["id"], tree, leaves, values, meshes, captured.process_of)
+    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of, user)
 
 
 def _describe(captured: Captured, location: str, rest: Any, process: int) -> dict[str, Any]:
     """What one process says of its tree; `rest` is what else must be the same on all."""
-    sole = captured.sole_process
+
+    def digest(number: int) -> str:
+        return _format.digest(flat_bytes(captured.values[number].whole()))
+
     return {
         "path": location,
         "tree": _fingerprint(captured, rest),
-        "paths": [captured.leaves[number].path for number in sole],
-        "sole": list(sole.items()),
-        "digests": [
-            (number, _format.digest(flat_bytes(captured.values[number].whole())))
-            for number, owner in sole.items()
-            if owner == process
+        "sole": [
+            (number, owner, digest(number) if owner == process else None)
+            for number, owner in captured.sole_process.items()
         ],
     }
 
@@ -100,8 +107,8 @@ def _fingerprint(captured: Captured, rest: Any) -> str:
     return _format.digest(repr((captured.tree, leaves, rest)).encode())
 
 
-def _compare(described: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """On process 0: the leaves that all hold alike, and those of which each has its own value.
+def _compare(described: list[Any], leaves: Sequence[LeafSpec]) -> list[tuple[int, bool]]:
+    """On process 0: the leaves that each process holds for itself, and whether their values differ.
 
     Raises ProcessFailed for the first process that differs from process 0.
     """
@@ -117,45 +124,26 @@ def _compare(described: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
                 "its tree differs from that of process 0: structure, shapes, dtypes, shardings, "
                 "Python values and metadata must be the same on all processes",
             )
-    return _sort_out_sole(described)
+    joined: list[tuple[int, bool]] = []
+    # The trees are alike, so all processes list the same leaves.
+    for found in zip(*(mine["sole"] for mine in described), strict=True):
+        numbers, owners, digests = zip(*found, strict=True)
+        if owners == tuple(range(len(described))):
+            joined.append((numbers[0], len(set(digests)) > 1))
+        elif len(set(owners)) > 1:
+            odd = next(p for p, owner in enumerate(owners) if owner not in (p, owners[0]))
+            path = leaves[numbers[0]].path
+            raise ProcessFailed(odd, f"leaf {path!r} lies on other devices there than on process 0")
+    return joined
 
 
-def _sort_out_sole(described: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Of the leaves that live on one process alone: those all have alike, those each has its own.
+def _join(leaf: LeafSpec, process_count: int, *, own: bool) -> LeafSpec:
+    """A leaf that each process holds for itself, as one that belongs to all.
 
-    The rest lie on the devices of one process that all others know of.
+    Of what all have alike, any process may write any part.
     """
-    owners = [dict(mine["sole"]) for mine in described]
-    digests = [dict(mine["digests"]) for mine in described]
-    paths = dict(zip(owners[0], described[0]["paths"], strict=True))
-    common: list[int] = []
-    per_process: list[int] = []
-    for number in owners[0]:
-        named = [owner[number] for owner in owners]
-        if named == list(range(len(described))):
-            alike = len({found[number] for found in digests}) == 1
-            (common if alike else per_process).append(number)
-        elif len(set(named)) > 1:
-            odd = next(p for p, owner in enumerate(named) if owner not in (p, named[0]))
-            raise ProcessFailed(
-                odd, f"leaf {paths[number]!r} lies on other devices there than on process 0"
-            )
-    return common, per_process
-
-
-def _join(
-    leaves: Sequence[LeafSpec], values: list[Value], answer: dict[str, Any], process_count: int
-) -> tuple[list[LeafSpec], list[Value]]:
-    """Leaves that each process holds for itself, as leaves that belong to all."""
-    leaves, values = list(leaves), list(values)
-    for number in (*answer["common"], *answer["per_process"]):
-        leaf, value = leaves[number], values[number]
-        own = number in answer["per_process"]
-        values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
-        # Of what all have alike, any process may write any part.
-        shape = (process_count, *leaf.shape) if own else leaf.shape
-        leaves[number] = replace(leaf, mesh=HOST_LOCAL, partition=(), shape=shape, per_process=own)
-    return leaves, values
+    shape = (process_count, *leaf.shape) if own else leaf.shape
+    return replace(leaf, mesh=HOST_LOCAL, partition=(), shape=shape, per_process=own)
 
 
 def number_meshes(
@@ -169,9 +157,10 @@ def number_meshes(
     numbers = {HOST_LOCAL: HOST_LOCAL}
     for leaf in leaves:
         numbers.setdefault(leaf.mesh, len(numbers) - 1)
-    if all(old == new for old, new in numbers.items()) and len(numbers) > len(meshes):
-        return leaves, meshes
-    renumbered = [replace(leaf, mesh=numbers[leaf.mesh]) for leaf in leaves]
+    renumbered = [
+        leaf if leaf.mesh == numbers[leaf.mesh] else replace(leaf, mesh=numbers[leaf.mesh])
+        for leaf in leaves
+    ]
     return renumbered, [meshes[old] for old in numbers if old != HOST_LOCAL]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, cast
@@ -27,19 +27,10 @@ from ostraka._spec import (
     is_floating,
 )
 from ostraka._tree import check_savable, is_array, is_key, is_object, parse
-from ostraka._values import (
-    Copy,
-    HostValue,
-    Placement,
-    ShardedValue,
-    Value,
-    shards_of,
-)
+from ostraka._values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.errors import InvalidTree
 
 _COPIERS = max(2, min(os.cpu_count() or 1, 16))
-_BATCH_BYTES = 4 << 20
-"""What a thread copies at a time, at least."""
 
 
 class Devices:
@@ -69,7 +60,7 @@ class Captured:
     tree: Any
     """The tree as `_METADATA` has it, but for the states of stateful objects."""
     leaves: Sequence[LeafSpec]
-    values: list[Value]
+    values: list[CapturedValue]
     """In the order of the leaves. Emptied when the save has ended."""
     meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
@@ -79,33 +70,14 @@ class Captured:
     """By path, the encoded states of this process's stateful objects."""
 
 
-def hold(values: Sequence[Value]) -> None:
+def hold(values: Sequence[CapturedValue]) -> None:
     """Make all values safe from what happens to the tree after this."""
     for value in values:
         if isinstance(value, ShardedValue):
             value.start_copying()
-    batches = list(_batched(copy for value in values for copy in value.hold()))
-    if len(batches) == 1:
-        _copy(batches[0])  # done before a thread would have begun
-    else:
-        run_all(_copy, batches, threads=_COPIERS, stop=StopSignal())
-
-
-def _batched(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    batch: list[Copy] = []
-    nbytes = 0
-    for copy in copies:
-        batch.append(copy)
-        nbytes += copy[0].nbytes
-        if nbytes >= _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
-
-
-def _copy(batch: Iterable[Copy]) -> None:
-    for to, given in batch:
-        np.copyto(to, given)
+    large = [copy for value in values for copy in value.hold()]
+    if large:
+        run_all(lambda copy: np.copyto(*copy), large, threads=_COPIERS, stop=StopSignal())
 
 
 DtypeRule = Any
@@ -165,6 +137,7 @@ class _Capture:
         self._meshes: dict[MeshSpec, int] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._several = jax.process_count() > 1
+        self._process = jax.process_index()
 
     def run(self, tree: Any) -> Captured:
         parsed = parse(tree)
@@ -172,7 +145,7 @@ class _Capture:
         check_unique(leaves)
         shared = find_shared(parsed, is_object)
         specs: list[LeafSpec] = []
-        values: list[Value] = []
+        values: list[CapturedValue] = []
         numbers: dict[str, int] = {}
         sole: dict[int, int] = {}
         states: dict[str, Any] = {}
@@ -200,7 +173,7 @@ class _Capture:
             encoded, specs, values, list(self._meshes), self._devices.process_of, sole, states
         )
 
-    def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, Value]:
+    def _jax_array(self, leaf: Leaf) -> tuple[LeafSpec, CapturedValue]:
         array = cast(jax.Array, leaf.value)
         kind: LeafKind = "jax"
         prng = None
@@ -210,10 +183,8 @@ class _Capture:
         shape = array.shape
         key = (array.sharding, shape, array.dtype)
         found = self._kinds.get(key)
-        shards = None
         if found is None:
-            shards = shards_of(array)
-            found = self._kinds[key] = self._describe(leaf.path, array, shards)
+            found = self._kinds[key] = self._describe(leaf.path, array)
         spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
             leaf.path,
             kind,
@@ -228,28 +199,33 @@ class _Capture:
             array.weak_type,
             found.memory,
         )
-        return spec, ShardedValue(array, found.placement, shards)
+        return spec, ShardedValue(array, found.placement)
 
-    def _describe(self, path: str, array: jax.Array, shards: Sequence[jax.Array]) -> _Kind:
+    def _describe(self, path: str, array: jax.Array) -> _Kind:
         sharding = array.sharding
         dtype = savable_dtype(path, array.dtype)
         mesh, partition = describe_sharding(path, sharding, self._devices)
-        number = self._meshes.setdefault(mesh, len(self._meshes))
-        devices = [shard.device for shard in shards]
-        index_of = {self._devices.number(device): index for index, device in enumerate(devices)}
-        boxes = device_boxes(array.shape, mesh, partition)
-        gives_views = array.platform() == "cpu" and not DTYPES[dtype].packed
+        here = [n for n in mesh.devices if self._devices.all[n].process_index == self._process]
+        devices = [self._devices.all[number] for number in here]
+        if [shard.device for shard in shards_of(array, devices)] != devices:
+            raise RuntimeError(f"JAX lists the shards of leaf {path!r} not in the mesh's order")
         return _Kind(
             dtype,
-            number,
+            self._meshes.setdefault(mesh, len(self._meshes)),
             partition,
             isinstance(sharding, SingleDeviceSharding),
-            _memory_kind(sharding),
-            Placement(array.shape, devices, index_of, boxes, gives_views),
+            memory_kind(sharding),
+            Placement(
+                array.shape,
+                devices,
+                {number: index for index, number in enumerate(here)},
+                device_boxes(array.shape, mesh, partition),
+                gives_views=array.platform() == "cpu" and not DTYPES[dtype].packed,
+            ),
         )
 
 
-def _host_array(leaf: Leaf) -> tuple[LeafSpec, Value]:
+def _host_array(leaf: Leaf) -> tuple[LeafSpec, CapturedValue]:
     kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
     array = np.asarray(leaf.value)
     dtype = savable_dtype(leaf.path, array.dtype)
@@ -265,17 +241,7 @@ def _sole_process(value: Any) -> int | None:
     return processes.pop() if len(processes) == 1 else None
 
 
-def how_it_lies(array: jax.Array) -> dict[str, Any]:
-    """What else a leaf spec has of an array, so that it can be put back just so."""
-    is_on_one = isinstance(array.sharding, SingleDeviceSharding)
-    return {
-        "uncommitted": is_on_one and not array.committed,
-        "weak": bool(getattr(array, "weak_type", False)),
-        "memory": _memory_kind(array.sharding),
-    }
-
-
-def _memory_kind(sharding: Any) -> str | None:
+def memory_kind(sharding: Any) -> str | None:
     """The kind of memory that a sharding names, if it is not the default one of its devices."""
     found = sharding.memory_kind
     if found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any
@@ -14,13 +15,12 @@ import jax
 from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._leftovers import UNKNOWN, Seen, committed_directory, look_at, remove_leftovers
+from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
-from ostraka._write_shards import Written
 from ostraka.errors import Busy
 from ostraka.storage import Claim, Store
 
@@ -31,9 +31,9 @@ class SavePlace:
     """The place of one save. Only process 0 of a run has one."""
 
     def __init__(self, store: Store):
-        self._store = store
+        self.store = store
         self._claim = Claim(store)
-        self._seen: Seen | None = None
+        self._seen = Seen((), None, None)
         self._is_new = False
         """Whether there was nothing at the path, not even an empty directory."""
 
@@ -42,11 +42,11 @@ class SavePlace:
 
         Raises Busy while another save writes there, PathInTheWay for what is not ours.
         """
-        self._is_new = self._store.prepare()
+        self._is_new = self.store.prepare()
         self._claim.take(wait=True)
-        self._seen = look_at(self._store, self._claim.names)
+        self._seen = take_over(self.store, self._claim.names)
         if self._seen.names:
-            remove_leftovers(self._store, self._seen)
+            remove_leftovers(self.store, self._seen)
 
     def commit(self, metadata: bytes, save_id: str, sizes: Mapping[str, int]) -> None:
         """Write `_METADATA`: from now on the checkpoint is there.
@@ -54,7 +54,6 @@ class SavePlace:
         `sizes` are those of all files in the save's directory. Raises Busy if another save has
         taken this one for dead, removed any of them, or replaced the `_METADATA` that was there.
         """
-        assert self._seen is not None
         directory = _format.shards_directory(save_id)
 
         def check() -> None:
@@ -62,47 +61,39 @@ class SavePlace:
             self._check_files(directory, sizes)
 
         # The shards must not be lost to a crash that keeps the commit.
-        self._store.sync("")
-        self._store.put(_format.METADATA_NAME, metadata, replaces=self._seen.version, check=check)
+        self.store.sync("")
+        self.store.put(_format.METADATA_NAME, metadata, replaces=self._seen.version, check=check)
 
     def _check_files(self, directory: str, sizes: Mapping[str, int]) -> None:
         if not sizes:
             return
-        there = {file.name: file.size for file in self._store.files(f"{directory}/")}
+        there = {file.name: file.size for file in self.store.files(f"{directory}/")}
         for name, size in sizes.items():
             path = f"{directory}/{name}"
             if there.get(path) == size:
                 continue
-            found = self._size_of(path)
+            # A list may be that of a moment ago, on network file systems: ask the file itself.
+            try:
+                with closing(self.store.open(path)) as reader:
+                    found = reader.size
+            except FileNotFoundError:
+                found = None
             if found != size:
                 what = "is gone" if found is None else f"has {found:,} of its {size:,} bytes"
                 raise Busy(
-                    f"{self._store.location}/{path}, which this save has written, {what}: another "
+                    f"{self.store.location}/{path}, which this save has written, {what}: another "
                     "save or program has changed it; save again"
                 )
-
-    def _size_of(self, path: str) -> int | None:
-        """Asked of the file itself: a list may be that of a moment ago, on network file systems."""
-        try:
-            reader = self._store.open(path)
-        except FileNotFoundError:
-            return None
-        reader.close()
-        return reader.size
 
     def remove_replaced(self) -> None:
         """After the commit: delete the shards of what was there before.
 
         The new checkpoint is good: what can't be deleted now, the next save tries again.
         """
-        assert self._seen is not None
         # Only what was seen before: what has come since then is another save's, and alive.
-        try:
-            for name in self._seen.names:
-                if _format.is_shards_directory(name):
-                    self._store.delete(name)
-        except OSError:
-            pass
+        with suppress(OSError):
+            for name in filter(_format.is_shards_directory, self._seen.names):
+                self.store.delete(name)
 
     def clean_up(self, save_id: str) -> None:
         """Remove what a failed save wrote, unless it is what `_METADATA` names.
@@ -111,12 +102,12 @@ class SavePlace:
         """
         if save_id:
             directory = _format.shards_directory(save_id)
-            if committed_directory(self._store) not in (directory, UNKNOWN):
-                self._store.delete(directory)
+            if committed_directory(self.store) not in (directory, UNKNOWN):
+                self.store.delete(directory)
         # The claim's own file would keep the place from being empty.
         self._claim.release()
         if self._is_new:
-            self._store.remove_if_empty()
+            self.store.remove_if_empty()
 
     def release(self) -> None:
         """Let others have the place."""
@@ -125,24 +116,19 @@ class SavePlace:
 
 def commit(
     operation: Operation,
-    store: Store,
     place: SavePlace,
     agreed: Agreed,
     plan: WritePlan,
-    written: Written,
-    *,
-    user: Mapping[str, Any],
+    index: IndexEntry | None,
+    written_bytes: int,
     watch: Stopwatch,
 ) -> list[float]:
     """Report, and commit if every process has reported well; returns what all have done."""
 
     def decide(reports: list[Any]) -> list[float]:
-        indexes: dict[int, IndexEntry] = {}
-        for process, report in enumerate(reports):
-            if report["index"]:
-                indexes[process] = IndexEntry(*report["index"])
+        indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
         if operation.count > 1:
-            _check_visible(store, indexes, agreed.save_id)
+            _check_visible(place.store, indexes, agreed.save_id)
         summary = summarize(list(map(itemgetter("written"), reports)))
         hosts = list(map(itemgetter("host"), reports))
         metadata = Metadata(
@@ -155,17 +141,16 @@ def commit(
             leaves=plan.leaves,
             files=plan.files,
             indexes=indexes,
-            user=user,
+            user=agreed.user,
         )
         sizes = {file.name: file.size for file in plan.files}
         sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}
         place.commit(encode_metadata(metadata), agreed.save_id, sizes)
         return summary
 
-    entry = None if written.index is None else [written.index.size, written.index.digest]
     mine = {
-        "index": entry,
-        "written": [written.nbytes, written.seconds],
+        "index": None if index is None else [index.size, index.digest],
+        "written": [written_bytes, watch.phases["write"]],
         "host": socket.gethostname(),
     }
     return operation.exchange("commit", mine, decide, is_last=True)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from ostraka._service import ALONE, Member, this_member
@@ -92,27 +91,21 @@ class Operation:
         self._telling = threading.Lock()
 
     def __enter__(self) -> Self:
+        if self.count == 1:
+            return self
         try:
-            if self.count == 1:
-                return self
             if self.process == 0:
                 self._member.forget_old()
-                self._start(self._hear_turns)
             else:
                 self._keys.set(f"here/{self.process}", -1)
-                self._start(self._hear_words)
+            self._start_listening()
         except BaseException:
             # The others have to hear of it, and nobody else will tell them.
             self.__exit__(*sys.exc_info())
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._is_closed or self.count == 1:
             return
         failure = None
@@ -131,7 +124,7 @@ class Operation:
         if self._verdict is None:
             with suppress(Exception):  # The service may have gone: not in the place of the error.
                 if self.process == 0:
-                    self._conclude(mine)
+                    self._fail(mine)
                 else:
                     self._take_turn("failed", mine.process, mine.reason)
                     self._join()
@@ -189,7 +182,7 @@ class Operation:
         """On process 0, after the end: wait a little for the others to be done with it as well."""
         if self.count > 1:
             with suppress(Exception):  # One may never leave, or the service itself have failed.
-                self._keys.wait_until_left(_VERDICT_WITHIN_S)
+                self._keys.have_all_left(_VERDICT_WITHIN_S)
 
     # Every process
 
@@ -212,15 +205,16 @@ class Operation:
         while not self._keys.create(f"turn/{stage}", word):
             stage += 1
 
-    def _start(self, work: Callable[[], None]) -> None:
-        self._listener = threading.Thread(
-            target=self._guarded, args=(work,), name="ostraka_listen", daemon=True
-        )
+    def _start_listening(self) -> None:
+        self._listener = threading.Thread(target=self._listen, name="ostraka_listen", daemon=True)
         self._listener.start()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _listen(self) -> None:
         try:
-            work()
+            if self.process == 0:
+                self._hear_turns()
+            else:
+                self._hear_words()
         except Exception as error:
             # What the service's client says further down is about itself.
             said = (str(error).splitlines() or [""])[0]
@@ -275,7 +269,8 @@ class Operation:
             kind, *said = self._keys.wait_for(f"turn/{self._stage}")
             self._stage += 1
             if kind == "failed":
-                self._heard.put(self._conclude(ProcessFailed(*said)))
+                self._fail(ProcessFailed(*said))
+                self._heard.put(self._verdict)
             if kind != "complete":
                 return
             is_last = self._is_last  # before the main thread goes on
@@ -283,37 +278,33 @@ class Operation:
             if is_last:
                 return
 
-    def _conclude(self, failure: ProcessFailed) -> ProcessFailed:
-        """Publish that the operation has failed; returns why, which may be an earlier failure."""
-        with self._telling:
-            if self._verdict is None:
-                self._publish("failed", failure.process, failure.reason)
-                self._verdict = failure
-            return self._verdict
-
     def _tell(self, *word: Any) -> None:
-        """Publish a word, unless the operation has failed."""
+        """Publish a word. Raises ProcessFailed if the operation has failed: that was the last."""
         with self._telling:
             self.check()
-            self._publish(*word)
-
-    def _publish(self, *word: Any) -> None:
-        # Counted after it is there: an interrupt in between must not leave a gap, which the others
-        # would wait at for ever.
-        while not self._keys.create(f"word/{self._told}", word):
+            # Counted after it is there: an interrupt in between must not leave a gap, which the
+            # others would wait at for ever.
+            while not self._keys.create(f"word/{self._told}", word):
+                self._told += 1
             self._told += 1
-        self._told += 1
+            if word[0] == "failed":
+                self._verdict = ProcessFailed(*word[1:])
+
+    def _fail(self, failure: ProcessFailed) -> None:
+        """Publish that the operation has failed, unless it has before."""
+        with suppress(ProcessFailed):
+            self._tell("failed", failure.process, failure.reason)
 
     def _decide(self, payloads: list[Any], decide: Callable[[list[Any]], Any]) -> Any:
         self.check()
         try:
             answer = decide(payloads)
         except ProcessFailed as failure:
-            self._conclude(failure)
+            self._fail(failure)
             raise
         except Exception as error:
             failure = ProcessFailed(0, describe(error))
-            self._conclude(failure)
+            self._fail(failure)
             raise failure from error
         self._tell("answer", answer, self._is_last)
         self._is_decided = self._is_last
@@ -363,8 +354,7 @@ class _Roll:
         """By process, its latest answer and when that was first seen."""
 
     def is_due(self) -> bool:
-        next_s = self._called_s + DEAD_AFTER_S / _ROLL_CALLS
-        return self.waited_s >= next_s or self._called_s < self._limit_s <= self.waited_s
+        return self.waited_s >= self._called_s + min(DEAD_AFTER_S / _ROLL_CALLS, self._limit_s)
 
     def first_failure(
         self, missing: set[int], answers: dict[int, int], name: str

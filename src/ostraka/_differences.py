@@ -6,10 +6,12 @@ one line, and so are leaves that differ in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ostraka._nodes import ROOT
+from ostraka._pattern import names_on
 from ostraka.errors import count_of, name_few, nearest
 
 _NAMED_ONE_BY_ONE = 3
@@ -34,7 +36,7 @@ class Differences:
     def lines(self, wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
         """All of it, given the paths of all leaves of the template and of the checkpoint."""
         cause = list(_likely_cause(self.missing, wanted, saved))
-        named = sorted(_names(saved) - _names(wanted))
+        named = sorted(_counted(saved).keys() - _counted(wanted))
         lines = [
             f"{text} is not in the checkpoint{nearest(name, named)}"
             for name, text in _subtrees([] if cause else self.missing, wanted, saved)
@@ -63,40 +65,18 @@ def _subtrees(
     paths: Sequence[str], everything: Collection[str], others: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Names, and how they are shown: the largest subtrees that only this side has."""
-    there = _counted(everything)
-    here = _counted(paths)
-    elsewhere = _names(others)
-    told: set[str] = set()
-    for path in paths:
-        whole = [
-            name
-            for name in _above(path)
-            if here[name] == there[name] and here[name] > 1 and name not in elsewhere
-        ]
-        name = whole[0] if whole else path
-        if name not in told:
-            told.add(name)
-            yield name, f"{name!r} ({count_of(here[name], 'leaf')})" if whole else repr(name)
+    there, here, elsewhere = _counted(everything), _counted(paths), _counted(others)
+
+    def is_whole(name: str) -> bool:
+        return here[name] == there[name] > 1 and name not in elsewhere
+
+    for name in dict.fromkeys(next(filter(is_whole, names_on(path)), path) for path in paths):
+        yield name, f"{name!r} ({count_of(here[name], 'leaf')})" if is_whole(name) else repr(name)
 
 
-def _names(paths: Collection[str]) -> set[str]:
-    """The paths, and all names above them."""
-    return {name for path in paths for name in (path, *_above(path))}
-
-
-def _counted(paths: Collection[str]) -> dict[str, int]:
-    """How many leaves each name above them has."""
-    counts: dict[str, int] = {}
-    for path in paths:
-        for name in _above(path):
-            counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def _above(path: str) -> list[str]:
-    """The names above a leaf, topmost first."""
-    parts = path.split("/")
-    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+def _counted(paths: Collection[str]) -> Counter[str]:
+    """How many leaves are at or below each name."""
+    return Counter(name for path in paths for name in names_on(path))
 
 
 def _likely_cause(
@@ -122,20 +102,9 @@ def _likely_cause(
         )
 
 
-@dataclass(slots=True)
-class Tolerated:
-    """What was let pass, to be told in one sentence; a kind is such as "kept {} of no use"."""
-
-    by_kind: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-
-    def add(self, kind: str, path: str) -> None:
-        self.by_kind.setdefault(kind, []).append(path)
-
-    def __bool__(self) -> bool:
-        return bool(self.by_kind)
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
-            for kind, paths in self.by_kind.items()
-        )
+def show_tolerated(by_kind: Mapping[str, Sequence[str]]) -> str:
+    """What was let pass, in one sentence; a kind is such as "kept {} of no use"."""
+    return "; ".join(
+        f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
+        for kind, paths in by_kind.items()
+    )

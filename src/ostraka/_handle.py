@@ -1,4 +1,7 @@
-"""Saves that go on in the background: one at a time, and no error of theirs is lost."""
+"""Saves that go on in the background: one at a time, and no error of theirs is lost.
+
+`_lifetime` says what may happen to them: interrupts, signal handlers, forks, the program's end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._lifetime import Latch, Token, after_fork, at_exit, is_ending
+from ostraka._lifetime import Ending, after_fork, at_exit
 from ostraka._record import Record, logger
 from ostraka._write_shards import Progress
 from ostraka.errors import Busy, describe
@@ -27,15 +30,15 @@ class SaveHandle:
         self._progress = progress
         self._give_up = give_up
         self._thread: threading.Thread | None = None
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._error: BaseException | None = None
         self._is_error_seen = False
-        self._work = Token()
-        """Who takes it does the work, or ends the handle because nobody will."""
+        self._token = threading.Lock()
+        """Never released: who acquires it does the work, or ends the handle for nobody will."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint is there. Raises the save's error, or TimeoutError."""
-        error = self.exception(timeout)
+        error = self.exception(timeout_s)
         if error is not None:
             raise error
 
@@ -43,9 +46,9 @@ class SaveHandle:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error that there was, if any."""
-        self._wait_for_end(timeout)
+        self._wait_for_end(timeout_s)
         self._is_error_seen = True
         return self._error
 
@@ -69,31 +72,24 @@ class SaveHandle:
         Then nobody will, and the caller must end the save. Otherwise the thread was there already,
         and sees it through.
         """
-        is_mine = self._work.take()
+        is_mine = self._token.acquire(blocking=False)
         if is_mine:
             self._ended.set()  # Or who waits for this handle would wait for ever.
         return is_mine
 
     def _start(self, work: Callable[[], Record]) -> None:
-        has_returned = Latch()
+        is_starting = threading.Lock()
 
         def run() -> None:
             # The caller would wait for its turn at the interpreter: let it return first.
-            has_returned.wait(1.0)
+            is_starting.acquire(timeout=1.0)
             self._run(work)
 
-        thread = threading.Thread(target=run, name="ostraka-save", daemon=True)
-        try:
-            thread.start()
-        except RecursionError:
-            raise
-        except RuntimeError:
-            self._run(work)  # The system has no thread left: the caller waits, and nothing is lost.
-        finally:
-            has_returned.set()
+        with is_starting:
+            threading.Thread(target=run, name="ostraka-save", daemon=True).start()
 
     def _run(self, work: Callable[[], Record]) -> None:
-        if not self._work.take():
+        if not self._token.acquire(blocking=False):
             return
         self._thread = threading.current_thread()
         try:
@@ -105,14 +101,18 @@ class SaveHandle:
             self._thread = None
             self._ended.set()
 
-    def _wait_for_end(self, timeout: float | None = None) -> None:
+    def _wait_for_end(self, timeout_s: float | None = None) -> None:
+        self._refuse_own_thread()
+        if not self.done() and not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the save to {self.path} has not ended after {timeout_s:g} s")
+
+    def _refuse_own_thread(self) -> None:
+        """What a save calls, such as `on_commit`, can't wait for that very save."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 f"the save to {self.path} can't wait for itself: on_commit and on_record are a "
                 "part of it, and can't save or wait for it"
             )
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save to {self.path} has not ended after {timeout:g} s")
 
     def _lose(self) -> None:
         """After a fork, in the child: the thread that sees it through is in the parent alone."""
@@ -122,7 +122,7 @@ class SaveHandle:
         )
         self._is_error_seen = True
         # A new one: a thread that is not here may have held the old one's lock.
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._ended.set()
 
     def _take_unseen(self) -> BaseException | None:
@@ -154,6 +154,10 @@ class _Background:
         if current is not None and not current.done():
             current._lose()
 
+    def refuse_own_thread(self) -> None:
+        if self.current is not None:
+            self.current._refuse_own_thread()
+
     def wait_for_current(self) -> None:
         # While it waits for one, a signal handler may begin another.
         while (current := self.current) is not None:
@@ -171,11 +175,9 @@ after_fork(_background.forget_after_fork)
 
 def wait_for_background() -> None:
     """Wait for the save that was begun in the background; raise its error if nobody has seen it."""
-    if _background.current is not None:
-        _refuse_its_own_thread()
+    _background.refuse_own_thread()
     with _background.turn:  # Another thread may be beginning one.
-        if _background.current is not None:
-            _background.wait_for_current()
+        _background.wait_for_current()
 
 
 @contextmanager
@@ -187,50 +189,31 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     """
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
-    _refuse_its_own_thread()
-    with _turn(if_busy):
+    _background.refuse_own_thread()
+    with _background.turn if if_busy == "wait" else _turn_or_refusal():
         _background.wait_for_current()
         yield
 
 
-def _refuse_its_own_thread() -> None:
-    """What a save calls, such as `on_commit`, can't wait for that very save."""
-    current = _background.current
-    if current is not None and threading.current_thread() is current._thread:
-        current._wait_for_end()
-
-
 @contextmanager
-def _turn(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
-    """Be the one thread that begins a save."""
-    turn = _background.turn
-    if if_busy == "wait":
-        with turn:  # An interrupt does not come between the lock and its block.
-            yield
-        return
+def _turn_or_refusal() -> Generator[None]:
     is_mine = False
     try:
-        is_mine = turn.acquire(blocking=False)
-        _refuse_if_busy(is_mine)
+        is_mine = _background.turn.acquire(blocking=False)
+        mine = None if is_mine else "a save that another thread has begun"
+        current = _background.current
+        if current is not None and not current.done():
+            mine = f"a save to {current.path}"
+        with Operation("check for a save under way") as operation:
+            found = operation.exchange(
+                "busy", mine, lambda all_found: next(filter(None, all_found), None), is_last=True
+            )
+        if found is not None:
+            raise Busy(f"{found} is still under way; wait for it first")
         yield
     finally:
         if is_mine:
-            turn.release()
-
-
-def _refuse_if_busy(is_mine: bool) -> None:
-    current = _background.current
-    mine = None
-    if current is not None and not current.done():
-        mine = f"a save to {current.path}"
-    elif not is_mine:
-        mine = "a save that another thread has begun"
-    with Operation("check for a save under way") as operation:
-        found = operation.exchange(
-            "busy", mine, lambda all_found: next(filter(None, all_found), None), is_last=True
-        )
-    if found is not None:
-        raise Busy(f"{found} is still under way; wait for it first")
+            _background.turn.release()
 
 
 def _raise_together(error: BaseException) -> None:
@@ -251,7 +234,7 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
     """
     _background.wait_for_current()  # one that a signal handler has begun since
     _background.current = handle
-    if is_ending():
+    if Ending.has_begun:
         # The program would not wait for a thread any more, nor ask how it went.
         handle._run(work)
         handle.wait()

@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from ostraka._inplace import Outline
 from ostraka._nodes import Kept
-from ostraka._spec import LeafSpec
+from ostraka._place import is_committed
+from ostraka._spec import LeafKind, LeafSpec, dtype_name, is_floating, numpy_dtype
 from ostraka._tree import is_array, is_key
 
 _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class Unfit(Exception):
+    """A leaf can't be restored as `like` has it; `args` are the reasons."""
+
+
+def kind_of(wanted: Any) -> LeafKind | Literal["python", "other"]:
+    """What comes back of an array: a Python number is one of no dimensions, other things none."""
+    if isinstance(wanted, LeafSpec):
+        return wanted.kind
+    if is_key(wanted):
+        return "key"
+    if isinstance(wanted, jax.Array | jax.ShapeDtypeStruct | Outline):
+        return "jax"
+    if isinstance(wanted, np.ndarray):
+        return "numpy"
+    if isinstance(wanted, np.generic):
+        return "scalar"
+    return "python" if type(wanted) in _NUMBERS else "other"
+
+
+# A number that was saved, where the template may have an array
+
+
+def saved_as_wanted(saved: Any, wanted: Any) -> Any:
+    """A value that was saved, as what the template has in its place. Raises Unfit."""
+    if isinstance(wanted, Kept) and isinstance(saved, Kept):
+        return wanted.value
+    if type(wanted) is type(saved):
+        return saved
+    if type(saved) in _NUMBERS and _is_arraylike(wanted):
+        return _as_array(saved, wanted)
+    raise Unfit(f"the checkpoint has {show_value(saved)}, `like` has {show_value(wanted)}")
+
+
+def _as_array(saved: complex, wanted: Any) -> Any:
+    """A Python number where the template has an array: fine if the array can hold it exactly."""
+    made = None if is_key(wanted) or wanted.shape != () else exactly(saved, wanted.dtype)
+    if made is None:
+        raise Unfit(
+            f"the checkpoint has {show_value(saved)}, which `like`'s {show_value(wanted)} can't "
+            "hold exactly"
+        )
+    if isinstance(wanted, np.ndarray | np.generic):
+        return made if isinstance(wanted, np.ndarray) else made[()]
+    return jax.device_put(made, wanted.sharding if is_committed(wanted) else None)
 
 
 def exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:
@@ -33,36 +81,46 @@ def exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:
     return made if same else None
 
 
-def is_arraylike(value: Any) -> bool:
-    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Outline)
+# An array that was saved
 
 
-def kind_of(wanted: Any) -> str | None:
-    if isinstance(wanted, LeafSpec):
-        return wanted.kind
-    if is_key(wanted):
-        return "key"
-    if isinstance(wanted, jax.Array | jax.ShapeDtypeStruct | Outline):
-        return "jax"
-    if isinstance(wanted, np.ndarray):
-        return "numpy"
-    if isinstance(wanted, np.generic):
-        return "scalar"
-    return "python" if type(wanted) in (bool, int, float, complex) else None
+def type_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
+    """In what a leaf of the template differs from the array that was saved in its place.
+
+    `wanted` is the spec itself where there is no template, and `kind` what it is; `dtype` is what
+    the caller asked for.
+    """
+    if wanted is spec:
+        if kind == "jax":
+            yield from _x64_problems(dtype or spec.dtype)
+    elif kind == "other":
+        yield f"the checkpoint has an array {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    elif (kind == "key") != (spec.kind == "key"):
+        yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    elif kind == "python":
+        if spec.own_shape or type(numpy_dtype(spec.dtype).type(0).item()) is not type(wanted):
+            yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    else:
+        yield from _array_problems(spec, wanted, kind, dtype)
 
 
-def python_type(dtype: str) -> type | None:
-    """The Python number that a 0-d array of this dtype is, exactly."""
-    if dtype == "bool":
-        return bool
-    if dtype.startswith(("int", "uint")):
-        return int
-    if dtype.startswith(("float", "bfloat")):
-        return float
-    return complex if dtype.startswith("complex") else None
+def _array_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
+    if tuple(wanted.shape) != spec.logical_shape:
+        what = "as keys of" if kind == "key" else "with"
+        yield f"saved {what} shape {spec.logical_shape}, `like` has {tuple(wanted.shape)}"
+    if kind == "key":
+        if wanted.dtype._impl.name != spec.prng:
+            yield f"saved as a {spec.prng} key, `like` has a {wanted.dtype._impl.name} key"
+    elif dtype is None and dtype_name(wanted.dtype) != spec.dtype:
+        was = f" (cast from {spec.cast_from} by the save)" if spec.cast_from else ""
+        is_float = is_floating(wanted.dtype.name) and is_floating(spec.dtype)
+        hint = ": pass dtype='like' to cast" if is_float else ""
+        yield f"saved as {spec.dtype}{was}, `like` has {wanted.dtype.name}{hint}"
+    elif kind == "jax":
+        yield from _x64_problems(dtype or spec.dtype)
 
 
-def x64_problems(dtype: str) -> Iterator[str]:
+def _x64_problems(dtype: str) -> Iterator[str]:
     if dtype in ("int64", "uint64", "float64", "complex128") and not _config.jax_enable_x64:
         yield (
             f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
@@ -70,41 +128,21 @@ def x64_problems(dtype: str) -> Iterator[str]:
         )
 
 
-@cache
-def key_words(impl: str) -> int | None:
-    """How many words a key of this implementation has; None if there is no such one."""
-    try:
-        return jax.random.key_data(jax.random.key(0, impl=impl)).shape[-1]
-    except (ValueError, TypeError):
-        return None
+# In words
 
 
-def key_problems(spec: LeafSpec, wanted: Any, kind: str) -> Iterator[str]:
-    if spec.kind != "key" or kind != "key":
-        yield f"saved as {show_spec(spec)}, `like` has {show_value(wanted)}"
-        return
-    impl = str(wanted.dtype._impl.name)
-    if impl != spec.prng:
-        yield f"saved as a {spec.prng} key, `like` has a {impl} key"
-    elif tuple(wanted.shape) != spec.logical_shape:
-        yield (
-            f"saved as keys of shape {show_shape(spec.logical_shape)}, `like` has "
-            f"{show_shape(wanted.shape)}"
-        )
-
-
-def show_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join(str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
-
-
-def show_spec(spec: LeafSpec) -> str:
+def _show_spec(spec: LeafSpec) -> str:
     if spec.kind == "key":
         return f"a {spec.prng} key"
     return f"{spec.dtype}[{','.join(str(n) for n in spec.shape)}]"
 
 
+def _is_arraylike(value: Any) -> bool:
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Outline)
+
+
 def show_value(value: Any) -> str:
-    if is_arraylike(value):
+    if _is_arraylike(value):
         if is_key(value):
             return "a PRNG key"
         return f"{value.dtype.name}[{','.join(str(n) for n in value.shape)}]"

@@ -44,19 +44,21 @@ class Seen:
         return [name for name in self.names if is_of_a_save(name) and name != self.kept]
 
 
-def look_at(store: Store, names: Sequence[str]) -> Seen:
+def take_over(store: Store, names: Sequence[str]) -> Seen:
     """Look at a place that this process holds a claim on; `names` are those in it.
 
     Raises PathInTheWay if another program wrote the `_METADATA` that is there.
     """
-    if not names:
-        return Seen((), None, None)
     # Before looking at `_METADATA`: a save that was taken for dead, and is not, can't commit then.
     for name in names:
         if is_temporary(name, _format.METADATA_NAME):
             store.delete(name)
+    return _look_at(store, names) if names else Seen((), None, None)
+
+
+def _look_at(store: Store, names: Sequence[str]) -> Seen:
     there = store.look(_format.METADATA_NAME)
-    kept = None if there is None else committed_directory(store, names)
+    kept = committed_directory(store, names)
     return Seen(tuple(names), kept, None if there is None else there.version)
 
 
@@ -65,9 +67,8 @@ def find_leftovers(store: Store) -> list[str]:
 
     Raises PathInTheWay if another program wrote the `_METADATA` that is there.
     """
-    ours = [name for name in store.list() if is_of_a_save(name)]
-    kept = committed_directory(store) if ours else None
-    return [] if kept == UNKNOWN else [name for name in ours if name != kept]
+    names = store.list()
+    return _look_at(store, names).leftovers if any(map(is_of_a_save, names)) else []
 
 
 def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bool]:
@@ -77,27 +78,26 @@ def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bo
     be under way there, PathInTheWay if another program wrote the `_METADATA`. Without `remove`
     nothing is written or removed.
     """
-    dead_claims = [name for name in store.list() if is_claim(name)]
+    names = store.list()
     if not remove:
         refuse_claimed(store)
-        names = find_leftovers(store)
-        return names, committed_directory(store) is not None
+        seen = _look_at(store, names)
+        return seen.leftovers, seen.kept is not None
     with claimed(store) as claim:
-        seen = look_at(store, claim.names)
+        seen = take_over(store, claim.names)
         for name in seen.leftovers:
             store.delete(name)
         if seen.leftovers:
             store.sync("")
-    if seen.version is None:
+    if seen.kept is None:
         store.remove_if_empty()  # other people's files stay
-    return [*dead_claims, *seen.leftovers], seen.version is not None
+    return [*filter(is_claim, names), *seen.leftovers], seen.kept is not None
 
 
 def remove_leftovers(store: Store, seen: Seen) -> None:
     """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
-    if seen.version is None and (
-        foreign := [name for name in seen.names if not is_of_a_save(name)]
-    ):
+    foreign = [name for name in seen.names if not is_of_a_save(name)]
+    if seen.version is None and foreign:
         raise PathInTheWay(
             f"{store.location} is a directory with other things in it "
             f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
@@ -123,35 +123,24 @@ def committed_directory(store: Store, names: Sequence[str] | None = None) -> str
         if error.loss is None:
             raise
         return UNKNOWN
-    if not _metadata.metadata_is_intact(data):
-        if looks_like_ours(store, data):
-            return UNKNOWN
-        raise _not_ours(store, f"its {_format.METADATA_NAME} was not written by Ostraka")
-    head = _HEAD.match(data)
-    if head is not None:
-        directory = _format.shards_directory(head[1].decode())
-        if directory in names:
-            return directory
-    return _directory_in(store, data, names)
-
-
-def _directory_in(store: Store, data: bytes, names: Sequence[str]) -> str:
-    """The same from all of `_METADATA`, where its head alone does not tell."""
     try:
+        if not _metadata.metadata_is_intact(data):
+            if looks_like_ours(store, data):
+                return UNKNOWN
+            raise NotACheckpoint(f"its {_format.METADATA_NAME} was not written by Ostraka")
+        head = _HEAD.match(data)
+        if head is not None and _format.shards_directory(head[1].decode()) in names:
+            return _format.shards_directory(head[1].decode())
         metadata = _metadata.decode_metadata(data)
     except NotACheckpoint as error:
-        raise _not_ours(store, str(error)) from error
+        raise PathInTheWay(
+            f"{store.location} holds something that Ostraka did not write ({error}); save to a "
+            "path of its own"
+        ) from error
     except ValueError:
         return UNKNOWN
     directory = _format.shards_directory(metadata.id)
     return directory if not metadata.files or directory in names else UNKNOWN
-
-
-def _not_ours(store: Store, why: str) -> PathInTheWay:
-    return PathInTheWay(
-        f"{store.location} holds something that Ostraka did not write ({why}); save to a path of "
-        "its own"
-    )
 
 
 def is_of_a_save(name: str) -> bool:

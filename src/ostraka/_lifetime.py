@@ -2,18 +2,25 @@
 
 What it defends against, and with what:
 
-- **Ctrl-C while a thread waits.** It may come at any bytecode. `threading.Event` would then leave
-  its lock held, and everybody else would wait for ever: `Latch` has no such moment.
-- **Ctrl-C while `save_async` hands the work to its thread.** Either the thread does the work or the
-  interrupted caller ends the save on all processes, never both and never neither: `Token`.
-- **Ctrl-C while the collection of cycles is paused.** It is resumed by the next `paused_gc` at the
-  latest, because a pause that is gone no longer counts.
+- **Ctrl-C while the collection of cycles is paused.** `paused_gc` is a generator: even one that is
+  interrupted before its block begins is closed in the end, and resumes the collection.
 - **A signal handler that saves**, as one for SIGTERM may. It runs in the main thread, perhaps while
   that thread holds one of our locks: they are all `RLock`s.
 - **A fork**, as data loaders do it. The child has none of the parent's threads, so a lock that one
   of them held would never be released, nor a pause ended: `after_fork`, `RenewedLock`.
 - **The end of the program** while a save is under way, or after one failed and nobody asked how it
   went: `at_exit` waits for the save, raises its error, and sets the exit status.
+
+Ctrl-C while `save_async` hands the work to its thread is dealt with in `_handle`: a lock that is
+never released is a token, which either the thread or the interrupted caller gets.
+
+Not defended against, since only a few instructions of a whole save are open to it:
+
+- Ctrl-C, or a signal handler that waits for the same save, while `threading.Event` holds its own
+  lock: who waits for that save then waits for ever. Nothing is lost or half-written.
+- Ctrl-C while `paused_gc` ends: the collection stays off until the program turns it on.
+- Ctrl-C while Python starts the thread of `save_async`: Python may make a RuntimeError of it. The
+  save is ended and raises that.
 """
 
 from __future__ import annotations
@@ -23,65 +30,11 @@ import gc
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from threading import Lock, RLock
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any, TextIO, cast
-
-_LOOK_EVERY_S = 1.0
-
-
-# Interrupts
-
-
-class Latch:
-    """An event that comes once, and can be waited for in spite of interrupts.
-
-    An interrupt may cost another waiter up to a second, no more.
-    """
-
-    __slots__ = ("_gate", "_is_set")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._gate = Lock()
-        self._gate.acquire()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        """To be called by one thread; again is as good as once."""
-        if not self._is_set:
-            self._is_set = True
-            self._gate.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has come, at the latest after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._is_set:
-            left = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return False
-            if self._gate.acquire(timeout=min(left, _LOOK_EVERY_S)):
-                self._gate.release()  # for the next
-        return True
-
-
-class Token:
-    """Something that exactly one of several threads gets, whatever interrupts them."""
-
-    def __init__(self) -> None:
-        self._left = [True]
-
-    def take(self) -> bool:
-        """Whether the caller has got it: True once, for whoever comes first."""
-        try:
-            return self._left.pop()  # one step, which no signal can divide
-        except IndexError:
-            return False
-
 
 # Forks
 
@@ -120,45 +73,35 @@ after_fork(_renew_locks)
 # The collection of cycles
 
 
-class paused_gc:  # noqa: N801 - used as a statement: `with paused_gc():`
+_pauses: list[object] = []
+
+
+@contextmanager
+def paused_gc() -> Generator[None]:
     """Hold off the collection of cycles, for bursts of many small objects that have none.
 
     Beside a program's own objects each collection looks at all of ours, which costs more than
-    everything else that is done for a small leaf.
+    everything else that is done for a small leaf. Threads may pause at the same time: the last one
+    that leaves resumes. Where the program itself has turned the collection off, it stays off.
     """
-
-    __slots__ = ("__weakref__",)
-
-    def __enter__(self) -> None:
-        with _paused.lock:
-            if gc.isenabled() or _paused.by:
-                _paused.by.append(weakref.ref(self))
-                gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        with _paused.lock:
-            if _paused.by:
-                left = [ref for ref in _paused.by if ref() not in (None, self)]
-                if not left:
-                    gc.enable()  # Before it is forgotten that the pause was ours.
-                _paused.by = left
-
-
-class _Paused:
-    """Who has paused the collection: nobody, or nobody but the program itself, if empty."""
-
-    def __init__(self) -> None:
-        self.lock = RLock()
-        self.by: list[weakref.ref[paused_gc]] = []
-
-
-_paused = _Paused()
+    if not gc.isenabled() and not _pauses:
+        yield
+        return
+    pause = object()
+    try:
+        _pauses.append(pause)
+        gc.disable()
+        yield
+    finally:
+        if pause in _pauses:  # not in a child that was forked inside
+            _pauses.remove(pause)
+        if not _pauses:
+            gc.enable()
 
 
 def _forget_pauses() -> None:
-    global _paused
-    were, _paused = _paused, _Paused()
-    if were.by:
+    if _pauses:
+        _pauses.clear()
         gc.enable()
 
 
@@ -168,14 +111,9 @@ after_fork(_forget_pauses)
 # The end of the program
 
 
-class _Ending:
+class Ending:
     has_begun = False
-    """Whether the program ends, and is so far that it would wait for no thread."""
-
-
-def is_ending() -> bool:
-    """Whether it is too late to leave work to a thread in the background."""
-    return _Ending.has_begun
+    """Whether the program ends, and is so far that it would wait for no new thread."""
 
 
 def at_exit(wait: Callable[[], None], take_error: Callable[[], BaseException | None]) -> None:
@@ -187,19 +125,18 @@ def at_exit(wait: Callable[[], None], take_error: Callable[[], BaseException | N
 
     def tell() -> None:
         wait()
-        _Ending.has_begun = True
+        Ending.has_begun = True
         error = take_error()
         if error is not None:
             _make_exit_status_nonzero()
             raise error
 
     atexit.register(tell)
-    # What is registered with `threading` runs before all that is registered with `atexit`.
-    before_threads_end = getattr(threading, "_register_atexit", atexit.register)
     try:
-        before_threads_end(wait)
+        # What is registered with `threading` runs before all that is registered with `atexit`.
+        getattr(threading, "_register_atexit", atexit.register)(wait)
     except RuntimeError:  # The program has already begun to end, and calls nobody that comes now.
-        _Ending.has_begun = True
+        Ending.has_begun = True
 
 
 def _make_exit_status_nonzero() -> None:

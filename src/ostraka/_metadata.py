@@ -284,7 +284,7 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
     _require(has_processes, f"{where} has no dimension for its processes")
     if spec.mesh != HOST_LOCAL:
         mesh = metadata.meshes[spec.mesh]
-        for misfit in find_misfits(spec.path, spec.shape, spec.partition, mesh):
+        for misfit in find_misfits(spec.path, spec.shape, mesh, spec.partition):
             raise ValueError(misfit.message)
     checked.add(kind)
 

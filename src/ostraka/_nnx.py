@@ -14,16 +14,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ostraka._nodes import Branch, Leaf, dict_builder, join, segment
-from ostraka._plain import decode_plain, encode_plain, is_plain, loaded_class
+from ostraka._nodes import Branch, Leaf, Node, dict_builder, join, mapped, segment
+from ostraka._plain import class_name, decode_plain, encode_writable, loaded_class
 
-Parse = Callable[[Any, str, int], "Branch | Leaf"]
+Parse = Callable[[Any, str, int], Node]
 
 
 def parse_nnx(value: Any, path: str, depth: int, parse: Parse) -> Branch | None:
@@ -49,46 +51,32 @@ class _Parser:
 
     def graph(self, value: Any, path: str, depth: int) -> Branch:
         """A module, an optimizer, Rngs, List, Dict: its structure apart from its state."""
-        nnx = self._nnx
-        graphdef, state = _split(nnx, value)
-
-        def rebuild(items: list[Any]) -> Any:
-            return nnx.merge(graphdef, items[0])
-
-        def update(items: list[Any]) -> None:
-            nnx.update(value, items[0])
-
+        graphdef, state = _split(self._nnx, value)
         return Branch(
             "nnx",
             path,
             (self.state(state, path, depth + 1),),
-            rebuild,
-            cls=_type_name(type(value)),
-            update=update,
+            lambda items: self._nnx.merge(graphdef, items[0]),
+            cls=class_name(type(value)),
             owner=value,
             rebuild_together=_merge_together,
         )
 
     def state(self, state: Any, path: str, depth: int) -> Branch:
-        nnx = self._nnx
         keys, children = self._entries(state.raw_mapping, path, depth)
-
-        def update(items: list[Any]) -> None:
-            _put_entries(nnx, state.raw_mapping, dict(zip(keys, items, strict=True)))
-
-        make = _state_builder(nnx, keys)
-        return Branch("state", path, children, make, keys, update=update, owner=state)
+        make = dict_builder(keys, self._nnx.State)
+        return Branch("state", path, children, make, keys, owner=state)
 
     def _entries(
         self, entries: Mapping[Any, Any], path: str, depth: int
-    ) -> tuple[list[Any], tuple[Branch | Leaf, ...]]:
+    ) -> tuple[list[Any], tuple[Node, ...]]:
         children = [
             self._entry(entry, join(path, segment(key, path)), depth + 1)
             for key, entry in entries.items()
         ]
         return list(entries), tuple(children)
 
-    def _entry(self, entry: Any, path: str, depth: int) -> Branch | Leaf:
+    def _entry(self, entry: Any, path: str, depth: int) -> Node:
         """What is in a state. Below its top a state is made of dicts; JAX tells the two apart."""
         nnx = self._nnx
         if issubclass(type(entry), nnx.Variable):
@@ -96,15 +84,10 @@ class _Parser:
         if isinstance(entry, Mapping) and not isinstance(entry, nnx.State):
             keys, children = self._entries(entry, path, depth)
             return Branch("dict", path, children, dict_builder(keys), keys)
-        return self._parse(_shape_of(entry), path, depth)
+        value = entry.shape_and_dtype if isinstance(entry, _Blank) else entry
+        return self._parse(value, path, depth)
 
     def variable(self, variable: Any, path: str, depth: int) -> Branch:
-        def rebuild(items: list[Any]) -> Any:
-            return variable.replace(items[0])
-
-        def update(items: list[Any]) -> None:
-            _put_value(variable, items[0])
-
         metadata = variable.get_metadata()
         child = self._parse(_value_of(variable), path, depth + 1)
         about: Mapping[str, Any] = _NOTHING
@@ -112,9 +95,14 @@ class _Parser:
             about = {"about": _describe(metadata)}
             if isinstance(child, Leaf):
                 child = replace(child, spec=named_spec(metadata))
-        cls = _type_name(type(variable))
         return Branch(
-            "variable", path, (child,), rebuild, (), cls, about, update=update, owner=variable
+            "variable",
+            path,
+            (child,),
+            lambda items: variable.replace(items[0]),
+            cls=class_name(type(variable)),
+            about=about,
+            owner=variable,
         )
 
 
@@ -130,7 +118,7 @@ def _merge_together(owners: list[Any], items: list[list[Any]]) -> list[Any]:
     states = [item[0] for item in items]
     # What was met before, in another module or under another name, is not in the state again.
     paths: list[Any] = [path for path, _ in nnx.to_flat_state(together)]
-    flat = {path: _entry_at(states, path) for path in paths}
+    flat = {path: reduce(getitem, path, states) for path in paths}
     return list(nnx.merge(graphdef, nnx.from_flat_state(flat)))
 
 
@@ -157,30 +145,6 @@ def _split(nnx: Any, value: Any) -> tuple[Any, Any]:
     return nnx.split(nnx.recursive_map(fill_in, value))
 
 
-def _shape_of(entry: Any) -> Any:
-    return entry.shape_and_dtype if isinstance(entry, _Blank) else entry
-
-
-def _entry_at(states: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        states = states[key]
-    return states
-
-
-def _put_entries(nnx: Any, entries: Any, new: Mapping[Any, Any]) -> None:
-    """Change a state in place: its variables, which a model may have too, and its plain arrays."""
-    for key, item in new.items():
-        entry = entries[key]
-        if isinstance(entry, nnx.State):
-            _put_entries(nnx, entry.raw_mapping, item.raw_mapping)
-        elif isinstance(entry, nnx.Variable):
-            _put_value(entry, _value_of(item))
-        elif isinstance(entry, dict):
-            _put_entries(nnx, entry, item)
-        else:
-            entries[key] = item
-
-
 # What is stored, not what a class of the user's makes of it on the way in and out; where the stored
 # thing is a reference, what it refers to.
 
@@ -189,9 +153,20 @@ def _value_of(variable: Any) -> Any:
     return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
 
 
-def _put_value(variable: Any, value: Any) -> None:
+def put_value(variable: Any, value: Any) -> None:
+    """Give a variable another value."""
     write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
     write(value)
+
+
+def put_items(branch: Branch, items: list[Any]) -> None:
+    """Put other items into the NNX object that a branch was parsed from."""
+    from flax import nnx
+
+    if branch.kind == "variable":
+        put_value(branch.owner, items[0])
+    else:
+        nnx.update(branch.owner, items[0] if branch.kind == "nnx" else branch.rebuild(items))
 
 
 def named_spec(metadata: Mapping[str, Any]) -> Any:
@@ -199,8 +174,6 @@ def named_spec(metadata: Mapping[str, Any]) -> Any:
 
     Logical names become axes by the rules of the variable and those that are set in Flax.
     """
-    from jax.sharding import NamedSharding, PartitionSpec
-
     for name in ("out_sharding", "sharding_names", "sharding"):
         names = metadata.get(name)
         if isinstance(names, NamedSharding):
@@ -233,29 +206,25 @@ def _joined(entries: Iterable[Any]) -> Any:
     return tuple(axes) or None
 
 
-def as_state(node: Branch | Leaf) -> Branch | Leaf:
+def as_state(tree: Node) -> Node:
     """A saved tree whose NNX parts are rebuilt as nnx.State with the variables that were saved."""
-    if isinstance(node, Leaf):
-        return node
     from flax import nnx
 
-    node = replace(node, children=tuple([as_state(child) for child in node.children]))
-    if node.kind == "state":
-        return replace(node, rebuild=_state_builder(nnx, node.keys))
-    if node.kind == "variable":
-        return replace(node, rebuild=_variable_builder(nnx, node))
-    return node
+    def change(node: Node) -> Node:
+        if isinstance(node, Branch) and node.kind == "state":
+            return replace(node, rebuild=dict_builder(node.keys, nnx.State))
+        if isinstance(node, Branch) and node.kind == "variable":
+            return replace(node, rebuild=_variable_builder(nnx, node))
+        return node
 
-
-def _state_builder(nnx: Any, keys: Iterable[Any]) -> Callable[[list[Any]], Any]:
-    return lambda items: nnx.State(dict(zip(keys, items, strict=True)))
+    return mapped(tree, change)
 
 
 def _variable_builder(nnx: Any, node: Branch) -> Callable[[list[Any]], Any]:
     assert node.cls is not None
     found = loaded_class(*node.cls)
     kind: Any = found if found is not None and issubclass(found, nnx.Variable) else nnx.Variable
-    about = {key: _undescribe(value) for key, value in node.about["about"].items()}
+    about = {key: _undescribe(value) for key, value in node.about.get("about", {}).items()}
     return lambda items: kind.from_metadata(items[0], {**_FLAX_DEFAULTS, **about})
 
 
@@ -267,30 +236,22 @@ def _undescribe(value: Any) -> Any:
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What of a variable's metadata can be written: plain values, and specs as lists of names."""
-    from jax.sharding import PartitionSpec
-
-    described: dict[str, Any] = {}
-    for name, value in metadata.items():
-        if name in _FLAX_INTERNAL:
-            continue
-        if isinstance(value, tuple | PartitionSpec) and all(map(_is_axis, value)):
-            described[name] = [list(axes) if isinstance(axes, tuple) else axes for axes in value]
-        elif is_plain(value):
-            described[name] = encode_plain(value)
-    return described
+    known = {name: value for name, value in metadata.items() if name not in _FLAX_INTERNAL}
+    specs = {
+        name: [list(axes) if isinstance(axes, tuple) else axes for axes in value]
+        for name, value in known.items()
+        if _is_spec(value)
+    }
+    return {**encode_writable(known), **specs}
 
 
 _FLAX_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
 _FLAX_INTERNAL = _FLAX_DEFAULTS.keys()
 
 
-def _is_axis(entry: Any) -> bool:
-    """Whether it can stand in a spec: an axis, several, or none."""
-    if isinstance(entry, tuple):
-        return all(isinstance(axis, str) for axis in entry)
-    return entry is None or type(entry) is str
-
-
-@lru_cache(maxsize=256)
-def _type_name(kind: type) -> tuple[str, str]:
-    return kind.__module__, kind.__qualname__
+def _is_spec(value: Any) -> bool:
+    """Whether each entry is an axis, several, or none."""
+    if not isinstance(value, tuple | PartitionSpec):
+        return False
+    axes = [axis for entry in value for axis in (entry if isinstance(entry, tuple) else [entry])]
+    return all(axis is None or type(axis) is str for axis in axes)

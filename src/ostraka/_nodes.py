@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ostraka._plain import Unwritable, key_text
 from ostraka.errors import InvalidTree
@@ -27,14 +27,20 @@ class Leaf:
     """A PartitionSpec that the tree itself names for this leaf, as NNX variables do."""
 
 
+BranchKind = (
+    Literal["dict", "ordered_dict", "defaultdict", "state", "list", "tuple"]
+    | Literal["namedtuple", "dataclass", "node", "nnx", "variable"]
+)
+"""The containers that docs/format.md lists."""
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A container: what it is, what is in it, and how to make another one like it."""
 
-    kind: str
-    """One of the containers that docs/format.md lists: "dict", "namedtuple", "variable", …"""
+    kind: BranchKind
     path: str
-    children: tuple[Branch | Leaf, ...]
+    children: tuple[Node, ...]
     rebuild: Callable[[list[Any]], Any]
     keys: Sequence[Any] = ()
     """A key for each child; none where the only child has the path of its parent."""
@@ -42,12 +48,13 @@ class Branch:
     """Module and name of its class, where the kind does not say it."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What else `_METADATA` has of it, as JSON."""
-    update: Callable[[list[Any]], None] | None = None
-    """How to put other items into this very container; None if it can't be changed."""
     owner: Any = None
-    """The object itself, if other places of the tree may have the same one."""
+    """An NNX object itself: other places of the tree may have the same one."""
     rebuild_together: Callable[[list[Any], list[list[Any]]], list[Any]] | None = None
     """How to make several of this kind, from owners and items, so that they share what those do."""
+
+
+Node = Branch | Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,9 @@ class SavedStates:
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
-    """An object with `get_state` and `set_state`, such as a data iterator, and its state then."""
+    """An object with `get_state` and `set_state`, such as a data iterator."""
 
     owner: Any
-    state: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Kept:
 # Walking
 
 
-def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
+def leaves_of(node: Node) -> Iterator[Leaf]:
     """The leaves in tree order."""
     if isinstance(node, Leaf):
         yield node
@@ -98,7 +104,7 @@ def leaves_of(node: Branch | Leaf) -> Iterator[Leaf]:
             yield from leaves_of(child)
 
 
-def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
+def branches_of(node: Node) -> Iterator[Branch]:
     """The branches in tree order, each before those below it."""
     if isinstance(node, Branch):
         yield node
@@ -106,28 +112,26 @@ def branches_of(node: Branch | Leaf) -> Iterator[Branch]:
             yield from branches_of(child)
 
 
-def rebuild(node: Branch | Leaf, values: Mapping[str, Any]) -> Any:
+def rebuild(node: Node, values: Mapping[str, Any]) -> Any:
     """The tree again, with other values by path. What was one object becomes one object."""
     made: dict[int, Any] = {}
     """By identity of the owner."""
 
-    def make(node: Branch | Leaf) -> Any:
+    def make(node: Node) -> Any:
         if isinstance(node, Leaf):
             return values[node.path]
-        if node.owner is None:
-            return node.rebuild([make(child) for child in node.children])
-        found = made.get(id(node.owner))
-        if found is None:
-            found = made[id(node.owner)] = node.rebuild([make(child) for child in node.children])
+        if node.owner is not None and id(node.owner) in made:
+            return made[id(node.owner)]
+        found = node.rebuild([make(child) for child in node.children])
+        if node.owner is not None:
+            made[id(node.owner)] = found
         return found
 
     graphs = [branch for branch in branches_of(node) if branch.rebuild_together is not None]
-    if len(graphs) > 1:
-        together = graphs[0].rebuild_together
-        assert together is not None
+    if len(graphs) > 1 and graphs[0].rebuild_together is not None:
+        owners = [graph.owner for graph in graphs]
         items = [[make(child) for child in graph.children] for graph in graphs]
-        built = together([graph.owner for graph in graphs], items)
-        made |= {id(graph.owner): item for graph, item in zip(graphs, built, strict=True)}
+        made |= zip(map(id, owners), graphs[0].rebuild_together(owners, items), strict=True)
     return make(node)
 
 
@@ -146,19 +150,16 @@ def segment(key: Any, path: str) -> str:
     """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
     if type(key) is str and key.isascii():
         return escape(key)
-    where = f"the container at {path or ROOT!r}"
+    if type(key) is int:
+        return str(key)
     try:
         text = key_text(key)
         text.encode()
-    except Unwritable as error:
+    except (Unwritable, UnicodeEncodeError) as error:
         raise InvalidTree(
-            f"{where} has the key {key!r:.80}, which is or has {error}; keys must be text, "
-            "numbers, enum members, None, or tuples of those"
+            f"the container at {path or ROOT!r} has the key {key!r:.80}, which can't be written "
+            f"({error}); keys must be text, numbers, enum members, None, or tuples of those"
         ) from error
-    except UnicodeEncodeError as error:
-        raise InvalidTree(f"{where} has a key that is not valid Unicode: {key!r}") from error
-    except ValueError as error:  # an integer of more digits than Python writes
-        raise InvalidTree(f"{where} has a key that is too long: {error}") from error
     return escape(text)
 
 
@@ -175,7 +176,15 @@ def join(path: str, segment: str) -> str:
     return f"{path}/{segment}" if path else segment or "~"
 
 
-def prune(node: Branch | Leaf, wanted: Callable[[Leaf], bool]) -> Branch | Leaf | None:
+def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
+    """The tree with every node changed, those below first."""
+    if isinstance(node, Branch):
+        children = tuple([mapped(child, change) for child in node.children])
+        node = dataclasses.replace(node, children=children)
+    return change(node)
+
+
+def prune(node: Node, wanted: Callable[[Leaf], bool]) -> Node | None:
     """The tree with the wanted leaves only; None if there are none.
 
     A sequence that loses items becomes a dict of those that are left, by their numbers.
@@ -194,7 +203,7 @@ def prune(node: Branch | Leaf, wanted: Callable[[Leaf], bool]) -> Branch | Leaf 
 
 
 def dict_builder(
-    keys: Sequence[Any], kind: Callable[[Iterable[tuple[Any, Any]]], Any] = dict
+    keys: Iterable[Any], kind: Callable[[Iterator[tuple[Any, Any]]], Any] = dict
 ) -> Callable[[list[Any]], Any]:
     return lambda items: kind(zip(keys, items, strict=True))
 
@@ -218,29 +227,28 @@ class Shared:
     """Also those of shared variables."""
 
 
-def find_shared(node: Branch | Leaf, is_shareable: Callable[[Any], bool]) -> Shared:
+def find_shared(node: Node, is_shareable: Callable[[Any], bool]) -> Shared:
     """Find the objects that a tree has at several places; `is_shareable` is asked of leaves."""
-    first_variable: dict[int, Branch] = {}
-    first_array: dict[int, Leaf] = {}
+    places: dict[int, Node] = {}
+    """By identity of an array or a variable, where it is first."""
     variables: dict[str, str] = {}
     arrays: dict[str, str] = {}
 
-    def look(node: Branch | Leaf) -> None:
+    def look(node: Node) -> None:
         if isinstance(node, Leaf):
             if is_shareable(node.value):
-                first = first_array.setdefault(id(node.value), node)
+                first = places.setdefault(id(node.value), node)
                 if first is not node:
                     arrays[node.path] = first.path
             return
-        if node.kind == "variable" and node.owner is not None:
-            first = first_variable.setdefault(id(node.owner), node)
-            if first is not node:
-                variables[node.path] = first.path
-                places = zip(leaves_of(node), leaves_of(first), strict=True)
-                arrays.update({here.path: arrays.get(at.path, at.path) for here, at in places})
-                return
-        for child in node.children:
-            look(child)
+        first = places.setdefault(id(node.owner), node) if node.kind == "variable" else node
+        if first is node:
+            for child in node.children:
+                look(child)
+            return
+        variables[node.path] = first.path
+        for here, there in zip(leaves_of(node), leaves_of(first), strict=True):
+            arrays[here.path] = arrays.get(there.path, there.path)
 
     look(node)
     return Shared(variables, arrays)

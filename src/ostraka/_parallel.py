@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -70,28 +70,16 @@ def with_full_stack(work: Callable[[], Result]) -> Result:
     """
     try:
         return work()
-    except RecursionError as error:
-        too_deep = error
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    except RecursionError:
+        pass  # Perhaps for its caller: a thread has a stack of its own.
 
-    def run() -> None:
+    def work_in_thread(_: None) -> Result:
         try:
-            results.append(work())
+            return work()
         except RecursionError as error:
-            errors.append(TooDeep(*error.args))
-        except BaseException as error:
-            errors.append(error)
+            raise TooDeep(*error.args) from None
 
-    thread = Thread(target=run, name="ostraka_deep", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # The system has none left, or the caller no room to start it.
-        raise too_deep from None
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return run_all(work_in_thread, [None], threads=1, stop=StopSignal())[0]
 
 
 def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[Item]:
@@ -123,95 +111,72 @@ def run_as_completed(
     busy with results: what an item holds, or its result, is never there for all at once. Leaving
     the iteration early, by an error or an interrupt, waits for the threads to stop.
     """
-    crew = _Crew(work, threads, stop)
+
+    # Not an executor: those take no work any more once the interpreter has begun to end, when a
+    # save must still come to its own end.
+    given: SimpleQueue[tuple[int, Item] | None] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Result] | BaseException] = SimpleQueue()
+
+    def do_next() -> bool:
+        # A function of its own: what was given is let go of before the next wait.
+        task = given.get()
+        if task is None:
+            given.put(None)  # for the next thread
+            return False
+        number, item = task
+        try:
+            stop.check()
+            done.put((number, work(item)))
+        except BaseException as error:
+            done.put(error)  # before the others hear of it, and raise Stopped
+            stop.set()
+        return True
+
+    def do_all() -> None:
+        while do_next():
+            pass
+
+    crew: list[Thread] = []
     waiting = 0
     try:
         for number, item in enumerate(items):
-            crew.give(number, item)
+            given.put((number, item))
             waiting += 1
-            while waiting == threads * _AHEAD or crew.has_done():
+            if len(crew) < threads and not _start(do_all, crew):
+                threads = len(crew)
+            if not crew:
+                do_next()
+            while waiting and (waiting >= threads * _AHEAD or not done.empty()):
                 waiting -= 1
-                yield crew.take()
+                yield _take(done)
         for _ in range(waiting):
-            yield crew.take()
+            yield _take(done)
     except Stopped:
-        if not crew.errors:
-            raise
+        while not done.empty():
+            _take(done)  # raises the error because of which the items have stopped
+        raise
     finally:
         stop.set()
-        crew.dismiss()
-    if crew.errors:
-        raise crew.errors[0]
-
-
-class _Crew(Generic[Item, Result]):
-    """Threads that work off a queue.
-
-    Not an executor: those take no work any more once the interpreter has begun to end, when a save
-    must still come to its own end.
-    """
-
-    def __init__(self, work: Callable[[Item], Result], threads: int, stop: StopSignal):
-        self.errors: list[BaseException] = []
-        self._work = work
-        self._stop = stop
-        self._most = threads
-        self._threads: list[Thread] = []
-        self._given: SimpleQueue[tuple[int, Item] | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[int, Result] | None] = SimpleQueue()
-
-    def give(self, number: int, item: Item) -> None:
-        self._given.put((number, item))
-        if len(self._threads) < self._most:
-            self._hire()
-        if not self._threads:
-            self._do_next()
-
-    def has_done(self) -> bool:
-        return not self._done.empty()
-
-    def take(self) -> tuple[int, Result]:
-        """Wait for a result. Raises Stopped if there is none to come, because work failed."""
-        done = self._done.get()
-        if done is None:
-            raise Stopped
-        return done
-
-    def dismiss(self) -> None:
-        """Wait for all to end. One whose start was interrupted ends too, a moment later."""
-        self._given.put(None)
-        for thread in self._threads:
+        given.put(None)
+        for thread in crew:  # One whose start was interrupted ends too, a moment later.
             thread.join()
 
-    def _hire(self) -> None:
-        thread = Thread(target=self._do_all, name=f"ostraka_{len(self._threads)}", daemon=True)
-        try:
-            thread.start()
-        except RecursionError:
-            raise
-        except RuntimeError:  # The system has none left.
-            self._most = len(self._threads)
-        else:
-            self._threads.append(thread)
 
-    def _do_all(self) -> None:
-        while self._do_next():
-            pass
+def _take(done: SimpleQueue[tuple[int, Result] | BaseException]) -> tuple[int, Result]:
+    found = done.get()
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
-    def _do_next(self) -> bool:
-        # What was given is let go of before the next wait, so that nothing is held for long.
-        given = self._given.get()
-        if given is None:
-            self._given.put(None)  # for the next thread
-            return False
-        number, item = given
-        try:
-            self._stop.check()
-            self._done.put((number, self._work(item)))
-        except Stopped:
-            self._done.put(None)
-        except BaseException as error:
-            self.errors.append(error)
-            self._stop.set()  # at once: the others may have much left to do
-            self._done.put(None)
-        return True
+
+def _start(work: Callable[[], None], crew: list[Thread]) -> bool:
+    """Have one more thread, unless the system has none left."""
+    thread = Thread(target=work, name=f"ostraka_{len(crew)}", daemon=True)
+    try:
+        thread.start()
+    except RecursionError:
+        raise
+    except RuntimeError:
+        return False
+    crew.append(thread)
+    return True

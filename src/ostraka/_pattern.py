@@ -14,8 +14,9 @@ A pattern that matches a name matches everything below it: `model` does what `mo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from ostraka.errors import nearest
@@ -29,14 +30,20 @@ def matches(patterns: Patterns, path: str) -> bool:
     return any(_compiled(pattern).fullmatch(path) is not None for pattern in listed)
 
 
+def split_patterns(patterns: Patterns) -> tuple[list[str], list[str]]:
+    """The patterns that select, and those after `!` that leave out."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    left_out = [pattern for pattern in listed if pattern.startswith("!")]
+    return [pattern for pattern in listed if pattern not in left_out], left_out
+
+
 def selects(patterns: Patterns, path: str) -> bool:
     """As `matches`, but without what is matched by a pattern after `!`.
 
     Where there are only such patterns, everything else is selected.
     """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
-    unwanted = [pattern[1:] for pattern in listed if pattern.startswith("!")]
+    wanted, left_out = split_patterns(patterns)
+    unwanted = [pattern[1:] for pattern in left_out]
     return (not wanted or matches(wanted, path)) and not matches(unwanted, path)
 
 
@@ -47,15 +54,13 @@ def unmatched(patterns: Iterable[str], paths: Collection[str]) -> list[str]:
         for pattern in patterns
         if not any(matches(pattern.removeprefix("!"), path) for path in paths)
     ]
-    names = sorted({name for path in paths if unused for name in _names_above(path)})
-    return [f"{pattern!r}{nearest(pattern.strip('!*/'), names)}" for pattern in unused]
+    names = {name for path in paths if unused for name in (*names_on(path), *path.split("/"))}
+    return [f"{pattern!r}{nearest(pattern.strip('!*/'), sorted(names))}" for pattern in unused]
 
 
-def _names_above(path: str) -> Iterator[str]:
-    """The path itself and all names above it, and each alone."""
-    parts = path.split("/")
-    yield from ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
-    yield from parts
+def names_on(path: str) -> list[str]:
+    """The names above a leaf, topmost first, and its own path."""
+    return list(accumulate(path.split("/"), "{}/{}".format))
 
 
 def lookup(table: Mapping[str, Any], path: str) -> Any:

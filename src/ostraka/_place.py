@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,40 +16,47 @@ from ostraka._capture import Devices, describe_mesh, describe_sharding, spec_ent
 from ostraka._nodes import Leaf
 from ostraka._plan_restore import needed_boxes
 from ostraka._source import Saved
-from ostraka._spec import (
-    HOST_LOCAL,
-    LeafSpec,
-    MeshSpec,
-    find_misfits,
-    numpy_dtype,
-)
-from ostraka.sharding._data import ArrayLeaf
+from ostraka._spec import HOST_LOCAL, LeafSpec, find_misfits, numpy_dtype
+from ostraka.sharding._data import ArrayLeaf, from_partition
 from ostraka.sharding._mesh import mesh_to_use
 from ostraka.sharding._specs import resolve
 
-_config: Any = jax.config
-"""JAX's flags, which its type declarations leave out."""
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where an array leaf of the checkpoint goes."""
+
+    number: int
+    path: str
+    kind: str
+    """"jax", "key", "numpy", "scalar", or "python" for a Python number."""
+    sharding: Any
+    """For JAX arrays."""
+    boxes: tuple[Box, ...]
+    """What this process needs of it, each once."""
+    cast: str | None = None
+    """The dtype to cast it to, if that was asked for."""
+    committed: bool = True
+    """Whether JAX must leave it on its devices."""
+    weak: bool = False
+
+
+class Unplaceable(Exception):
+    """A leaf can't be placed; `args` are the reasons, as sentences that name it."""
 
 
 class Placer:
     """Finds the sharding of each leaf."""
 
-    def __init__(
-        self,
-        saved: Saved,
-        *,
-        mesh: Mesh | None,
-        process: int,
-        process_count: int,
-    ):
-        self._meshes = saved.meshes
-        self._process_of = saved.process_of
+    def __init__(self, saved: Saved, *, mesh: Mesh | None, process: int, process_count: int):
+        self._saved = saved
         self._mesh = mesh
         self._said: Mapping[str, Any] = {}
         self._process = process
         self._process_count = process_count
         self._devices = Devices()
-        self._settled: set[Any] = set()
+        self._meshes_again: dict[int, Mesh] = {}
+        self._fitting: dict[Any, NamedSharding] = {}
         self._boxes: dict[Any, tuple[Box, ...]] = {}
 
     def resolve(
@@ -65,24 +72,25 @@ class Placer:
 
         `like` are the shardings that a template has, `known` the paths of all that was saved.
         """
-        named = [sharding for sharding in like if isinstance(sharding, NamedSharding)]
-        if has_modules:
-            self._mesh = self._fitting_mesh([sharding.mesh for sharding in named])
-        mesh = self._mesh or next((sharding.mesh for sharding in named), None)
+        meshes = [sharding.mesh for sharding in like if isinstance(sharding, NamedSharding)]
+        if self._mesh is not None and has_modules and self._should_have_auto_axes(meshes):
+            self._mesh = mesh_to_use(self._mesh, explicit=False)
+        mesh = self._mesh or next(iter(meshes), None)
         self._said, unknown = resolve_specs(leaves, specs, mesh, known)
         return unknown
 
-    def _fitting_mesh(self, like: Sequence[Any]) -> Mesh | None:
-        """The mesh that was given, with Auto axes if a model had such: under others it may fail."""
+    def _should_have_auto_axes(self, like: Sequence[Any]) -> bool:
+        """Whether a model was on a mesh with Auto axes only: under others it may fail."""
         types = [kind.name.lower() for mesh in like for kind in mesh.axis_types]
         if not like:
-            saved = [mesh for mesh in self._meshes if mesh.axis_names]
+            saved = [mesh for mesh in self._saved.meshes if mesh.axis_names]
             types = [kind for mesh in saved for kind in mesh.axis_types or ("auto",)]
-        if self._mesh is None or not types or "explicit" in types:
-            return self._mesh
-        return mesh_to_use(self._mesh, explicit=False)
+        return bool(types) and "explicit" not in types
 
     def local_boxes(self, spec: LeafSpec, sharding: Any) -> tuple[Box, ...]:
+        """What this process needs of a leaf; a sharding of None means host memory."""
+        if sharding is None:
+            return needed_boxes(spec, None, (), self._process)
         key = (sharding, spec.shape, spec.per_process)
         found = self._boxes.get(key)
         if found is None:
@@ -102,88 +110,85 @@ class Placer:
         if isinstance(given, tuple | list):
             given = PartitionSpec(*cast("Sequence[Any]", given))
         like = getattr(wanted, "sharding", None) if wanted is not spec else None
-        if given is not None and not isinstance(given, PartitionSpec):
-            return self._fitting(spec, path, given), True
-        if given is not None:
-            mesh = self._mesh or _mesh_of(like)
-            if mesh is None:
-                raise Unfit(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
+        if isinstance(given, PartitionSpec):
+            mesh = self._mesh or getattr(like, "mesh", None)
+            if not isinstance(mesh, Mesh):
+                raise Unplaceable(f"leaf {path!r} has a spec in `specs` but no mesh: pass mesh=")
             return self._named(spec, path, mesh, given), True
+        if given is not None:
+            return self._checked(spec, path, given), True
         if self._mesh is not None:
-            placed = self._named(spec, path, self._mesh, self._spec_on_mesh(spec, like, leaf))
-            return _in_memory(placed, spec.memory if like is None else like.memory_kind), True
+            memory = spec.memory if like is None else like.memory_kind
+            axes = self._spec_on_mesh(self._mesh, spec, like, leaf)
+            return self._named(spec, path, self._mesh, axes, memory), True
         if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
             return self._named(spec, path, _mesh_in_force(path, like.mesh), like.spec), True
         if like is not None:
-            return self._fitting(spec, path, like), is_committed(wanted)
+            return self._checked(spec, path, like), is_committed(wanted)
         return self._as_saved(spec, path), not spec.uncommitted
 
-    def _spec_on_mesh(self, spec: LeafSpec, like: Any, leaf: Leaf) -> Any:
-        assert self._mesh is not None
+    def _spec_on_mesh(self, mesh: Mesh, spec: LeafSpec, like: Any, leaf: Leaf) -> Any:
         if like is None and leaf.spec is not None:
             return leaf.spec
-        if isinstance(like, NamedSharding) and set(like.mesh.axis_names) <= set(
-            self._mesh.axis_names
-        ):
+        if isinstance(like, NamedSharding) and {*like.mesh.axis_names} <= {*mesh.axis_names}:
             return like.spec
-        return PartitionSpec(*(_entry(axes) for axes in spec.partition))
+        return from_partition(spec.partition)
 
-    def _fitting(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
-        """Check that a sharding fits the leaf; the same sharding is looked at once per shape."""
-        shape = spec.own_shape
-        key = (sharding, shape)
-        if key in self._settled:
-            return sharding
+    def _checked(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
+        """A sharding that was given, if it fits the leaf."""
         if isinstance(sharding, NamedSharding):
-            self._check_fit(spec, path, sharding.mesh, sharding.spec)
-        self._settled.add(key)
+            self._named(spec, path, sharding.mesh, sharding.spec)
         return sharding
 
-    def _named(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> Any:
-        self._check_fit(spec, path, mesh, partition_spec)
-        return NamedSharding(mesh, partition_spec)
-
-    def _check_fit(self, spec: LeafSpec, path: str, mesh: Any, partition_spec: Any) -> None:
-        entries = spec_entries(path, partition_spec)
-        described = describe_mesh(mesh, self._devices)
-        misfits = find_misfits(path, spec.logical_shape, entries, described)
-        if misfits:
-            raise Unfit(*[misfit.message for misfit in misfits])
+    def _named(
+        self, spec: LeafSpec, path: str, mesh: Any, axes: Any, memory: str | None = None
+    ) -> NamedSharding:
+        """The sharding over a mesh, if it fits the leaf; looked at once per shape."""
+        key = (mesh, axes, memory, spec.logical_shape)
+        found = self._fitting.get(key)
+        if found is None:
+            described = describe_mesh(mesh, self._devices)
+            misfits = find_misfits(path, spec.logical_shape, described, spec_entries(path, axes))
+            if misfits:
+                raise Unplaceable(*[misfit.message for misfit in misfits])
+            found = self._fitting[key] = _in_memory(path, NamedSharding(mesh, axes), memory)
+        return found
 
     def _as_saved(self, spec: LeafSpec, path: str) -> Any:
         """The mesh it was saved on if this run has as many devices; one device otherwise."""
         if spec.mesh == HOST_LOCAL or spec.uncommitted:
             return self._default_device
-        devices: Sequence[Any] = jax.devices()
-        mesh = self._meshes[spec.mesh]
-        if len(devices) == len(self._process_of):
-            return self._rebuilt(mesh, spec, path, devices)
+        devices, saved_on = jax.devices(), len(self._saved.process_of)
+        if len(devices) == saved_on:
+            mesh = self._saved.meshes[spec.mesh]
+            if mesh.axis_names:
+                axes = from_partition(spec.partition)
+                return self._named(spec, path, self._mesh_again(spec.mesh), axes, spec.memory)
+            return _in_memory(path, SingleDeviceSharding(devices[mesh.devices[0]]), spec.memory)
         if self._process_count == 1:
             return self._default_device
-        raise Unfit(
-            f"leaf {path!r} was saved on {len(self._process_of)} devices and this run has "
-            f"{len(devices)}: pass mesh= or like="
+        raise Unplaceable(
+            f"leaf {path!r} was saved on {saved_on} devices and this run has {len(devices)}: pass "
+            "mesh= or like="
         )
 
-    def _rebuilt(self, mesh: MeshSpec, spec: LeafSpec, path: str, devices: Sequence[Any]) -> Any:
-        if not mesh.axis_names:
-            device = devices[mesh.devices[0]]
-            return _on_device(path, SingleDeviceSharding(device), spec.memory)
-        partition_spec = PartitionSpec(*map(_entry, spec.partition))
-        placed = self._named(spec, path, self._mesh_again(mesh), partition_spec)
-        return _on_device(path, placed, spec.memory)
-
-    def _mesh_again(self, mesh: MeshSpec) -> Mesh:
-        devices = np.array(jax.devices(), dtype=object)[list(mesh.devices)]
-        types = tuple(
-            jax.sharding.AxisType[name.capitalize()]
-            for name in mesh.axis_types or ("auto",) * len(mesh.axis_names)
-        )
-        return Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=types)
+    def _mesh_again(self, number: int) -> Mesh:
+        """A mesh that was saved, of the devices of this run."""
+        if number not in self._meshes_again:
+            mesh = self._saved.meshes[number]
+            devices = np.array(jax.devices(), dtype=object)[list(mesh.devices)]
+            names = mesh.axis_types or ("auto",) * len(mesh.axis_names)
+            types = tuple(jax.sharding.AxisType[name.capitalize()] for name in names)
+            self._meshes_again[number] = Mesh(
+                devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=types
+            )
+        return self._meshes_again[number]
 
     @cached_property
-    def _default_device(self) -> Any:
-        return SingleDeviceSharding(_default_device())
+    def _default_device(self) -> SingleDeviceSharding:
+        """Where JAX puts what nobody has placed."""
+        (device,) = jax.device_put(np.zeros(())).devices()
+        return SingleDeviceSharding(device)
 
 
 def is_committed(wanted: Any) -> bool:
@@ -196,36 +201,24 @@ def _mesh_in_force(path: str, abstract: Any) -> Mesh:
     found = jax.sharding.get_mesh()
     if not found.empty and set(abstract.axis_names) <= set(found.axis_names):
         return found
-    raise Unfit(
+    raise Unplaceable(
         f"leaf {path!r} of `like` is sharded over an abstract mesh, which has no devices: pass "
         "mesh=, or restore under jax.set_mesh(mesh)"
     )
 
 
-def _in_memory(sharding: Any, kind: str | None) -> Any:
-    return sharding if kind is None else sharding.with_memory_kind(kind)
-
-
-def _on_device(path: str, sharding: Any, kind: str | None) -> Any:
-    """In the kind of memory that it was saved from, where there is such."""
-    if kind is None:
+def _in_memory(path: str, sharding: Any, kind: str | None) -> Any:
+    """The sharding in a kind of memory, such as the one that a leaf was saved from."""
+    if kind is None or kind == sharding.memory_kind:
         return sharding
     device = next(iter(sharding.device_set))
     there = [memory.kind for memory in device.addressable_memories()]
     if kind not in there:
-        raise Unfit(
+        raise Unplaceable(
             f"leaf {path!r} was saved from {kind} memory, which {device} does not have (it has "
             f"{', '.join(there)}): pass like="
         )
     return sharding.with_memory_kind(kind)
-
-
-class Unfit(Exception):
-    """A leaf can't be placed."""
-
-    def __init__(self, *problems: str):
-        self.problems = list(problems)
-        super().__init__(*problems)
 
 
 def resolve_specs(
@@ -249,19 +242,3 @@ def _outline(spec: LeafSpec) -> jax.ShapeDtypeStruct:
     if spec.kind == "key":
         return jax.eval_shape(lambda: jax.random.key(0, impl=spec.prng))
     return jax.ShapeDtypeStruct(spec.logical_shape, numpy_dtype(spec.dtype))
-
-
-def _default_device() -> Any:
-    device = _config.jax_default_device
-    if device is not None and not isinstance(device, str):
-        return device
-    return jax.local_devices(backend=device)[0] if device else jax.local_devices()[0]
-
-
-def _mesh_of(sharding: Any) -> Mesh | None:
-    mesh = getattr(sharding, "mesh", None)
-    return mesh if isinstance(mesh, Mesh) else None
-
-
-def _entry(axes: tuple[str, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -11,6 +11,9 @@ import enum
 import math
 import struct
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -25,6 +28,13 @@ class Unwritable(Exception):
     """A value that JSON can't hold exactly."""
 
 
+def unknown(what: str) -> UnsupportedFormat:
+    """The error for something in a tree that only a newer version can have written."""
+    return UnsupportedFormat(
+        f"its tree has {what}, which this Ostraka does not know; install a newer ostraka"
+    )
+
+
 def encode_scalar(value: Any) -> Any:
     """A value of one of the SCALARS types, or None, with its type; exact for every value."""
     kind = type(value)
@@ -37,56 +47,20 @@ def encode_scalar(value: Any) -> Any:
     if kind is str:
         return _encode_str(value)
     if kind is float:
-        return (
-            {"float64": struct.pack(">d", value).hex()}
-            if _is_odd_nan(value)
-            else {"float": value.hex()}
-        )
+        if _is_odd_nan(value):
+            return {"float64": struct.pack(">d", value).hex()}
+        return {"float": value.hex()}
     if kind is complex:
         if _is_odd_nan(value.real) or _is_odd_nan(value.imag):
             return {"complex128": struct.pack(">dd", value.real, value.imag).hex()}
         return {"complex": [value.real.hex(), value.imag.hex()]}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    raise Unwritable(f"a {kind.__module__}.{kind.__qualname__}")
-
-
-def decode_scalar(value: Any) -> Any:
-    """The value again. Raises ValueError or TypeError for what `encode_scalar` does not write."""
-    if value is None:
-        return None
-    ((kind, content),) = value.items()
-    if kind in ("bool", "str", "int") and type(content).__name__ == kind:
-        return content
-    match kind:
-        case "int":
-            return int(content, 16)
-        case "float":
-            return float.fromhex(content)
-        case "float64":
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        case "complex":
-            real, imaginary = content
-            return complex(float.fromhex(real), float.fromhex(imaginary))
-        case "complex128":
-            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
-        case "bytes":
-            return base64.b64decode(content, validate=True)
-        case "surrogates":
-            return base64.b64decode(content, validate=True).decode(errors="surrogatepass")
-        case "bool" | "str":
-            raise ValueError(f"{content!r} is no value of the kind {kind!r}")
-        case _:
-            raise UnsupportedFormat(
-                f"its tree has a value of the kind {kind!r}, which this Ostraka does not know; "
-                "install a newer ostraka"
-            )
+    raise Unwritable(f"a {'.'.join(class_name(kind))}")
 
 
 def _encode_str(value: str) -> dict[str, str]:
     """Surrogates, which are no characters, go through JSON only if no two of them look like one."""
-    if value.isascii():
-        return {"str": value}
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -105,12 +79,11 @@ def encode_plain(value: Any) -> Any:
 
     Raises Unwritable for anything else.
     """
-    if isinstance(value, enum.Enum):
-        kind = type(value)
-        return {"enum": [kind.__module__, kind.__qualname__, value.name, _enum_value(value)]}
-    if is_numpy_scalar(value):
-        return _encode_numpy(value)
     kind = type(value)
+    if isinstance(value, enum.Enum):
+        return {"enum": [*class_name(kind), value.name, _enum_value(value)]}
+    if _is_numpy_scalar(value):
+        return {"numpy": _encode_numpy(value)}
     if kind is tuple or kind is list:
         return {kind.__name__: [encode_plain(item) for item in value]}
     if kind is dict:
@@ -119,39 +92,18 @@ def encode_plain(value: Any) -> Any:
     return encode_scalar(value)
 
 
-def decode_plain(value: Any) -> Any:
-    """The value again; an enum member as what stands for it where its class is not loaded."""
-    if value is None:
-        return None
-    ((kind, content),) = value.items()
-    match kind:
-        case "tuple":
-            return tuple([decode_plain(item) for item in content])
-        case "list":
-            return [decode_plain(item) for item in content]
-        case "mapping":
-            return {decode_plain(key): decode_plain(item) for key, item in content}
-        case "enum":
-            module, name, member, standing_for = content
-            return _enum_member(module, name, member, decode_plain(standing_for))
-        case "numpy":
-            return _decode_numpy(*content)
-        case _:
-            return decode_scalar(value)
+def encode_writable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that `encode_plain` can write."""
+    written: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(Unwritable):
+            written[name] = encode_plain(value)
+    return written
 
 
-def is_numpy_scalar(value: Any) -> bool:
+def _is_numpy_scalar(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")  # It is slow to import, and is where there are scalars.
     return numpy is not None and isinstance(value, numpy.generic)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether `encode_plain` can write it."""
-    try:
-        encode_plain(value)
-    except Unwritable:
-        return False
-    return True
 
 
 def _enum_value(member: enum.Enum) -> Any:
@@ -162,40 +114,94 @@ def _enum_value(member: enum.Enum) -> Any:
         return encode_scalar(str(member.name))
 
 
-def _enum_member(module: str, name: str, member: str, standing_for: Any) -> Any:
-    kind = loaded_class(module, name)
-    members: Any = kind.__dict__.get("_member_map_") if kind is not None else None
-    return members[member] if isinstance(members, dict) and member in members else standing_for
-
-
-def _encode_numpy(value: Any) -> Any:
+def _encode_numpy(value: Any) -> list[Any]:
     import numpy as np
 
-    if isinstance(value, np.str_):
-        return {"numpy": ["str_", encode_scalar(str(value))]}
-    if isinstance(value, np.bytes_):
-        return {"numpy": ["bytes_", encode_scalar(bytes(value))]}
+    if isinstance(value, str | bytes):
+        kind: Any = str if isinstance(value, str) else bytes
+        return [f"{kind.__name__}_", encode_scalar(kind(value))]
     name = dtype_name(value.dtype)
     if name not in DTYPES:
         raise Unwritable(f"a numpy.{type(value).__name__}")
     little = np.asarray(value).astype(value.dtype.newbyteorder("<"))
-    return {"numpy": [name, little.tobytes().hex()]}
+    return [name, little.tobytes().hex()]
 
 
-def _decode_numpy(name: str, content: Any) -> Any:
+# And back
+
+
+def decode_plain(value: Any) -> Any:
+    """The value again; an enum member as what stands for it where its class is not loaded.
+
+    Raises ValueError or TypeError for what `encode_plain` does not write.
+    """
+    if value is None:
+        return None
+    ((kind, content),) = value.items()
+    decode = _DECODERS.get(kind)
+    if decode is None:
+        raise unknown(f"a value of the kind {kind!r}")
+    return decode(content)
+
+
+def _checked(kind: type) -> Callable[[Any], Any]:
+    def check(content: Any) -> Any:
+        if type(content) is not kind:
+            raise ValueError(f"{content!r} is no value of the kind {kind.__name__!r}")
+        return content
+
+    return check
+
+
+def _decode_int(content: Any) -> int:
+    return content if type(content) is int else int(content, 16)
+
+
+def _decode_bytes(content: str) -> bytes:
+    return base64.b64decode(content, validate=True)
+
+
+def _decode_complex(content: Any) -> complex:
+    real, imaginary = content
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
+
+def _decode_enum(content: Any) -> Any:
+    module, name, member, standing_for = content
+    kind = loaded_class(module, name)
+    members: Any = kind.__dict__.get("_member_map_") if kind is not None else None
+    is_there = isinstance(members, dict) and member in members
+    return members[member] if is_there else decode_plain(standing_for)
+
+
+def _decode_numpy(content: Any) -> Any:
     import numpy as np
 
-    if name == "str_":
-        return np.str_(decode_scalar(content))
-    if name == "bytes_":
-        return np.bytes_(decode_scalar(content))
+    name, encoded = content
+    if name in ("str_", "bytes_"):
+        return getattr(np, name)(decode_plain(encoded))
     if name not in DTYPES:
-        raise UnsupportedFormat(
-            f"its tree has a scalar of the dtype {name!r}, which this Ostraka does not know; "
-            "install a newer ostraka"
-        )
-    (element,) = np.frombuffer(bytes.fromhex(content), numpy_dtype(name))
+        raise unknown(f"a scalar of the dtype {name!r}")
+    (element,) = np.frombuffer(bytes.fromhex(encoded), numpy_dtype(name))
     return element
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "bool": _checked(bool),
+    "int": _decode_int,
+    "str": _checked(str),
+    "surrogates": lambda content: _decode_bytes(content).decode(errors="surrogatepass"),
+    "bytes": _decode_bytes,
+    "float": float.fromhex,
+    "float64": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
+    "complex": _decode_complex,
+    "complex128": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "tuple": lambda items: tuple(map(decode_plain, items)),
+    "list": lambda items: list(map(decode_plain, items)),
+    "mapping": lambda pairs: {decode_plain(key): decode_plain(item) for key, item in pairs},
+    "enum": _decode_enum,
+    "numpy": _decode_numpy,
+}
 
 
 # Keys of containers
@@ -203,9 +209,7 @@ def _decode_numpy(name: str, content: Any) -> Any:
 
 def encode_key(key: Any) -> Any:
     """A key of a container: text and integers as they are, others as `encode_plain` writes them."""
-    if type(key) is str or type(key) is int:
-        return key
-    return encode_plain(key)
+    return key if type(key) is str or type(key) is int else encode_plain(key)
 
 
 def decode_key(key: Any) -> Any:
@@ -222,16 +226,18 @@ def text_of_encoded(key: Any) -> str:
     if not isinstance(key, dict):
         return str(key)
     ((kind, content),) = cast("dict[str, Any]", key).items()
-    match kind:
-        case "enum":
-            return f"{content[1].rsplit('.', 1)[-1]}.{content[2]}"
-        case "tuple":
-            texts = [repr(k["str"]) if k and "str" in k else text_of_encoded(k) for k in content]
-            return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
-        case "numpy":
-            return str(_decode_numpy(*content))
-        case _:
-            return str(decode_plain(key))
+    if kind == "enum":
+        return f"{content[1].rsplit('.', 1)[-1]}.{content[2]}"
+    if kind == "tuple":
+        texts = [repr(k["str"]) if k and "str" in k else text_of_encoded(k) for k in content]
+        return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+    return str(decode_plain(key))
+
+
+@lru_cache(maxsize=256)
+def class_name(kind: type) -> tuple[str, str]:
+    """Module and name of a class, as a checkpoint has them."""
+    return kind.__module__, kind.__qualname__
 
 
 def loaded_class(module: str, qualname: str) -> Any:

@@ -7,11 +7,12 @@ processes write about the same number of bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter, mod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,8 @@ from ostraka._spec import (
     turns_of,
 )
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+_Held = tuple[tuple[int, ...], Numbers]
 
 MAX_FILE_BYTES = 4 << 30
 STAGING_BYTES = 1 << 30
@@ -78,7 +79,7 @@ def plan_write(
     stored, files = _assign_parts(sharing, max_file_bytes)
     return WritePlan(
         meshes=tuple(meshes),
-        layouts=tuple(sharing.layouts),
+        layouts=sharing.layouts,
         leaves=stored,
         files=files,
         process_of=tuple(process_of),
@@ -97,59 +98,52 @@ class _Sharing:
     ):
         self.leaves = leaves
         self.device_count = len(process_of)
-        self.layouts: list[Layout] = []
-        self._numbers: dict[Layout, int] = {}
+        self._meshes = meshes
         self._process_of = np.asarray(process_of, dtype=np.int64)
         self._process_count = int(self._process_of.max()) + 1
-        self._meshes = meshes
-        self._everyone = np.arange(len(process_of)).reshape(1, -1)
-        self._device_load = np.zeros(len(process_of), dtype=np.int64)
+        self._everyone = np.arange(self.device_count).reshape(1, -1)
+        self._device_load = np.zeros(self.device_count, dtype=np.int64)
         self._process_load = np.zeros(self._process_count, dtype=np.int64)
         self._max_file_bytes = max_file_bytes
-        self._even: dict[object, int] = {}
-        self._tables: dict[object, tuple[tuple[int, ...], npt.NDArray[np.int64]]] = {}
-        self._even_counts: dict[tuple[int, int], int] = {}
-        self._nbytes = [leaf.nbytes for leaf in leaves]
-        self.bytes_per_process = -(-sum(self._nbytes) // self._process_count)
+        self._numbers: dict[Layout, int] = {}
+        self._tables: dict[object, _Held] = {}
+        nbytes = [leaf.nbytes for leaf in leaves]
+        self.bytes_per_process = -(-sum(nbytes) // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
         self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
         """By leaf, what one box of it adds to a header."""
-        self.layout_of = self._share_all()
+        self.layout_of = self._share_evenly()
+        uneven = [number for number, layout in enumerate(self.layout_of) if layout < 0]
+        for number in sorted(uneven, key=lambda n: (-nbytes[n], n)):
+            self.layout_of[number] = self._share_to_idlest(leaves[number], self.capacities[number])
+        self.layouts = tuple(self._numbers)
 
-    def _share_all(self) -> list[int]:
-        """First what lies evenly by nature; then the rest, largest first, to the idlest."""
+    def _share_evenly(self) -> list[int]:
+        """By leaf, the layout where every holder writes the same amount, or -1 if there is none."""
         layout_of: list[int] = []
-        uneven: list[int] = []
-        for number, leaf in enumerate(self.leaves):
-            layout = self._share_evenly(leaf, self._nbytes[number], self.capacities[number])
-            layout_of.append(layout)
-            if layout < 0:
-                uneven.append(number)
-        for (layout, nbytes), count in self._even_counts.items():
-            owners = np.asarray(self.layouts[layout].owners, dtype=np.int64)
+        by_kind: dict[object, int] = {}
+        counts: Counter[tuple[int, int]] = Counter()
+        for leaf, capacity in zip(self.leaves, self.capacities, strict=True):
+            header = _format.header_bytes_for(capacity)
+            bits = DTYPES[leaf.dtype].bits
+            kind = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
+            number = by_kind.get(kind)
+            if number is None:
+                number = by_kind[kind] = self._even_layout(leaf, capacity)
+            layout_of.append(number)
+            if number >= 0:
+                counts[number, leaf.nbytes] += 1
+        layouts = list(self._numbers)
+        for (number, nbytes), count in counts.items():
+            owners = np.asarray(layouts[number].owners, dtype=np.int64)
             self._add_load(owners, nbytes // len(owners) * count)
-        for number in sorted(uneven, key=lambda n: (-self._nbytes[n], n)):
-            layout_of[number] = self._share_to_idlest(self.leaves[number])
         return layout_of
 
-    def _share_evenly(self, leaf: LeafSpec, nbytes: int, capacity: int) -> int:
-        """The layout where every holder writes the same amount, or -1 if there is none."""
-        header = _format.header_bytes_for(capacity)
-        bits = DTYPES[leaf.dtype].bits
-        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
-        number = self._even.get(key)
-        if number is None:
-            number = self._even[key] = self._even_layout(leaf, header)
-        if number >= 0:
-            counted = (number, nbytes)
-            self._even_counts[counted] = self._even_counts.get(counted, 0) + 1
-        return number
-
-    def _even_layout(self, leaf: LeafSpec, header: int) -> int:
+    def _even_layout(self, leaf: LeafSpec, capacity: int) -> int:
         if leaf.per_process:
             grid = (self._process_count, *[1] * (len(leaf.shape) - 1))
-            first = _first_devices(self._process_of.tolist())
-            return self._number_capped(leaf, header, grid, np.asarray(first))
+            first = np.unique(self._process_of, return_index=True)[1]  # each one's first device
+            return self._number(leaf, capacity, grid, first)
         grid, table = self._held(leaf)
         cells, copies = table.shape
         cell_bytes = leaf.nbytes // cells
@@ -157,15 +151,15 @@ class _Sharing:
             return -1
         if copies > 1:
             tiny = cell_bytes // copies < _MIN_SPLIT_BYTES and copies > _ALWAYS_SPLIT_WAYS
-            if cell_bytes <= self._whole_limit or tiny:
-                return -1
-            dimension = _dividing_dimension(leaf.shape, grid, copies)
-            if dimension is None:
+            # The first dimension along which every cell can be cut into equal parts.
+            cuttable = (d for d, n in enumerate(leaf.shape) if n % (grid[d] * copies) == 0)
+            dimension = next(cuttable, None)
+            if cell_bytes <= self._whole_limit or tiny or dimension is None:
                 return -1
             grid, table = _refine(grid, table, dimension, copies)
-        return self._number_capped(leaf, header, grid, table[:, 0])
+        return self._number(leaf, capacity, grid, table[:, 0])
 
-    def _share_to_idlest(self, leaf: LeafSpec) -> int:
+    def _share_to_idlest(self, leaf: LeafSpec, capacity: int) -> int:
         """Split each cell only as far as balance needs; the idlest holders take the pieces."""
         grid, table = self._held(leaf)
         if leaf.nbytes == 0:
@@ -182,78 +176,53 @@ class _Sharing:
             grid, chosen = _refine(grid, chosen, dimension, pieces)
         owners = chosen[:, 0]
         self._add_load(owners, _cell_bytes(leaf, grid, len(owners)))
-        header = _format.header_bytes_for(_format.header_capacity(leaf))
-        return self._number_capped(leaf, header, grid, owners)
+        return self._number(leaf, capacity, grid, owners)
 
-    def _held(self, leaf: LeafSpec) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+    def _held(self, leaf: LeafSpec) -> _Held:
+        """The grid that a leaf lies in, and for each of its cells the devices that hold it."""
+        rank = len(leaf.shape)
         if leaf.mesh == HOST_LOCAL:
-            return (1,) * len(leaf.shape), self._everyone
+            return (1,) * rank, self._everyone
         # By the number of the mesh: to look thousands of devices up costs more than the rest.
-        key = (leaf.mesh, leaf.partition, len(leaf.shape))
-        found = self._tables.get(key)
-        if found is None:
-            mesh, rank = self._meshes[leaf.mesh], len(leaf.shape)
+        key = (leaf.mesh, leaf.partition, rank)
+        if key not in self._tables:
+            mesh = self._meshes[leaf.mesh]
             grid = partition_grid(mesh, leaf.partition, rank)
-            found = self._tables[key] = (grid, holders(mesh, leaf.partition, rank))
-        return found
+            self._tables[key] = (grid, holders(mesh, leaf.partition, rank))
+        return self._tables[key]
 
-    def _number_capped(
-        self, leaf: LeafSpec, header: int, grid: tuple[int, ...], owners: npt.NDArray[np.int64]
-    ) -> int:
-        """Cut cells that exceed the file size cap; their pieces go to further parts."""
-        largest = int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))
-        limit = max(self._max_file_bytes - header, 1)
-        while largest > limit:
+    def _number(self, leaf: LeafSpec, capacity: int, grid: tuple[int, ...], owners: Numbers) -> int:
+        """The number of a layout; cells that exceed the file size cap are cut.
+
+        Their pieces go to further parts.
+        """
+        limit = max(self._max_file_bytes - _format.header_bytes_for(capacity), 1)
+        while (largest := int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))) > limit:
             cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
             dimension = next((d for d, n in enumerate(cell_shape) if n > 1), None)
             if dimension is None:
                 break
             pieces = min(-(-largest // limit), cell_shape[dimension])
-            grid, table = _refine(
-                grid, np.repeat(owners.reshape(-1, 1), pieces, axis=1), dimension, pieces
-            )
+            table = np.repeat(owners.reshape(-1, 1), pieces, axis=1)
+            grid, table = _refine(grid, table, dimension, pieces)
             owners = table[:, 0]
-            largest = int(_cell_bytes(leaf, grid, len(owners)).max())
-        return self._number(grid, owners)
+        return self._numbers.setdefault(Layout(grid, tuple(owners.tolist())), len(self._numbers))
 
-    def _number(self, grid: tuple[int, ...], owners: npt.NDArray[np.int64]) -> int:
-        layout = Layout(grid, tuple(owners.tolist()))
-        number = self._numbers.setdefault(layout, len(self.layouts))
-        if number == len(self.layouts):
-            self.layouts.append(layout)
-        return number
-
-    def _add_load(self, owners: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64] | int) -> None:
+    def _add_load(self, owners: Numbers, nbytes: Numbers | int) -> None:
         np.add.at(self._device_load, owners, nbytes)
         np.add.at(self._process_load, self._process_of[owners], nbytes)
 
 
-def _first_devices(process_of: Sequence[int]) -> list[int]:
-    """The first device of each process, in one pass: there may be thousands of both."""
-    first: dict[int, int] = {}
-    for device, process in enumerate(process_of):
-        first.setdefault(process, device)
-    return [first[process] for process in range(max(first) + 1)]
-
-
-def _dividing_dimension(shape: Sequence[int], grid: Sequence[int], pieces: int) -> int | None:
-    """The first dimension along which every cell can be cut into `pieces` equal parts."""
-    for dimension, (extent, parts) in enumerate(zip(shape, grid, strict=True)):
-        if extent % (parts * pieces) == 0:
-            return dimension
-    return None
-
-
 def _refine(
-    grid: tuple[int, ...], table: npt.NDArray[np.int64], dimension: int, pieces: int
-) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+    grid: tuple[int, ...], table: Numbers, dimension: int, pieces: int
+) -> tuple[tuple[int, ...], Numbers]:
     """Cut each cell into `pieces` along a dimension; column `i` of the table takes piece `i`."""
     spread = np.moveaxis(table.reshape(*grid, pieces), -1, dimension + 1)
     finer = tuple(g * pieces if d == dimension else g for d, g in enumerate(grid))
     return finer, spread.reshape(-1, 1)
 
 
-def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> npt.NDArray[np.int64]:
+def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> Numbers:
     dtype = DTYPES[leaf.dtype]
     if not any(map(mod, leaf.shape, grid)):
         return np.full(cells, dtype.nbytes(prod(leaf.shape) // cells), dtype=np.int64)
@@ -270,14 +239,14 @@ def _assign_parts(
     """Number the parts leaf by leaf, the same on all devices, and add up every file."""
     lane = max(sharing.bytes_per_process // LANES_PER_PROCESS, MIN_LANE_BYTES)
     filling = _Filling(sharing.device_count, sharing.layouts, min(lane, max_file_bytes))
-    stored = [
+    stored = tuple(
         StoredLeaf(leaf, number, filling.add(leaf, number, capacity))
         for leaf, number, capacity in zip(
             sharing.leaves, sharing.layout_of, sharing.capacities, strict=True
         )
-    ]
+    )
     filling.close_part()
-    return tuple(stored), tuple(sorted(filling.files, key=attrgetter("device", "part")))
+    return stored, tuple(sorted(filling.files, key=attrgetter("device", "part")))
 
 
 class _Filling:
@@ -306,7 +275,11 @@ class _Filling:
         key = (layout, leaf.shape, DTYPES[leaf.dtype].bits)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _leaf_kind(leaf, self._layouts[layout])
+            owners, grid = self._layouts[layout].owners, self._layouts[layout].grid
+            cell_bytes = _cell_bytes(leaf, grid, len(owners))
+            kind = self._kinds[key] = _LeafKind(
+                np.asarray(owners, dtype=np.int64), cell_bytes, int(cell_bytes.max(initial=0))
+            )
         turns = self._turns_of[layout]
         self._bound += kind.largest + capacity
         if turns is not None or self._is_full(kind, capacity):
@@ -317,7 +290,7 @@ class _Filling:
             count, capacities = self._noted.get(key, (0, 0))
             self._noted[key] = (count + 1, capacities + capacity)
         else:
-            self._add_inturns_of(kind, turns, capacity)
+            self._add_in_turns(kind, turns, capacity)
         return part
 
     def close_part(self) -> None:
@@ -343,7 +316,7 @@ class _Filling:
         sizes = self._data[kind.owners] + kind.cell_bytes + headers
         return int(sizes.max(initial=0)) > self._target
 
-    def _add_inturns_of(self, kind: _LeafKind, turns: npt.NDArray[np.int64], capacity: int) -> None:
+    def _add_in_turns(self, kind: _LeafKind, turns: Numbers, capacity: int) -> None:
         """Cells that one device has several of go into a part each."""
         for turn in range(int(turns.max()) + 1):
             mine = turns == turn
@@ -362,12 +335,6 @@ class _Filling:
 class _LeafKind(NamedTuple):
     """What all leaves of one layout, shape and element size add to the files."""
 
-    owners: npt.NDArray[np.int64]
-    cell_bytes: npt.NDArray[np.int64]
+    owners: Numbers
+    cell_bytes: Numbers
     largest: int
-
-
-def _leaf_kind(leaf: LeafSpec, layout: Layout) -> _LeafKind:
-    cell_bytes = _cell_bytes(leaf, layout.grid, len(layout.owners))
-    owners = np.asarray(layout.owners, dtype=np.int64)
-    return _LeafKind(owners, cell_bytes, int(cell_bytes.max(initial=0)))

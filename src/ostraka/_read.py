@@ -17,15 +17,15 @@ from ostraka._checkpoint import ATTEMPTS, open_at, overwritten
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._inplace import InPlace
 from ostraka._lifetime import paused_gc
-from ostraka._match import Matcher
+from ostraka._match import Choices, Matcher, Wanted
 from ostraka._memory import detached
 from ostraka._nodes import Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
+from ostraka._place import Destination
 from ostraka._record import OnRecord, Stopwatch, report, summarize
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, numpy_dtype
 from ostraka._tree import parse
-from ostraka._wanted import Choices, Destination, Wanted
 from ostraka.errors import Damaged, RestoreFailed
 from ostraka.sharding._mesh import as_mesh
 from ostraka.storage import PathLike

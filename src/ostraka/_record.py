@@ -12,7 +12,7 @@ logger = logging.getLogger("ostraka")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Extremes:
     """The least and the most of something over all processes."""
 
     least: float
@@ -35,8 +35,8 @@ class Record:
     phases: Mapping[str, float]
     blocked_s: float
     total_s: float
-    process_bytes: Spread
-    process_s: Spread
+    process_bytes: Extremes
+    process_s: Extremes
 
     @property
     def bytes_per_s(self) -> float:
@@ -99,8 +99,8 @@ def report(
         dict(watch.phases),
         watch.blocked_s or total_s,
         total_s,
-        Spread(least_bytes, most_bytes),
-        Spread(least_s, most_s),
+        Extremes(least_bytes, most_bytes),
+        Extremes(least_s, most_s),
     )
     logger.info("%s", record)
     if on_record is not None:

@@ -26,14 +26,11 @@ from ostraka._lifetime import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES, plan_write
 from ostraka._record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka._units import size_bytes
-from ostraka._values import Value
-from ostraka._write_shards import Progress, Written, write_shards
+from ostraka._write_shards import Progress, write_shards
 from ostraka.errors import InvalidTree, SaveFailed, describe
-from ostraka.storage import MemoryStore, PathLike, Store, open_store
+from ostraka.storage import PathLike, open_store
 
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
-_NOWHERE: Store = MemoryStore("nowhere")
-"""Stands for the store until the path has been understood."""
 
 
 def save(
@@ -66,9 +63,9 @@ def save(
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
-    watch = Stopwatch()
+    saving = Save(path, dtype, metadata, max_file_bytes, on_record)
     wait_for_background()
-    saving = _Save(path, watch, dtype, metadata, max_file_bytes, on_record)
+    saving.enter()
     try:
         with paused_gc():
             saving.finish(saving.capture(tree))
@@ -104,95 +101,73 @@ def save_async(
     >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
     >>> handle.wait()
     """
-    return begin_save(
-        path,
-        tree,
-        dtype=dtype,
-        metadata=metadata,
-        max_file_bytes=max_file_bytes,
-        if_busy=if_busy,
-        on_commit=on_commit,
-        on_record=on_record,
-        watch=Stopwatch(),
-    )
-
-
-def begin_save(
-    path: PathLike,
-    tree: Any,
-    *,
-    dtype: DtypeRule,
-    metadata: Mapping[str, Any] | None,
-    max_file_bytes: int | str,
-    if_busy: Literal["wait", "refuse"] = "wait",
-    on_commit: Callable[[], None] | None,
-    on_record: OnRecord | None,
-    watch: Stopwatch,
-    is_waited_for: bool = False,
-    check_place: Callable[[], None] | None = None,
-) -> SaveHandle:
-    """As `save_async`, for a caller that may have waited before, or will wait for the end.
-
-    `check_place` is called on process 0 before anything is written, and may refuse.
-    """
-    with one_at_a_time(if_busy):
-        saving = _Save(
-            path, watch, dtype, metadata, max_file_bytes, on_record, on_commit, check_place
-        )
-        handle = SaveHandle(str(path), saving.progress, saving.give_up)
-        try:
-            with paused_gc():
-                captured = saving.capture(tree)
-                hold(captured.values)
-            watch.lap("capture")
-            if not is_waited_for:
-                watch.blocked_s = watch.total_s
-            run_in_background(handle, lambda: saving.finish_or_end(captured))
-        except BaseException as error:
-            if handle.give_back():
-                # Nobody works on it, and the other processes would wait for ever.
-                raise saving.end(error)  # noqa: B904 - it has the right cause
-            raise
-        return handle
+    saving = Save(path, dtype, metadata, max_file_bytes, on_record, on_commit)
+    return saving.begin(tree, if_busy=if_busy)
 
 
 @dataclass
-class _Save:
-    """One save, on one of its processes."""
+class Save:
+    """One save, on one of its processes.
+
+    `check_place` is called on process 0 before anything is written, and may refuse.
+    """
 
     path: PathLike
-    watch: Stopwatch
     dtype: DtypeRule
-    user: Mapping[str, Any] | None
+    metadata: Mapping[str, Any] | None
     max_file_bytes: int | str
     on_record: OnRecord | None
     on_commit: Callable[[], None] | None = None
     check_place: Callable[[], None] | None = None
-    progress: Progress = field(default_factory=Progress)
-    store: Store = _NOWHERE
-    place: SavePlace | None = None
-    save_id: str = ""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    """The caller's, if it has waited before."""
+    _progress: Progress = field(init=False, default_factory=Progress)
+    _operation: Operation = field(init=False)
+    _place: SavePlace | None = field(init=False, default=None)
+    _save_id: str = field(init=False, default="")
     """Known once the processes have agreed; from then on there may be files."""
-    values: list[list[Value]] = field(default_factory=list[list[Value]])
+    _values: list[list[Any]] = field(init=False, default_factory=list[list[Any]])
     """What the stages have handed on as values, to be let go of."""
 
-    def __post_init__(self) -> None:
+    def begin(
+        self, tree: Any, *, if_busy: Literal["wait", "refuse"] = "wait", is_waited_for: bool = False
+    ) -> SaveHandle:
+        """Capture the tree, and leave the other stages to a thread."""
+        with one_at_a_time(if_busy):
+            self.enter()
+            handle = SaveHandle(str(self.path), self._progress, self._give_up)
+            try:
+                with paused_gc():
+                    captured = self.capture(tree)
+                    hold(captured.values)
+                self.watch.lap("capture")
+                if not is_waited_for:
+                    self.watch.blocked_s = self.watch.total_s
+                run_in_background(handle, lambda: self._finish_or_end(captured))
+            except BaseException as error:
+                if handle.give_back():
+                    # Nobody works on it, and the other processes would wait for ever.
+                    raise self.end(error)  # noqa: B904 - it has the right cause
+                raise
+            return handle
+
+    def enter(self) -> None:
+        """Come to the save, after all earlier ones: all processes number them alike."""
         self.watch.lap("wait")
-        self.operation = Operation(f"save to {self.path}")
+        self._operation = Operation(f"save to {self.path}")
 
     def capture(self, tree: Any) -> Captured:
         """The first stage: check the arguments and take the tree apart."""
-        self.operation.__enter__()
-        self.limit_bytes = limit = size_bytes("max_file_bytes", self.max_file_bytes)
+        self._operation.__enter__()
+        self._limit = limit = size_bytes("max_file_bytes", self.max_file_bytes)
         if limit < _LEAST_FILE_BYTES:
             raise ValueError(
                 f"max_file_bytes is {limit:,}; it must be at least {_LEAST_FILE_BYTES:,}"
             )
-        self.store = open_store(self.path)
-        self.place = SavePlace(self.store)
+        self._place = SavePlace(open_store(self.path))
         captured = capture(tree)
-        self.values.append(captured.values)
-        self.user = _json_only(self.user) if self.user else {}
+        self._values.append(captured.values)
+        self._user = _json_only(self.metadata) if self.metadata else {}
         if self.dtype is not None:
             check_dtype_rule(self.dtype, captured.leaves)
         self.watch.lap("capture")
@@ -200,76 +175,66 @@ class _Save:
 
     def finish(self, captured: Captured) -> Record:
         """The other stages: agree, plan, write, commit."""
-        operation, store, place, watch = self.operation, self.store, self.place, self.watch
+        operation, place, watch = self._operation, self._place, self.watch
         assert place is not None
         agreed = agree(
             operation,
             captured,
-            location=store.location,
+            location=place.store.location,
             dtype=self.dtype,
-            user=self.user,
+            user=self._user,
             take_place=self._take_place,
         )
-        self.save_id = save_id = agreed.save_id
-        self.values.append(agreed.values)
+        self._save_id = agreed.save_id
+        self._values.append(agreed.values)
         watch.lap("agree")
         with paused_gc():
             plan = plan_write(
-                agreed.leaves, agreed.meshes, agreed.process_of, max_file_bytes=self.limit_bytes
+                agreed.leaves, agreed.meshes, agreed.process_of, max_file_bytes=self._limit
             )
         watch.lap("plan")
         index = write_shards(
-            store,
-            save_id,
-            plan,
-            operation.process,
-            agreed.values,
-            check=operation.check,
-            progress=self.progress,
+            operation, place.store, agreed.save_id, plan, agreed.values, self._progress
         )
-        written = Written(index, self.progress.total, watch.lap("write"))
+        watch.lap("write")
         self._let_go_of_values()
-        summary = commit(
-            operation, store, place, agreed, plan, written, user=self.user or {}, watch=watch
-        )
+        written = self._progress.total
+        summary = commit(operation, place, agreed, plan, index, written, watch)
         if operation.process == 0:
             place.remove_replaced()
         watch.lap("commit")
         operation.__exit__(None, None, None)
         place.release()
-        self.place = None  # Nothing can fail any more, and nothing is to be cleaned up.
+        self._place = None  # Nothing can fail any more, and nothing is to be cleaned up.
         if self.on_commit is not None and operation.process == 0:
             call_safely(self.on_commit)
         return report("save", str(self.path), watch, summary, self.on_record)
 
-    def finish_or_end(self, captured: Captured) -> Record:
+    def _finish_or_end(self, captured: Captured) -> Record:
         """As `finish`, for a thread in the background, which has nobody above it."""
         try:
             return self.finish(captured)
         except BaseException as error:
             raise self.end(error)  # noqa: B904 - it has the right cause
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """From another thread: have it fail, unless it is being committed."""
-        self.operation.give_up("it was interrupted, and gave the save up")
+        self._operation.give_up("it was interrupted, and gave the save up")
 
     def end(self, error: BaseException) -> BaseException:
         """Have the save fail on every process and remove what it wrote; returns what to raise."""
         try:
-            self.operation.__exit__(type(error), error, error.__traceback__)
+            self._operation.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:
             error = failure
         # The error may be kept for long, and would keep the values with it.
         self._let_go_of_values()
-        if self.place is not None:
-            try:
-                self._clean_up(self.place)
-            finally:
-                self.place.release()
+        if self._place is not None:
+            self._clean_up(self._place)
         if isinstance(error, ProcessFailed):
             failed = SaveFailed(str(self.path), error.process, error.reason)
             failed.__cause__ = error.__cause__
-        elif isinstance(error, OSError) and self.save_id:
+        elif isinstance(error, OSError) and self._save_id:
             failed = SaveFailed(str(self.path), None, describe(error))
             failed.__cause__ = error
         else:
@@ -278,22 +243,24 @@ class _Save:
 
     def _clean_up(self, place: SavePlace) -> None:
         """On process 0, once the others have stopped, remove what a failed save wrote."""
-        if self.operation.process != 0:
-            return
-        with suppress(OSError):
-            if self.save_id:
-                self.operation.wait_until_left()
-            place.clean_up(self.save_id)
+        try:
+            with suppress(OSError):
+                if self._operation.process == 0:
+                    if self._save_id:
+                        self._operation.wait_until_left()
+                    place.clean_up(self._save_id)
+        finally:
+            place.release()
 
     def _take_place(self) -> None:
         """On process 0, once the trees are known to be alike."""
         if self.check_place is not None:
             self.check_place()
-        assert self.place is not None
-        self.place.take()
+        assert self._place is not None
+        self._place.take()
 
     def _let_go_of_values(self) -> None:
-        for values in self.values:
+        for values in self._values:
             values.clear()
 
 

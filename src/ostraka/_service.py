@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 _KEEP_OPERATIONS = 16
 _KEEP_AT_MOST = 256
 _NO_LIMIT_MS = 2**31 - 1
+_A_MOMENT_S = 0.001
 
 
 class Client(Protocol):
@@ -24,7 +25,6 @@ class Client(Protocol):
     def key_value_increment(self, key: str, increment: int) -> int: ...
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def key_value_try_get(self, key: str) -> str: ...
     def key_value_delete(self, key: str) -> None: ...
 
 
@@ -50,7 +50,9 @@ class Member:
         """
         while len(self.ended) > _KEEP_OPERATIONS:
             oldest = self.ended.popleft()  # so that no other thread has it
-            if len(self.ended) < _KEEP_AT_MOST and not Keys(self.client, oldest).have_all_left():
+            if len(self.ended) < _KEEP_AT_MOST and not Keys(self.client, oldest).have_all_left(
+                _A_MOMENT_S
+            ):
                 self.ended.appendleft(oldest)
                 return
             self.client.key_value_delete(f"{oldest}/")
@@ -118,14 +120,12 @@ class Keys:
         if self.count_up("left") == count:
             self.set("all_left", True)
 
-    def wait_until_left(self, timeout_s: float) -> None:
-        self.wait_for("all_left", int(timeout_s * 1000))
-
-    def have_all_left(self) -> bool:
+    def have_all_left(self, within_s: float) -> bool:
+        """Whether all are done with the operation, at the latest after so long."""
         try:
-            self._client.key_value_try_get(f"{self.prefix}/all_left")
+            self.wait_for("all_left", int(within_s * 1000))
         except Exception as error:
-            if "NOT_FOUND" in str(error):
+            if "DEADLINE_EXCEEDED" in str(error):
                 return False
             raise
         return True

@@ -7,8 +7,8 @@ grids serve all leaves of a model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,14 +39,10 @@ class Dtype:
     code: str
     """The safetensors dtype; U8 where safetensors has no name for this one."""
 
-    packed: bool = field(init=False)
-    """Whether several elements share a byte."""
-    opaque: bool = field(init=False)
+    opaque: bool = False
     """Whether the file shows bytes, because safetensors can't say what they mean."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "packed", self.bits < 8)
-        object.__setattr__(self, "opaque", self.code == "U8" and self.name != "uint8")
+    packed: bool = False
+    """Whether several elements share a byte."""
 
     def nbytes(self, elements: int) -> int:
         return (elements * self.bits + 7) // 8
@@ -74,7 +70,7 @@ def _dtype_table() -> dict[str, Dtype]:
         **{f"{sign}{bits}": bits for sign in ("int", "uint") for bits in (2, 4)},
     }
     table = {name: Dtype(name, bits, code) for name, (bits, code) in named.items()}
-    return table | {name: Dtype(name, bits, "U8") for name, bits in opaque.items()}
+    return table | {name: Dtype(name, bits, "U8", True, bits < 8) for name, bits in opaque.items()}
 
 
 DTYPES = _dtype_table()
@@ -101,7 +97,8 @@ def dtype_name(dtype: Any) -> str:
 
 def is_floating(name: str) -> bool:
     """Whether a save or a restore may cast from and to this dtype, if asked to."""
-    return name.startswith(("float", "bfloat")) and not DTYPES[name].packed
+    is_float = name.startswith(("float", "bfloat"))
+    return is_float and name in DTYPES and not DTYPES[name].packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +239,9 @@ def holders(mesh: MeshSpec, partition: Partition, rank: int) -> npt.NDArray[np.i
     return np.asarray(mesh.devices, dtype=np.int64)[order].reshape(prod(grid), -1)
 
 
-def check_partition(path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec) -> None:
+def check_partition(path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition) -> None:
     """Raise InvalidSharding, naming leaf, dimension, axis and sizes, where a spec does not fit."""
-    for misfit in find_misfits(path, shape, partition, mesh):
+    for misfit in find_misfits(path, shape, mesh, partition):
         raise InvalidSharding(misfit.message)
 
 
@@ -257,38 +254,37 @@ class Misfit(NamedTuple):
 
 
 def find_misfits(
-    path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
+    path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition
 ) -> list[Misfit]:
     """Every way in which a spec does not fit its leaf or its mesh."""
-    misfits: list[Misfit] = []
+    return list(_misfits(path, shape, partition, mesh))
+
+
+def _misfits(
+    path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
+) -> Iterator[Misfit]:
     if len(partition) > len(shape):
-        misfits.append(
-            Misfit(
-                f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
-                f"{show_partition(partition)} has {len(partition)} entries"
-            )
+        yield Misfit(
+            f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
+            f"{show_partition(partition)} has {len(partition)} entries"
         )
     seen: set[str] = set()
     for dimension, axes in enumerate(partition):
         where = f"leaf {path!r}, dimension {dimension}"
-        unknown = [axis for axis in axes if axis not in mesh.axis_names]
-        misfits += [Misfit(f"{where}: the mesh ({mesh}) has no axis {axis!r}") for axis in unknown]
-        misfits += [
-            Misfit(f"{where}: axis {axis!r} is used twice in {show_partition(partition)}")
-            for place, axis in enumerate(axes)
-            if axis in seen or axis in axes[:place]
-        ]
-        seen.update(axes)
-        if unknown or dimension >= len(shape):
-            continue
-        size, parts = shape[dimension], mesh.size_of(axes)
-        if size % parts:
-            message = (
-                f"{where}: {size} elements do not divide into {parts} parts along "
-                f"{' × '.join(axes)} of the mesh ({mesh})"
-            )
-            misfits.append(Misfit(message, _nearest_multiple(size, parts)))
-    return misfits
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                yield Misfit(f"{where}: the mesh ({mesh}) has no axis {axis!r}")
+            if axis in seen:
+                yield Misfit(f"{where}: axis {axis!r} is used twice in {show_partition(partition)}")
+            seen.add(axis)
+        if dimension < len(shape) and {*axes} <= {*mesh.axis_names}:
+            size, parts = shape[dimension], mesh.size_of(axes)
+            if size % parts:
+                message = (
+                    f"{where}: {size} elements do not divide into {parts} parts along "
+                    f"{' × '.join(axes)} of the mesh ({mesh})"
+                )
+                yield Misfit(message, _nearest_multiple(size, parts))
 
 
 def _nearest_multiple(size: int, parts: int) -> int:

@@ -10,39 +10,46 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ostraka._document import encode_factory, encode_statics
+from ostraka._document import builder, encode_factory
 from ostraka._nnx import named_spec, parse_nnx
 from ostraka._nodes import (
     MAX_DEPTH,
     ROOT,
     Branch,
+    BranchKind,
     Kept,
     Leaf,
+    Node,
     Stateful,
-    dict_builder,
     join,
     segment,
 )
-from ostraka._plain import SCALARS
+from ostraka._plain import SCALARS, class_name, encode_writable
 from ostraka.errors import InvalidTree
 
 _NUMPY = (np.ndarray, np.generic)
 _OBJECTS = (jax.Array, np.ndarray)
 _PLAIN = frozenset((type(None), *SCALARS))
-_MOST_DIMENSIONS = 63
-"""One fewer than numpy has: of an array that each process has, the process is one more."""
+_BUILTIN: Mapping[type, BranchKind] = {
+    dict: "dict",
+    OrderedDict: "ordered_dict",
+    defaultdict: "defaultdict",
+    list: "list",
+    tuple: "tuple",
+}
 
 
-def parse(tree: Any) -> Branch | Leaf:
+def parse(tree: Any) -> Node:
     """Take a tree apart. Raises InvalidTree, naming the path, for what is no tree."""
     return _parse(tree, "", 0)
 
@@ -66,19 +73,16 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _parse(value: Any, path: str, depth: int) -> Branch | Leaf:
+def _parse(value: Any, path: str, depth: int) -> Node:
     if depth > MAX_DEPTH:
         raise InvalidTree(
             f"the tree is more than {MAX_DEPTH} containers deep at {path[:80]!r}…: does one of "
             "them contain itself?"
         )
     kind = type(value)
-    if kind is dict or kind is OrderedDict or kind is defaultdict:
-        return _parse_dict(cast("dict[Any, Any]", value), path, depth)
-    if kind is list or kind is tuple:
-        items = tuple([_parse(v, join(path, str(i)), depth + 1) for i, v in enumerate(value)])
-        return Branch(kind.__name__, path, items, kind, range(len(items)))
-    if kind in _PLAIN or is_array(value) or _is_abstract(value):
+    if kind in _BUILTIN:
+        return _parse_builtin(value, path, depth)
+    if kind in _PLAIN or is_array(value) or isinstance(value, jax.ShapeDtypeStruct):
         return Leaf(path or ROOT, value)
     found = parse_nnx(value, path, depth, _parse)
     if found is not None:
@@ -86,31 +90,23 @@ def _parse(value: Any, path: str, depth: int) -> Branch | Leaf:
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
         if isinstance(value, type):
             raise _is_a_class(value, path)
-        return Leaf(path or ROOT, Stateful(value, None))
+        return Leaf(path or ROOT, Stateful(value))
     return _parse_registered(value, path, depth)
 
 
-def _is_abstract(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
+def _parse_builtin(value: Any, path: str, depth: int) -> Branch:
+    kind = _BUILTIN[type(value)]
+    items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+    children = [_parse(v, join(path, segment(k, path)), depth + 1) for k, v in items.items()]
+    about: dict[str, Any] = {}
+    if isinstance(value, defaultdict):
+        about = {"factory": encode_factory(value.default_factory, path)}
+    keys = list(items)
+    return Branch(kind, path, tuple(children), builder(kind, None, keys, about), keys, about=about)
 
 
-def _parse_dict(value: dict[Any, Any], path: str, depth: int) -> Branch:
-    keys = list(value)
-    children = tuple([_parse(v, join(path, segment(k, path)), depth + 1) for k, v in value.items()])
-    kind = type(value)
-    if kind is dict:
-        return Branch("dict", path, children, dict_builder(keys), keys)
-    if kind is OrderedDict:
-        return Branch("ordered_dict", path, children, dict_builder(keys, OrderedDict), keys)
-    factory = cast("defaultdict[Any, Any]", value).default_factory
-    about = {"factory": encode_factory(factory, path)}
-    make = dict_builder(keys, partial(defaultdict, factory))
-    return Branch("defaultdict", path, children, make, keys, about=about)
-
-
-def _parse_registered(value: Any, path: str, depth: int) -> Branch | Leaf:
+def _parse_registered(value: Any, path: str, depth: int) -> Node:
     """Anything else that JAX knows how to flatten: namedtuples, dataclasses, custom nodes."""
-    kind = type(value)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
     if len(pairs) == 1 and pairs[0][1] is value:
         return _parse_unknown(value, path)
@@ -126,10 +122,8 @@ def _parse_registered(value: Any, path: str, depth: int) -> Branch | Leaf:
         about = {"sharding": value.names, "sharding_rules": getattr(value, "rules", None)}
         children = (replace(children[0], spec=named_spec(about)),)
 
-    def rebuild(items: list[Any]) -> Any:
-        return jax.tree_util.tree_unflatten(treedef, items)
-
-    cls = (kind.__module__, kind.__qualname__)
+    rebuild = partial(jax.tree_util.tree_unflatten, treedef)
+    cls = class_name(type(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Branch("namedtuple", path, children, rebuild, names, cls)
     if dataclasses.is_dataclass(value):
@@ -138,7 +132,7 @@ def _parse_registered(value: Any, path: str, depth: int) -> Branch | Leaf:
             for field in dataclasses.fields(value)
             if field.name not in names and hasattr(value, field.name)
         }
-        written = encode_statics(static)
+        written = encode_writable(static)
         if children or len(written) == len(static):
             about = {"static": written}
             return Branch("dataclass", path, children, rebuild, names, cls, about)
@@ -193,19 +187,10 @@ def check_savable(leaf: Leaf) -> None:
                 "arrays that the step returned"
             )
     elif isinstance(value, np.ndarray):
-        _check_numpy(leaf.path, value)
-    elif _is_abstract(value):
+        if type(value) not in (np.ndarray, np.memmap):
+            raise InvalidTree(
+                f"leaf {leaf.path!r} is a {'.'.join(class_name(type(value)))}, which would come "
+                "back as a plain numpy array: save np.asarray(…) of it"
+            )
+    elif isinstance(value, jax.ShapeDtypeStruct):
         raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
-
-
-def _check_numpy(path: str, value: np.ndarray[Any, Any]) -> None:
-    if value.ndim > _MOST_DIMENSIONS:
-        raise InvalidTree(
-            f"leaf {path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can be saved"
-        )
-    if type(value) not in (np.ndarray, np.memmap):
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise InvalidTree(
-            f"leaf {path!r} is a {name}, which would come back as a plain numpy array: save "
-            "np.asarray(…) of it"
-        )

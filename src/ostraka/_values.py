@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,36 +17,14 @@ from ostraka._spec import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Copy = tuple[Array, Array]
-"""Where elements are to be, and where they are."""
+"""(destination, source)"""
 
+_SMALL_BYTES = 1 << 20
+"""A numpy array up to this size is copied by the caller: no thread would be faster."""
 _COPIED_BYTES = 8 << 20
-"""What is copied at a time: parts of a large array by several threads."""
+"""How much of a larger one a thread copies at a time."""
 _PATIENCE_S = 5.0
 """How long a thread of the program may take to list an array's shards."""
-
-
-class Value(Protocol):
-    """A leaf's bytes, as far as this process holds them."""
-
-    in_host_memory: bool
-    """Whether reading costs no memory, because it gives views."""
-    may_change: bool
-    """Whether threads of the program may write to what those views show."""
-
-    def read(self, device: int, box: Box) -> Array:
-        """The elements of a box that `device` holds; a view where that can be."""
-        ...
-
-    def hold(self) -> Sequence[Copy]:
-        """Make the elements safe from all that happens later: donation, deletion, writing.
-
-        They are, once the copies that this returns have been made.
-        """
-        ...
-
-    def whole(self) -> Array:
-        """All elements, where all are on this process."""
-        ...
 
 
 class HostValue:
@@ -57,45 +35,36 @@ class HostValue:
     """
 
     in_host_memory = True
+    """Whether reading costs no memory, because it gives views."""
 
     def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
         self._array = array
         self._of_process = of_process
         self.may_change = may_change
+        """Whether threads of the program may write to what those views show."""
 
     def read(self, device: int, box: Box) -> Array:
+        """The elements of a box that `device` holds; a view where that can be."""
         array = self._array
         if self._of_process:
             return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
         return array[_box.slices(box, _box.full(array.shape))]
 
     def hold(self) -> Sequence[Copy]:
+        """Make the elements safe from all that happens later: donation, deletion, writing.
+
+        They are, once the copies that this returns have been made.
+        """
         given, self._array = self._array, np.empty_like(self._array)
         self.may_change = False
-        return _copies(self._array, given)
+        if given.nbytes > _SMALL_BYTES:
+            return _copies(self._array, given)
+        np.copyto(self._array, given)
+        return ()
 
     def whole(self) -> Array:
+        """All elements, where all are on this process."""
         return self._array
-
-
-class CastValue:
-    """A value that is saved as another dtype."""
-
-    in_host_memory = False
-    may_change = False
-
-    def __init__(self, value: Value, dtype: str):
-        self._value = value
-        self._dtype = numpy_dtype(dtype)
-
-    def read(self, device: int, box: Box) -> Array:
-        return self._value.read(device, box).astype(self._dtype)
-
-    def hold(self) -> Sequence[Copy]:
-        return self._value.hold()
-
-    def whole(self) -> Array:
-        return self._value.whole().astype(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +87,10 @@ class ShardedValue:
 
     __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
 
-    def __init__(self, array: jax.Array, at: Placement, shards: Sequence[jax.Array] | None = None):
-        """`shards` are those of the array, in the order of the devices, if they are known."""
+    def __init__(self, array: jax.Array, at: Placement):
         self._array: jax.Array | None = array
         self._at = at
-        self._shards = shards
+        self._shards: Sequence[jax.Array] | None = None
         self._held: dict[Box, Array] | None = None
         self.in_host_memory = at.gives_views
         self.may_change = False
@@ -173,36 +141,58 @@ class ShardedValue:
         return {self._at.boxes[device]: device for device in self._at.index_of}
 
 
+class CastValue:
+    """A value that is saved as another dtype."""
+
+    in_host_memory = False
+    may_change = False
+
+    def __init__(self, value: HostValue | ShardedValue, dtype: str):
+        self._value = value
+        self._dtype = numpy_dtype(dtype)
+
+    def read(self, device: int, box: Box) -> Array:
+        return self._value.read(device, box).astype(self._dtype)
+
+
+CapturedValue = HostValue | ShardedValue
+"""A leaf's bytes as the tree has them, as far as this process holds them."""
+Value = CapturedValue | CastValue
+"""A leaf's bytes as they are written."""
+
 _taking_apart = RenewedLock()
 
 
-def shards_of(array: jax.Array, devices: Sequence[Any] | None = None) -> Sequence[jax.Array]:
-    """The shards on this process's devices, in the order of `devices`, or else in JAX's.
+def shards_of(array: Any, devices: Sequence[Any]) -> Sequence[jax.Array]:
+    """The shards on this process's devices, which are given in JAX's order, that of the mesh.
 
     JAX makes a list of them when it is first asked for one, and if two threads ask at once, both
     add to it, or one gets what the other has so far. So ours ask one after another, and what
-    threads of the program have mixed up is recognised: then a twin is asked, which shares the
-    buffers and has a list of its own. JAX makes no twin of an array that spans processes: there
-    each shard is asked for its device.
+    threads of the program have mixed up is recognised: each of them begins with the first device,
+    and who comes to the last has added as many as there are. Then each shard is asked for its
+    device; or a twin is asked, which shares the buffers and has a list of its own. JAX makes no
+    twin of an array that spans processes: there the others' list will be complete in a moment.
     """
     with _taking_apart.lock:
-        shards = _listed(array)
-        if _is_whole(shards, devices, len(array.sharding.addressable_devices)):
-            return shards
-        if array.is_fully_addressable:
-            return _listed(cast(Any, array).clone())
-        return _by_device(array, devices)
-
-
-def _is_whole(shards: Sequence[jax.Array], devices: Sequence[Any] | None, count: int) -> bool:
-    """Whether one thread alone has made the list, to its end.
-
-    Each begins with the first device: where several were at it, that comes more than once. And who
-    comes to the last device has added as many as there are.
-    """
-    if devices is None:
-        return len({shard.device for shard in shards}) == len(shards) == count
-    return len(shards) == count and (not shards or shards[-1].device == devices[-1])
+        give_up_s = time.monotonic() + _PATIENCE_S
+        while True:
+            shards = _listed(array)
+            # To ask each shard for its device would cost a third of a leaf's time.
+            if len(shards) == len(devices) and (not shards or shards[-1].device == devices[-1]):
+                return shards
+            by_device = {shard.device: shard for shard in shards}
+            if len(by_device) == len(devices):
+                return [by_device[device] for device in devices]
+            if array.is_fully_addressable:
+                array = array.clone()
+            elif time.monotonic() > give_up_s:
+                raise RuntimeError(
+                    f"JAX lists {len(shards)} shards on {len(devices)} devices for an array of the "
+                    f"shape {array.shape}: two threads of this program have first looked at it at "
+                    "the same time; save a copy of it"
+                )
+            else:
+                time.sleep(0.001)
 
 
 def _listed(array: Any) -> Sequence[jax.Array]:
@@ -210,30 +200,8 @@ def _listed(array: Any) -> Sequence[jax.Array]:
     return [shard.data for shard in array.addressable_shards] if shards is None else shards
 
 
-def _by_device(array: jax.Array, devices: Sequence[Any] | None) -> Sequence[jax.Array]:
-    """Whatever is in a list that several threads have made, is a shard."""
-    count = len(array.sharding.addressable_devices)
-    give_up = time.monotonic() + _PATIENCE_S
-    while True:
-        shards = _listed(array)
-        found = {shard.device: shard for shard in shards}
-        if devices is not None and len(found) == count:
-            return [found[device] for device in devices]
-        if _is_whole(shards, devices, count):
-            return shards
-        if time.monotonic() > give_up:
-            raise RuntimeError(
-                f"JAX lists {len(shards)} shards on {count} devices for an array of the shape "
-                f"{array.shape}: two threads of this program have first looked at it at the same "
-                "time; save a copy of it"
-            )
-        time.sleep(0.001)  # The list of another thread is not complete yet.
-
-
 def _copies(to: Array, given: Array) -> list[Copy]:
     """What is to be copied, in parts that each lie in one piece of memory."""
-    if given.nbytes <= _COPIED_BYTES:
-        return [(to, given)]
     axis = int(np.argmax(np.abs(given.strides)))
     rows = given.shape[axis]
     step = max(_COPIED_BYTES * rows // given.nbytes, 1)

@@ -8,8 +8,8 @@ of the work, and threads that all did it would only wait for each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from ostraka import _format, _pack
 from ostraka._box import Box
+from ostraka._coordinate import Operation
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
@@ -29,12 +30,13 @@ from ostraka.storage import FileWriter, Parts, Store
 Array = np.ndarray[Any, Any]
 NumberedBlock = tuple[int, list[Array]]
 """A block's number in its file, and the bytes it is made of."""
+_Task = tuple["_Shard", Iterable[NumberedBlock]]
 
 _OPEN_FILES = 64
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
 _SMALL_BYTES = 1 << 20
-"""A single file up to this size is written by the caller."""
+"""A single file up to this size is written by the caller, without a thread."""
 _LIVE_BYTES = 1 << 20
 """How much of what the program may write to meanwhile is copied at a time."""
 
@@ -53,108 +55,93 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What one process has written."""
+class _Job:
+    """What all files of one process are written from and with."""
 
-    index: IndexEntry | None
-    """Its process index; None if the process has nothing to write."""
-    nbytes: int
-    seconds: float
+    operation: Operation
+    store: Store
+    save_id: str
+    leaves: Sequence[StoredLeaf]
+    values: Sequence[Value]
+    copied: frozenset[int]
+    """The leaves that are not in host memory as they will be in the files."""
+    staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
+    stop: StopSignal = field(default_factory=StopSignal)
+
+    def check(self) -> None:
+        """Raise if this save has failed, on any process or in any thread."""
+        self.operation.check()
+        self.stop.check()
 
 
 def write_shards(
+    operation: Operation,
     store: Store,
     save_id: str,
     plan: WritePlan,
-    process: int,
     values: Sequence[Value],
-    *,
-    check: Callable[[], None],
     progress: Progress,
 ) -> IndexEntry | None:
-    """Write the files of a process, and last its index; None if it has nothing to write.
+    """Write the files of this process, and last its index; None if it has nothing to write.
 
-    `check` is called between blocks and may raise, so that nobody goes on writing for a save that
-    has failed.
+    Between blocks the operation is checked, so that nobody goes on writing for a save that has
+    failed.
     """
-    files = plan.files_of(process)
+    files = plan.files_of(operation.process)
     if not files:
         return None
-    devices = set(map(attrgetter("device"), files))
-    contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
+    contents = _format.entries_by_file(
+        plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
+    )
+    copied = _must_be_copied(plan.leaves, values)
+    job = _Job(operation, store, save_id, plan.leaves, values, copied)
+    shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
-    shards = [
-        _Shard(store, save_id, file, contents[file.device, file.part], plan.leaves)
-        for file in files
-    ]
-    _write_all(shards, values, _must_be_copied(plan, values), check, progress, store.parts)
-    digests = {shard.name: shard.digests() for shard in shards}
-    index = _format.encode_index(save_id, process, digests)
-    store.put(f"{_format.shards_directory(save_id)}/{_format.index_name(process)}", index)
-    return IndexEntry(len(index), _format.digest(index))
-
-
-def _write_all(
-    shards: Sequence[_Shard],
-    values: Sequence[Value],
-    copied: frozenset[int],
-    check: Callable[[], None],
-    progress: Progress,
-    parts: Parts,
-) -> None:
-    staging = ByteBudget(STAGING_BYTES)
-    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
-        _write_small(shards[0], _stream(shards[0], values, copied, staging, check))
-        progress.written = progress.total
-        return
-    stop = StopSignal()
-
-    def check_all() -> None:
-        check()
-        stop.check()
-
-    def write(task: tuple[_Shard, Iterable[NumberedBlock]]) -> None:
-        shard, blocks = task
-        for number, pieces in blocks:
-            check_all()
-            progress.add(shard.write(number, pieces))
-
     try:
-        tasks = _tasks(shards, values, copied, staging, check_all, parts)
-        run_all(write, tasks, threads=parts.at_once, stop=stop)
+        _write_all(job, shards, progress)
     except BaseException:
         for shard in shards:
             shard.abandon()
         raise
+    digests = {shard.file.name: shard.digests() for shard in shards}
+    index = _format.encode_index(save_id, operation.process, digests)
+    name = _format.index_name(operation.process)
+    store.put(f"{_format.shards_directory(save_id)}/{name}", index)
+    return IndexEntry(len(index), _format.digest(index))
 
 
-def _write_small(shard: _Shard, stream: Iterator[Array]) -> None:
-    """Write a file that is written before a thread would have begun."""
-    try:
-        for number, pieces in shard.blocks(stream):
-            shard.write(number, pieces)
-    except BaseException:
-        shard.abandon()
-        raise
+def _must_be_copied(leaves: Sequence[StoredLeaf], values: Sequence[Value]) -> frozenset[int]:
+    return frozenset(
+        number
+        for number, (leaf, value) in enumerate(zip(leaves, values, strict=True))
+        if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
+    )
+
+
+def _write_all(job: _Job, shards: Sequence[_Shard], progress: Progress) -> None:
+    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
+        for number, pieces in shards[0].blocks():
+            shards[0].write(number, pieces)
+        progress.written = progress.total
+        return
+
+    def write(task: _Task) -> None:
+        shard, blocks = task
+        for number, pieces in blocks:
+            job.check()
+            progress.add(shard.write(number, pieces))
+
+    parts = job.store.parts
+    run_all(write, _tasks(job, shards, parts), threads=parts.at_once, stop=job.stop)
 
 
 class _Shard:
     """A shard file that is being written: opened for its first block, closed after its last."""
 
-    def __init__(
-        self,
-        store: Store,
-        save_id: str,
-        file: FileEntry,
-        entries: list[Entry],
-        leaves: Sequence[StoredLeaf],
-    ):
+    def __init__(self, job: _Job, file: FileEntry, entries: list[Entry]):
         self.file = file
-        self.name = file.name
         self.entries = entries
-        self.leaves = leaves
-        self.save_id = save_id
-        self._store = store
+        self._job = job
         self._lengths = _format.block_lengths(file.header_bytes, entries)
         self._offsets = [0, *accumulate(self._lengths)]
         self._digests = [""] * len(self._lengths)
@@ -162,10 +149,18 @@ class _Shard:
         self._writer: FileWriter | None = None
         self._lock = threading.Lock()
 
+    def blocks(self) -> Iterator[NumberedBlock]:
+        """The file's bytes, cut into its blocks."""
+        return enumerate(_format.regroup(self._stream(), self._lengths))
+
     def write(self, number: int, pieces: list[Array]) -> int:
         """Digest a block and put it in its place; returns its length."""
         self._digests[number] = _format.block_digest(pieces)
-        writer = self._opened()
+        with self._lock:
+            if self._writer is None:
+                name = f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
+                self._writer = self._job.store.create(name, self.file.size)
+            writer = self._writer
         writer.write(self._offsets[number], pieces)
         with self._lock:
             self._blocks_left -= 1
@@ -181,26 +176,29 @@ class _Shard:
     def digests(self) -> FileDigests:
         return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
 
-    def blocks(self, stream: Iterator[Array]) -> Iterator[NumberedBlock]:
-        """A file's bytes, cut into its blocks."""
-        return enumerate(_format.regroup(stream, self._lengths))
+    def _stream(self) -> Iterator[Array]:
+        """The file's bytes in order, as views of the live values where that can be."""
+        job, file = self._job, self.file
+        header = _format.encode_header(self.entries, job.leaves, job.save_id, file.header_bytes)
+        yield np.frombuffer(header, np.uint8)
+        for leaf, box, _, nbytes in self.entries:
+            if nbytes == 0:
+                continue
+            value = job.values[leaf]
+            if leaf in job.copied:
+                with job.staging.hold(nbytes, job.check):
+                    yield from _bands(_read(value, job.leaves[leaf], file.device, box, nbytes))
+                continue
+            array = _read(value, job.leaves[leaf], file.device, box, nbytes)
+            if value.may_change:
+                yield from _snapshots(array)
+            elif array.flags.c_contiguous:
+                yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
+            else:
+                yield from _bands(array)
 
-    def _opened(self) -> FileWriter:
-        with self._lock:
-            if self._writer is None:
-                name = f"{_format.shards_directory(self.save_id)}/{self.name}"
-                self._writer = self._store.create(name, self.file.size)
-            return self._writer
 
-
-def _tasks(
-    shards: Sequence[_Shard],
-    values: Sequence[Value],
-    copied: frozenset[int],
-    staging: ByteBudget,
-    check: Callable[[], None],
-    parts: Parts,
-) -> Iterator[tuple[_Shard, Iterable[NumberedBlock]]]:
+def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]:
     """What a thread does at a time: blocks whose views are there, or all of a file.
 
     A file with something in it that must first be copied (from an accelerator, to another dtype)
@@ -208,28 +206,24 @@ def _tasks(
     soon; so is every file where the store wants it written in order. Blocks of the others come in
     turn, so that a leaf's shards are looked at together: one by one, or as many as the store likes.
     """
-    of_views: list[Iterator[tuple[_Shard, Iterable[NumberedBlock]]]] = []
+    of_views: list[Iterator[_Task]] = []
     for shard in shards:
-        blocks = shard.blocks(_stream(shard, values, copied, staging, check))
-        if parts.in_any_order and copied.isdisjoint(entry.leaf for entry in shard.entries):
-            of_views.append(_in_parts(shard, blocks, parts.size_bytes))
+        if parts.in_any_order and job.copied.isdisjoint(entry.leaf for entry in shard.entries):
+            of_views.append(_in_parts(shard, parts.size_bytes))
         else:
-            yield shard, blocks
+            yield shard, shard.blocks()
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
-        check()
+        job.check()
         yield task
 
 
-def _in_parts(
-    shard: _Shard, blocks: Iterator[NumberedBlock], least_bytes: int
-) -> Iterator[tuple[_Shard, Iterable[NumberedBlock]]]:
+def _in_parts(shard: _Shard, least_bytes: int) -> Iterator[_Task]:
     """Blocks that follow each other, as few as have `least_bytes` together."""
     part: list[NumberedBlock] = []
     nbytes = 0
-    for block in blocks:
+    for block in shard.blocks():
         part.append(block)
-        if least_bytes:
-            nbytes += sum(piece.nbytes for piece in block[1])
+        nbytes += sum(piece.nbytes for piece in block[1]) if least_bytes else 0
         if nbytes >= least_bytes:
             yield shard, part
             part, nbytes = [], 0
@@ -237,57 +231,17 @@ def _in_parts(
         yield shard, part
 
 
-def _must_be_copied(plan: WritePlan, values: Sequence[Value]) -> frozenset[int]:
-    """The leaves that are not in host memory as they will be in the files."""
-    return frozenset(
-        number
-        for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True))
-        if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
-    )
-
-
-def _stream(
-    shard: _Shard,
-    values: Sequence[Value],
-    copied: frozenset[int],
-    staging: ByteBudget,
-    check: Callable[[], None],
-) -> Iterator[Array]:
-    """The bytes of a shard file in order, as views of the live values where that can be."""
-    device, leaves = shard.file.device, shard.leaves
-    header = _format.encode_header(shard.entries, leaves, shard.save_id, shard.file.header_bytes)
-    yield np.frombuffer(header, np.uint8)
-    for leaf, box, _, nbytes in shard.entries:
-        if nbytes == 0:
-            continue
-        value = values[leaf]
-        if leaf not in copied:
-            array = value.read(device, box)
-            if array.nbytes != nbytes:
-                raise _wrong_size(array, nbytes, box, leaves[leaf])
-            if value.may_change:
-                yield from _snapshots(array)
-            elif array.flags.c_contiguous:
-                yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
-            else:
-                yield from _bands(array)
-            continue
-        with staging.hold(nbytes, check):
-            array = value.read(device, box)
-            is_packed = DTYPES[leaves[leaf].spec.dtype].packed
-            array = _pack.pack(array) if is_packed else array
-            if array.nbytes != nbytes:
-                raise _wrong_size(array, nbytes, box, leaves[leaf])
-            yield from _bands(array)
-            del array
-
-
-def _wrong_size(array: Array, nbytes: int, box: Box, leaf: StoredLeaf) -> AssertionError:
-    """What is written must be what was planned, or all that follows in the file would be wrong."""
-    return AssertionError(
-        f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} were "
-        "planned"
-    )
+def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:
+    """A box as a file has it. What is read must be what was planned: all after it depends on it."""
+    array = value.read(device, box)
+    if DTYPES[leaf.spec.dtype].packed:
+        array = _pack.pack(array)
+    if array.nbytes != nbytes:
+        raise AssertionError(
+            f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} "
+            "were planned"
+        )
+    return array
 
 
 def _snapshots(array: Array) -> Iterator[Array]:

@@ -8,7 +8,7 @@ OstrakaError
 ├── NotACheckpoint         something else is at that path                      (ValueError)
 ├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
 ├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
-├── StoreError             the operating system or the store said no           (OSError)
+├── StoreError             the operating system or the store refused           (OSError)
 ├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
@@ -65,7 +65,7 @@ class Mismatch(OstrakaError, ValueError):
     def __init__(self, subject: str, differences: Sequence[str]):
         self.subject = subject
         self.differences = tuple(differences)
-        super().__init__(_headed_list(subject, self.differences))
+        super().__init__(headed_list(subject, self.differences))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.subject, self.differences)
@@ -102,7 +102,7 @@ class StoreError(OstrakaError, OSError):
 
     @property
     def loss(self) -> str | None:
-        """What is to be said of bytes that the disk can't give any more; None if it is not that."""
+        """The message for bytes that the disk can't read any more; None for other errors."""
         if self.errno is None or self.errno not in _LOST:
             return None
         return f"it can't be read: {os.strerror(self.errno)}"
@@ -111,7 +111,7 @@ class StoreError(OstrakaError, OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _store_error_again, (self.message, self.errno, self.filename)
+        return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
 class Busy(OstrakaError, OSError):
@@ -142,11 +142,11 @@ class Damaged(OstrakaError, ValueError):
         self.path = path
         self.problems = tuple(problems)
         super().__init__(
-            _headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
+            headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was added to the message since, a remedy for instance, goes along.
+        # With `args`, what was added to the message later, such as a remedy.
         return type(self), (self.path, self.problems), {"args": self.args}
 
 
@@ -179,7 +179,7 @@ class RestoreFailed(_ProcessFailure):
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line that makes sense on another process."""
+    """An exception as one line, for another process or a log."""
     if isinstance(error, OstrakaError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -214,10 +214,6 @@ def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> St
     return StoreError(message, errno=error.errno, filename=name)
 
 
-def _store_error_again(message: str, errno: int | None, filename: str | None) -> StoreError:
-    return StoreError(message, errno=errno, filename=filename)
-
-
 _PLURALS = {"leaf": "leaves", "process": "processes"}
 
 
@@ -238,7 +234,8 @@ def name_few(names: Sequence[str], limit: int = 3) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
+def headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
+    """A sentence with its one reason, or with a list of the first reasons."""
     if len(lines) == 1:
         return f"{head}: {lines[0]}"
     shown = [f"  {line}" for line in lines[:limit]]

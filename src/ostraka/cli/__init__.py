@@ -1,6 +1,6 @@
 """The `ostraka` command. Only `plan` imports JAX, and only for a Python function.
 
-What was asked for goes to stdout, an error as one line to stderr.
+Results go to stdout, an error as one line to stderr.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOMES = {
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Plan Ostraka checkpoints, look at them, compare them, and prove them intact.
+    """Plan, show, compare and verify Ostraka checkpoints.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def main(context: click.Context) -> None:
       2    wrong usage, or it can't be done: nothing there, no permission
       3    a limit that was given is exceeded
       130  interrupted
-      141  whoever was to read the output has gone
+      141  the reader of the output has closed the pipe
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and what a shell may offer for them."""
+"""Arguments that several commands have, and their completion."""
 
 from __future__ import annotations
 

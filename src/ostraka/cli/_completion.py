@@ -1,4 +1,4 @@
-"""`ostraka completion`: what a shell needs to complete commands, options, leaves and steps."""
+"""`ostraka completion`: completion of commands, options, leaves and steps in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ostraka diff`: in what two checkpoints differ."""
+"""`ostraka diff`: how two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from ostraka._checkpoint import read_whole
-from ostraka._compare import (
+from ostraka._source import Source
+from ostraka.cli._arguments import path_argument
+from ostraka.cli._compare import (
     CompareOptions,
     Comparison,
     Described,
@@ -21,8 +23,6 @@ from ostraka._compare import (
     bytes_to_read,
     compare,
 )
-from ostraka._source import Source
-from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._progress import progress
 from ostraka.cli._text import (
@@ -40,7 +40,7 @@ _VALUE_WIDTH = 40
 
 
 class _Tolerance(click.FloatRange):
-    """A number from 0 on; nan compares with nothing, and would pass for one."""
+    """A number from 0 on. NaN is refused: every comparison with it is false."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -58,8 +58,8 @@ class _Tolerance(click.FloatRange):
 @click.option("--rtol", type=_Tolerance(0), default=0.0, help="Relative tolerance.")
 @click.option("--atol", type=_Tolerance(0), default=0.0, help="Absolute tolerance.")
 @click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
-@click.option("--ignore-sharding", is_flag=True, help="It does not matter how arrays were cut.")
-@click.option("--all", "everything", is_flag=True, help="List the leaves that are the same, too.")
+@click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were cut.")
+@click.option("--all", "everything", is_flag=True, help="List unchanged leaves, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.pass_context
 def diff(
@@ -75,7 +75,7 @@ def diff(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Tell in what the checkpoints A and B differ.
+    """Show how checkpoints A and B differ.
 
     Leaves that only one of them has, shapes, dtypes, shardings, and of the elements of each array
     how many differ and how far: the largest and the mean absolute difference. Arrays are read and

@@ -1,4 +1,4 @@
-"""The library raises; the command prints one line, and its exit code tells the kind."""
+"""How the command reports errors that the library raises: one line, and an exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
 READER_GONE = 141
-"""What a shell says of a program that was ended by a pipe which nobody reads any more."""
+"""128 + SIGPIPE: what a shell reports for a program whose reader has closed the pipe."""
 
 _REASONS_SHOWN = 3
 
@@ -33,7 +33,7 @@ _VERBOSE = "ostraka.verbose"
 class Commands(click.Group):
     """A group whose errors, its own and the library's, are one line on stderr.
 
-    Its commands are imported when they are asked for: none waits for what another one needs.
+    A command is imported when it is called, so that none waits for the imports of another.
     """
 
     def __init__(self, *arguments: Any, homes: Mapping[str, str], **options: Any):
@@ -73,7 +73,7 @@ class Commands(click.Group):
         try:
             return super().make_context(info_name, args, parent, **extra)
         except BrokenPipeError:  # while it printed its help
-            _forget_stdout()
+            _discard_stdout()
             raise click.exceptions.Exit(READER_GONE) from None
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -81,17 +81,17 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except OstrakaError as error:
-            # Here, because click takes those that are also OSErrors for its own.
+            # Here, since click would handle those that are also OSErrors itself.
             _fail(f"{error}{_remedy(error)}", ctx)
             ctx.exit(DAMAGED if isinstance(error, Damaged) else FAILED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:
             # Not click's 1, which would say that damage was found.
-            _forget_stdout()
+            _discard_stdout()
             ctx.exit(READER_GONE)
         except Exception as error:
-            # A bug, or an answer of the system that nobody thought of.
+            # A bug, or an unexpected error of the operating system.
             hint = "" if ctx.meta.get(_VERBOSE) else "; -v shows where it comes from"
             _fail(f"{type(error).__name__}: {error}{hint}", ctx)
             ctx.exit(FAILED)
@@ -106,7 +106,7 @@ class Commands(click.Group):
         **extra: Any,
     ) -> Any:
         name = prog_name or "ostraka"
-        _print_what_can_be()
+        _replace_unencodable()
         if complete_variable(name) in os.environ:
             answer_shells()
         try:
@@ -122,20 +122,20 @@ class Commands(click.Group):
         except click.Abort:
             _fail("interrupted", None)
             code = INTERRUPTED
-        except BrokenPipeError:  # a shell that does not wait for what it could complete
-            _forget_stdout()
+        except BrokenPipeError:  # a shell that has stopped reading completions
+            _discard_stdout()
             code = READER_GONE
         sys.exit(code)
 
 
-def _print_what_can_be() -> None:
-    """Where the output lacks a character of the text, a mark for it is better than nothing."""
+def _replace_unencodable() -> None:
+    """Print a replacement for characters that the output's encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
-def _forget_stdout() -> None:
-    """Let what is still to be written go nowhere, or Python would complain when it ends."""
+def _discard_stdout() -> None:
+    """Discard unwritten output, or Python would report an error when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -182,9 +182,9 @@ def _fail(message: str, ctx: click.Context | None) -> None:
 
 
 def _few_reasons(message: str) -> str:
-    """The sentence that a message begins with, and the first of the reasons on lines of their own.
+    """The first line of a message, with the first few of the lines that follow it.
 
-    All of them on one line nobody would read, and there may be as many as leaves.
+    There may be one for each leaf, too many for one line.
     """
     sentence, *reasons = message.splitlines() or [""]
     if len(reasons) > _REASONS_SHOWN:

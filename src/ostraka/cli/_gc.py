@@ -1,4 +1,4 @@
-"""`ostraka gc`: remove what dead saves left behind."""
+"""`ostraka gc`: remove leftovers of dead saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostraka.storage import Store, is_claim, open_store
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a dead save left in one directory."""
+    """Leftovers of dead saves in one directory."""
 
     name: str
     """The directory's name in the root; empty for the root itself."""
@@ -26,23 +26,23 @@ class Leftovers:
     names: tuple[str, ...]
     nbytes: int
     beside: bool
-    """Whether there is a checkpoint in that directory, which stays."""
+    """Whether there is a checkpoint in that directory, too, which stays."""
     busy: bool = False
-    """Whether a save is under way there, so that nothing is known to be left behind."""
+    """Whether a save is running there, so that nothing can be called a leftover."""
 
 
 @click.command()
 @path_argument("root")
-@click.option("--yes", is_flag=True, help="Remove it; else what would go is only shown.")
+@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
 def gc(root: str, yes: bool, as_json: bool) -> None:
-    """Remove what dead saves left behind in ROOT.
+    """Remove the leftovers of dead saves from ROOT.
 
     ROOT is a directory of steps, or of one checkpoint. A save that died leaves files that no
-    checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a save
-    that is under way is touched, and nothing that Ostraka did not write. Beside a damaged
-    checkpoint nothing is removed, since its files may be all that there is to mend it with. Without
-    --yes nothing is removed at all: what would go is shown.
+    checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a
+    running save is touched, and nothing that Ostraka did not write. Beside a damaged checkpoint
+    nothing is removed, since its files may be needed to repair it. Without --yes nothing is removed
+    at all: what would be removed is shown.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
     for name in _places(store):
         try:
             found += _collect(store, name, remove=yes)
-        except StoreError as error:  # The others are none the worse for it.
+        except StoreError as error:  # The other directories can still be cleaned.
             refusals.append(error)
     dead = [left for left in found if not left.busy]
     if as_json:
@@ -95,7 +95,7 @@ def _places(root: Store) -> Iterator[str]:
     """The names of what saves may have written to: the root itself (""), and its steps."""
     yield ""
     for name in root.list():
-        if step_of(name) is not None and not root.is_link(name):  # that is somebody else's
+        if step_of(name) is not None and not root.is_link(name):  # the target belongs to others
             yield name
 
 
@@ -110,7 +110,7 @@ def _collect(root: Store, name: str, *, remove: bool) -> list[Leftovers]:
         names, beside = collect_garbage(place, remove=remove)
     except Busy:
         if all(map(is_claim, left)):
-            return []  # An open Manager has nothing but its claim in its root.
+            return []  # The claim of an open Manager, which is all it has in its root.
         return [Leftovers(name, place.location, (), 0, False, busy=True)]
     except PathInTheWay:
         return []

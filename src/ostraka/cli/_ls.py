@@ -55,7 +55,7 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 
 
 def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
-    """Print the steps of a directory; the exit code tells if any can't be used."""
+    """Print the steps of a directory; the exit code says if any can't be used."""
     root = open_root(path)
     entries = [_Entry(root, step, verified) for step in root.scan()]
     if as_json:
@@ -70,7 +70,7 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
 
 
 class _Entry:
-    """A step and what was found out about it."""
+    """A step, its size and its state."""
 
     def __init__(self, root: Root, step: Step, verified: bool):
         self.step = step

@@ -72,8 +72,10 @@ LIMIT_EXCEEDED = 3
     metavar="RATE",
     help="From a host's devices to its memory: how long save_async blocks.",
 )
-@click.option("--probe", "probed", metavar="DIR", help="Measure this machine's, in a directory.")
-@click.option("--keep", type=click.IntRange(1), help="Storage for so many checkpoints.")
+@click.option(
+    "--probe", "probed", metavar="DIR", help="Measure this machine's bandwidths, in a directory."
+)
+@click.option("--keep", type=click.IntRange(1), help="Storage for this number of checkpoints.")
 @click.option(
     "--mtbf",
     type=parse_duration,
@@ -97,7 +99,7 @@ def plan(context: click.Context, **given: Any) -> None:
     SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
     function as package.module:function or file.py:function that makes an NNX model, a pair of model
     and optimizer, or a dict. It is evaluated without making arrays, with the mesh set; without
-    --rules, arrays are cut as they say themselves.
+    --rules, arrays are cut by their own annotations and shardings.
 
     Times need bandwidths: give them, or --probe DIR.
 

@@ -45,10 +45,10 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
         if listed:
             console.print(_table(title, listed, _block_for(console.encoding)))
             console.print()
-    for problem in variant["problems"]:
-        colour = "red" if problem["severity"] == "error" else "yellow"
-        console.print(f"[{colour}]{problem['severity']}[/{colour}] {_shown(problem['message'])}")
-    if variant["problems"]:
+    for finding in variant["findings"]:
+        colour = "red" if finding["severity"] == "error" else "yellow"
+        console.print(f"[{colour}]{finding['severity']}[/{colour}] {_shown(finding['message'])}")
+    if variant["findings"]:
         console.print()
     for limit in variant["limits"]:
         colour, word = ("green", "within") if limit["ok"] else ("red", "exceeds")
@@ -206,7 +206,7 @@ def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[PlanLin
     for call in ("save", "save_async"):
         advice = interval[call]
         if advice is None:
-            note = "--device-bandwidth tells how long it blocks; the write goes on beside the loop"
+            note = "--device-bandwidth tells how long it blocks; the write runs in the background"
             yield f"{call} every", "unknown", note
             continue
         note = f"blocked {_seconds(advice['blocked_s'])}; {advice['lost_share']:.1%} of time lost"

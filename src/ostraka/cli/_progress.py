@@ -1,4 +1,4 @@
-"""A bar that tells how far long work has come: on a terminal only, and on stderr."""
+"""A progress bar for long work, on stderr, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Protocol
 
 class Bar(Protocol):
     def advance(self, nbytes: int) -> None:
-        """So many bytes more have been done."""
+        """Count further bytes as done."""
         ...
 
     def move_to(self, done_bytes: int, total_bytes: int) -> None:
-        """So many have been done in all, of so many."""
+        """Set how many bytes are done, of how many."""
         ...
 
 
 @contextmanager
 def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
-    """A bar for a piece of work; none is drawn where nobody would see it move."""
+    """A bar for a piece of work; nothing is drawn unless stderr is a terminal."""
     if not sys.stderr.isatty():
         yield _NoBar()
         return
@@ -49,7 +49,7 @@ def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
         def move_to(self, done_bytes: int, total_bytes: int) -> None:
             shown.update(task, completed=done_bytes, total=total_bytes)
 
-    # Gone when it is done: what stays is the result.
+    # Removed at the end: only the result stays.
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(what, total=total_bytes)
         yield RichBar()

@@ -1,4 +1,4 @@
-"""The reference of the command, from what it says of itself: `python -m ostraka.cli._reference`."""
+"""The reference of the command, from its own help: `python -m ostraka.cli._reference`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _HEAD = """# The command
 
 <!-- Made by `python -m ostraka.cli._reference > docs/cli.md`; a test compares. -->
 
-Everything that a command prints for people it also gives as JSON, with `--json`. What was asked for
-goes to stdout; an error is one line on stderr, and `-v` adds where it comes from. Progress bars are
-drawn on a terminal only. Colours are left out when the output is not a terminal, on one with
-`TERM=dumb`, and when `NO_COLOR` is set, and forced by `FORCE_COLOR`. No command imports JAX to look
-at a checkpoint.
+All that a command prints is also available as JSON, with `--json`. Results go to stdout; an error
+is one line on stderr, and `-v` adds its traceback. Progress bars are drawn on a terminal only.
+Colours are left out when the output is not a terminal, on one with `TERM=dumb`, and when `NO_COLOR`
+is set; `FORCE_COLOR` forces them. No command imports JAX to look at a checkpoint.
 """
 _WIDTH = 90
 

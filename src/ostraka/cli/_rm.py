@@ -31,7 +31,7 @@ def _parse_steps(
 @click.argument(
     "step", nargs=-1, required=True, callback=_parse_steps, shell_complete=complete_steps
 )
-@click.option("--yes", is_flag=True, help="Remove them; else what would go is only shown.")
+@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
 @click.option("--force", is_flag=True, help="Even the newest good step, and pinned ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
@@ -40,9 +40,9 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
     A step is given by its number, or by the name of its directory: 100 and step_00000100 are the
     same.
 
-    Without --yes nothing is removed: what would go is shown. The newest step that can be read is
-    never removed, nor are pinned ones, unless --force is given. A step that is being written is
-    left alone.
+    Without --yes nothing is removed: what would be removed is shown. The newest step that can be
+    read is never removed, nor are pinned ones, unless --force is given. A step that is being
+    written is not touched.
 
     \b
     Examples:

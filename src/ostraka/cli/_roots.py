@@ -1,4 +1,4 @@
-"""Directories of steps: what the commands ask of them."""
+"""Directories of steps, as the commands need them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_root(path: str) -> Root:
 
 
 def file_bytes(root: Root, step: Step) -> int | None:
-    """The bytes of a step's files; None if that can't be told."""
+    """The bytes of a step's files; None if unknown."""
     try:
         source = open_source(root.at(step.names[0]))
     except (OSError, ValueError):
@@ -48,7 +48,7 @@ def file_bytes(root: Root, step: Step) -> int | None:
 
 
 def is_forbidden(root: Root, step: Step) -> bool:
-    """Whether a step may be as good as any, and only this user or this version can't read it."""
+    """Whether a step may be intact, and only this user or this version can't read it."""
     if step.unsupported is not None:
         return True
     try:

@@ -1,8 +1,8 @@
-"""What a shell is told to offer: names that a checkpoint has, which its shell must not run.
+"""Shell completion; names from checkpoints are quoted, so that a shell never runs them.
 
-The name of a leaf may come from a stranger. bash puts an offer into the command line as it is, so
-it is quoted here; zsh and fish quote what they are offered themselves. Names that can't be typed,
-such as those with line breaks, are not offered at all.
+The name of a leaf is untrusted. bash inserts a completion as it is, so it is quoted here; zsh and
+fish quote completions themselves. Names that can't be typed, such as those with line breaks, are
+left out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./,:=@%+-]|[^\x00-\x7f]")
 
 
 def complete_variable(name: str) -> str:
-    """The variable by which a shell asks for offers, as click itself names it."""
+    """The environment variable by which a shell asks for completions, as click names it."""
     return f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()
 
 
 def quote_for_bash(text: str, opened: str = "") -> str:
-    """Text as bash must read it to get just that, after a quote that was `opened`, if any.
+    """Text quoted so that bash reads it unchanged, after a quote that was `opened`, if any.
 
     The text must not have that quote in it.
     """
@@ -42,7 +42,7 @@ def quote_for_bash(text: str, opened: str = "") -> str:
 
 
 class _Typed(ShellComplete):
-    """Offers only what can be typed."""
+    """Leaves out completions that can't be typed."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
         offers = super().get_completions(args, incomplete)
@@ -50,7 +50,7 @@ class _Typed(ShellComplete):
 
 
 class _Bash(_Typed, BashComplete):
-    # Unlike click's it takes each offer as one word, in which no star or backslash means anything.
+    # Unlike click's, it takes each completion as one word, without globbing and escapes.
     source_template = """\
 %(complete_func)s() {
     local IFS=$'\\n' response type value
@@ -72,7 +72,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
         offers = super().get_completions(args, incomplete)
         opened = self._opened()
-        # bash would not close a quote again that it finds within.
+        # bash can't close a quote that is also inside the text.
         return [offer for offer in offers if not opened or opened not in str(offer.value)]
 
     def format_completion(self, item: CompletionItem) -> str:
@@ -91,7 +91,7 @@ class _Zsh(_Typed, ZshComplete):
 
 
 class _Fish(_Typed, FishComplete):
-    # Unlike click's it does not cut an offer at its first comma.
+    # Unlike click's, it does not cut a completion at its first comma.
     source_template = FishComplete.source_template.replace(
         'string split ","', 'string split --max 1 ","'
     )
@@ -101,11 +101,11 @@ _SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _
 
 
 def script_for(shell: str, command: Any, name: str) -> str:
-    """What the shell must read to complete a command."""
+    """The script that makes a shell complete a command."""
     return _SHELLS[shell](command, {}, name, complete_variable(name)).source()
 
 
 def answer_shells() -> None:
-    """Have click answer the shells of this process as above."""
+    """Register these classes with click."""
     for kind in _SHELLS.values():
         add_completion_class(kind)

@@ -19,7 +19,7 @@ from ostraka.cli._tree import Row
 from ostraka.errors import nearest_path
 
 if TYPE_CHECKING:
-    from ostraka._statistics import Statistics
+    from ostraka.cli._statistics import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
 _OPTIONS = {"index": "--slice"}
@@ -68,10 +68,10 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
 
     LEAF is a path, or a pattern: * stands for anything in one name, ** for anything at all, and a
     name above leaves for all of them. Of a single array its sharding is drawn, the numbers are
-    those of devices, and the file of each box is told, with the process and the host that wrote it.
+    those of devices, and the file of each box is listed, with the process and host that wrote it.
 
     PATH may be a directory of steps, for the newest of them, or runs/7 for step 7 of runs; the
-    first line tells which it is. ostraka ls lists them all.
+    first line says which it is. ostraka ls lists them all.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
 def _show(
     source: Source, leaf: str | None, *, as_json: bool, nan: bool, files: bool, **options: Any
 ) -> bool:
-    """Print it, once all has been read; returns whether nothing was found that should not be."""
+    """Print it, once all has been read; returns False if --nan has found something."""
     rows = _tree.rows_of(source)
     chosen = _choose(source.location, rows, leaf)
     if nan:
@@ -201,8 +201,8 @@ def statistics_cells(found: Statistics | None) -> tuple[str, ...]:
 
 
 def _statistics(source: Source, rows: Sequence[Row]) -> dict[int, Statistics]:
-    from ostraka._statistics import statistics_of
     from ostraka.cli._progress import progress
+    from ostraka.cli._statistics import statistics_of
 
     arrays = [row for row in rows if row.number is not None]
     with progress("reading", sum(row.nbytes for row in arrays)) as bar:

@@ -1,4 +1,4 @@
-"""`ostraka show PATH LEAF` for one array: how it lies over devices and files, what is in it."""
+"""`ostraka show PATH LEAF` for one array: its devices, its files and its elements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import numpy as np
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._lazy import bounding_box
-from ostraka._picture import draw
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, Target, numpy_dtype
-from ostraka._statistics import Statistics, statistics_of
 from ostraka.cli import _tree
 from ostraka.cli._progress import progress
+from ostraka.cli._statistics import Statistics, statistics_of
 from ostraka.cli._text import (
     Table,
     echo_lines,
@@ -30,6 +29,7 @@ from ostraka.cli._text import (
 )
 from ostraka.cli._tree import Row
 from ostraka.errors import InvalidSharding
+from ostraka.sharding._drawing import draw
 
 _MOST_BOXES = 32
 _MOST_DRAWINGS = 8
@@ -46,7 +46,7 @@ def show_leaf(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Print what is known of one array, and what of its elements was asked for."""
+    """Print one array: its placement, and the elements or statistics that were asked for."""
     assert row.number is not None
     leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)
@@ -95,8 +95,8 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
     try:
         text = draw(
             leaf.shape,
-            leaf.partition + whole,
             mesh,
+            leaf.partition + whole,
             dimensions=dimensions,
             most=_MOST_DRAWINGS,
         )
@@ -239,7 +239,7 @@ def _describe(
 
 def _plain(elements: np.ndarray[Any, Any]) -> Any:
     """Elements as nested lists of what JSON has; complex numbers as text."""
-    from ostraka._stream import as_numbers
+    from ostraka.cli._stream import as_numbers
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from ostraka._source import Source
-from ostraka._statistics import NotFinite, count_not_finite, may_be_not_finite
 from ostraka.cli import _tree
 from ostraka.cli._progress import progress
+from ostraka.cli._statistics import NotFinite, count_not_finite, may_be_not_finite
 from ostraka.cli._text import Table, count_of, echo_lines, printable, show_shape
 from ostraka.cli._tree import Row
 

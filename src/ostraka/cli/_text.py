@@ -1,4 +1,4 @@
-"""Numbers, names and tables as people like to read them."""
+"""Numbers, names and tables, formatted for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint as rows, and what there is to say of all of them."""
+"""The leaves of a checkpoint as rows, and totals over all of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ostraka.cli._text import (
 )
 
 if TYPE_CHECKING:
-    from ostraka._statistics import Statistics
+    from ostraka.cli._statistics import Statistics
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
 _KEPT = "not saved"
-"""Of functions and their like, which only a template has."""
+"""For functions and the like, which only a template can provide."""
 UNKNOWN_HOST = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A leaf, or all that lies below a name."""
+    """A leaf, or all leaves below a name."""
 
     path: str
     cells: tuple[str, ...]
@@ -111,7 +111,7 @@ def placement(saved: Saved, leaf: LeafSpec) -> str:
 
 
 def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
-    """Rows of which those that lie deeper than `depth` names are one together."""
+    """The rows, with all that are deeper than `depth` names summed up in one."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         names = row.path.split("/")
@@ -192,7 +192,7 @@ def _hosts_line(saved: Saved) -> list[str]:
 
 
 def hosts_of(saved: Saved) -> list[str]:
-    """The host of each process that saved; none if `_METADATA` does not say, or says nonsense."""
+    """The host of each process that saved; none if `_METADATA` has no valid list of them."""
     found: Any = saved.writer.get("hosts")
     if not isinstance(found, list):
         return []
@@ -225,7 +225,7 @@ def where_files_are(names: Sequence[str]) -> list[str]:
 
 
 def _took(timeline: Any) -> list[str]:
-    """How long the save took, in all and in its phases; nothing if it did not say."""
+    """How long the save took, in all and in its phases; nothing if it is not recorded."""
     phases = dict(_phases(timeline))
     if not phases:
         return []

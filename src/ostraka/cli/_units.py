@@ -22,8 +22,10 @@ def parse_size(text: str) -> int:
 
 def parse_rate(text: str) -> float:
     """`2GB/s`, `25Gbit/s`."""
+    from ostraka.planner import _rates
+
     try:
-        return _units.parse_rate(text)
+        return _rates.parse_rate(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -19,13 +19,13 @@ from ostraka.errors import Damaged, Problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found out about one checkpoint."""
+    """The result for one checkpoint."""
 
     path: str
     summary: str
     problems: tuple[Problem, ...]
     report: integrity.Report | None
-    """None if `_METADATA` itself is damaged, without which nothing else can be looked at."""
+    """None if `_METADATA` itself is damaged, without which nothing else can be checked."""
 
     def describe(self) -> dict[str, Any]:
         document = {"path": self.path} if self.report is None else dataclasses.asdict(self.report)
@@ -41,10 +41,10 @@ class Verdict:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def verify(context: click.Context, path: tuple[str, ...], as_json: bool) -> None:
-    """Prove that the checkpoints at each PATH are intact.
+    """Verify the checkpoints at each PATH.
 
     All of it is read, every byte compared with its digest, and the tree decoded as a restore does.
-    One line tells the result. If bytes are lost or changed, each place follows on a line of its
+    One line gives the result. If bytes are lost or changed, each place is listed on a line of its
     own, with its file and its leaves, and the exit code is 1. Of a directory of steps, all steps
     are verified; runs/7 is step 7 of runs.
 

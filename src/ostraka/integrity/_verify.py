@@ -40,7 +40,7 @@ class Report:
     leaves: int
     files: int
     bytes_read: int
-    seconds: float
+    time_s: float
     problems: tuple[Problem, ...]
 
     @property
@@ -51,7 +51,7 @@ class Report:
         arrays, files = count_of(self.leaves, "array"), count_of(self.files, "file")
         size = f"{arrays} in {files}, {self.bytes_read:,} bytes"
         state = "intact" if self.ok else count_of(len(self.problems), "problem")
-        return f"{self.path}: {state} ({size}, {self.seconds:.2f} s)"
+        return f"{self.path}: {state} ({size}, {self.time_s:.2f} s)"
 
 
 def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = None) -> Report:
@@ -86,7 +86,7 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
         leaves=len(source.metadata.leaves),
         files=len(source.metadata.files),
         bytes_read=bytes_read,
-        seconds=time.perf_counter() - begin,
+        time_s=time.perf_counter() - begin,
         problems=tuple(problems),
     )
 

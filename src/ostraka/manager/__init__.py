@@ -1,4 +1,4 @@
-"""Steps of a run: when to save, what to keep, what to go on from."""
+"""Steps of a run: when to save, what to keep, what to continue from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOMES = {"Advice": "_advice", "Best": "_keep", "Manager": "_manager", "Step": "
 
 
 def __getattr__(name: str) -> Any:
-    # The command looks at steps without waiting for JAX, which only the manager itself needs.
+    # The command lists steps without importing JAX, which only the manager itself needs.
     if name not in _HOMES:
         raise AttributeError(f"module 'ostraka.manager' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"ostraka.manager.{_HOMES[name]}"), name)

@@ -12,16 +12,16 @@ from ostraka._interval import best_interval_s
 from ostraka._record import logger as log
 
 _REMEMBERED = 100
-"""So many of the latest steps and saves tell what is usual."""
+"""Medians are taken over this many of the latest steps and saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """What a save costs, and how often to save.
 
-    `blocked_s` is the time that the loop stands still for one save, `slowdown_s` what its steps
-    take longer meanwhile, together `cost_s`; medians over the latest saves. `interval_s` and
-    `interval_steps` say how often to save; they are None unless the manager knows `mtbf_s`.
+    `blocked_s` is how long one save blocks the loop, `slowdown_s` how much longer the steps take
+    while it runs, `cost_s` their sum; all are medians over the latest saves. `interval_s` and
+    `interval_steps` say how often to save; they are None unless the manager was given `mtbf_s`.
     """
 
     saves: int
@@ -51,7 +51,7 @@ class Advice:
 
 
 class CostMeter:
-    """Times the loop from the calls that it makes: `enter` and `leave` around each."""
+    """Measures the loop by the times of its calls of `save`: `enter` and `leave` around each."""
 
     def __init__(self, mtbf_s: float | None, clock_s: Callable[[], float] = time.perf_counter):
         self._mtbf_s = mtbf_s
@@ -80,7 +80,7 @@ class CostMeter:
             self._slower_s += (now - left_s) - steps * median(self._quiet_step_s)
 
     def leave(self, step: int, *, began: bool, saving: bool) -> None:
-        """`began`: this call began a save; `saving`: one is under way now."""
+        """`began`: this call began a save; `saving`: one is running now."""
         now = self._clock_s()
         if began:
             if self._saves:
@@ -96,7 +96,7 @@ class CostMeter:
             return None
         blocked_s = median(self._blocked_s)
         slowdown_s = median(self._slowdown_s or [max(self._slower_s, 0.0)])
-        # Where a save is always under way, slower steps are all that there are.
+        # If a save is always running, only slowed-down steps have been measured.
         known_s = self._quiet_step_s or self._any_step_s
         step_s = median(known_s) if known_s else None
         interval_s = steps = None
@@ -105,8 +105,8 @@ class CostMeter:
             steps = max(1, round(interval_s / step_s)) if step_s else None
         return Advice(self._saves, blocked_s, slowdown_s, step_s, self._mtbf_s, interval_s, steps)
 
-    def log_news(self) -> None:
-        """Log the advice when there is some for the first time, and when it has changed."""
+    def log_changes(self) -> None:
+        """Log the first advice, and later ones that differ by more than a fifth."""
         advice = self.advise()
         if advice is None or advice.interval_s is None:
             return

@@ -1,4 +1,4 @@
-"""Arguments that make no sense are refused at once, not after a night of training."""
+"""Checks of arguments, so that bad ones raise at once and not at the first save."""
 
 from __future__ import annotations
 

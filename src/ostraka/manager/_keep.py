@@ -42,7 +42,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Reasons to keep a step; a step stays if any of them holds. With none given, all stay."""
+    """The conditions to keep a step, ORed. With none given, all steps are kept."""
 
     last: int | None
     every: int | None
@@ -52,8 +52,8 @@ class Keep:
 
     @property
     def keeps_all(self) -> bool:
-        reasons = (self.last, self.every, self.interval_s, self.best, self.condition)
-        return all(reason is None for reason in reasons)
+        conditions = (self.last, self.every, self.interval_s, self.best, self.condition)
+        return all(condition is None for condition in conditions)
 
     def described(self) -> dict[str, str]:
         """By argument, to compare with that of another process."""
@@ -67,7 +67,7 @@ class Keep:
 
 
 def check_best(name: str, best: Any) -> Best | None:
-    """A Best or None. A metric alone is refused: its name does not tell which value is best."""
+    """A Best or None. A metric alone is refused: it does not say whether low or high is best."""
     if best is None or isinstance(best, Best):
         return best
     metric = best if isinstance(best, str) else "loss"
@@ -78,7 +78,7 @@ def check_best(name: str, best: Any) -> Best | None:
 
 
 def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any) -> Keep:
-    """The reasons that a manager was given. Raises TypeError or ValueError, naming the argument."""
+    """A manager's conditions. Raises TypeError or ValueError, naming the argument."""
     return Keep(
         check_count("keep", last),
         check_count("keep_every", every),
@@ -97,11 +97,11 @@ def find_superfluous(steps: Sequence[Step], keep: Keep, *, just_saved: int) -> l
         return []
     kept = {just_saved, *(step.step for step in steps[-1:])}
     kept.update(step.step for step in steps if step.pinned)
-    kept.update(step.step for step in _wanted(steps, keep))
+    kept.update(step.step for step in _chosen(steps, keep))
     return [step.step for step in steps if step.step not in kept]
 
 
-def _wanted(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
+def _chosen(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
     if keep.last is not None:
         yield from steps[-keep.last :]
     if keep.every is not None:
@@ -117,7 +117,8 @@ def _wanted(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
 def _one_per_interval(steps: Sequence[Step], interval_s: float) -> Iterator[Step]:
     """The first step, and each that was saved `interval_s` or more after the last one kept.
 
-    A clock that was set back, or can't be told, begins a new interval: rather one too many.
+    If the clock was set back, or a time is unknown, a new interval begins: one step too many is
+    kept rather than one too few.
     """
     since: float | None = None
     for step in steps:

@@ -12,43 +12,43 @@ from ostraka.errors import Busy, PathInTheWay
 from ostraka.storage import Claim, Store
 
 _LOOK_EVERY_S = 0.1
-# A child that its dead parent had just forked has a copy of the lock until it first runs: it lets
-# go then (or starts another program, which closes it). A moment's patience tells it from a writer.
-_PATIENCE_S = 0.5
+# A child that was forked just before its parent died holds a copy of the lock until it first runs,
+# and then releases it (or calls exec, which closes it). So retry for a moment.
+_RETRY_S = 0.5
 
 
 class RootLock:
-    """The right to write below a root, for a Manager."""
+    """The lock that one Manager holds to write below a root."""
 
     def __init__(self, store: Store):
         self._store = store
         self._claim = Claim(store)
-        # A manager that was not closed: not at the end of the program, where saves may go on.
+        # For a manager that is garbage-collected unclosed. Not at exit, where saves may still run.
         weakref.finalize(self, self._claim.release).atexit = False
 
     def acquire(self, *, wait: bool) -> None:
-        """Take the lock; raises Busy if another manager has it, or waits until it lets go."""
-        said = False
-        give_up = time.monotonic() + _PATIENCE_S
+        """Take the lock. If another manager has it, wait until it is released, or raise Busy."""
+        warned = False
+        give_up = time.monotonic() + _RETRY_S
         while not self._try():
             if not wait and time.monotonic() >= give_up:
                 raise Busy(
                     f"another Manager is writing to {self._store}, and only one may at a time; "
-                    "end it, or open this one with read_only=True or if_locked='wait'"
+                    "end it, or open this one with read_only=True or if_busy='wait'"
                 )
-            if wait and not said:
+            if wait and not warned:
                 log.warning("waiting for another Manager to end its work in %s", self._store)
-                said = True
+                warned = True
             time.sleep(_LOOK_EVERY_S)
 
     def release(self) -> None:
         self._claim.release()
 
     def check_place(self) -> None:
-        """Raise if the place that is held is no longer the one of its name.
+        """Raise if the directory that is locked is no longer the one at its path.
 
-        FileNotFoundError if there is none; PathInTheWay if somebody has put another there, or a
-        link to one, which this lock does not cover.
+        FileNotFoundError if there is none; PathInTheWay if it is another one, or a link to one,
+        which this lock does not cover.
         """
         if self._claim.is_held():
             return
@@ -62,8 +62,8 @@ class RootLock:
 
     def _try(self) -> bool:
         try:
-            # A root is held for long, and who looks into it should see steps alone. What saves
-            # write below it is claimed by markers in any case.
+            # A root is locked for long, and a listing of it should show steps only: no marker file
+            # where the lock alone will do. Every save below it writes its own marker.
             self._claim.take(wait=True, rely_on_lock=True)
         except Busy:
             return False

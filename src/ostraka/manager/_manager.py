@@ -1,4 +1,4 @@
-"""The manager of a run's steps: what to save and when, what to keep, what to go on from."""
+"""The manager of a run's steps: what to save and when, what to keep, what to continue from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import OnRecord, Record, Stopwatch
 from ostraka._record import logger as log
-from ostraka._save import begin_save
+from ostraka._save import Save
 from ostraka._step_names import name_of
 from ostraka.errors import CheckpointNotFound, StoreError
 from ostraka.manager._advice import Advice, CostMeter
@@ -49,17 +49,17 @@ class Manager:
     """The steps of a run in one directory: saves them, keeps some, restores the newest intact one.
 
     When to save: at multiples of `every` steps, every `every_s` seconds, `at` given steps, `when` a
-    callable of the step says so, and, with `on_preemption`, when the run is about to be ended
-    (SIGTERM, or JAX's preemption notice). Any of them is enough; with none of the first four, each
-    call of `save` saves.
+    callable of the step says so, and, with `on_preemption`, when the run is being preempted
+    (SIGTERM, or JAX's preemption notice). These conditions are ORed; with none of the first four,
+    each call of `save` saves.
 
     What to keep: the last `keep` steps, multiples of `keep_every`, one for each `keep_interval_s`
     seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
-    Any of them is enough; with none given, everything is kept. The newest step is always kept.
+    These conditions are ORed; with none given, everything is kept. The newest step is always kept.
 
     Saves run in the background unless `asynchronous` is False. Errors of a background save are
     raised by the next call, on every process. Only one manager writes to a directory at a time: a
-    second raises Busy, or waits (`if_locked="wait"`). With `read_only` nothing is ever written.
+    second raises Busy, or waits (`if_busy="wait"`). With `read_only` nothing is ever written.
 
     `on_record` is called with a record of each save and restore. `mtbf_s`, the mean time between
     failures in seconds, makes `advice` say how often to save.
@@ -93,12 +93,12 @@ class Manager:
         keep_if: Callable[[Step], bool] | None = None,
         asynchronous: bool = True,
         read_only: bool = False,
-        if_locked: Literal["refuse", "wait"] = "refuse",
+        if_busy: Literal["wait", "refuse"] = "refuse",
         mtbf_s: float | None = None,
         on_record: Callable[[Record], None] | None = None,
     ):
-        if if_locked not in ("refuse", "wait"):
-            raise ValueError(f"if_locked must be 'refuse' or 'wait', not {if_locked!r}")
+        if if_busy not in ("wait", "refuse"):
+            raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
         self._root = Root(root)
         self._schedule = Schedule(check_when(every, every_s, at, when))
         self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
@@ -121,10 +121,10 @@ class Manager:
         if read_only:
             self._root.refuse_checkpoint(CheckpointNotFound)
         else:
-            self._open(wait=if_locked == "wait")
+            self._open(wait=if_busy == "wait")
             if on_preemption:
                 self._preemption = Preemption()
-                # A manager that nobody has any more must not go on swallowing signals.
+                # Stop catching SIGTERM when the manager is garbage-collected.
                 weakref.finalize(self, self._preemption.stop).atexit = False
 
     @property
@@ -145,7 +145,7 @@ class Manager:
         return self.reached_preemption(number) or self._schedule.is_due(number)
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
-        """Whether the run is about to be ended and this is the step to stop at.
+        """Whether the run is being preempted and this is the step to stop at.
 
         All processes get the same answer; ask, or call `save`, at every step.
         """
@@ -167,13 +167,13 @@ class Manager:
 
         `tree`, `dtype`, `metadata` and `max_file_bytes` are those of `ostraka.save`. `metrics` are
         numbers, the same on all processes; they are kept in the checkpoint. When it returns, `tree`
-        may be changed. In the background the save goes on, and an error of it is raised by the
-        next call; with `asynchronous=False`, and when the run is about to be ended, the step is on
-        disk when this returns.
+        may be changed. The save goes on in the background, and its error is raised by the next
+        call; with `asynchronous=False`, and when the run is being preempted, the step is on disk
+        when this returns.
 
         A step that is there already is replaced, in one atomic event; one that is a link, or a root
         that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
-        raises ValueError: a restart would go on from the other. `force` saves it all the same.
+        raises ValueError: a restart would continue from the later one. `force` saves it anyway.
         """
         self._check_writable()
         number = check_saved_step(step)
@@ -193,11 +193,11 @@ class Manager:
             self._pending.raise_if_failed()
         self._meter.leave(number, began=due, saving=self._pending.is_running())
         if due and jax.process_index() == 0:
-            self._meter.log_news()
+            self._meter.log_changes()
         return due
 
     def wait(self) -> None:
-        """Wait for the save under way, if any; raises its error."""
+        """Wait for the running save, if any; raises its error."""
         self._pending.wait()
 
     # What is there
@@ -255,16 +255,16 @@ class Manager:
         """Restore a step, or else the newest; returns what `ostraka.restore` returns.
 
         The arguments from `like` on are those of `ostraka.restore`; without `on_record`, that of
-        the manager is called. Every byte that is read is verified. If a step is damaged that is
-        logged, and raises Damaged, which names the step before it; with `fallback` a warning says
-        so and that one is restored, and so on. `restored` is the step it came to. Raises
-        CheckpointNotFound if there is nothing to restore, UnsupportedFormat if the step was written
-        by a newer version of Ostraka.
+        the manager is called. Every byte that is read is verified. If a step is damaged, this is
+        logged and Damaged is raised, which names the step before it; with `fallback` there is a
+        warning instead, and the step before it is restored, and so on. `restored` is the step that
+        was restored. Raises CheckpointNotFound if there is nothing to restore, UnsupportedFormat if
+        the step was written by a newer version of Ostraka.
         """
         self._pending.wait()
         self._check_open()
         began_s = time.perf_counter()
-        # What a damaged step has put into `into=` must not stay beside what an older one has.
+        # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
         wanted = check_restored_step(step)
         recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
@@ -291,8 +291,8 @@ class Manager:
         finally:
             self._damaged |= recovery.damaged
         self._schedule.note_restore(self.restored)
-        seconds = time.perf_counter() - began_s
-        log.info("restored step %d of %s in %.3f s", self.restored, self.root, seconds)
+        time_s = time.perf_counter() - began_s
+        log.info("restored step %d of %s in %.3f s", self.restored, self.root, time_s)
         return value
 
     # Changing what is there
@@ -302,15 +302,15 @@ class Manager:
         self._change("deletion", self._root.remove, step)
 
     def pin(self, step: SupportsIndex) -> None:
-        """Keep a step for good: retention leaves it alone, in later runs too."""
+        """Exempt a step from retention, in later runs too."""
         self._change("pinning", self._root.pin, step)
 
     def unpin(self, step: SupportsIndex) -> None:
-        """Let a pinned step be subject to retention again."""
+        """Make a pinned step subject to retention again."""
         self._change("unpinning", self._root.unpin, step)
 
     def close(self) -> None:
-        """Wait for the save under way, and let others write; raises the save's error."""
+        """Wait for the running save and release the lock; raises the save's error."""
         if self._closed:
             return
         try:
@@ -330,7 +330,7 @@ class Manager:
         if error is None:
             self.close()
             return
-        # Perhaps on this process alone: whatever needs the others could wait for them for ever.
+        # The error may be on this process alone: waiting for the others could be a deadlock.
         try:
             self._pending.finish_alone()
         finally:
@@ -365,7 +365,7 @@ class Manager:
         self._newest = found["newest"]
 
     def _described(self) -> dict[str, str]:
-        """What must be the same on all processes: they save, and wait for each other, by it."""
+        """The arguments that must be the same on all processes, by name."""
         return {
             "root": self.root,
             "asynchronous": str(self._asynchronous),
@@ -376,7 +376,7 @@ class Manager:
     def _begin(
         self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
     ) -> None:
-        watch = Stopwatch()  # it counts that the save before is waited for
+        watch = Stopwatch()  # started here, to include the wait for the save before
         self._pending.wait()
         if not force:
             self._check_order(step)
@@ -387,22 +387,20 @@ class Manager:
         place = self._root.at(name)
         self._newest = max(step, step if self._newest is None else self._newest)
         background = background and not self.reached_preemption(step)
+        saving = Save(
+            place,
+            on_record=self._on_record,
+            on_commit=lambda: self._retain(step),
+            check_place=lambda: self._check_place(name),
+            watch=watch,
+            **options,
+        )
         self._pending.begin(
-            lambda: begin_save(
-                place,
-                tree,
-                check_place=lambda: self._check_place(name),
-                on_commit=lambda: self._retain(step),
-                on_record=self._on_record,
-                watch=watch,
-                is_waited_for=not background,
-                **options,
-            ),
-            background=background,
+            lambda: saving.begin(tree, is_waited_for=not background), background=background
         )
 
     def _check_place(self, name: str) -> None:
-        """On process 0: what was opened is still there, and saving there replaces nobody else's."""
+        """On process 0: check that the root is the one that was opened, and the step is no link."""
         try:
             self._lock.check_place()
         except FileNotFoundError:
@@ -464,7 +462,7 @@ class Manager:
             )
 
     def _leave(self) -> None:
-        # Ctrl-C may come at any line: what is left over then, another `close` does.
+        # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
         try:
             if self._preemption is not None:
                 self._preemption.stop()

@@ -1,4 +1,4 @@
-"""Metrics of a step, as they lie in the checkpoint's own metadata. No JAX."""
+"""Metrics of a step, as stored in the checkpoint's own metadata. No JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 RESERVED_KEY = "ostraka.manager"
-"""What the manager keeps in a checkpoint's metadata lies under this key."""
+"""The key in a checkpoint's metadata under which the manager stores its own data."""
 
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
@@ -16,7 +16,7 @@ NO_METRICS: Mapping[str, float] = MappingProxyType({})
 def with_metrics(
     metadata: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, step: int
 ) -> dict[str, Any]:
-    """The user's metadata, and beside it what the manager will want to know."""
+    """The user's metadata, with the manager's own data added."""
     _check_dict("metadata", metadata, "")
     _check_dict("metrics", metrics, ", such as {'loss': 0.5}")
     user = dict(metadata or {})
@@ -52,7 +52,7 @@ def _encode(name: Any, value: Any) -> float | str:
     """A number as JSON; those that JSON lacks as text, so that a loss of NaN can be saved too."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a metric must be text, not {name!r}")
-    # Text that happens to look like a number is rather a mistake; so is half of a complex number.
+    # Text that looks like a number is probably a mistake; so is a complex number.
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     try:
         if isinstance(value, str | bytes | bytearray) or kind in ("c", "S", "U"):

@@ -1,4 +1,4 @@
-"""Notice that this run is about to be ended, and agree on the step at which to save."""
+"""Notice that this run is being preempted, and agree on the step at which to save."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jax.experimental import multihost_utils
 from ostraka._record import logger as log
 
 _questions = itertools.count(1)
-_told: list[bool] = []
-"""Not empty once JAX has said that the run is being ended; it says so only once."""
+_preempted: list[bool] = []
+"""Not empty once JAX has reported a preemption, which it does only once."""
 
 
 class Preemption:
-    """Tells, once for each step, whether the run is being ended and this is the step to save.
+    """Answers, for each step, whether the run is being preempted and this is the step to save.
 
-    Where `jax.distributed` runs, JAX hears the notice (SIGTERM on any process) and has all
-    processes agree: it picks the next question that none has asked yet. So all must ask equally
-    often. Elsewhere SIGTERM is caught here, for as long as this object is in use.
+    Where `jax.distributed` runs, JAX gets the notice (SIGTERM on any process) and picks a sync
+    point that no process has reached yet. Each question is a sync point, so all processes must ask
+    equally often. Elsewhere SIGTERM is caught here, until `stop`.
     """
 
     def __init__(self) -> None:
         self._step: int | None = None
         self._answer = False
-        # A plain flag: a lock could be held by the very line that a second signal interrupts.
+        # A plain flag: with a lock, a second signal could interrupt its holder and deadlock.
         self._caught = False
         self._before: Any = None
         self._catches = False
@@ -40,28 +40,28 @@ class Preemption:
             self._catch()
 
     def reached(self, step: int) -> bool:
-        """Asked again about the same step it says the same; once it was true, it stays so."""
+        """The answer for a step does not change, and once it is True it stays True."""
         if step != self._step and not self._answer:
             self._step = step
             self._answer = self._ask()
         return self._answer
 
     def stop(self) -> None:
-        """Leave SIGTERM to whoever had it before."""
+        """Restore the handler that SIGTERM had before."""
         if not self._catches:
             return
         self._catches = False
-        # Only the main thread may do so; if this is another, the next signal comes to that.
+        # Only the main thread may set handlers. From another, ours stays and passes signals on.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._heir())
+            signal.signal(signal.SIGTERM, self._next_handler())
 
-    def _heir(self) -> Any:
-        """Who gets the signal besides this; managers may have been closed in any order."""
+    def _next_handler(self) -> Any:
+        """The handler to call after this one; managers may have been closed in any order."""
         before = self._before
         owner = getattr(before, "__self__", None)
         if isinstance(owner, Preemption) and not owner._catches:
-            return owner._heir()
+            return owner._next_handler()
         return before
 
     def _ask(self) -> bool:
@@ -72,27 +72,27 @@ class Preemption:
             log.warning("SIGTERM is not watched: a Manager can do so only in the main thread")
             return
         before = signal.signal(signal.SIGTERM, self._on_signal)
-        self._before = signal.SIG_DFL if before is None else before  # None: not Python's
+        self._before = signal.SIG_DFL if before is None else before  # None: not set by Python
         self._catches = True
         _catching.add(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._caught = True
-        heir = self._heir()
-        if callable(heir):
-            heir(number, frame)
+        handler = self._next_handler()
+        if callable(handler):
+            handler(number, frame)
         elif not self._catches:
-            signal.signal(number, heir)
+            signal.signal(number, handler)
             signal.raise_signal(number)
 
 
 _catching: weakref.WeakSet[Preemption] = weakref.WeakSet()
 _forking = threading.local()
-"""The signals that a thread which is about to fork had blocked before."""
+"""The signal mask that a forking thread had before the fork."""
 
 
 def _block_before_fork() -> None:
-    """A signal that comes to a child before its handler is gone must wait: Python would drop it."""
+    """Block SIGTERM while forking: Python drops one that a child gets before `stop`."""
     if _catching:
         _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -105,7 +105,7 @@ def _unblock_after_fork() -> None:
 
 
 def _stop_after_fork() -> None:
-    """A child saves nothing: SIGTERM must end it, or whoever ends a data worker waits for ever."""
+    """A child saves nothing, so SIGTERM must end it, or ending a data worker would hang."""
     for preemption in list(_catching):
         preemption.stop()
     _unblock_after_fork()
@@ -120,10 +120,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _ask_jax() -> bool | None:
-    """Whether this is the point that JAX had all processes agree on; None if it does not listen."""
+    """Whether JAX's sync point is reached; None if JAX does not watch for preemption."""
     try:
-        if not _told and multihost_utils.reached_preemption_sync_point(next(_questions)):
-            _told.append(True)
+        if not _preempted and multihost_utils.reached_preemption_sync_point(next(_questions)):
+            _preempted.append(True)
     except RuntimeError:
         if jax.process_count() > 1:
             log.warning(
@@ -131,4 +131,4 @@ def _ask_jax() -> bool | None:
                 "(jax_enable_preemption_service)"
             )
         return None
-    return bool(_told)
+    return bool(_preempted)

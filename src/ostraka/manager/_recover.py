@@ -35,9 +35,10 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a restore went: `ok`, `damaged`, `gone`, or `failed` for any other reason.
+    """How a restore went.
 
-    `follows`: it failed here because it failed on another process.
+    `status` is `ok`, `damaged`, `gone`, `follows` (it failed because another process failed), or
+    `failed` for any other reason.
     """
 
     status: str
@@ -49,8 +50,8 @@ class _Outcome:
 def latest_step(root: Root) -> int | None:
     """The highest step that can be read, the same on all processes; None if there is no step.
 
-    Raises Damaged if there are steps and none of them can be read: a run that took that for a
-    beginning would start anew without a word.
+    Raises Damaged if there are steps and none of them can be read: a run that took this for an
+    empty directory would silently start from scratch.
     """
 
     def look() -> dict[str, Any]:
@@ -73,7 +74,7 @@ def latest_step(root: Root) -> int | None:
 def refuse_newer(steps: Sequence[Step], since: int) -> None:
     """Raise UnsupportedFormat if a step after `since` needs a newer version of Ostraka.
 
-    It is as good as any: a run that went on from an older one would do its work again, and replace
+    Such a step is intact: a run that continued from an older one would repeat its work, and replace
     it.
     """
     for step in reversed(steps):
@@ -102,13 +103,13 @@ class Recovery:
                 case "ok":
                     return choice.step, outcome.value
                 case "damaged":
-                    self._go_on_without(choice, outcome)
+                    self._report_damage(choice, outcome)
                 case "gone" if self._step is None:
-                    times_gone += 1  # Retention of another run was faster.
+                    times_gone += 1  # The retention of another run deleted it.
                 case _ if outcome.error is not None:
                     raise outcome.error
                 case _:
-                    # It failed on another process alone, and all of it is there on this one.
+                    # It failed on another process only; here everything was restored.
                     return choice.step, outcome.value
         raise CheckpointNotFound(
             f"steps of {self._root.location} were deleted while they were being restored"
@@ -155,8 +156,8 @@ class Recovery:
         )
         return _Outcome(status, _decode(problems), mine.value, mine.error)
 
-    def _go_on_without(self, choice: _Choice, outcome: _Outcome) -> None:
-        """Say so loudly, and raise unless the step before is wanted and there."""
+    def _report_damage(self, choice: _Choice, outcome: _Outcome) -> None:
+        """Log and warn; raise unless `fallback` is set and there is a step before it."""
         self.damaged.add(choice.step)
         damaged = Damaged(self._root.path(choice.name), outcome.problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
@@ -191,7 +192,7 @@ def _attempt(place: Store, restore: Callable[[Store], Any]) -> _Outcome:
 
 
 def _sum_up(outcomes: list[Any]) -> list[Any]:
-    """The outcome for all; one that nothing can be done about comes first."""
+    """One outcome for all processes: the worst of theirs."""
     said = [status for status, _ in outcomes]
     problems = [problem for _, found in outcomes for problem in found]
     for status in ("failed", "damaged", "gone", "follows"):

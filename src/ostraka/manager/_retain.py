@@ -10,9 +10,9 @@ from ostraka.manager._steps import Root
 
 
 def retain(root: Root, keep: Keep, *, just_saved: int, ignore: Collection[int]) -> None:
-    """After a commit: delete what `keep` has no reason to keep; leave steps in `ignore` alone.
+    """After a commit: delete steps that no condition of `keep` keeps; skip those in `ignore`.
 
-    The save is good whatever happens here: errors go to the log, and the next save tries again.
+    The save has succeeded already: errors go to the log, and the next save retries.
     """
     try:
         steps = [step for step in root.steps() if step.step not in ignore]

@@ -1,8 +1,8 @@
 """Which steps are on disk: names, what counts as a step, how one is removed. No JAX.
 
 The disk is the truth. A step is a directory that is named as one and holds a `_METADATA` that can
-be read. Everything else in the root is somebody else's and is not touched, except for what dead
-saves and deletions left behind in directories that are named as steps.
+be read. Everything else in the root belongs to others and is not touched, except for leftovers of
+dead saves and deletions in directories that are named as steps.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ostraka.storage import PathLike, Store, claimed, is_claim, open_store
 PIN_NAME = "_PINNED"
 """An empty file of this name in a step's directory: retention leaves the step alone."""
 
-_LOOK_AGAIN = 10
-"""So many times at most, if what is there changes while it is being looked at."""
+_RETRIES = 10
+"""How often a scan is repeated at most, if the listing changes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class Step:
 
     step: int
     saved_s: float | None
-    """Seconds since 1970 by the clock of the machine that saved it; None if that can't be told."""
+    """Seconds since 1970 by the clock of the machine that saved it; None if unknown."""
     metrics: Mapping[str, float]
     pinned: bool
     names: tuple[str, ...] = ()
-    """The directories that hold this step; the first counts."""
+    """The directories that hold this step; the first is read."""
     problems: tuple[Problem, ...] = field(default=(), repr=False)
-    """Why it can't be read. Empty for every step that counts."""
+    """Why it can't be read; empty if it can."""
     unsupported: str | None = field(default=None, repr=False)
-    """Set if it is not damaged, and only a newer version of Ostraka can read it: its sentence."""
+    """The error message if it is intact, but needs a newer version of Ostraka."""
 
     @property
     def is_good(self) -> bool:
-        """Whether a run can go on from it, with this version of Ostraka or a newer one."""
+        """Whether a run can continue from it, with this version of Ostraka or a newer one."""
         return not self.problems or self.unsupported is not None
 
 
@@ -80,15 +80,15 @@ class Root:
         self.store = open_store(path)
         self.location = self.store.location
         self._cache: dict[str, tuple[Any, _Found | None]] = {}
-        # Retention runs in the background while the training loop asks what is there.
-        self._looking = RenewedLock()
+        # Retention runs in the background while the training loop may scan, too.
+        self._lock = RenewedLock()
 
     def prepare(self) -> None:
         self.refuse_checkpoint(PathInTheWay)
         self.store.prepare()
 
     def refuse_checkpoint(self, kind: type[PathInTheWay | CheckpointNotFound]) -> None:
-        """Raise if this is no place for steps, being a checkpoint itself."""
+        """Raise if this directory is a checkpoint itself."""
         if _format.METADATA_NAME in self.store.list():
             raise kind(
                 f"{self.location} is itself a checkpoint, not a directory of steps; give a Manager "
@@ -103,11 +103,11 @@ class Root:
         return self.at(name).location
 
     def is_link(self, name: str) -> bool:
-        """Whether what lies under this name is elsewhere, and not the manager's to change."""
+        """Whether this is a link, whose target is not the manager's to change."""
         return self.store.is_link(name)
 
     def refuse_link(self, name: str) -> None:
-        """Raise PathInTheWay where saving would replace what a link leads to."""
+        """Raise PathInTheWay if saving would replace the target of a link."""
         if self.is_link(name):
             is_step = self._look(name) is not None
             remedy = f"delete step {step_of(name)} first, which removes the link alone"
@@ -118,11 +118,11 @@ class Root:
 
     def scan(self) -> list[Step]:
         """All steps in ascending order, those that can't be read included."""
-        with self._looking.lock:
+        with self._lock.lock:
             there = self.store.list()
             named = self._look_at(there)
-            for _ in range(_LOOK_AGAIN):
-                # A run that keeps one step may have saved the next and deleted this meanwhile.
+            for _ in range(_RETRIES):
+                # A run that keeps one step may have saved the next and deleted this one.
                 before, there = there, self.store.list()
                 if before == there:
                     break
@@ -131,7 +131,7 @@ class Root:
             return [self._step(step, named[step]) for step in sorted(named)]
 
     def steps(self) -> list[Step]:
-        """The steps that count, in ascending order."""
+        """The steps that can be read, in ascending order."""
         return [step for step in self.scan() if not step.problems]
 
     def find(self, number: int) -> Step:
@@ -143,37 +143,37 @@ class Root:
         raise no_such_step(self.location, number, [step.step for step in steps])
 
     def remove(self, number: int) -> None:
-        """Delete a step, under all its names. A crash on the way never leaves half a step."""
-        with self._looking.lock:
+        """Delete a step, under all its names. A crash never leaves half a step."""
+        with self._lock.lock:
             for name in self.find(number).names:
                 self._remove(name)
 
     def pin(self, number: int) -> None:
-        with self._looking.lock:
+        with self._lock.lock:
             step = self.find(number)
             if not step.pinned:
                 self.at(step.names[0]).put(PIN_NAME, b"")
 
     def unpin(self, number: int) -> None:
-        with self._looking.lock:
+        with self._lock.lock:
             for name in self.find(number).names:
                 if self.is_link(name):
-                    continue  # Another run may have pinned what it leads to.
+                    continue  # Another run may have pinned its target.
                 store = self.at(name)
                 store.delete(PIN_NAME)
                 store.sync("")
 
     def clean(self) -> None:
-        """Remove what dead saves and half-done deletions left behind, nothing of a live save."""
-        with self._looking.lock:
+        """Remove leftovers of dead saves and unfinished deletions, nothing of a live save."""
+        with self._lock.lock:
             for name in self.store.list():
                 if step_of(name) is None or self.is_link(name):
                     continue
                 try:
                     self._clean(name)
                 except OSError:
-                    # Rubbish that stays is no reason not to train.
-                    log.exception("what is left over in %s can't be removed now", self.path(name))
+                    # Leftovers do no harm: no reason to stop the training.
+                    log.exception("leftovers in %s can't be removed now", self.path(name))
 
     # One directory
 
@@ -193,10 +193,10 @@ class Root:
         )
 
     def _is_pinned(self, name: str) -> bool:
-        # What a link leads to is not the manager's to delete.
+        # The target of a link is not the manager's to delete.
         if self.is_link(name):
             return True
-        with suppress(StoreError):  # Then it has problems, for which it is kept.
+        with suppress(StoreError):  # Then it has problems, and is not deleted anyway.
             return self.at(name).look(PIN_NAME) is not None
         return False
 
@@ -220,7 +220,7 @@ class Root:
         try:
             there = place.look(_format.METADATA_NAME)
         except StoreError as error:
-            # It may be a step, and the newest: what can't be seen must not pass for nothing.
+            # It may be the newest step: a directory that can't be read must not count as none.
             problem = Problem(_format.METADATA_NAME, describe(error.__cause__ or error))
             self._cache[name] = (None, _Found(problems=(problem,)))
             return self._cache[name][1]
@@ -236,10 +236,10 @@ class Root:
             return
         place = self.at(name)
         with claimed(place):
-            # The pin first: alone in the directory it would be in the way of the next save.
+            # The pin first: left alone in the directory, it would block the next save.
             place.delete(PIN_NAME)
-            # Then what makes it a step, for good, so that not even a power failure brings back a
-            # `_METADATA` whose shards are gone.
+            # Then `_METADATA`, synced before any shard is deleted: after a power failure there must
+            # be none without its shards.
             place.delete(_format.METADATA_NAME)
             place.sync("")
             for other in place.list():

@@ -1,7 +1,4 @@
-"""Decisions that all processes must share: process 0 makes them, and everybody gets the same.
-
-With one process they are made here and now.
-"""
+"""Decisions that process 0 makes for all processes; with one process, without communication."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from ostraka.errors import (
     UnsupportedFormat,
 )
 
-_TOLD: tuple[type[OstrakaError], ...] = (
+_SHARED_ERRORS: tuple[type[OstrakaError], ...] = (
     Busy,
     CheckpointNotFound,
     PathInTheWay,
     StoreError,
     UnsupportedFormat,
 )
-"""Errors that consist of their sentence, so that every process can raise the same."""
+"""Errors that are made from their message alone, so that every process can raise the same."""
 
 
 def decide_together(what: str, decide: Callable[[], Any]) -> Any:
@@ -58,25 +55,27 @@ def agree(
 ) -> Any:
     """What `decide` on process 0 makes of the payloads (JSON) of all processes.
 
-    A process that does not come to it within `timeout_s` makes it fail.
+    Raises OstrakaError if a process does not take part within `timeout_s`.
     """
 
-    def tell(payloads: list[Any]) -> Any:
+    def answer(payloads: list[Any]) -> Any:
         try:
             return {"answer": decide(payloads)}
-        except _TOLD as error:
+        except _SHARED_ERRORS as error:
             if operation.count == 1:
                 raise
             return {"error": type(error).__name__, "message": str(error)}
 
     try:
         with Operation(what) as operation:
-            told = operation.exchange("decide", payload, tell, timeout_s=timeout_s, is_last=True)
+            answered = operation.exchange(
+                "decide", payload, answer, timeout_s=timeout_s, is_last=True
+            )
     except ProcessFailed as failure:
         if isinstance(failure.__cause__, Exception):
             raise failure.__cause__ from None
         raise OstrakaError(f"{what} failed on {failure}") from None
-    if "error" in told:
-        kinds = {kind.__name__: kind for kind in _TOLD}
-        raise kinds[told["error"]](told["message"])
-    return told["answer"]
+    if "error" in answered:
+        kinds = {kind.__name__: kind for kind in _SHARED_ERRORS}
+        raise kinds[answered["error"]](answered["message"])
+    return answered["answer"]

@@ -18,7 +18,7 @@ _LOOK_MARGIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """Reasons to save; one is enough. With none given, every step is saved."""
+    """The conditions to save, ORed. With none given, every step is saved."""
 
     every: int | None
     every_s: float | None
@@ -50,7 +50,7 @@ class When:
 
 
 def check_when(every: Any, every_s: Any, at: Any, condition: Any) -> When:
-    """The reasons that a manager was given. Raises TypeError or ValueError, naming the argument."""
+    """A manager's conditions. Raises TypeError or ValueError, naming the argument."""
     return When(
         check_count("every", every),
         check_seconds("every_s", every_s),
@@ -62,10 +62,9 @@ def check_when(every: Any, every_s: Any, at: Any, condition: Any) -> When:
 class Schedule:
     """Answers whether a step is to be saved.
 
-    Steps are told by counting, which every process can do for itself. The clock, and a condition,
-    are process 0's to ask. Its answer about the clock names the step at which to ask again, so that
-    an interval costs a few messages and not one for each step. The clock is one that nobody can
-    set.
+    `every` and `at` depend on the step alone, so every process answers by itself. Process 0 decides
+    about the (monotonic) clock and about `when`. Its answer about the clock names the step at which
+    to ask again, so that an interval costs a few messages and not one for each step.
     """
 
     def __init__(self, when: When):
@@ -79,18 +78,18 @@ class Schedule:
         self._asked_at_s = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether to save this step; asked again about the same step it says the same."""
+        """Whether to save this step; the answer for a step does not change."""
         if step != self._last:
             self._answer = self._is_due(step)
             self._last = step
         return self._answer
 
     def note_restore(self, step: int) -> None:
-        """A run goes on from here: what comes between this step and its first counts, too."""
+        """A run continues from here: steps between this one and its first are counted, too."""
         self._begun = step
 
     def note_save(self) -> None:
-        """A save begins: from now on the next interval counts."""
+        """A save begins, and with it the next interval."""
         self._saved_at_s = time.monotonic()
         self._ask_again = 0
         self._asked_step = None
@@ -121,7 +120,7 @@ class Schedule:
         ahead = 1
         if jax.process_count() > 1 and self._asked_step is not None and step > self._asked_step:
             step_s = max((now - self._asked_at_s) / (step - self._asked_step), 1e-6)
-            # Half of the way at a time, since steps may become slower.
+            # Half of the remaining time, since steps may become slower.
             ahead = max(1, int(max(left_s / 2, when.every_s * _LOOK_MARGIN) / step_s))
         self._asked_step, self._asked_at_s = step, now
         return due or left_s <= 0, step + ahead

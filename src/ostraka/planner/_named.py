@@ -36,9 +36,9 @@ def state_of_config(
             raise ValueError(f"there is no dtype {name!r}; give one such as bfloat16 or float32")
     parameters = parameters_of(config)
     process_of = share_devices(len(mesh.devices), processes)
-    # Rules are about the model, as they are for `sharding.init`; what is saved lies beside others.
+    # Rules see paths inside the model, as in `sharding.init`; in the state it is below `model/`.
     unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
-    resolved = resolve_rules(unplaced, rules, mesh)
+    resolved = resolve_rules(unplaced, mesh, rules)
     model = [
         LeafSpec(f"model/{path}", "jax", dtype, shape, 0, resolved.partitions[path])
         for path, shape in parameters
@@ -52,7 +52,7 @@ def state_of_config(
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
         user=metadata or {},
-        problems=tuple(replace(p, path=f"model/{p.path}") for p in resolved.problems),
+        findings=tuple(replace(found, path=f"model/{found.path}") for found in resolved.findings),
         adds_optimizer=bool(state),
     )
 

@@ -32,7 +32,7 @@ def plan(
     what `ostraka plan` takes: the name of a known model (`"llama-3.1-8b"`), a `config.json` of
     Hugging Face, a checkpoint, or a function as `"package.module:function"`.
 
-    `mesh` is where it will lie: a mesh, an abstract one, or axis sizes such as `{"data": 64}`.
+    `mesh` is where it will be placed: a mesh, an abstract one, or axis sizes such as `{"data": 8}`.
     `specs` says how it is cut: a tree of specs, one spec, or rules such as `sharding.fsdp("data")`
     and, for patterns, `sharding.combine({"**/kernel": P("data"), "**": P()})`; for text also
     `"fsdp+tp"` and its like. Without them each array is where its own sharding says; a known model
@@ -45,7 +45,7 @@ def plan(
     `dtype`, `metadata` and `max_file_bytes` are those of `save`; of a known model `dtype` is that
     of its parameters.
 
-    Host arrays are taken to be the same on all processes, as `save` finds out.
+    Host arrays are assumed to be the same on all processes; `save` compares them.
 
     >>> plan(nnx.eval_shape(make), mesh={"data": 8}, specs=sharding.fsdp()).total_bytes
     >>> plan("llama-3.1-70b", mesh={"data": 64}, optimizer="adamw").bytes_by_group

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ostraka._account import Spread
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
+from ostraka.planner._account import Spread
 from ostraka.planner._save_plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, Times
 
@@ -65,7 +65,7 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
         "recovery": _describe_recovery(plan, bandwidths),
         "retention": _describe_retention(plan, questions.keep),
         "interval": _describe_interval(times, questions.mtbf_s),
-        "problems": [asdict(problem) for problem in plan.problems],
+        "findings": [asdict(finding) for finding in plan.findings],
         "limits": _describe_limits(plan, questions),
     }
 
@@ -119,7 +119,7 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
         "ranges": _describe_spread(restore.ranges),
         "files": _describe_spread(restore.files),
         "opening_bytes": max(restore.opening_bytes),
-        "time_s": restore.seconds_at(bandwidths),
+        "time_s": restore.time_s_at(bandwidths),
         "peak_bytes_per_second_host": bandwidths.host_read,
         "peak_bytes_per_second": bandwidths.peak_read(restore.process_count),
     }

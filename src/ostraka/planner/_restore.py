@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ostraka import _account
-from ostraka._account import ReadAccount, Spread
 from ostraka._metadata import Metadata
 from ostraka._pattern import selects, unmatched
 from ostraka._spec import LeafSpec, MeshSpec, Partition, check_partition
-from ostraka._units import bytes_per_second, human_bytes
+from ostraka._units import human_bytes
 from ostraka.errors import Mismatch
+from ostraka.planner import _account
+from ostraka.planner._account import ReadAccount, Spread
+from ostraka.planner._rates import bytes_per_second
 from ostraka.planner._state import (
     SAMPLED_PROCESSES,
     check_mesh_has_names,
@@ -43,7 +44,7 @@ class RestorePlan:
     """The mesh that all goes to; None where it goes back to those that it was on."""
     process_count: int
     processes: tuple[ReadAccount, ...]
-    """All of them, or those that were looked at."""
+    """All of them, or those that were computed."""
     opening_bytes: tuple[int, ...]
     """What each of them reads of `_METADATA` and the indexes."""
 
@@ -75,21 +76,21 @@ class RestorePlan:
         read = sum(account.read_bytes for account in self.processes)
         return read / needed - 1 if needed else 0.0
 
-    def seconds(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
-        """How long the reading takes, if a host reads, and the storage gives, so much a second.
+    def time_s(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
+        """How long the reading takes at these bandwidths of one host and of the storage.
 
-        >>> planned.restore(mesh={"data": 16}, processes=2).seconds(read_bandwidth="2GB/s")
+        >>> planned.restore(mesh={"data": 16}, processes=2).time_s(read_bandwidth="2GB/s")
         """
         rates = Bandwidths(
             host_read=bytes_per_second("read_bandwidth", read_bandwidth),
             storage=bytes_per_second("storage_bandwidth", storage_bandwidth),
         )
-        found = self.seconds_at(rates)
+        found = self.time_s_at(rates)
         if found is None:
             raise ValueError("give read_bandwidth or storage_bandwidth, such as '2GB/s'")
         return found
 
-    def seconds_at(self, bandwidths: Bandwidths) -> float | None:
+    def time_s_at(self, bandwidths: Bandwidths) -> float | None:
         in_all = round(self.read_bytes.mean * self.process_count)
         return bandwidths.read_s(self.read_bytes.most, in_all)
 
@@ -108,7 +109,7 @@ def plan_restore(
     only: Any,
     sampled: Sequence[int] | None,
 ) -> RestorePlan:
-    """Settle where everything goes, and count what each process reads for it."""
+    """Resolve where every leaf goes, and count what each process reads for it."""
     numbered = [(n, leaf.spec) for n, leaf in enumerate(written.metadata.leaves)]
     known = [leaf.spec.path for leaf in written.metadata.leaves]
     if only is not None:
@@ -125,14 +126,14 @@ def plan_restore(
         target = target_mesh(mesh)
         meshes = [target]
         process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
-        numbered = _moved(numbered, specs, target, known)
+        numbered = _moved(numbered, target, specs, known)
     elif specs is not None or processes is not None:
         raise ValueError("specs and processes need mesh=, the mesh to restore onto")
     count = max(process_of) + 1
     _check_own_values(written, numbered, count)
     accounts = [
         _read_account(written, numbered, meshes, process_of, process)
-        for process in _looked_at(sampled, count, len(numbered), len(process_of))
+        for process in _sampled_processes(sampled, count, len(numbered), len(process_of))
     ]
     opening = [
         written.metadata_bytes + sum(written.index_bytes.get(p, 0) for p in account.index_processes)
@@ -153,41 +154,41 @@ def target_mesh(mesh: Any) -> MeshSpec:
 
 
 def _moved(
-    numbered: Sequence[tuple[int, LeafSpec]], specs: Any, mesh: MeshSpec, known: Sequence[str]
+    numbered: Sequence[tuple[int, LeafSpec]], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> list[tuple[int, LeafSpec]]:
-    """The leaves on another mesh: as `specs` say, or cut as they were. Host arrays stay such."""
+    """The leaves on another mesh, by `specs` or cut as they were; host arrays are not moved."""
     placed = [leaf for _, leaf in numbered if leaf.kind in ("jax", "key")]
-    found = {} if specs is None else _resolve(placed, specs, mesh, known)
+    found = {} if specs is None else _resolve(placed, mesh, specs, known)
     moved: list[tuple[int, LeafSpec]] = []
     for number, leaf in numbered:
         if leaf.kind in ("jax", "key"):
             leaf = replace(leaf, mesh=0, partition=found.get(leaf.path, leaf.partition))
-            check_partition(leaf.path, leaf.logical_shape, leaf.partition, mesh)
+            check_partition(leaf.path, leaf.logical_shape, mesh, leaf.partition)
         moved.append((number, leaf))
     return moved
 
 
 def _resolve(
-    leaves: Sequence[LeafSpec], specs: Any, mesh: MeshSpec, known: Sequence[str]
+    leaves: Sequence[LeafSpec], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> Mapping[str, Partition]:
-    """How leaves are cut that `specs` say something of: rules, or what `ostraka.restore` takes."""
+    """The partitions of the leaves that `specs` covers: rules, or what `ostraka.restore` takes."""
     from ostraka.planner._rules import resolve_rules
 
     if is_plain(specs):
-        return resolve_rules(leaves, specs, mesh).partitions
-    # All others have to do with JAX's types.
+        return resolve_rules(leaves, mesh, specs).partitions
+    # All others involve JAX's types.
     from ostraka.planner._tree import partitions_given
     from ostraka.sharding._specs import is_rules
 
     if is_rules(specs):
-        return resolve_rules(leaves, specs, mesh).partitions
+        return resolve_rules(leaves, mesh, specs).partitions
     return partitions_given(leaves, specs, known)
 
 
 def _check_own_values(
     written: Written, numbered: Sequence[tuple[int, LeafSpec]], count: int
 ) -> None:
-    before = written.metadata.process_count
+    before = max(written.metadata.process_of) + 1
     different = [
         f"{leaf.path!r}: each of the {before} processes that saved it had its own value; this run "
         f"has {count}: restore with as many"
@@ -198,7 +199,7 @@ def _check_own_values(
         raise Mismatch("can't plan the restore", different)
 
 
-def _looked_at(
+def _sampled_processes(
     sampled: Sequence[int] | None, count: int, leaves: int, devices: int
 ) -> Sequence[int]:
     if sampled is not None:

@@ -15,7 +15,7 @@ from ostraka.sharding._decide import resolve_plain
 from ostraka.sharding._findings import (
     REPLICATED_LIMIT_BYTES,
     Finding,
-    find_problems,
+    findings_of,
     raise_errors,
 )
 from ostraka.sharding._leaf import PlainLeaf, without_trailing
@@ -35,26 +35,24 @@ class ResolvedRules:
     """The partition of each leaf, and warnings."""
 
     partitions: Mapping[str, Partition]
-    problems: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
 
 
-def resolve_rules(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> ResolvedRules:
+def resolve_rules(leaves: Sequence[LeafSpec], mesh: MeshSpec, rules: Any) -> ResolvedRules:
     """Apply rules, as `ostraka.sharding` knows them, to leaves that are plain data.
 
-    JAX is imported only for rules that have to do with its types: functions and PartitionSpecs.
+    JAX is imported only for rules that involve its types: functions and PartitionSpecs.
     """
     if not is_plain(rules):
-        return _resolve_with_jax(leaves, rules, mesh)
+        return _resolve_with_jax(leaves, mesh, rules)
     plain = [_plain_leaf(leaf) for leaf in leaves]
-    partitions, findings = resolve_plain(plain, combined(rules), mesh)
-    findings += find_problems(
-        plain, partitions, mesh, replicated_limit_bytes=REPLICATED_LIMIT_BYTES
-    )
+    partitions, findings = resolve_plain(plain, mesh, combined(rules))
+    findings += findings_of(plain, mesh, partitions, replicated_limit_bytes=REPLICATED_LIMIT_BYTES)
     described = {path: without_trailing(p) for path, p in partitions.items()}
-    return _without_errors(described, findings, mesh)
+    return _without_errors(mesh, described, findings)
 
 
-def _resolve_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) -> ResolvedRules:
+def _resolve_with_jax(leaves: Sequence[LeafSpec], mesh: MeshSpec, rules: Any) -> ResolvedRules:
     from ostraka._capture import describe_spec
     from ostraka.sharding._check import resolve_checked
     from ostraka.sharding._data import parse_state
@@ -62,11 +60,11 @@ def _resolve_with_jax(leaves: Sequence[LeafSpec], rules: Any, mesh: MeshSpec) ->
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     found, findings = resolve_checked(parse_state(_abstract_tree(leaves)), sizes, rules)
     partitions = {path: describe_spec(path, spec) for path, spec in found.items()}
-    return _without_errors(partitions, findings, mesh)
+    return _without_errors(mesh, partitions, findings)
 
 
 def _without_errors(
-    partitions: Mapping[str, Partition], findings: Sequence[Finding], mesh: MeshSpec
+    mesh: MeshSpec, partitions: Mapping[str, Partition], findings: Sequence[Finding]
 ) -> ResolvedRules:
     raise_errors(f"the rules do not fit the mesh ({mesh})", findings)
     return ResolvedRules(partitions, tuple(findings))

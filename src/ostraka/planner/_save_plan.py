@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
-from ostraka import _account, _format, _metadata
-from ostraka._account import LostDisk, LostProcess, LostShard, Spread
+from ostraka import _format, _metadata
 from ostraka._checkpoint import open_at
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
@@ -20,11 +19,13 @@ from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._source import Saved
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
-from ostraka._units import bytes_per_second, human_bytes
+from ostraka._units import human_bytes
 from ostraka._version import __version__
 from ostraka.formats._ostraka import OstrakaSource
-from ostraka.planner import _time
+from ostraka.planner import _account, _time
+from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
+from ostraka.planner._rates import bytes_per_second
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, State
 from ostraka.planner._time import Bandwidths, Times, work_out_times
@@ -54,9 +55,9 @@ class Plan:
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
-    """Whether each index was computed; if not, all are taken to be as large as two of them."""
+    """Whether each index was computed; if not, all are assumed to be as large as two of them."""
     parameters: int | None
-    problems: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
 
@@ -220,7 +221,7 @@ class Plan:
         return work_out_times(
             bandwidths,
             save_s=bandwidths.write_s(self.process_spread.most, self.total_bytes),
-            restore_s=back.seconds_at(bandwidths),
+            restore_s=back.time_s_at(bandwidths),
             held_bytes=self.lost_process().held_bytes,
             mtbf_s=mtbf_s,
         )
@@ -255,7 +256,7 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
         index_bytes=sizes,
         indexes_are_exact=exact,
         parameters=state.parameters,
-        problems=state.problems,
+        findings=state.findings,
         adds_optimizer=state.adds_optimizer,
     )
 
@@ -265,7 +266,7 @@ def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
     for leaf in leaves:
         key = (leaf.mesh, leaf.partition, leaf.shape)
         if leaf.mesh != HOST_LOCAL and key not in checked:
-            check_partition(leaf.path, leaf.logical_shape, leaf.partition, meshes[leaf.mesh])
+            check_partition(leaf.path, leaf.logical_shape, meshes[leaf.mesh], leaf.partition)
             checked.add(key)
 
 

@@ -1,4 +1,4 @@
-"""What a function makes, as shapes on a mesh without devices, and how its arrays say they lie."""
+"""What a function makes, as shapes on a mesh without devices, and the specs of its arrays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ostraka.sharding._data import array_leaves, parse_state
 def shapes_on_mesh(
     make: Callable[[], Any], mesh: MeshSpec | None, *, annotations: bool
 ) -> tuple[Any, bool]:
-    """What a function returns, made as if the mesh were set, and whether annotations were obeyed.
+    """What a function returns, made as if the mesh were set, and whether annotations were used.
 
     Code is written for axes of one type, explicit or auto, and under the other it may raise. With
-    `annotations`, NNX variables also place themselves as theirs say; if that can't be, they are
-    left as they are, and whoever looks at the annotations tells what is wrong with them. The last
-    resort is no mesh at all, for boxes of Linen that name axes of another one.
+    `annotations`, NNX variables are also placed by theirs; if that fails, they are left as they
+    are, and the later check of the annotations reports the error. The last attempt is without any
+    mesh, for boxed variables of Linen that name axes of another one.
     """
     if mesh is None:
         return shapes_of(make, eager=False), False
@@ -69,22 +69,22 @@ def shapes_of(make: Callable[[], Any], *, eager: bool) -> Any:
 
 
 def own_specs(tree: Any, *, is_placed: bool) -> Callable[[str, Any], PartitionSpec | None] | None:
-    """Rules that cut every array as it says itself; None if none says anything.
+    """Rules that cut every array by its own sharding or annotation; None if no array has one.
 
-    Where variables have placed themselves, where they are counts, since the logical names of some
-    have become axes by rules that are no longer in force. Elsewhere a name counts first.
+    For variables that were placed by their annotations the sharding is used, since their logical
+    names were mapped to axes by rules that are no longer set. For others the annotation is.
     """
     parsed = parse_state(tree)
     variables = [branch for branch in branches_of(parsed) if branch.kind == "variable"]
     placed = {leaf.path for variable in variables for leaf in leaves_of(variable) if is_placed}
     found: dict[str, PartitionSpec | None] = {}
-    says_something = False
+    has_any = False
     for leaf in array_leaves(parsed):
         sharding = getattr(leaf.value, "sharding", None)
         own = sharding.spec if isinstance(sharding, NamedSharding) else None
         is_cut = own is not None and any(own)
-        says_something = says_something or is_cut or leaf.named is not None
+        has_any = has_any or is_cut or leaf.named is not None
         if own is None or (leaf.named is not None and leaf.path not in placed):
             own = leaf.named
         found[leaf.path] = own
-    return (lambda path, leaf: found.get(path)) if says_something else None
+    return (lambda path, leaf: found.get(path)) if has_any else None

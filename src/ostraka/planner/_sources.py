@@ -151,11 +151,11 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
     found = _checkpoint.open_at(source).saved
     dtype = _dtype_name(options.dtype)
     leaves = [_without_place(leaf, dtype) for leaf in found.leaves]
-    problems = ()
+    findings = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]
-        resolved = resolve_rules(placed, options.rules_on(options.mesh), options.mesh)
-        problems = resolved.problems
+        resolved = resolve_rules(placed, options.mesh, options.rules_on(options.mesh))
+        findings = resolved.findings
         leaves = [
             replace(leaf, partition=resolved.partitions.get(leaf.path, leaf.partition))
             for leaf in leaves
@@ -167,7 +167,7 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
         process_of=share_devices(len(options.mesh.devices), processes),
         tree=found.tree,
         user=found.user if options.metadata is None else options.metadata,
-        problems=problems,
+        findings=findings,
     )
     try:
         return plan_state(state, max_file_bytes=options.max_file_bytes)

@@ -30,7 +30,7 @@ class State:
     parameters: int | None = None
     """How many elements the model's parameters have, if it is known which leaves they are."""
     user: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    problems: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
 

@@ -29,7 +29,7 @@ class Bandwidths:
     """What one host writes."""
     host_read: float | None = None
     storage: float | None = None
-    """What the storage takes or gives in all, for all hosts together."""
+    """The total of the storage, for all hosts together."""
     device: float | None = None
     """From the devices of a host to its memory."""
 
@@ -70,7 +70,7 @@ class Interval:
     interval_s: float
     """The time to work between two saves: Daly's, but no less than a write takes."""
     blocked_s: float
-    """How long the loop stands still for a save."""
+    """How long a save blocks the loop."""
     young_s: float
     daly_s: float
     """Daly's estimate, which refines Young's and holds for long saves, too."""
@@ -78,19 +78,21 @@ class Interval:
     """Of all time, what goes into saving, into work done again, and into restoring."""
 
 
-def advise_interval(blocked_s: float, beside_s: float, restore_s: float, mtbf_s: float) -> Interval:
+def advise_interval(
+    blocked_s: float, background_s: float, restore_s: float, mtbf_s: float
+) -> Interval:
     """The time between saves that Young (1974) and Daly (2006) advise.
 
-    What a save costs is `blocked_s`, for which the loop stands still: the whole write for `save`,
-    the copy to host memory for `save_async`. Its write then goes on beside the loop for
-    `beside_s`. The next save waits for it, so saves don't come faster; and until it has ended, a
-    failure falls back to the save before. `mtbf_s` is that between failures of the whole job.
+    A save blocks the loop for `blocked_s`: the whole write for `save`, the copy to host memory for
+    `save_async`, whose write then runs in the background for `background_s`. The next save waits
+    for it, so this is the shortest interval; and until it has ended, a failure falls back to the
+    save before. `mtbf_s` is the mean time between failures of the whole job.
     """
     young = sqrt(2 * blocked_s * mtbf_s)
     daly = best_interval_s(blocked_s, mtbf_s)
-    interval = max(daly, beside_s, blocked_s if blocked_s < 2 * mtbf_s else 0.0)
+    interval = max(daly, background_s, blocked_s if blocked_s < 2 * mtbf_s else 0.0)
     lost = blocked_s / (interval + blocked_s) if blocked_s else 0.0
-    lost += (interval / 2 + beside_s + restore_s) / mtbf_s
+    lost += (interval / 2 + background_s + restore_s) / mtbf_s
     return Interval(interval, blocked_s, young, daly, min(lost, 1.0))
 
 
@@ -133,8 +135,8 @@ def work_out_times(
 def probe(directory: str) -> Bandwidths:
     """Measure what this machine writes to, and reads from, a directory, as a save and restore do.
 
-    Several threads write a file each, sync it, forget what is cached, and read it again. The files
-    are removed. Raises StoreError where that is not allowed.
+    Several threads write a file each, fsync it, drop it from the page cache, and read it again. The
+    files are removed. Raises StoreError where that is not allowed.
     """
     threads = USUAL_WRITERS
     each = _PROBE_BYTES // threads

@@ -16,6 +16,7 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    SingleDeviceSharding,
 )
 
 from ostraka._agree import cast_leaves, number_meshes
@@ -25,7 +26,7 @@ from ostraka._capture import (
     describe_mesh,
     describe_sharding,
     describe_spec,
-    how_it_lies,
+    memory_kind,
     savable_dtype,
 )
 from ostraka._document import encode, encode_state, with_states
@@ -66,7 +67,7 @@ def state_of_tree(
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
     target = None if mesh is None else describe_target(mesh)
     state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
-    found, problems = _resolve_specs(tree, specs, state, mesh)
+    found, findings = _resolve_specs(tree, mesh, specs, state)
     if optimizer is not None:
         tree = {"model": tree, "optimizer": state}
         if optimizer_dtype is not None and dtype is not None:
@@ -96,7 +97,7 @@ def state_of_tree(
         tree=encoded,
         parameters=_count_parameters(parsed, shared.arrays),
         user=metadata,
-        problems=tuple(problems),
+        findings=tuple(findings),
         adds_optimizer=optimizer is not None,
     )
 
@@ -186,7 +187,7 @@ def _transformation(optimizer: Any) -> Any:
 
 
 def _resolve_specs(
-    tree: Any, specs: Any, optimizer_state: Any, mesh: Any
+    tree: Any, mesh: Any, specs: Any, optimizer_state: Any
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
     """By path the specs of all leaves, those of the optimizer as those of its parameters."""
     if specs is None:
@@ -226,7 +227,7 @@ def partitions_given(
 
 
 class _Places:
-    """Where each leaf lies: as it does, or as the caller says."""
+    """Where each leaf is placed: by its own sharding, or by `mesh` and `specs`."""
 
     def __init__(
         self, mesh: MeshSpec | None, specs: Mapping[str, PartitionSpec], processes: int | None
@@ -261,9 +262,12 @@ class _Places:
 
     def _traits(self, value: Any) -> dict[str, Any]:
         """Further attributes of an array; commitment and memory only if it stays in place."""
-        if self._mesh is not None or not isinstance(value, jax.Array):
-            return {"weak": bool(getattr(value, "weak_type", False))}
-        return how_it_lies(value)
+        traits: dict[str, Any] = {"weak": bool(getattr(value, "weak_type", False))}
+        if self._mesh is None and isinstance(value, jax.Array):
+            is_on_one = isinstance(value.sharding, SingleDeviceSharding)
+            traits["uncommitted"] = is_on_one and not value.committed
+            traits["memory"] = memory_kind(value.sharding)
+        return traits
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
@@ -311,7 +315,7 @@ class _Places:
 
 
 def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
-    """The states of stateful objects; those of other processes are taken to be of a size."""
+    """The states of stateful objects; those of other processes are assumed to be as large."""
     return {
         leaf.path: [encode_state(leaf.path, leaf.value.owner.get_state())] * processes
         for leaf in leaves

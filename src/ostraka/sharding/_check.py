@@ -10,7 +10,7 @@ from ostraka._capture import spec_entries
 from ostraka._nodes import Branch, Leaf
 from ostraka.sharding._combine import combined
 from ostraka.sharding._data import array_leaves, parse_state
-from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, find_problems, left_whole
+from ostraka.sharding._findings import REPLICATED_LIMIT_BYTES, Finding, findings_of, left_whole
 from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
 from ostraka.sharding._rules import resolve_all
 
@@ -40,7 +40,7 @@ def check(
         known = {finding.path for finding in findings}
         leaves = [leaf for leaf in array_leaves(parsed) if leaf.path not in known]
         partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
-        findings += left_whole(leaves, partitions, sizes)
+        findings += left_whole(leaves, sizes, partitions)
     return findings
 
 
@@ -55,7 +55,7 @@ def resolve_checked(
     found, findings = resolve_all(parsed, mesh, specs)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
-    findings += find_problems(
-        leaves, partitions, sizes, replicated_limit_bytes=replicated_limit_bytes
+    findings += findings_of(
+        leaves, sizes, partitions, replicated_limit_bytes=replicated_limit_bytes
     )
     return found, findings

@@ -94,11 +94,11 @@ class Logical(_Joinable):
 
 
 def logical(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> SpecRules:
-    """What the NNX variables themselves say, in names of which `axes` gives the mesh's axes.
+    """The annotations of NNX variables, their logical names mapped to mesh axes by `axes`.
 
     An axis of None leaves the dimension whole, a tuple cuts it along several. Names that are not in
-    `axes` are axes of the mesh themselves. Variables that say nothing stay whole, or are left to
-    the rules that this is combined with.
+    `axes` are axes of the mesh themselves. Variables without annotation stay whole, or are left
+    to the rules that this is combined with.
 
         init(make_model, mesh, logical({"embed": None, "mlp": "model", "batch": ("data", "fsdp")}))
     """

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from ostraka import _pattern
 from ostraka._nodes import ROOT, segment
 from ostraka._spec import MeshSpec, Partition
-from ostraka.errors import nearest
+from ostraka.errors import name_few, nearest
 from ostraka.sharding._combine import Combined, Preset
 from ostraka.sharding._findings import Finding
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
@@ -37,17 +37,17 @@ class Decision(Generic[L]):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ExplicitSpecs:
     """The result of all rules that name specs: specs by path, and errors."""
 
-    of: dict[str, Any]
+    specs: dict[str, Any]
     unknown: list[Finding]
     missing: list[Finding]
     """Leaves without a spec, if there are only mappings and trees, which must be complete."""
 
 
 def resolve_plain(
-    leaves: Sequence[ShapedLeaf], rules: Combined, mesh: MeshSpec
+    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, rules: Combined
 ) -> tuple[dict[str, Partition], list[Finding]]:
     """The partition of each leaf by path, from presets and patterns with partitions.
 
@@ -57,15 +57,17 @@ def resolve_plain(
     """
     cut = [leaf for leaf in leaves if leaf.shape]
     known = [leaf.path for leaf in leaves]
-    said = ask(leaves, rules, lambda rule: decide_by_table(rule, known))
-    found: dict[str, Partition] = {path: spec or () for path, spec in said.of.items()}
+    named = explicit_specs(leaves, rules, lambda rule: decide_by_table(rule, known))
+    found: dict[str, Partition] = {path: spec or () for path, spec in named.specs.items()}
     if rules.presets:
-        found |= fill(cut, found, rules.presets, mesh)
+        found |= fill(cut, mesh, found, rules.presets)
     partitions = {leaf.path: found.get(leaf.path, ()) for leaf in leaves}
-    return partitions, [*said.missing, *said.unknown]
+    return partitions, [*named.missing, *named.unknown]
 
 
-def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[L]]) -> Said:
+def explicit_specs(
+    leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[L]]
+) -> ExplicitSpecs:
     """For each leaf, the spec from the first explicit rule that covers it.
 
     A leaf without dimensions is covered only by an entry of its own path.
@@ -82,7 +84,7 @@ def ask(leaves: Sequence[L], rules: Combined, decider: Callable[[Any], Decision[
     entries = [entry for decision in decisions for entry in decision.entries or ()]
     must_be_complete = not rules.presets and any(d.entries is not None for d in decisions)
     missing = [leaf.path for leaf in leaves if leaf.shape and leaf.path not in found]
-    return Said(found, unknown, _missing(missing, entries) if must_be_complete else [])
+    return ExplicitSpecs(found, unknown, _missing(missing, entries) if must_be_complete else [])
 
 
 def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
@@ -156,17 +158,15 @@ def _missing(paths: Sequence[str], entries: Sequence[str]) -> list[Finding]:
             Finding("error", path, f"leaf {path!r} has no spec{nearest(path, entries)}")
             for path in paths
         ]
-    names = ", ".join(map(repr, paths[:3]))
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     remedy = "add one, or '**' with P() to leave the rest whole"
-    return [Finding("error", paths[0], f"no pattern matches {names}{more}: {remedy}")]
+    return [Finding("error", paths[0], f"no pattern matches {name_few(paths)}: {remedy}")]
 
 
 def fill(
     leaves: Sequence[ShapedLeaf],
+    mesh: MeshSpec,
     fixed: Mapping[str, Partition],
     presets: Sequence[Preset],
-    mesh: MeshSpec,
 ) -> dict[str, Partition]:
     """The partitions, by path, that presets give to leaves that have none in `fixed`."""
     rest = [leaf for leaf in leaves if leaf.path not in fixed]

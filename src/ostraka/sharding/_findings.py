@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostraka._spec import MeshSpec, Partition, find_misfits, show_partition
-from ostraka.errors import InvalidSharding
+from ostraka.errors import InvalidSharding, headed_list
 from ostraka.sharding._leaf import ShapedLeaf, every_dimension, kernel_of
 
 REPLICATED_LIMIT_BYTES = 64 << 20
@@ -30,10 +30,10 @@ class Finding:
         return self.message
 
 
-def find_problems(
+def findings_of(
     leaves: Sequence[ShapedLeaf],
-    partitions: Mapping[str, Partition],
     mesh: MeshSpec,
+    partitions: Mapping[str, Partition],
     *,
     replicated_limit_bytes: int,
 ) -> list[Finding]:
@@ -43,31 +43,26 @@ def find_problems(
     for leaf in leaves:
         case = (leaf.shape, partitions[leaf.path])
         if case not in fits:
-            found = list(_misfits(leaf, partitions[leaf.path], mesh))
+            found = list(_misfits(leaf, mesh, partitions[leaf.path]))
             findings += found
             if not found:
                 fits.add(case)
     wrong = {finding.path for finding in findings}
     fitting = [leaf for leaf in leaves if leaf.path not in wrong]
     findings += _disagreements(fitting, partitions)
-    findings += _replicated(fitting, partitions, mesh, replicated_limit_bytes)
+    findings += _replicated(fitting, mesh, partitions, replicated_limit_bytes)
     return findings
 
 
 def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
     """Raise InvalidSharding that lists every error, if there are any."""
     errors = [str(finding) for finding in findings if finding.severity == "error"]
-    if len(errors) == 1:
-        raise InvalidSharding(f"{subject}: {errors[0]}")
     if errors:
-        shown = [f"  {error}" for error in errors[:50]]
-        if len(errors) > 50:
-            shown.append(f"  … and {len(errors) - 50} more")
-        raise InvalidSharding("\n".join([f"{subject}, for {len(errors)} reasons:", *shown]))
+        raise InvalidSharding(headed_list(subject, errors))
 
 
-def _misfits(leaf: ShapedLeaf, partition: Partition, mesh: MeshSpec) -> Iterator[Finding]:
-    for message, size in find_misfits(leaf.path, leaf.shape, partition, mesh):
+def _misfits(leaf: ShapedLeaf, mesh: MeshSpec, partition: Partition) -> Iterator[Finding]:
+    for message, size in find_misfits(leaf.path, leaf.shape, mesh, partition):
         remedy = "" if size is None else f"; the nearest size that does is {size}"
         yield Finding("error", leaf.path, message + remedy)
 
@@ -100,8 +95,8 @@ def _shown(partition: Partition) -> str:
 
 def _replicated(
     leaves: Sequence[ShapedLeaf],
-    partitions: Mapping[str, Partition],
     mesh: MeshSpec,
+    partitions: Mapping[str, Partition],
     limit_bytes: int,
 ) -> Iterator[Finding]:
     devices = len(mesh.devices)
@@ -118,7 +113,7 @@ def _replicated(
 
 
 def left_whole(
-    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition], mesh: MeshSpec
+    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, partitions: Mapping[str, Partition]
 ) -> Iterator[Finding]:
     """Warnings for large leaves that presets left whole, one for the same leaf of all layers."""
     devices = len(mesh.devices)

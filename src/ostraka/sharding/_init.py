@@ -47,16 +47,16 @@ def init(
     on a device or in host memory. (An initializer that needs the whole array, as an orthogonal one
     does, still makes that one array whole.) The values are those of `model_fn()`, up to rounding.
 
-    `specs` is a tree of specs for the model, or rules as `spec_tree` takes them. None takes what
-    the variables themselves say, or the arrays if they are made with explicit shardings.
-    The optimizer's arrays lie as the parameters that they belong to, also where they have only some
+    `specs` is a tree of specs for the model, or rules as `spec_tree` takes them. None takes the
+    annotations of the variables, or the explicit shardings that arrays are made with. The
+    optimizer's arrays are cut as the parameters that they belong to, also where they have only some
     of the dimensions, as factored moments do; `wrt` says which variables it changes (`nnx.Param`).
     Returns the model, or model and `nnx.Optimizer`. `model_fn` may also return an
     `nnx.ModelAndOptimizer`, and gets that.
 
     `mesh` may be axis sizes, of which `make_mesh` makes one. If it has Explicit axes, as those of
-    `jax.make_mesh` are, a plain model would fail in its first step: what is made lies on the same
-    devices with Auto axes, and a warning says so. Explicit axes stay if `explicit` is true, or if
+    `jax.make_mesh` are, a plain model would fail in its first step: the result is placed on the
+    same devices with Auto axes, with a warning. Explicit axes stay if `explicit` is true, or if
     `model_fn` itself makes arrays with explicit shardings (`jnp.zeros(…, out_sharding=P("data"))`).
 
         model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
@@ -69,12 +69,14 @@ def init(
     return prepared.finish(prepared.compiled()(), target)
 
 
-_FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_LEAST_MEMORY: dict[str, str | bool] = {
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is to be compiled, and how its result becomes objects."""
+    """A function to compile, and how to rebuild objects from its result."""
 
     make: Callable[[], list[Any]]
     """Returns the arrays of all objects, and puts into `structures` how to rebuild the objects."""
@@ -87,10 +89,10 @@ class Prepared:
         lowered = jax.jit(self.make, out_shardings=self.shardings).lower()
         devices = {device for sharding in self.shardings[:1] for device in sharding.device_set}
         if all(device.platform == "cpu" for device in devices):
-            # XLA for CPUs runs as much as it can at once, with room for all of it. Here that would
-            # take as much memory again as the model. Should it no longer know the option, it may.
+            # By default XLA for CPUs schedules for concurrency, which would take as much memory
+            # again as the model. An XLA that does not know the option compiles without it.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                return lowered.compile(compiler_options=_FRUGAL)
+                return lowered.compile(compiler_options=_LEAST_MEMORY)
         return lowered.compile()
 
     def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
@@ -112,8 +114,8 @@ def prepare(
     check_function(model_fn)
     check_optimizer(optimizer)
     is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
-    # Of an axis of the explicit type JAX would compute every array whole on each device, and cut
-    # it at the end, unless the model says otherwise.
+    # Under Explicit axes JAX would compute every array whole on each device, and cut it at the
+    # end, unless the model says otherwise.
     making = mesh if is_explicit else make_mesh(mesh)
     model = abstract[0] if model_key is None else abstract[0][model_key]
     model_leaves = list(array_leaves(parse_state(model)))
@@ -155,7 +157,7 @@ def _maker(
 def _model_specs(
     model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
 ) -> dict[str, PartitionSpec]:
-    if rules is None and not any(map(_says_itself, leaves)):
+    if rules is None and not any(map(_has_own_spec, leaves)):
         raise InvalidSharding(
             "no variable of the model says how it is cut (out_sharding): give rules, such as "
             'fsdp("data")'
@@ -166,12 +168,12 @@ def _model_specs(
     return specs
 
 
-def _says_itself(leaf: ArrayLeaf) -> bool:
+def _has_own_spec(leaf: ArrayLeaf) -> bool:
     return leaf.named is not None or _traced_spec(leaf.value) is not None
 
 
 def _traced_spec(value: Any) -> PartitionSpec | None:
-    """How an array is cut that was traced under Explicit axes, if it is."""
+    """The spec of an array that was traced under Explicit axes, if it is cut."""
     sharding = getattr(value, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     return spec if any(spec) else None
@@ -220,7 +222,7 @@ def _shapes(
 ) -> tuple[list[Any], str | None]:
     """The states of what is made, abstract, and under which key of the first the model is.
 
-    No variable places itself here.
+    Eager sharding is off: no variable is placed by its annotation.
     """
     from flax import nnx
     from flax.errors import TraceContextError
@@ -243,14 +245,14 @@ def _shapes(
 
 
 def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
-    """Whether variables may place themselves.
+    """Whether eager sharding can place variables by their annotations.
 
     Not if they are annotated for another mesh, nor if an optimizer's have the annotations of a
     parameter with more dimensions, as factored moments do.
     """
     sizes = mesh_spec(mesh)
     return not any(
-        find_misfits(leaf.path, leaf.shape, spec_entries(leaf.path, leaf.named), sizes)
+        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
         for leaf in leaves
         if leaf.named is not None
     )

@@ -1,4 +1,4 @@
-"""What layers are called in models that are in use, and what their arrays are. No JAX.
+"""Names of layers, and of their arrays, in widely used models. No JAX.
 
 The names are those of Flax, Hugging Face, MaxText, bonsai, tunix, Gemma, GPT-2, LLaMA, T5 and
 DeepSeek.

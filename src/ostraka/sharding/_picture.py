@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 
 from ostraka._capture import Devices, describe_sharding
 from ostraka._nodes import Leaf, leaves_of
-from ostraka._picture import draw
 from ostraka._spec import (
     HOST_LOCAL,
     MeshSpec,
@@ -21,6 +20,7 @@ from ostraka._spec import (
 )
 from ostraka._tree import parse
 from ostraka.sharding._data import array_leaves, has_shape, partition_of, to_spec
+from ostraka.sharding._drawing import draw
 from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
 
 
@@ -48,7 +48,7 @@ def picture(
     refuse_swapped("picture(shape, mesh, spec)", spec)
     sizes = mesh_spec(mesh)
     partition = partition_of("array", to_spec("array", spec), len(shape))
-    return draw(tuple(shape), partition, sizes, dimensions=dimensions)
+    return draw(tuple(shape), sizes, partition, dimensions=dimensions)
 
 
 def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
@@ -63,7 +63,7 @@ def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
         mesh, partition = _lies(leaves[0])
         shape = tuple(leaves[0].value.shape)
         whole = ((),) * (len(shape) - len(partition))
-        return draw(shape, partition + whole, mesh, dimensions=dimensions)
+        return draw(shape, mesh, partition + whole, dimensions=dimensions)
     rows = [("leaf", "shape", "spec", "bytes a device", "mesh")]
     for leaf in array_leaves(parsed):
         mesh, partition = _lies(Leaf(leaf.path, leaf.value))

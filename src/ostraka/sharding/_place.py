@@ -28,7 +28,7 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
     in arrays that are its own.
 
     `mesh` may be axis sizes, of which `make_mesh` makes one. If it has Explicit axes, the arrays
-    lie on the same devices with Auto ones, and a warning says so, unless `explicit` is true: only
+    are placed on the same devices with Auto ones, with a warning, unless `explicit` is true: only
     models that are written for Explicit axes run under them.
 
         model = place(model, mesh, fsdp("data"))

@@ -105,7 +105,7 @@ class _Fsdp(Preset):
                 return partition
             by_size = sorted(range(len(leaf.shape)), key=lambda d: -leaf.shape[d])
             cuts = [Cut(dimension, leaf.shape[dimension]) for dimension in by_size]
-            return _cut_first(partition, cuts, axis, mesh)
+            return _cut_first(mesh, partition, cuts, axis)
 
         return fill
 
@@ -131,10 +131,10 @@ class _TensorParallel(Preset):
                 "tensor_parallel knows none of the layers by name or shape, such as "
                 f"{kernels[0].path!r} {kernels[0].shape}: name them with column= and row="
             )
-        return lambda leaf, partition: _cut_first(partition, cuts.get(leaf.path, ()), axis, mesh)
+        return lambda leaf, partition: _cut_first(mesh, partition, cuts.get(leaf.path, ()), axis)
 
 
-def _cut_first(partition: Partition, cuts: Sequence[Cut], axis: str, mesh: MeshSpec) -> Partition:
+def _cut_first(mesh: MeshSpec, partition: Partition, cuts: Sequence[Cut], axis: str) -> Partition:
     """Make the first cut whose dimension is whole and divides, if the axis is not used yet."""
     if any(axis in axes for axes in partition):
         return partition

@@ -20,16 +20,16 @@ from ostraka.sharding._specs import resolve
 def spec_tree(state: Any, rules: SpecRules, *, mesh: AnyMesh | None = None) -> Any:
     """The PartitionSpec of every leaf, in a tree that mirrors `state` leaf by leaf.
 
-    NNX modules and optimizers are mirrored by their `nnx.State`, so that the result goes along with
+    NNX modules and optimizers are mirrored by their `nnx.State`, so that the result fits
     `nnx.state(model)` in `jax.tree.map`. `state` may be abstract. `rules` is one of
 
     - a function of the leaf, or of path and leaf, that returns a PartitionSpec (or None: whole);
-    - a mapping of path patterns to specs, of which the first that matches counts, such as
+    - a mapping of path patterns to specs, of which the first match wins, such as
       `{"**/kernel": P(None, "model"), "**": P()}` (`*` is any name, `**/` any number of names, none
       included); each leaf must be matched, and each pattern must match a leaf;
     - a tree of specs, as this function makes it, or one in which a spec holds for all below a name;
     - one spec for all leaves;
-    - `"metadata"`: what the NNX variables themselves say (`out_sharding`), logical names resolved
+    - `"metadata"`: the annotations of NNX variables (`out_sharding`), logical names resolved
       by their `sharding_rules` and `nnx.logical_axis_rules`; the others stay whole;
     - `logical({"embed": "data", "mlp": "model"})`: the same, with more rules for logical names;
     - `data_parallel()`, `fsdp(…)`, `tensor_parallel(…)`, which need the sizes of the mesh's axes

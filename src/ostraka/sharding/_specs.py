@@ -21,9 +21,9 @@ from ostraka.sharding._data import ArrayLeaf, from_partition, parse_state, to_sp
 from ostraka.sharding._decide import (
     NOTHING,
     Decision,
-    ask,
     decide_by_paths,
     decide_by_table,
+    explicit_specs,
     fill,
 )
 from ostraka.sharding._findings import Finding
@@ -57,14 +57,14 @@ def resolve(
     """
     rules = combined(specs)
     paths = [leaf.path for leaf in leaves] if known is None else known
-    asked = ask(leaves, rules, lambda rule: _decide(rule, paths))
-    said = asked.of
+    named = explicit_specs(leaves, rules, lambda rule: _decide(rule, paths))
+    said = named.specs
     if rules.presets:
         fixed = {path: spec_entries(path, to_spec(path, spec)) for path, spec in said.items()}
         cut = [leaf for leaf in leaves if leaf.shape]
-        filled = fill(cut, fixed, rules.presets, mesh_spec(mesh))
+        filled = fill(cut, mesh_spec(mesh), fixed, rules.presets)
         said = said | {path: from_partition(partition) for path, partition in filled.items()}
-    return Resolved(said, asked.unknown, asked.missing)
+    return Resolved(said, named.unknown, named.missing)
 
 
 def is_rules(value: Any) -> bool:

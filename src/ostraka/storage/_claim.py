@@ -83,8 +83,7 @@ class Claim:
         self._renewing = _thread.allocate_lock()
         self._renewing.acquire()
         _young[self._marker] = (self._store, self._renewing)
-        if _no_timer:
-            _start_timer()
+        _start_timer()
         names = self._store.list()
         if names != [self._marker]:
             if any(is_claim(name) for name in names if name != self._marker):
@@ -187,20 +186,17 @@ def is_claim(name: str) -> bool:
 
 _young: dict[str, tuple[Store, _thread.LockType]] = {}
 """Claims that no thread renews yet, by marker: the store, and a lock whose release ends it."""
-_no_timer = [True]
-"""Token: who pops it starts the timer."""
+_timer = _thread.allocate_lock()
+"""Held by the timer while there is one."""
 
 
 def _start_timer() -> None:
-    try:
-        _no_timer.pop()
-    except IndexError:
-        return  # Another thread was faster.
-    try:
-        _thread.start_new_thread(_start_renewing, ())
-    except BaseException:
-        _no_timer.append(True)
-        raise
+    if _timer.acquire(blocking=False):
+        try:
+            _thread.start_new_thread(_start_renewing, ())
+        except BaseException:
+            _timer.release()
+            raise
 
 
 def _start_renewing() -> None:
@@ -211,8 +207,8 @@ def _start_renewing() -> None:
             if claim is not None:
                 _thread.start_new_thread(_renew, (marker, *claim))
         if not _young:
-            _no_timer.append(True)
-            if _young:  # It came in between, and may have found no token.
+            _timer.release()
+            if _young:  # It came in between, and may have found the timer still held.
                 _start_timer()
             return
 
@@ -232,7 +228,8 @@ def _renew(marker: str, store: Store, end: _thread.LockType) -> None:
 
 def _forget_after_fork() -> None:
     _young.clear()
-    _no_timer[:] = [True]
+    if _timer.locked():
+        _timer.release()
 
 
 after_fork(_forget_after_fork)

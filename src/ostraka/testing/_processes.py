@@ -42,7 +42,7 @@ class ProcessResult:
     `exit_code` is negative when a signal ended the process (-9: SIGKILL). `value` is what the
     function returned; `error` is "TypeName: message" when it raised, with its `traceback`, or
     says why there is no value although the process ended with exit code 0. A process killed
-    before its function ended has neither. `seconds` is the time from its start to its end.
+    before its function ended has neither. `time_s` is the time from its start to its end.
     """
 
     process: int
@@ -52,7 +52,7 @@ class ProcessResult:
     traceback: str | None
     stdout: str
     stderr: str
-    seconds: float
+    time_s: float
 
 
 class ProcessesFailed(Exception):
@@ -75,7 +75,7 @@ class _Child:
     index: int
     popen: subprocess.Popen[bytes]
     started_s: float
-    seconds: float = 0.0
+    time_s: float = 0.0
     report: Report | None = None
     failed_at_s: float | None = None
     ended: bool = False
@@ -307,7 +307,7 @@ def _supervise(
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
     child.ended = True
-    child.seconds = time.monotonic() - child.started_s
+    child.time_s = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):
             child.report = pickle.loads((job_dir / f"{kind}.{child.index}").read_bytes())
@@ -364,7 +364,7 @@ def _collect(child: _Child, job_dir: Path) -> ProcessResult:
         traceback=report.traceback if report else None,
         stdout=(job_dir / f"stdout.{child.index}").read_text(errors="replace"),
         stderr=(job_dir / f"stderr.{child.index}").read_text(errors="replace"),
-        seconds=child.seconds,
+        time_s=child.time_s,
     )
 
 
@@ -405,14 +405,14 @@ def _describe_state(child: _Child, result: ProcessResult) -> str:
         return f"failed: {result.error}"
     if child.killed:
         did = "returned, but" if child.report else "was still running and"
-        return f"{did} had to be killed after {child.seconds:.1f} s"
+        return f"{did} had to be killed after {child.time_s:.1f} s"
     when = "after" if child.report else "before"
     if result.exit_code < 0:
         name = signal.Signals(-result.exit_code).name
         return f"was ended by {name} {when} the function returned"
     if result.exit_code > 0:
         return f"ended with exit code {result.exit_code} {when} the function returned"
-    return f"returned after {child.seconds:.1f} s"
+    return f"returned after {child.time_s:.1f} s"
 
 
 def _tail(title: str, text: str) -> list[str]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
 
-from ostraka._box import Box
 from ostraka._source import Source
-from ostraka._spec import Target
-from ostraka._stream import Array, Result, Targets, as_numbers, pieces_of, slices_of, work_through
+from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What there is to say of many numbers at once.
+    """Statistics of many numbers.
 
     `least` and `most` leave out NaN, `mean` and `std` infinities too; all are None where no number
     is left. Of complex numbers, they are those of the magnitudes.
@@ -34,7 +30,7 @@ class Statistics:
     infinite: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Of both together, as if they had been looked at as one."""
+        """The statistics of both together."""
         mean, std = _join_moments(self, other)
         return Statistics(
             count=self.count + other.count,
@@ -52,15 +48,11 @@ class Statistics:
 
 
 def statistics_of(
-    source: Source, leaves: Sequence[int], *, on_bytes: Callable[[int], None] | None = None
+    source: Source, leaves: Iterable[int], *, on_bytes: OnBytes = None
 ) -> dict[int, Statistics]:
     """The statistics of some leaves, by their numbers; everything that is read is verified."""
-
-    # Added up in the order of their boxes, so that the last digits are the same each time.
-    return {
-        leaf: reduce(add, parts, Statistics())
-        for leaf, parts in _in_parts(source, leaves, _summarize, on_bytes).items()
-    }
+    found = add_up([source], [(leaf,) for leaf in leaves], _summarize, Statistics(), on_bytes)
+    return {leaf: total for (leaf,), total in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,59 +70,30 @@ class NotFinite:
 
 
 def may_be_not_finite(dtype: str) -> bool:
-    """Whether arrays of a dtype need to be read to know that there is no NaN in them."""
+    """Whether arrays of a dtype can hold NaN or infinity."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def count_not_finite(
-    source: Source, leaves: Sequence[int], *, on_bytes: Callable[[int], None] | None = None
+    source: Source, leaves: Iterable[int], *, on_bytes: OnBytes = None
 ) -> dict[int, NotFinite]:
     """How many elements of some leaves are NaN or infinite; everything that is read is verified."""
-    return {
-        leaf: reduce(add, parts, NotFinite())
-        for leaf, parts in _in_parts(source, leaves, _count_not_finite, on_bytes).items()
-    }
-
-
-def _in_parts(
-    source: Source,
-    leaves: Sequence[int],
-    work: Callable[[Sequence[Array]], Result],
-    on_bytes: Callable[[int], None] | None,
-) -> dict[int, list[Result]]:
-    """What `work` gives for the pieces of each leaf, in the order of their boxes."""
-    once = tuple(dict.fromkeys(leaves))
-
-    def wanted() -> Iterator[Targets]:
-        for leaf in once:
-            for box in pieces_of(source, leaf):
-                yield (Target(leaf, box),)
-
-    parts: dict[int, dict[Box, Result]] = {leaf: {} for leaf in once}
-    for ((leaf, box),), part in work_through([source], wanted(), work, on_bytes):
-        parts[leaf][box] = part
-    return {leaf: [found[box] for box in sorted(found)] for leaf, found in parts.items()}
+    found = add_up([source], [(leaf,) for leaf in leaves], _count_not_finite, NotFinite(), on_bytes)
+    return {leaf: total for (leaf,), total in found.items()}
 
 
 def _count_not_finite(arrays: Sequence[Array]) -> NotFinite:
-    total = NotFinite()
-    for (values,) in slices_of(*arrays):
-        numbers = values if values.dtype.kind in "fc" else as_numbers(values)
-        finite = np.isfinite(numbers)
-        if not finite.all():
-            nan = int(np.isnan(numbers).sum())
-            total += NotFinite(nan, int((~finite).sum()) - nan)
-    return total
+    (values,) = arrays
+    numbers = values if values.dtype.kind in "fc" else as_numbers(values)
+    finite = np.isfinite(numbers)
+    if finite.all():
+        return NotFinite()
+    nan = int(np.isnan(numbers).sum())
+    return NotFinite(nan, int((~finite).sum()) - nan)
 
 
 def _summarize(arrays: Sequence[Array]) -> Statistics:
-    total = Statistics()
-    for (values,) in slices_of(*arrays):
-        total += _look_at(as_numbers(values))
-    return total
-
-
-def _look_at(values: Array) -> Statistics:
+    values = as_numbers(arrays[0])
     if values.dtype.kind in "iu":
         return Statistics(
             values.size, int(values.min()), int(values.max()), *_moments(values.astype(np.float64))
@@ -138,12 +101,13 @@ def _look_at(values: Array) -> Statistics:
     magnitudes = np.abs(values) if values.dtype.kind == "c" else values
     numbers = magnitudes[~np.isnan(magnitudes)]
     finite = numbers[np.isfinite(numbers)]
+    mean, std = _moments(finite)
     return Statistics(
         count=values.size,
         least=float(numbers.min()) if numbers.size else None,
         most=float(numbers.max()) if numbers.size else None,
-        mean=_moments(finite)[0],
-        std=_moments(finite)[1],
+        mean=mean,
+        std=std,
         nan=values.size - numbers.size,
         infinite=numbers.size - finite.size,
     )
@@ -152,7 +116,7 @@ def _look_at(values: Array) -> Statistics:
 def _moments(values: Array) -> tuple[float | None, float | None]:
     if not values.size:
         return None, None
-    # Numbers near the largest overflow here; what comes out says so itself.
+    # Numbers near the largest overflow here to infinity, which is shown.
     with np.errstate(over="ignore", invalid="ignore"):
         return float(values.mean()), float(values.std())
 

@@ -1,24 +1,22 @@
-"""In what two checkpoints differ: structure, shapes, dtypes, shardings, values. No JAX.
+"""How two checkpoints differ: structure, shapes, dtypes, shardings, values. No JAX.
 
 Arrays are compared piece by piece, in bounded memory. NaN equals NaN, and -0.0 equals 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import Any, Literal
 
 import numpy as np
 
-from ostraka._box import Box
 from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
-from ostraka._spec import LeafSpec, Target, show_partition
-from ostraka._stream import Array, Targets, as_numbers, pieces_of, slices_of, work_through
+from ostraka._spec import LeafSpec, show_partition
+from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
+from ostraka.sharding._leaf import without_trailing
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 
@@ -111,39 +109,30 @@ class CompareOptions:
 
 
 def compare(
-    a: Source, b: Source, options: CompareOptions, *, on_bytes: Callable[[int], None] | None = None
+    a: Source, b: Source, options: CompareOptions, *, on_bytes: OnBytes = None
 ) -> Comparison:
     """Compare two checkpoints, leaf by leaf; everything that is read is verified."""
     in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
-    paths = [*in_a, *(path for path in in_b if path not in in_a)]
-    pairs: list[tuple[int, int]] = []
-    if options.values:
-        for path in in_a.keys() & in_b.keys():
-            pair = _comparable(a, in_a[path], b, in_b[path])
-            pairs += [pair] if pair else []
-    distances = _distances(a, b, sorted(set(pairs)), options, on_bytes)
+    pairs = _comparable_arrays(a, b, options)
+
+    def measure(arrays: Sequence[Array]) -> Distance:
+        return _measure(arrays[0], arrays[1], options)
+
+    distances = add_up([a, b], sorted({*pairs.values()}), measure, Distance(), on_bytes)
     leaves: list[LeafComparison] = []
-    for path in paths:
+    for path in in_a | in_b:
         one = _describe(a, path, in_a[path]) if path in in_a else None
         other = _describe(b, path, in_b[path]) if path in in_b else None
-        distance = distances.get(_numbers(in_a.get(path), in_b.get(path)))
-        leaves.append(
-            LeafComparison(
-                path, one, other, tuple(_aspects(one, other, distance, options)), distance
-            )
-        )
+        distance = distances[pairs[path]] if path in pairs else None
+        differs = tuple(_aspects(one, other, distance, options))
+        leaves.append(LeafComparison(path, one, other, differs, distance))
     return Comparison(tuple(leaves), () if options.patterns else tuple(_containers(a, b)))
 
 
 def bytes_to_read(a: Source, b: Source, options: CompareOptions) -> int:
     """The bytes of all arrays that `compare` would read."""
-    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
-    pairs = {_comparable(a, in_a[p], b, in_b[p]) for p in in_a.keys() & in_b.keys()}
-    return sum(
-        a.saved.leaves[pair[0]].nbytes + b.saved.leaves[pair[1]].nbytes
-        for pair in pairs
-        if pair and options.values
-    )
+    pairs = {*_comparable_arrays(a, b, options).values()}
+    return sum(a.saved.leaves[one].nbytes + b.saved.leaves[other].nbytes for one, other in pairs)
 
 
 def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
@@ -154,20 +143,24 @@ def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
     }
 
 
-def _comparable(a: Source, one: Any, b: Source, other: Any) -> tuple[int, int] | None:
-    """The numbers of two array leaves of one shape."""
-    if not isinstance(one, ArrayNumber) or not isinstance(other, ArrayNumber):
-        return None
-    shapes = [s.saved.leaves[n.number].shape for s, n in ((a, one), (b, other))]
-    return (one.number, other.number) if shapes[0] == shapes[1] else None
+def _comparable_arrays(a: Source, b: Source, options: CompareOptions) -> dict[str, tuple[int, int]]:
+    """By path, the numbers of the arrays that both have with one shape; none if none is read."""
+    if not options.values:
+        return {}
+    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
+    pairs = {
+        path: (one.number, in_b[path].number)
+        for path, one in in_a.items()
+        if isinstance(one, ArrayNumber) and isinstance(in_b.get(path), ArrayNumber)
+    }
+    return {
+        path: (one, other)
+        for path, (one, other) in pairs.items()
+        if a.saved.leaves[one].shape == b.saved.leaves[other].shape
+    }
 
 
 # What is said of a leaf
-
-
-def _numbers(one: Any, other: Any) -> tuple[int, int]:
-    """The numbers of two arrays; of anything else, numbers that none has."""
-    return getattr(one, "number", -1), getattr(other, "number", -1)
 
 
 def _describe(source: Source, path: str, value: Any) -> Described:
@@ -194,10 +187,7 @@ def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
     if not mesh.axis_names:
         return f"one device{memory}"
-    cut = leaf.partition
-    while cut and not cut[-1]:
-        cut = cut[:-1]  # trailing dimensions that are whole make no difference
-    return f"{show_partition(cut)} on {mesh}{memory}"
+    return f"{show_partition(without_trailing(leaf.partition))} on {mesh}{memory}"
 
 
 def _aspects(
@@ -205,14 +195,9 @@ def _aspects(
 ) -> Iterator[Aspect]:
     if a is None or b is None:
         return
-    if a.kind != b.kind:
-        yield "kind"
-    if a.shape != b.shape:
-        yield "shape"
-    if a.dtype != b.dtype:
-        yield "dtype"
-    if a.same_as != b.same_as:
-        yield "same_as"
+    for aspect in ("kind", "shape", "dtype", "same_as"):
+        if getattr(a, aspect) != getattr(b, aspect):
+            yield aspect
     if options.shardings and a.sharding != b.sharding:
         yield "sharding"
     if a.value != b.value or (distance is not None and distance.changed):
@@ -222,52 +207,22 @@ def _aspects(
 # Elements
 
 
-def _distances(
-    a: Source,
-    b: Source,
-    pairs: Sequence[tuple[int, int]],
-    options: CompareOptions,
-    on_bytes: Callable[[int], None] | None,
-) -> dict[tuple[int, int], Distance]:
-    """How far apart the leaves of each pair are."""
-
-    def wanted() -> Iterator[Targets]:
-        for one, other in pairs:
-            for box in pieces_of(a, one):
-                yield Target(one, box), Target(other, box)
-
-    def measure(arrays: Sequence[Array]) -> Distance:
-        total = Distance()
-        for one, other in slices_of(*arrays):
-            if _is_identical(one, other):
-                total += Distance(one.size)
-            else:
-                total += _measure(as_numbers(one), as_numbers(other), options)
-        return total
-
-    parts: dict[tuple[int, int], dict[Box, Distance]] = {pair: {} for pair in pairs}
-    for (one, other), part in work_through([a, b], wanted(), measure, on_bytes):
-        parts[one.leaf, other.leaf][one.box] = part
-    # Added up in the order of their boxes, so that the last digits are the same each time.
-    return {
-        pair: reduce(add, (found[box] for box in sorted(found)), Distance())
-        for pair, found in parts.items()
-    }
-
-
 def _is_identical(a: Array, b: Array) -> bool:
-    """Whether all bits are the same; quick, and most often all that there is to find out."""
+    """Whether all bits are the same: a quick test that most arrays pass."""
     return a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all())
 
 
 def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
+    if _is_identical(a, b):
+        return Distance(a.size)
+    a, b = as_numbers(a), as_numbers(b)
     unequal = a != b
     if not unequal.any():
         return Distance(a.size)
     elements = a.size
     a, b = a[unequal], b[unequal]
     nan = 0
-    # What overflows here becomes an infinity, and is told as one.
+    # What overflows here becomes an infinity, and is reported as one.
     with np.errstate(over="ignore", invalid="ignore"):
         if a.dtype.kind in "iu" and a.dtype == b.dtype:
             # The difference of two integers may need a bit more than they have.
@@ -291,7 +246,7 @@ def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
 def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
     """Containers that are of different kinds, and empty ones that only one checkpoint has."""
     in_a, in_b = dict(_walk(a.tree)), dict(_walk(b.tree))
-    for path in [*in_a, *(path for path in in_b if path not in in_a)]:
+    for path in in_a | in_b:
         one, is_empty = in_a.get(path, ("", False))
         other, is_empty_too = in_b.get(path, ("", False))
         if one != other and ((one and other) or is_empty or is_empty_too):

@@ -26,8 +26,8 @@ _MOST_CELLS = 16
 
 def draw(
     shape: tuple[int, ...],
-    partition: Partition,
     mesh: MeshSpec,
+    partition: Partition,
     *,
     dimensions: tuple[int, int] | None = None,
     most: int | None = None,
@@ -37,7 +37,7 @@ def draw(
     Two dimensions are drawn, one down and one across: those of `dimensions`, or the first two that
     are cut. Others that are cut give a drawing for each of their parts, of which `most` are shown.
     """
-    check_partition("array", shape, partition, mesh)
+    check_partition("array", shape, mesh, partition)
     rank = len(shape)
     grid = partition_grid(mesh, partition, rank)
     drawn = _drawn_dimensions(grid, dimensions)

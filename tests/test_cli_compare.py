@@ -15,8 +15,9 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
-from ostraka import _stream
-from ostraka._compare import (
+from ostraka._source import Source
+from ostraka.cli import _stream
+from ostraka.cli._compare import (
     CompareOptions,
     Comparison,
     Distance,
@@ -24,7 +25,6 @@ from ostraka._compare import (
     bytes_to_read,
     compare,
 )
-from ostraka._source import Source
 from ostraka.formats import open_source
 from ostraka.storage import open_store
 

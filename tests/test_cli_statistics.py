@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
-from ostraka import _stream
 from ostraka._source import Source
 from ostraka._spec import DTYPES
-from ostraka._statistics import (
+from ostraka.cli import _stream
+from ostraka.cli._statistics import (
     NotFinite,
     Statistics,
     count_not_finite,

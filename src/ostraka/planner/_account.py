@@ -1,14 +1,14 @@
 """Files, bytes, memory and recovery, from plans. Pure: the numbers of the plans that are executed.
 
-Whatever is counted here is counted on the write plan that a save runs, or on the read plan that a
-restore runs. Nothing is estimated, but where a name says so.
+All numbers come from the write plan that a save runs, or from the read plan that a restore runs.
+Nothing is estimated, unless a name says so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -45,7 +45,7 @@ class Spread:
 
     @property
     def skew(self) -> float:
-        """By which share the most exceeds the mean; 0 is perfectly even."""
+        """The fraction by which the most exceeds the mean; 0 is perfectly even."""
         return self.most / self.mean - 1 if self.mean else 0.0
 
 
@@ -102,9 +102,9 @@ def describe_metadata(
     writer: Mapping[str, Any],
     indexes: Mapping[int, int],
 ) -> Metadata:
-    """What `_METADATA` will say, but for the id and the digests, which have a length that is known.
+    """What `_METADATA` will say, with placeholders of the right length for the id and the digests.
 
-    If that of `writer` is, the size of its encoding is that of the real one.
+    If `writer` has the right length, too, the encoding is as long as the real one.
     """
     return Metadata(
         id=_NO_ID,
@@ -130,8 +130,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
     accelerators comes to the host shard by shard, as many at a time as the budget for boxes admits;
     on CPUs the shards are read where they are.
     """
-    files = max((len(list(group)) for group in _files_grouped(plan)), default=0)
-    threads = min(writers, files)
+    files = Counter(plan.process_of[file.device] for file in plan.files)
+    threads = min(writers, max(files.values(), default=0))
     scratch = threads * _format.BLOCK_BYTES
     if not on_accelerators:
         return scratch
@@ -143,13 +143,6 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
         at_once = min(threads, max(STAGING_BYTES // box, 1))
         staged = max(staged, at_once * _shard_bytes(leaf.spec, plan.meshes))
     return scratch + staged
-
-
-def _files_grouped(plan: WritePlan) -> Iterable[Iterable[FileEntry]]:
-    def process_of(file: FileEntry) -> int:
-        return plan.process_of[file.device]
-
-    return (group for _, group in groupby(sorted(plan.files, key=process_of), process_of))
 
 
 def _one_of_each_kind(plan: WritePlan) -> Iterable[Any]:
@@ -304,7 +297,7 @@ class ReadAccount:
 
     @property
     def over_read(self) -> float:
-        """What is read beyond what is needed, as a share of what is needed."""
+        """What is read beyond what is needed, as a fraction of what is needed."""
         return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from math import prod
-from typing import Any, TypeVar
+from operator import add
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -16,7 +18,16 @@ from ostraka._spec import Target, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Targets = tuple[Target, ...]
-Result = TypeVar("Result")
+Numbers = tuple[int, ...]
+"""The numbers of leaves that are worked on together, one of each source."""
+OnBytes = Callable[[int], None] | None
+
+
+class Addable(Protocol):
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+Total = TypeVar("Total", bound=Addable)
 
 PIECE_BYTES = 16 << 20
 """A piece in memory is no larger; smaller ones are read together, up to this much at a time."""
@@ -27,7 +38,56 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 """What is worked on at a time: few enough that copies of them as float64 stay in the cache."""
 
 
-def pieces_of(source: Source, leaf: int) -> Iterator[Box]:
+def add_up(
+    sources: Sequence[Source],
+    leaves: Sequence[Numbers],
+    measure: Callable[[Sequence[Array]], Total],
+    zero: Total,
+    on_bytes: OnBytes = None,
+) -> dict[Numbers, Total]:
+    """The sum of what `measure` gives for each of `leaves`, looked at a few elements at a time.
+
+    Leaves that are measured together have one shape. What is in memory at one time is bounded,
+    whatever there is to read. `on_bytes` is told how many bytes of arrays have been worked through
+    since it was last called.
+    """
+
+    def read_and_measure(batch: list[Targets]) -> tuple[list[tuple[Targets, Total]], int]:
+        columns = [
+            _read_all(source, [targets[number] for targets in batch])
+            for number, source in enumerate(sources)
+        ]
+        nbytes = sum(array.nbytes for column in columns for array in column)
+        sums = [
+            reduce(add, map(measure, _slices_of(arrays)), zero)
+            for arrays in zip(*columns, strict=True)
+        ]
+        return list(zip(batch, sums, strict=True)), nbytes
+
+    parts: dict[Numbers, dict[Box, Total]] = {numbers: {} for numbers in leaves}
+    batches = _batches(sources, _targets(sources[0], parts))
+    stop = StopSignal()
+    for _, (results, nbytes) in run_as_completed(
+        read_and_measure, batches, threads=_BATCHES_AT_A_TIME, stop=stop
+    ):
+        for targets, part in results:
+            parts[tuple(target.leaf for target in targets)][targets[0].box] = part
+        if on_bytes is not None:
+            on_bytes(nbytes)
+    # Batches end in any order. Added in the order of boxes, the last digits are always the same.
+    return {
+        numbers: reduce(add, (found[box] for box in sorted(found)), zero)
+        for numbers, found in parts.items()
+    }
+
+
+def _targets(source: Source, leaves: Iterable[Numbers]) -> Iterator[Targets]:
+    for numbers in leaves:
+        for box in _pieces_of(source, numbers[0]):
+            yield tuple(Target(number, box) for number in numbers)
+
+
+def _pieces_of(source: Source, leaf: int) -> Iterator[Box]:
     """The boxes of a leaf: all of a small one, else parts of its cells, each one run of a file."""
     spec = source.saved.leaves[leaf]
     is_small = spec.nbytes <= _SMALL_BYTES
@@ -54,35 +114,6 @@ def _cut(box: Box, max_elements: int) -> Iterator[Box]:
         yield from _cut(slab, max_elements)
 
 
-def work_through(
-    sources: Sequence[Source],
-    wanted: Iterable[Targets],
-    work: Callable[[Sequence[Array]], Result],
-    on_bytes: Callable[[int], None] | None,
-) -> Iterator[tuple[Targets, Result]]:
-    """What `work` gives for each item of `wanted`: a box of a leaf in each of the sources.
-
-    Items come in any order. What is in memory at one time is bounded, whatever there is to read.
-    `on_bytes` is told how many bytes of arrays have been worked through since it was last called.
-    """
-
-    def read_and_work(batch: list[Targets]) -> tuple[list[tuple[Targets, Result]], int]:
-        columns = [
-            _read_all(source, [targets[number] for targets in batch])
-            for number, source in enumerate(sources)
-        ]
-        nbytes = sum(array.nbytes for column in columns for array in column)
-        rows = zip(*columns, strict=True)
-        return [(item, work(arrays)) for item, arrays in zip(batch, rows, strict=True)], nbytes
-
-    batches = _batches(sources, wanted)
-    done = run_as_completed(read_and_work, batches, threads=_BATCHES_AT_A_TIME, stop=StopSignal())
-    for _, (results, nbytes) in done:
-        yield from results
-        if on_bytes is not None:
-            on_bytes(nbytes)
-
-
 def _batches(sources: Sequence[Source], wanted: Iterable[Targets]) -> Iterator[list[Targets]]:
     """Items together that need about `PIECE_BYTES` of each source."""
     batch: list[Targets] = []
@@ -105,7 +136,7 @@ def _read_all(source: Source, targets: Sequence[Target]) -> list[Array]:
     return [found[number] for number in range(len(targets))]
 
 
-def slices_of(*arrays: Array) -> Iterator[tuple[Array, ...]]:
+def _slices_of(arrays: Sequence[Array]) -> Iterator[tuple[Array, ...]]:
     """Arrays of one shape, flat, some elements at a time."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, _ELEMENTS_AT_A_TIME):

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from ostraka import _account, _box, _format, _metadata
-from ostraka._account import Spread
+from ostraka import _box, _format, _metadata
 from ostraka._plan_write import plan_write
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
+from ostraka.planner import _account
+from ostraka.planner._account import Spread
 from ostraka.planner._time import Bandwidths, advise_interval
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
