@@ -1,9 +1,11 @@
 """Checkpoints in buckets: faults on the way, what they cost in requests, and what is refused."""
 
 import os
+import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -383,3 +385,91 @@ def test_an_answer_that_is_lost_for_good(bucket: str, monkeypatch: pytest.Monkey
     ostraka.save(path, {"a": 2})
     assert ostraka.restore(path) == {"a": 2}
     assert [name for name in open_store(path).list() if name.startswith("shards-")] == []
+
+
+# Several processes
+
+
+def leaves_of(mesh_of: Mesh) -> dict[str, Any]:
+    def make(shape: tuple[int, ...], spec: P, first: int) -> jax.Array:
+        whole = np.arange(first, first + np.prod(shape), dtype=np.float32).reshape(shape)
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh_of, spec), lambda index: whole[index]
+        )
+
+    return {
+        "rows": make((16, 40_000), P("data"), 0),
+        "columns": make((24, 16), P(None, "data"), 5),
+        "whole": make((7,), P(), 9),
+    }
+
+
+def save_leaves(path: str) -> None:
+    ostraka.save(path, leaves_of(jax.make_mesh((jax.device_count(),), ("data",))))
+
+
+def restore_leaves(path: str) -> list[str]:
+    expected = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
+    found = ostraka.restore(path, like=expected)
+    wrong = []
+    for name, array in expected.items():
+        pairs = zip(array.addressable_shards, found[name].addressable_shards, strict=True)
+        if not all(np.array_equal(np.asarray(a.data), np.asarray(b.data)) for a, b in pairs):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_four_processes_save_and_others_restore(bucket: str):
+    path = f"{bucket}/c"
+    run_processes(save_leaves, path, processes=4, devices_per_process=2)
+    assert ostraka.verify(path).ok
+    for processes, devices in ((2, 2), (1, 8)):
+        results = run_processes(
+            restore_leaves, path, processes=processes, devices_per_process=devices
+        )
+        assert [result.value for result in results] == [[]] * processes
+
+
+def save_number(path: str, number: int, mark: str) -> None:
+    _claim.DEAD_AFTER_S, _claim.RENEW_EVERY_S = 3.0, 0.5
+    placed = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), P("data"))
+    array = jax.make_array_from_callback(
+        (8, 1 << 19), placed, lambda index: np.full((8, 1 << 19), number, np.float32)[index]
+    )
+    if jax.process_index() == 0:
+        Path(mark).touch()
+    ostraka.save(path, {"a": array, "number": number})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With -9, at any moment: the old or the new checkpoint is whole, the next save cleans up."""
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)
+    path, rng, tally = f"{bucket}/c", random.Random(0), Counter[str]()
+    before = 0
+    ostraka.save(path, {"a": np.zeros((8, 1 << 19), np.float32), "number": 0})
+    for number in range(1, int(os.environ.get("OSTRAKA_TEST_KILLS", "40")) + 1):
+        mark = tmp_path / str(number)
+        run_processes(
+            save_number,
+            path,
+            number,
+            str(mark),
+            processes=4,
+            devices_per_process=2,
+            heartbeat_timeout_s=10,
+            check=False,
+            on_start=kill_when(rng.randrange(4), appears=mark, after_s=rng.uniform(0, 0.5)),
+        )
+        found = ostraka.restore(path)
+        assert found["number"] in (before, number)
+        assert_same(found["a"], np.full((8, 1 << 19), found["number"], np.float32))
+        tally["new" if found["number"] == number else "old"] += 1
+        before = -number
+        ostraka.save(path, {"a": np.full((8, 1 << 19), before, np.float32), "number": before})
+        names = [n for n in open_store(path).list() if open_store(path).files(n)]
+        assert sorted(name.split("-")[0] for name in names) == ["_METADATA", "shards"]
+    print(tally)
+    assert tally["old"]
