@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -31,9 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ostraka
 from ostraka.storage import open_store
+from tests.servers import BUCKET, Server, seaweed
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from servers import BUCKET, Server, seaweed
 
 LEAVES = 8
 PUTS = ((8, 8 << 20, 4), (4, 8 << 20, 4), (2, 16 << 20, 4), (8, 32 << 20, 2))
@@ -105,7 +103,7 @@ class Bare:
         def get(place: tuple[int, int]) -> None:
             n, start = place
             stop = min(start + nbytes, self.size)
-            data = obstore.get_range(self.bucket, f"bare/{n}", start=start, end=stop)
+            data: Any = obstore.get_range(self.bucket, f"bare/{n}", start=start, end=stop)
             into[n][start:stop] = np.frombuffer(data, np.uint8)
 
         with ThreadPoolExecutor(requests) as pool:
