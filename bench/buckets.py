@@ -27,11 +27,10 @@ import obstore
 import psutil
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.servers import BUCKET, Server, seaweed
 
 import ostraka
 from ostraka.storage import open_store
-from tests.servers import BUCKET, Server, seaweed
-
 
 LEAVES = 8
 PUTS = ((8, 8 << 20, 4), (4, 8 << 20, 4), (2, 16 << 20, 4), (8, 32 << 20, 2))
