@@ -84,10 +84,6 @@ class Claim:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         self._store.touch(self._marker, create=True)
-        self._renewing = _thread.allocate_lock()
-        self._renewing.acquire()
-        _young[self._marker] = (self._store, self._renewing)
-        _start_timer()
         names = self._store.list()
         for pause_s in _PAUSES_S:
             # Two that begin at the same moment see each other. Both give way, and come back at
@@ -98,6 +94,11 @@ class Claim:
             time.sleep(random.uniform(0, pause_s))
             self._store.touch(self._marker, create=True)
             names = self._store.list()
+        # Renewed from now on, and not before: who renews a marker gives up when it is gone.
+        self._renewing = _thread.allocate_lock()
+        self._renewing.acquire()
+        _young[self._marker] = (self._store, self._renewing)
+        _start_timer()
         if names != [self._marker]:
             if self._has_others(names):
                 self._remove_dead(wait=wait)
