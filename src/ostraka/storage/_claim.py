@@ -83,27 +83,38 @@ class Claim:
     def _mark(self, *, wait: bool) -> None:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
         self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
-        self._store.touch(self._marker, create=True)
+        self._put_marker()
         names = self._store.list()
         for pause_s in _PAUSES_S:
             # Two that begin at the same moment see each other. Both give way, and come back at
             # different times; an owner that was there before is still there then.
             if not self._has_others(names) or not self._has_rival():
                 break
-            self._store.delete(self._marker)
+            self._remove_marker()
             time.sleep(random.uniform(0, pause_s))
-            self._store.touch(self._marker, create=True)
+            self._put_marker()
             names = self._store.list()
-        # Renewed from now on, and not before: who renews a marker gives up when it is gone.
-        self._renewing = _thread.allocate_lock()
-        self._renewing.acquire()
-        _young[self._marker] = (self._store, self._renewing)
-        _start_timer()
         if names != [self._marker]:
             if self._has_others(names):
                 self._remove_dead(wait=wait)
                 names = self._store.list()
             self.names = [name for name in names if not is_claim(name)]
+
+    def _put_marker(self) -> None:
+        self._store.touch(self._marker, create=True)
+        self._renewing = _thread.allocate_lock()
+        self._renewing.acquire()
+        _young[self._marker] = (self._store, self._renewing)
+        _start_timer()
+
+    def _remove_marker(self) -> None:
+        try:
+            self._store.delete(self._marker)
+        finally:
+            _young.pop(self._marker, None)
+            renewing, self._renewing = self._renewing, None
+            if renewing is not None:
+                renewing.release()
 
     def _has_rival(self) -> bool:
         """Whether another may have begun just now."""
@@ -142,17 +153,13 @@ class Claim:
         """Let others have the place; again is as good as once."""
         if os.getpid() != self._process:
             return  # A forked child: it is its parent's.
-        marker, self._marker = self._marker, ""
         try:
-            if marker:
-                self._store.delete(marker)
+            if self._marker:
+                self._remove_marker()
         except OSError:
             pass  # The next save removes it.
         finally:
-            _young.pop(marker, None)
-            renewing, self._renewing = self._renewing, None
-            if renewing is not None:
-                renewing.release()
+            self._marker = ""
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
