@@ -369,6 +369,13 @@ def test_onto_itself(made: Path, root: Path):
             ostraka.copy(path, path)
 
 
+def test_stores_of_one_name_on_two_servers(made: Path, tmp_path: Path):
+    target = FaultyStore(tmp_path / "there")
+    target.location = str(made)
+    ostraka.copy(open_store(made), target)
+    assert contents(tmp_path / "there") == contents(made)
+
+
 def test_nothing_to_copy(tmp_path: Path):
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at"):
         ostraka.copy(tmp_path / "nothing", tmp_path / "there")
@@ -386,6 +393,44 @@ def test_a_target_where_a_save_is_under_way(made: Path, tmp_path: Path):
         ostraka.copy(made, there)
     ostraka.copy(made, there)
     assert contents(there) == contents(made)
+
+
+def test_two_copies_at_once(made: Path):
+    """The second finds the place taken, and spoils nothing."""
+    below = memory()
+    refused: list[str] = []
+
+    def copy_too(verb: str, name: str) -> None:
+        if verb == "finish" and not refused:
+            with pytest.raises(Busy, match="is under way") as caught:
+                ostraka.copy(made, below)
+            refused.append(str(caught.value))
+
+    ostraka.copy(made, FaultyStore(below, before=copy_too, parts=Parts(at_once=1)))
+    assert refused
+    assert contents(below) == contents(made)
+
+
+def test_a_copy_that_was_taken_for_dead_deletes_nothing(checkpoint: Path):
+    """It finds damage, in its last file, after another has taken its place."""
+    last = max(checkpoint.glob("shards-*/*.safetensors"))
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    below = memory()
+    taken: list[str] = []
+
+    def take_over(verb: str, name: str) -> None:
+        if verb == "finish" and not taken:
+            taken.append(name)
+            for other in below.list():
+                if other.startswith("_CLAIM-"):
+                    below.delete(other)
+
+    parts = Parts(at_once=1, in_any_order=False)
+    with pytest.raises(Damaged, match=last.name):
+        ostraka.copy(checkpoint, FaultyStore(below, before=take_over, parts=parts))
+    assert below.look(taken[0]) is not None
 
 
 def test_files_that_another_removes_before_the_commit(made: Path):

@@ -63,7 +63,8 @@ def _copy_claimed(
     except Damaged:
         # It can't become a checkpoint, so nobody should have to clean it up.
         with suppress(OSError):
-            target.delete(directory)
+            if claim.is_held():
+                target.delete(directory)
         raise
     _commit(source, target, metadata, claim)
     tally.add(copied=len(metadata))

@@ -75,13 +75,15 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
 
     `source` may be `runs/7` for step 7 of `runs`; `target` is taken as it is. Steps keep the names
     of their directories; pins are not copied. `on_bytes` is called now and then, from threads, with
-    the bytes done so far and the bytes that there are.
+    the bytes done so far and the bytes that there are. Of several processes, one should call it.
 
     >>> print(ostraka.copy("runs", "s3://bucket/runs"))
     """
     begin = time.perf_counter()
     root, place = open_store(source), open_store(target)
-    if root.location == place.location:
+    # Stores that were given as such may have one name on two servers.
+    are_paths = not isinstance(source, Store) and not isinstance(target, Store)
+    if are_paths and root.location == place.location:
         raise PathInTheWay(f"{root.location} can't be copied onto itself; give another place")
     tell = on_bytes or (lambda done, total: None)
     names = _steps_in(root)

@@ -51,11 +51,12 @@ def copy_files(
         contents = shard_contents(source.metadata)
     files = [ShardFile(source.shards, *file) for file in contents.values()]
     candidates = [file for file in files if there.get(file.name) == file.entry.size]
+    stop = StopSignal()
     is_whole = run_all(
-        lambda file: _is_whole(target, file),
+        lambda file: _is_whole(target, file, stop),
         candidates,
         threads=target.parts.reads_at_once,
-        stop=StopSignal(),
+        stop=stop,
     )
     whole = {file.name for file, good in zip(candidates, is_whole, strict=True) if good}
     tally.add(skipped=sum(file.entry.size for file in files if file.name in whole))
@@ -133,7 +134,7 @@ class _Copy:
             return self._writer
 
 
-def _is_whole(target: Store, file: ShardFile) -> bool:
+def _is_whole(target: Store, file: ShardFile, stop: StopSignal) -> bool:
     """Whether the target has every byte of a file."""
     try:
         reader = target.open(file.name)
@@ -141,13 +142,15 @@ def _is_whole(target: Store, file: ShardFile) -> bool:
         return False
     try:
         return reader.size == file.entry.size and all(
-            _format.block_digest(_pieces(reader, block)) == block.digest for block in file.blocks
+            _format.block_digest(_pieces(reader, block, stop)) == block.digest
+            for block in file.blocks
         )
     finally:
         reader.close()
 
 
-def _pieces(reader: FileReader, block: Block) -> Iterator[Any]:
+def _pieces(reader: FileReader, block: Block, stop: StopSignal) -> Iterator[Any]:
     for at in range(block.file_start, block.file_stop, PIECE_BYTES):
+        stop.check()
         piece = aligned(min(PIECE_BYTES, block.file_stop - at))
         yield piece[: reader.read_into(at, [piece])]
