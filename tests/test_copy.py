@@ -224,9 +224,20 @@ def test_files_that_are_whole_are_kept(made: Path):
     target = FaultyStore(below, parts=parts)
     report = ostraka.copy(made, target)
     assert [name for verb, name in target.calls if verb == "create"] == [shards[-1]]
+    # Whoever wrote them may have been killed before they were durable.
+    assert {("sync", name) for name in shards[:-1]} <= {*target.calls}
+    assert target.calls.index(("sync", shards[0])) < target.calls.index(("put", "_METADATA"))
     assert (report.copied, report.bytes_skipped) == (1, kept)
     assert report.bytes_copied == size_of(made) - kept
     assert contents(below) == contents(made)
+
+
+def test_a_power_failure_after_a_copy(made: Path, tmp_path: Path):
+    there = FaultyStore(tmp_path / "there")
+    ostraka.copy(made, there)
+    there.lose_unsynced()
+    assert contents(made).items() <= contents(tmp_path / "there").items()
+    assert ostraka.verify(tmp_path / "there").ok
 
 
 @pytest.mark.parametrize("spoil", ["byte", "shorter", "longer", "strange"])

@@ -51,9 +51,9 @@ def copy_files(
         contents = shard_contents(source.metadata)
     files = [ShardFile(source.shards, *file) for file in contents.values()]
     candidates = [file for file in files if there.get(file.name) == file.entry.size]
-    stop = StopSignal()
+    stop, scratch = StopSignal(), _Scratch()
     is_whole = run_all(
-        lambda file: _is_whole(target, file, stop),
+        lambda file: _is_whole(target, file, scratch, stop),
         candidates,
         threads=target.parts.reads_at_once,
         stop=stop,
@@ -71,7 +71,9 @@ def _copy_all(files: Sequence[ShardFile], read: Parts, target: Store, tally: Tal
     parts = target.parts
     # Where a file is written in order, each thread has one of its own, and what waits to be sent.
     threads = max(parts.at_once, read.reads_at_once) if parts.in_any_order else parts.at_once
-    copies = [_Copy(file, target, min(len(files), threads), tally) for file in files]
+    # A writer in order may keep what it was given until it has sent it; others take it at once.
+    take_memory = _Scratch().take if parts.in_any_order else aligned
+    copies = [_Copy(file, target, min(len(files), threads), take_memory, tally) for file in files]
     stop = StopSignal()
     try:
         run_all(
@@ -85,13 +87,31 @@ def _copy_all(files: Sequence[ShardFile], read: Parts, target: Store, tally: Tal
             copy.close()
 
 
+class _Scratch(threading.local):
+    """Memory for each thread, used again and again: fresh pages cost more than all the rest."""
+
+    def __init__(self) -> None:
+        self._memory = aligned(PIECE_BYTES)
+
+    def take(self, nbytes: int) -> Any:
+        return self._memory[:nbytes]
+
+
 class _Copy:
     """A file that is being copied: made for its first bytes, finished after its last ones."""
 
-    def __init__(self, file: ShardFile, target: Store, beside: int, tally: Tally):
+    def __init__(
+        self,
+        file: ShardFile,
+        target: Store,
+        beside: int,
+        take_memory: Callable[[int], Any],
+        tally: Tally,
+    ):
         self._file = file
         self._target = target
         self._beside = beside
+        self._take_memory = take_memory
         self._tally = tally
         self._tasks_left = 0
         self._writer: FileWriter | None = None
@@ -113,8 +133,7 @@ class _Copy:
             self._tally.add(copied=data.nbytes)
 
         with self._file.opened():
-            # Fresh memory each time: a writer may keep what it was given until it has sent it.
-            self._file.pass_on(blocks, aligned, write)
+            self._file.pass_on(blocks, self._take_memory, write)
         with self._lock:
             self._tasks_left -= 1
             is_last = self._tasks_left == 0
@@ -134,23 +153,26 @@ class _Copy:
             return self._writer
 
 
-def _is_whole(target: Store, file: ShardFile, stop: StopSignal) -> bool:
-    """Whether the target has every byte of a file."""
+def _is_whole(target: Store, file: ShardFile, scratch: _Scratch, stop: StopSignal) -> bool:
+    """Whether the target has every byte of a file, durable from now on."""
     try:
         reader = target.open(file.name)
     except FileNotFoundError:
         return False
     try:
-        return reader.size == file.entry.size and all(
-            _format.block_digest(_pieces(reader, block, stop)) == block.digest
+        if reader.size != file.entry.size or any(
+            _format.block_digest(_pieces(reader, block, scratch, stop)) != block.digest
             for block in file.blocks
-        )
+        ):
+            return False
     finally:
         reader.close()
+    target.sync(file.name)  # Its writer may have been killed before it was.
+    return True
 
 
-def _pieces(reader: FileReader, block: Block, stop: StopSignal) -> Iterator[Any]:
+def _pieces(reader: FileReader, block: Block, scratch: _Scratch, stop: StopSignal) -> Iterator[Any]:
     for at in range(block.file_start, block.file_stop, PIECE_BYTES):
         stop.check()
-        piece = aligned(min(PIECE_BYTES, block.file_stop - at))
+        piece = scratch.take(min(PIECE_BYTES, block.file_stop - at))
         yield piece[: reader.read_into(at, [piece])]
