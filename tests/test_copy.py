@@ -235,6 +235,7 @@ def test_files_that_are_whole_are_kept(made: Path):
 def test_a_power_failure_after_a_copy(made: Path, tmp_path: Path):
     there = FaultyStore(tmp_path / "there")
     ostraka.copy(made, there)
+    assert there.calls.index(("sync", "")) < there.calls.index(("put", "_METADATA"))
     there.lose_unsynced()
     assert contents(made).items() <= contents(tmp_path / "there").items()
     assert ostraka.verify(tmp_path / "there").ok

@@ -19,6 +19,9 @@ from ostraka.storage import FileReader, FileWriter, Parts, Store
 _TASK_BYTES = 32 << 20
 """What a thread takes at a time, where several may write a file."""
 
+_WRITE_BYTES = 2 << 20
+"""What is written at a time: 8 MiB at a time took two to four times as long on ext4."""
+
 
 class Tally:
     """How many bytes were copied, and how many were there already; any thread may add to it.
@@ -128,9 +131,11 @@ class _Copy:
 
     def copy(self, blocks: Sequence[Block], stop: StopSignal) -> None:
         def write(offset: int, data: Any) -> None:
-            stop.check()
-            self._open().write(offset, [data])
-            self._tally.add(copied=data.nbytes)
+            for start in range(0, len(data), _WRITE_BYTES):
+                stop.check()
+                part = data[start : start + _WRITE_BYTES]
+                self._open().write(offset + start, [part])
+                self._tally.add(copied=len(part))
 
         with self._file.opened():
             self._file.pass_on(blocks, self._take_memory, write)
