@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Owners that stand still are soon taken for dead."""
     monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.02)
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 0.1)
-    monkeypatch.setattr(_claim, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(_claim, "_PAUSES_S", (0.01, 0.02, 0.04))
+    for kind in (LocalStore, MemoryStore):
+        monkeypatch.setattr(kind, "parts", replace(kind.parts, look_every_s=0.01))
     return monkeypatch
 
 

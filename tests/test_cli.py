@@ -97,6 +97,7 @@ def test_verify_of_several(checkpoint: Path, tmp_path: Path):
 def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka._format.BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr("ostraka._format.GATHER_BYTES", 1 << 18)
     ostraka.save(tmp_path / "c", {"x": np.zeros((64, 1 << 16), np.uint8)})
     seen: list[tuple[int, int]] = []
     report = integrity.verify(tmp_path / "c", on_bytes=lambda *bytes_: seen.append(bytes_))

@@ -11,16 +11,18 @@ import pytest
 
 import ostraka
 from cli_runs import run
-from ostraka import Best, Manager, _format, _metadata
+from ostraka import Best, Manager, _format, _leftovers, _metadata
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay, UnsupportedFormat
 from ostraka.storage import MemoryStore, Store, _claim, open_store
 from ostraka.testing import FaultyStore
 
 
-@pytest.fixture(params=["directory", "memory", "store", "without locks"])
+@pytest.fixture(params=["directory", "memory", "store", "without locks", "bucket"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What a Manager may be given."""
     name = uuid.uuid4().hex
+    if request.param == "bucket":
+        return f"{request.getfixturevalue('bucket')}/runs"
     return {
         "directory": tmp_path / "runs",
         "memory": f"memory://{name}/runs",
@@ -102,7 +104,10 @@ def test_a_step_that_is_damaged(root: Any):
             assert manager.restore(fallback=True)["step"] == 1
 
 
-def test_leftovers_are_removed_when_a_manager_is_opened(root: Any):
+def test_leftovers_are_removed_when_a_manager_is_opened(root: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        _leftovers, "GONE_AFTER_S", -5.0
+    )  # of buckets: there is nothing to wait for
     fill(root, 1)
     place = open_store(root)
     for name in ("step_00000001", "step_00000002"):

@@ -1,7 +1,11 @@
 """Checkpoints in buckets: faults on the way, what they cost in requests, and what is refused."""
 
 import os
+import random
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +16,23 @@ import obstore
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from obstore.exceptions import GenericError
 from obstore.store import MemoryStore as ObstoreMemory
 from obstore.store import S3Store
 
 import ostraka
-from ostraka import Manager
+from ostraka import Manager, _leftovers
+from ostraka._leftovers import collect_garbage
 from ostraka.errors import (
+    Busy,
     CheckpointNotFound,
     OstrakaError,
+    SaveFailed,
     StoreError,
     UnsupportedFormat,
 )
-from ostraka.storage import open_store
+from ostraka.storage import _claim, open_store
+from ostraka.testing import FaultyStore, ProcessesFailed, kill_when, run_processes
 from proxies import proxied
 from servers import BUCKET, KEYS, Server
 
@@ -245,3 +254,222 @@ def test_profiles_of_amazons_tools(
     monkeypatch.setenv("AWS_PROFILE", "training")
     ostraka.save(f"s3://{BUCKET}/profile", {"a": 1})
     assert ostraka.restore(f"s3://{BUCKET}/profile") == {"a": 1}
+
+
+# Several writers, and dead ones
+
+
+def save_beside_another(path: str, rounds: int, number: int) -> list[str]:
+    """Save at the same moment as the other process, `rounds` times."""
+    outcomes = []
+    for turn in range(rounds):
+        meet(f"{path}/meet/{turn}", number)
+        try:
+            ostraka.save(f"{path}/c", {"by": number, "turn": turn, "a": np.full(500, number)})
+            outcomes.append("saved")
+        except (Busy, SaveFailed) as error:
+            outcomes.append(type(error).__name__)
+        meet(f"{path}/end/{turn}", number)
+        if outcomes[-1] == "saved":
+            found = ostraka.restore(f"{path}/c")
+            assert found["turn"] == turn
+            assert_same(found["a"], np.full(500, found["by"]))
+        meet(f"{path}/read/{turn}", number)
+    return outcomes
+
+
+def meet(place: str, number: int) -> None:
+    store = open_store(place)
+    store.put(str(number), b"")
+    end_s = time.monotonic() + 120
+    while len(store.list()) < 2:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def alone(number: int, function: str, *args: Any) -> Any:
+    return globals()[function](*args, number)
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.soak)])
+def test_two_runs_save_to_one_path(bucket: str, rounds: int):
+    outcomes: dict[int, list[str]] = {}
+
+    def run(number: int) -> None:
+        results = run_processes(
+            alone, number, "save_beside_another", bucket, rounds, processes=1, timeout_s=1500
+        )
+        outcomes[number] = results[0].value
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = list(zip(outcomes[0], outcomes[1], strict=True))
+    assert len(pairs) == rounds
+    assert all("saved" in pair for pair in pairs), pairs
+
+
+def save_forever(path: str) -> None:
+    tree = {"large": np.ones(6 << 20, np.float32), "other": np.zeros(6 << 20, np.float32)}
+
+    def never_finish(verb: str, name: str) -> None:
+        if verb == "finish":
+            Path(os.environ["OSTRAKA_TEST_MARK"]).touch()
+            time.sleep(1000)
+
+    ostraka.save(FaultyStore(path, before=never_finish), tree)
+
+
+def test_a_killed_save_leaves_nothing_behind(
+    bucket: str,
+    servers: Callable[[str], Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    path = f"{bucket}/c"
+    before = {"large": np.arange(10)}
+    ostraka.save(path, before)
+    mark = tmp_path / "about to finish"
+    with pytest.raises(ProcessesFailed, match="SIGKILL"):
+        run_processes(
+            save_forever,
+            path,
+            processes=1,
+            env={"OSTRAKA_TEST_MARK": str(mark)},
+            on_start=kill_when(0, appears=mark),
+        )
+    prefix = path.partition(f"{BUCKET}/")[2]
+    mine = [upload for upload in uploads_of(servers("moto")) if upload["Key"].startswith(prefix)]
+    assert mine
+    assert_same(ostraka.restore(path), before)
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 2.0)
+    after = {"large": np.arange(20)}
+    ostraka.save(path, after)
+    assert_same(ostraka.restore(path), after)
+    assert sorted(name.split("-")[0] for name in open_store(path).list()) == ["_METADATA", "shards"]
+    assert not [u for u in uploads_of(servers("moto")) if u["Key"].startswith(prefix)]
+
+
+def test_garbage_is_left_while_its_writer_may_come_back(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(f"{bucket}/c")
+    store.put("shards-0123456789abcdef/shard_00000.safetensors", b"left")
+    assert collect_garbage(store)[0] == []
+    assert store.list() == ["shards-0123456789abcdef"]
+    monkeypatch.setattr(_leftovers, "GONE_AFTER_S", -5.0)
+    assert collect_garbage(store)[0] == ["shards-0123456789abcdef"]
+    assert store.list() == []
+
+
+def test_an_answer_that_is_lost_for_good(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    """The store may still do what it was asked: what a commit would need is not deleted."""
+    path = f"{bucket}/c"
+    ostraka.save(path, {"a": 1})
+
+    def lost(*args: Any, **options: Any) -> Any:
+        if str(args[1]).endswith("_METADATA"):
+            raise GenericError("HTTP error: error sending request")
+        return put(*args, **options)
+
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", lost)
+    with pytest.raises(SaveFailed, match="can't be reached"):
+        ostraka.save(path, {"a": np.arange(5)})
+    monkeypatch.setattr(obstore, "put", put)
+    shards = [name for name in open_store(path).list() if name.startswith("shards-")]
+    assert len(shards) == 1
+    assert ostraka.restore(path) == {"a": 1}
+    ostraka.save(path, {"a": 2})
+    assert ostraka.restore(path) == {"a": 2}
+    assert [name for name in open_store(path).list() if name.startswith("shards-")] == []
+
+
+# Several processes
+
+
+def leaves_of(mesh_of: Mesh) -> dict[str, Any]:
+    def make(shape: tuple[int, ...], spec: P, first: int) -> jax.Array:
+        whole = np.arange(first, first + np.prod(shape), dtype=np.float32).reshape(shape)
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh_of, spec), lambda index: whole[index]
+        )
+
+    return {
+        "rows": make((16, 40_000), P("data"), 0),
+        "columns": make((24, 16), P(None, "data"), 5),
+        "whole": make((7,), P(), 9),
+    }
+
+
+def save_leaves(path: str) -> None:
+    ostraka.save(path, leaves_of(jax.make_mesh((jax.device_count(),), ("data",))))
+
+
+def restore_leaves(path: str) -> list[str]:
+    expected = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
+    found = ostraka.restore(path, like=expected)
+    wrong = []
+    for name, array in expected.items():
+        pairs = zip(array.addressable_shards, found[name].addressable_shards, strict=True)
+        if not all(np.array_equal(np.asarray(a.data), np.asarray(b.data)) for a, b in pairs):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_four_processes_save_and_others_restore(bucket: str):
+    path = f"{bucket}/c"
+    run_processes(save_leaves, path, processes=4, devices_per_process=2)
+    assert ostraka.verify(path).ok
+    for processes, devices in ((2, 2), (1, 8)):
+        results = run_processes(
+            restore_leaves, path, processes=processes, devices_per_process=devices
+        )
+        assert [result.value for result in results] == [[]] * processes
+
+
+def save_number(path: str, number: int, mark: str) -> None:
+    _claim.DEAD_AFTER_S, _claim.RENEW_EVERY_S = 3.0, 0.5
+    placed = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), P("data"))
+    array = jax.make_array_from_callback(
+        (8, 1 << 19), placed, lambda index: np.full((8, 1 << 19), number, np.float32)[index]
+    )
+    if jax.process_index() == 0:
+        Path(mark).touch()
+    ostraka.save(path, {"a": array, "number": number})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With -9, at any moment: the old or the new checkpoint is whole, the next save cleans up."""
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)
+    path, rng, tally = f"{bucket}/c", random.Random(0), Counter[str]()
+    before = 0
+    ostraka.save(path, {"a": np.zeros((8, 1 << 19), np.float32), "number": 0})
+    for number in range(1, int(os.environ.get("OSTRAKA_TEST_KILLS", "40")) + 1):
+        mark = tmp_path / str(number)
+        run_processes(
+            save_number,
+            path,
+            number,
+            str(mark),
+            processes=4,
+            devices_per_process=2,
+            heartbeat_timeout_s=10,
+            check=False,
+            on_start=kill_when(rng.randrange(4), appears=mark, after_s=rng.uniform(0, 0.5)),
+        )
+        found = ostraka.restore(path)
+        assert found["number"] in (before, number)
+        assert_same(found["a"], np.full((8, 1 << 19), found["number"], np.float32))
+        tally["new" if found["number"] == number else "old"] += 1
+        before = -number
+        ostraka.save(path, {"a": np.full((8, 1 << 19), before, np.float32), "number": before})
+        names = [n for n in open_store(path).list() if open_store(path).files(n)]
+        assert sorted(name.split("-")[0] for name in names) == ["_METADATA", "shards"]
+    print(tally)
+    assert tally["old"]

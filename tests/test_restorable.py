@@ -261,6 +261,8 @@ def on_odd_axes() -> Any:
     [
         (lambda: deep(330), "more than 200 containers deep at 'k/k/k"),
         (circle, "does one of them contain itself"),
+        (lambda: {"a": {10**5000: 1}}, "the container at 'a' has a key, which can't be written"),
+        (lambda: {"a": np.zeros((1,) * 64)}, "leaf 'a' has 64 dimensions"),
         (lambda: {"a": [np.zeros(2).view(Mine)]}, "leaf 'a/0' is a test_restorable.Mine"),
         (lambda: {"a": np.zeros(2).view(np.recarray)}, "leaf 'a' is a numpy.*recarray"),
         (lambda: {"a": on_odd_axes()}, "leaf 'a' is on a mesh with the axis 1"),

@@ -21,7 +21,7 @@ from ostraka._parallel import StopSignal, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
-from ostraka.errors import Busy
+from ostraka.errors import Busy, OutcomeUnknown
 from ostraka.storage import Claim, Store
 
 _LOOKERS = 16
@@ -36,9 +36,11 @@ class SavePlace:
         self._seen = Seen((), None, None)
         self._is_new = False
         """Whether there was nothing at the path, not even an empty directory."""
+        self._may_be_there = False
+        """Whether the commit may have happened, or may yet happen, though it raised."""
 
     def take(self) -> None:
-        """Make the place exist, claim it for this save, and clear what dead saves left in it.
+        """Make the place exist and claim it; clear what dead saves left, or do so later.
 
         Raises Busy while another save writes there, PathInTheWay for what is not ours.
         """
@@ -62,7 +64,13 @@ class SavePlace:
 
         # The shards must not be lost to a crash that keeps the commit.
         self.store.sync("")
-        self.store.put(_format.METADATA_NAME, metadata, replaces=self._seen.version, check=check)
+        try:
+            self.store.put(
+                _format.METADATA_NAME, metadata, replaces=self._seen.version, check=check
+            )
+        except OutcomeUnknown:
+            self._may_be_there = True
+            raise
 
     def _check_files(self, directory: str, sizes: Mapping[str, int]) -> None:
         if not sizes:
@@ -94,13 +102,15 @@ class SavePlace:
         with suppress(OSError):
             for name in filter(_format.is_shards_directory, self._seen.names):
                 self.store.delete(name)
+            if self._claim.found_dead:
+                self.store.discard_uploads()
 
     def clean_up(self, save_id: str) -> None:
         """Remove what a failed save wrote, unless it is what `_METADATA` names.
 
         Raises OSError for what can't be told or deleted now; the next save removes it.
         """
-        if save_id:
+        if save_id and not self._may_be_there:
             directory = _format.shards_directory(save_id)
             if committed_directory(self.store) not in (directory, UNKNOWN):
                 self.store.delete(directory)

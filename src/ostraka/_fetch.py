@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -15,7 +14,6 @@ from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_r
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 
-_READERS = max(2, min(os.cpu_count() or 1, 16))
 _OPEN_FILES = 64
 
 
@@ -47,6 +45,7 @@ class _Fetch:
         self._complete = [n for n, count in enumerate(self._waiting) if count == 0]
         self._buffers.allocate(self._complete)
         self._scratch = threading.local()
+        self._threads = shards.store.parts.reads_at_once
 
     def run(self) -> Iterator[tuple[int, Array]]:
         # Of each file in turn: the parts of a leaf, which lie in all of them, come together, and
@@ -54,7 +53,10 @@ class _Fetch:
         tasks = in_turn([self._chunks_of(*file) for file in self._files], at_a_time=_OPEN_FILES)
         try:
             for _, (chunk, nbytes) in run_as_completed(
-                lambda task: self._execute(*task), tasks, threads=_READERS, stop=StopSignal()
+                lambda task: self._execute(*task),
+                tasks,
+                threads=self._threads,
+                stop=StopSignal(),
             ):
                 self._on_bytes(nbytes)
                 self._done_with(chunk.moves)

@@ -71,12 +71,12 @@ def names_in(store: Store) -> list[str]:
 
 def _something_else(store: Store, names: Sequence[str]) -> str | None:
     """What a directory is, if it is known and not ours."""
+    if any(map(is_shards_directory, names)):
+        return None
     if METADATA_NAME in names:
         if _is_orbax(names):
             return f"is an Orbax checkpoint, not an Ostraka checkpoint; {_USE_ORBAX}"
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
-    if any(map(is_shards_directory, names)):
-        return None
     if _is_orbax(names):
         return f"is a step or an item of an Orbax checkpoint; {_USE_ORBAX}"
     if any(_is_orbax(names_in(store.at(name))) for name in names[:_MOST_NAMES]):

@@ -3,6 +3,11 @@
 Shards are deleted as leftovers only where `_METADATA` is known to name others, or is not there.
 What can't be told stays: a `_METADATA` that rotted, or that a newer version wrote, may need any of
 them.
+
+A save that was taken for dead may wake up just before its commit. In a directory it then fails,
+because whoever took over has deleted its temporary file. A bucket has none: there, a save deletes
+what others left only after its own commit, which makes any commit of theirs fail; and who commits
+nothing (`collect_garbage`) leaves what is younger than `GONE_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from typing import Any
 from ostraka import _format, _metadata
 from ostraka._foreign import looks_like_ours
 from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
-from ostraka.storage import Store, claimed, is_claim, is_temporary, refuse_claimed
+from ostraka.storage import Claim, Store, claimed, is_claim, is_temporary, refuse_claimed
 
 UNKNOWN = "unknown"
+GONE_AFTER_S = 300.0
+"""Far longer than a request lasts, with all its retries."""
 
 _HEAD = re.compile(
     rb'\{"format":"ostraka","version":%d,"id":"(%b)"[,}]'
@@ -85,13 +92,24 @@ def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bo
         return seen.leftovers, seen.kept is not None
     with claimed(store) as claim:
         seen = take_over(store, claim.names)
-        for name in seen.leftovers:
+        leftovers = [name for name in seen.leftovers if _is_gone(store, claim, name)]
+        for name in leftovers:
             store.delete(name)
-        if seen.leftovers:
+        if leftovers:
             store.sync("")
+        if claim.found_dead:
+            store.discard_uploads()
     if seen.kept is None:
         store.remove_if_empty()  # other people's files stay
-    return [*filter(is_claim, names), *seen.leftovers], seen.kept is not None
+    return [*filter(is_claim, names), *leftovers], seen.kept is not None
+
+
+def _is_gone(store: Store, claim: Claim, name: str) -> bool:
+    """Whether the writer of a leftover can't come back and commit it."""
+    if store.parts.deletes_fence:
+        return True
+    now_s = claim.now_s()
+    return all(now_s - file.changed_s > GONE_AFTER_S for file in store.files(name))
 
 
 def remove_leftovers(store: Store, seen: Seen) -> None:
@@ -103,8 +121,9 @@ def remove_leftovers(store: Store, seen: Seen) -> None:
             f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
             "its own"
         )
-    for name in seen.leftovers:
-        store.delete(name)
+    if store.parts.deletes_fence:
+        for name in seen.leftovers:
+            store.delete(name)
 
 
 def committed_directory(store: Store, names: Sequence[str] | None = None) -> str | None:

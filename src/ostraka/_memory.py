@@ -11,8 +11,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +33,6 @@ _ADVISED_BYTES = 4 << 20
 """From this size on numpy asks the kernel for huge pages."""
 
 
-class _Buffer(NamedTuple):
-    array: Array
-    memory: Array
-    """The bytes that it was cut from, which others may have parts of."""
-    start: int
-    """Where in them it begins."""
-
-
 class Buffers:
     """A buffer for each target of a read."""
 
@@ -50,7 +41,9 @@ class Buffers:
         self._leaves = leaves
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
-        self._made: dict[int, _Buffer] = {}
+        self._kinds: dict[tuple[str, _box.Box], tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        self._made: dict[int, tuple[Array, Array, int]] = {}
+        """The array, the bytes that it was cut from, and where in them it begins."""
 
     def allocate(self, targets: Iterable[int]) -> None:
         """Make memory for targets that have none yet, in the order in which they will be filled."""
@@ -58,18 +51,22 @@ class Buffers:
             if number in self._made:
                 continue
             leaf, box = self._targets[number]
-            dtype = numpy_dtype(self._leaves[leaf].dtype)
-            shape = _box.shape_of(box)
-            memory, start = self._cut(prod(shape) * dtype.itemsize)
-            array = np.ndarray(shape, dtype, memory, start)
-            self._made[number] = _Buffer(array, memory, start)
+            key = (self._leaves[leaf].dtype, box)
+            kind = self._kinds.get(key)
+            if kind is None:  # Many leaves are of few kinds.
+                dtype = numpy_dtype(key[0])
+                nbytes = _box.count(box) * dtype.itemsize
+                kind = self._kinds[key] = (_box.shape_of(box), dtype, nbytes)
+            shape, dtype, nbytes = kind
+            memory, start = self._cut(nbytes)
+            self._made[number] = (np.ndarray(shape, dtype, memory, start), memory, start)
 
     def array(self, number: int) -> Array:
-        return self._made[number].array
+        return self._made[number][0]
 
     def take(self, number: int) -> Array:
         """A buffer that is full. It is the caller's now."""
-        return self._made.pop(number).array
+        return self._made.pop(number)[0]
 
     def memory_of(self, chunk: Chunk, scratch: Callable[[int], Array]) -> list[Array]:
         """Where the bytes of a chunk belong, in order; those that nobody wants go to `scratch`.

@@ -150,14 +150,15 @@ def segment(key: Any, path: str) -> str:
     """A key as a part of a path. Raises InvalidTree for a key that can't be written."""
     if type(key) is str and key.isascii():
         return escape(key)
-    if type(key) is int:
-        return str(key)
     try:
+        if type(key) is int:
+            return str(key)
         text = key_text(key)
         text.encode()
-    except (Unwritable, UnicodeEncodeError) as error:
+    except (Unwritable, ValueError) as error:  # a ValueError for surrogates, or too many digits
+        shown = "a key" if isinstance(key, int) else f"the key {key!r:.80}"
         raise InvalidTree(
-            f"the container at {path or ROOT!r} has the key {key!r:.80}, which can't be written "
+            f"the container at {path or ROOT!r} has {shown}, which can't be written "
             f"({error}); keys must be text, numbers, enum members, None, or tuples of those"
         ) from error
     return escape(text)

@@ -43,7 +43,7 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
 
     Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
     """
-    wanted: dict[tuple[int, int], list[tuple[int, Box]]] = {}
+    wanted: dict[tuple[int, int], list[tuple[int, Target, Box]]] = {}
     overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box]]] = {}
     turns = [turns_of(layout) for layout in metadata.layouts]
     for number, target in enumerate(targets):
@@ -58,18 +58,17 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
             # Nothing to read, but the file that shows the empty leaf must be there.
             wanted.setdefault((layout.owners[0], leaf.part), [])
         for device, turn, shared in found:
-            wanted.setdefault((device, leaf.part + turn), []).append((number, shared))
+            wanted.setdefault((device, leaf.part + turn), []).append((number, target, shared))
     contents = shard_contents(metadata, {device for device, _ in wanted})
     reads: list[FileRead] = []
     for key, rows in sorted(wanted.items()):
         file, entries = contents[key]
         of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
-        pieces: list[Piece] = []
-        for number, shared in rows:
-            entry, box = of_leaf[targets[number].leaf], targets[number].box
-            dtype = DTYPES[metadata.leaves[entry.leaf].spec.dtype]
-            pieces.append(Piece(entry, dtype, number, box, shared))
-        pieces.sort(key=lambda piece: (piece.entry.offset, piece.buffer))
+        pieces = [
+            Piece(of_leaf[leaf], DTYPES[metadata.leaves[leaf].spec.dtype], number, box, shared)
+            for number, (leaf, box), shared in rows
+        ]
+        pieces.sort(key=lambda piece: piece.entry.offset)
         reads.append(FileRead(file, tuple(entries), tuple(pieces)))
     return reads
 

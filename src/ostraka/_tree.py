@@ -40,6 +40,8 @@ from ostraka.errors import InvalidTree
 _NUMPY = (np.ndarray, np.generic)
 _OBJECTS = (jax.Array, np.ndarray)
 _PLAIN = frozenset((type(None), *SCALARS))
+_MOST_DIMENSIONS = 63
+"""One fewer than numpy has: of an array that each process has, the process is one more."""
 _BUILTIN: Mapping[type, BranchKind] = {
     dict: "dict",
     OrderedDict: "ordered_dict",
@@ -187,6 +189,11 @@ def check_savable(leaf: Leaf) -> None:
                 "arrays that the step returned"
             )
     elif isinstance(value, np.ndarray):
+        if value.ndim > _MOST_DIMENSIONS:
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can "
+                "be saved"
+            )
         if type(value) not in (np.ndarray, np.memmap):
             raise InvalidTree(
                 f"leaf {leaf.path!r} is a {'.'.join(class_name(type(value)))}, which would come "

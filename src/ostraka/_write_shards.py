@@ -65,6 +65,8 @@ class _Job:
     values: Sequence[Value]
     copied: frozenset[int]
     """The leaves that are not in host memory as they will be in the files."""
+    beside: int
+    """How many files are written at the same time."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
     stop: StopSignal = field(default_factory=StopSignal)
 
@@ -94,7 +96,8 @@ def write_shards(
         plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
     )
     copied = _must_be_copied(plan.leaves, values)
-    job = _Job(operation, store, save_id, plan.leaves, values, copied)
+    beside = min(len(files), store.parts.at_once)
+    job = _Job(operation, store, save_id, plan.leaves, values, copied, beside)
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     try:
@@ -159,7 +162,7 @@ class _Shard:
         with self._lock:
             if self._writer is None:
                 name = f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
-                self._writer = self._job.store.create(name, self.file.size)
+                self._writer = self._job.store.create(name, self.file.size, beside=self._job.beside)
             writer = self._writer
         writer.write(self._offsets[number], pieces)
         with self._lock:

@@ -110,7 +110,7 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
     for number, (nbytes, here) in run_as_completed(
         lambda task: _check(*task, scratch.memory),
         tasks(),
-        threads=_THREADS,
+        threads=max(_THREADS, source.store.parts.reads_at_once),
         stop=StopSignal(),
     ):
         found[number] = here

@@ -130,6 +130,13 @@ class Claim:
             return False
         return not self._marker or self._is_marked()
 
+    def now_s(self) -> float:
+        """The time of the store's own clock, as the marker has it, a few seconds ago at most."""
+        marker = self._store.look(self._marker) if self._marker else None
+        if marker is None:
+            raise Busy(f"another save to {self._store.location} has begun")
+        return marker.changed_s
+
     def release(self) -> None:
         """Let others have the place; again is as good as once."""
         if os.getpid() != self._process:

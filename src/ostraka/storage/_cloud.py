@@ -20,7 +20,7 @@ from ostraka.errors import StoreError
 from ostraka.storage._object import ObjectStore
 
 _RETRY = {
-    "max_retries": 10,
+    "max_retries": 20,
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=5)},
 }
