@@ -305,11 +305,11 @@ def test_a_copy_to_a_bucket_that_was_killed(
     assert contents(f"{bucket}/there") == contents(made)
 
 
-def test_leftovers_of_other_saves_go(made: Path, tmp_path: Path):
-    there = tmp_path / "there"
-    left = there / "shards-0123456789abcdef"
-    left.mkdir(parents=True)
-    (left / "shard_00000.safetensors").write_bytes(b"x")
+def test_leftovers_of_other_saves_go(made: Path, place: Any):
+    there = below(place, "there")
+    writer = open_store(there).create("shards-0123456789abcdef/shard_00000.safetensors", 1)
+    writer.write(0, [b"x"])
+    writer.finish()
     ostraka.copy(made, there)
     assert contents(there) == contents(made)
 
