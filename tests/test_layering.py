@@ -63,6 +63,7 @@ LAYERS = (
     "_assemble",
     "_read",
     "integrity",
+    "transfer",
     "exercises",
     "planner",
     "manager",

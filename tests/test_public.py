@@ -55,6 +55,7 @@ def test_the_public_names():
     assert sorted(ostraka.__all__) == [
         "Best",
         "Checkpoint",
+        "CopyReport",
         "LazyArray",
         "Manager",
         "Plan",
@@ -62,6 +63,7 @@ def test_the_public_names():
         "Report",
         "SaveHandle",
         "__version__",
+        "copy",
         "errors",
         "exercises",
         "open",

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from ostraka.integrity import Report, verify
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
+    from ostraka.transfer import CopyReport, copy
 
 __all__ = [
     "Best",
     "Checkpoint",
+    "CopyReport",
     "LazyArray",
     "Manager",
     "Plan",
@@ -30,6 +32,7 @@ __all__ = [
     "Report",
     "SaveHandle",
     "__version__",
+    "copy",
     "errors",
     "exercises",
     "open",
@@ -48,12 +51,14 @@ _MODULES = ("exercises", "sharding")
 _HOMES = {
     "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
+    "CopyReport": ("ostraka.transfer", "CopyReport"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
     "Plan": ("ostraka.planner", "Plan"),
     "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
+    "copy": ("ostraka.transfer", "copy"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "plan": ("ostraka.planner", "plan"),
     "restore": ("ostraka._read", "restore"),

@@ -20,6 +20,8 @@ from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, Unsupport
 from ostraka.storage import FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
+PIECE_BYTES = 8 << 20
+"""What is passed on at a time."""
 
 
 @contextmanager
@@ -65,21 +67,26 @@ class Shards:
     def name_of(self, file: FileEntry) -> str:
         return f"{self._directory}/{file.name}"
 
+    def name_of_index(self, process: int) -> str:
+        return f"{self._directory}/{_format.index_name(process)}"
+
     def digests_of(self, file: FileEntry) -> FileDigests:
         """The digests of a file. Raises Damaged if the index that has them is."""
         process = self.metadata.process_of[file.device]
-        name = f"{self._directory}/{_format.index_name(process)}"
+        name = self.name_of_index(process)
         with self._reading.lock:
             index = self._indexes.get(process)
             if index is None:
-                index = self._indexes[process] = self._read_index(process, name)
+                index = self._indexes[process] = self._decode_index(process, name)
         found = index.get(file.name)
         if found is None or found.size != file.size or found.lengths[:1] != (file.header_bytes,):
             what = f"it does not describe {file.name} as {METADATA_NAME} does"
             raise damaged(self.store, name, what)
         return found
 
-    def _read_index(self, process: int, name: str) -> dict[str, FileDigests]:
+    def read_index(self, process: int) -> bytes:
+        """The index of a process, as it was written. Raises Damaged."""
+        name = self.name_of_index(process)
         expected = self.metadata.indexes.get(process)
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
@@ -89,6 +96,10 @@ class Shards:
             raise damaged(self.store, name, _other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
             raise damaged(self.store, name, NOT_AS_WRITTEN)
+        return data
+
+    def _decode_index(self, process: int, name: str) -> dict[str, FileDigests]:
+        data = self.read_index(process)
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -109,7 +120,7 @@ class ShardFile:
         self._contents = contents
         self._digests = shards.digests_of(entry)
         self._shards = shards
-        self._name = shards.name_of(entry)
+        self.name = shards.name_of(entry)
         self._reader: FileReader | None = None
         self._lock = threading.Lock()
         self._is_header_checked = False
@@ -170,15 +181,48 @@ class ShardFile:
 
         self._compare(block, pieces())
 
+    def pass_on(
+        self,
+        blocks: Sequence[Block],
+        take_memory: Callable[[int], Any],
+        write: Callable[[int, Any], None],
+    ) -> None:
+        """Give the bytes of adjacent blocks, as the file has them, to `write` with their offsets.
+
+        They are compared with their digests first; only a block of more than `PIECE_BYTES`, which
+        comes in pieces, after its last one. `take_memory` gives the memory for a piece.
+        """
+
+        def read(start: int, stop: int) -> Any:
+            memory = take_memory(stop - start)
+            self._fill(start, stop, [memory], run)
+            return memory
+
+        def pieces(start: int, stop: int) -> Iterator[Any]:
+            for at in range(start, stop, PIECE_BYTES):
+                piece = read(at, min(at + PIECE_BYTES, stop))
+                write(at, piece)
+                yield piece
+
+        for run in _runs(blocks):
+            start, stop = run[0].file_start, run[-1].file_stop
+            if stop - start > PIECE_BYTES:
+                self._compare(run[0], pieces(start, stop))
+                continue
+            memory = read(start, stop)
+            for block in run:
+                self._compare(block, [memory[block.file_start - start : block.file_stop - start]])
+            write(start, memory)
+
     def damaged(self, found: str, start: int = 0, stop: int = 0) -> Damaged:
         """The error for `[start, stop)` of its data; an empty range is in no leaf."""
         leaves = _format.paths_between(self._shards.metadata.leaves, self._contents, start, stop)
-        return damaged(self._shards.store, self._name, found, leaves)
+        return damaged(self._shards.store, self.name, found, leaves)
 
     def _open(self) -> FileReader:
         size, header = self.entry.size, self.entry.header_bytes
         with damage_on_loss(lambda found: self.damaged(found, 0, size)):
-            reader = self._shards.store.open(self._name)
+            reader = self._shards.store.open(self.name)
         if reader.size != size:
             reader.close()
             lost = min(reader.size, size - 1) - header
@@ -201,6 +245,18 @@ class ShardFile:
             if block.file_start == 0:
                 what = "its header is not as it was"
             raise self.damaged(f"{what} written", block.start, block.stop)
+
+
+def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """Adjacent blocks of at most `PIECE_BYTES` together; what is larger comes alone."""
+    run: list[Block] = []
+    for block in blocks:
+        if run and block.file_stop - run[0].file_start > PIECE_BYTES:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 def _other_size(found: int, written: int) -> str:

@@ -15,6 +15,7 @@ __all__ = ["main"]
 # A line for each command: the module that has a click command of the same name.
 _HOMES = {
     "completion": "ostraka.cli._completion",
+    "copy": "ostraka.cli._copy",
     "diff": "ostraka.cli._diff",
     "gc": "ostraka.cli._gc",
     "ls": "ostraka.cli._ls",
@@ -35,7 +36,7 @@ _HOMES = {
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Plan, show, compare and verify Ostraka checkpoints.
+    """Plan, show, compare, copy and verify Ostraka checkpoints.
 
     \b
     Examples:
@@ -43,6 +44,7 @@ def main(context: click.Context) -> None:
       ostraka verify runs/7
       ostraka diff runs/6 runs/7
       ostraka ls runs
+      ostraka copy runs s3://bucket/runs
       ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
 
     \b

@@ -56,7 +56,10 @@ class FileWriter(Protocol):
     """A new file of a known size, written in the order that the store's `parts` allow."""
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        """Put the bytes of `buffers`, one after the other, at `offset`."""
+        """Put the bytes of `buffers`, one after the other, at `offset`.
+
+        A store that wants files in order may keep the buffers until the file is finished.
+        """
         ...
 
     def finish(self) -> None:
@@ -195,7 +198,7 @@ class Store(Protocol):
         ...
 
     def sync(self, directory: str) -> None:
-        """Make the names in a directory as durable as their files."""
+        """Make the names in a directory as durable as their files; given a file, its bytes."""
         ...
 
     def delete(self, name: str) -> None:

@@ -190,7 +190,7 @@ class LocalStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise store_error("sync the directory", self._path(directory), error) from error
+            raise store_error("sync", self._path(directory), error) from error
 
     def discard_uploads(self) -> None:
         pass

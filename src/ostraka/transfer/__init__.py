@@ -1,0 +1,5 @@
+"""Copy checkpoints from store to store."""
+
+from ostraka.transfer._copy import CopyReport, copy
+
+__all__ = ["CopyReport", "copy"]
