@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax
 import numpy as np
 import obstore
-import psutil
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.servers import BUCKET, Server, seaweed
@@ -66,7 +64,6 @@ def compare(server: Server, nbytes: int, rounds: int) -> None:
     }
     for name, contenders in (("save", saves), ("restore", restores)):
         show(name, in_turns(contenders, rounds))
-    print(f"peak extra memory: save {peak_of(saves['ostraka']) >> 20} MiB")
 
 
 def make_tree(nbytes: int) -> dict[str, jax.Array]:
@@ -176,24 +173,6 @@ def show(name: str, medians: dict[str, float]) -> None:
         f"tensorstore {medians['tensorstore']:.3f} s ({medians['tensorstore'] / ours:.2f}x ours)"
     )
     print("  " + ", ".join(f"{n} {s:.3f}" for n, s in medians.items()), flush=True)
-
-
-def peak_of(run: Callable[[], Any]) -> int:
-    """By how much this process grows at most."""
-    process, done = psutil.Process(), threading.Event()
-    before, peak = process.memory_info().rss, 0
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.005):
-            peak = max(peak, process.memory_info().rss)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    run()
-    done.set()
-    thread.join()
-    return max(peak - before, 0)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def seaweed(directory: Path) -> Generator[Server]:
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-master.telemetry=false",
-        "-master.volumeSizeLimitMB=256",
-        "-volume.max=16",
+        "-master.volumeSizeLimitMB=1024",
+        "-volume.max=64",
         *(f"-{name}={value}" for name, value in ports.items()),
     ]
     with _running(program, directory / "weed.log", port):
