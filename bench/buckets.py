@@ -143,8 +143,12 @@ class Tensors:
             ts.open(self.spec(name), create=True, open=True, transaction=batch)
             for name in self.values
         ]
-        for future, value in zip(opened, self.values.values(), strict=True):
-            future.result().write(value).result()
+        writes = [
+            future.result().write(value)
+            for future, value in zip(opened, self.values.values(), strict=True)
+        ]
+        for write in writes:
+            write.result()
         batch.commit_async().result()
 
     def read(self) -> None:

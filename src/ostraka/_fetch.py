@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ostraka import _box, _pack
 from ostraka._blocks import ShardFile, Shards, damage_on_contradiction
-from ostraka._memory import Array, Buffers, aligned, map_pages
+from ostraka._memory import Array, Buffers, Scratch, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_read
 from ostraka._source import OnBytes
@@ -44,7 +43,7 @@ class _Fetch:
                 self._waiting[piece.buffer] += 1
         self._complete = [n for n, count in enumerate(self._waiting) if count == 0]
         self._buffers.allocate(self._complete)
-        self._scratch = threading.local()
+        self._scratch = Scratch()
         self._threads = shards.store.parts.reads_at_once
 
     def run(self) -> Iterator[tuple[int, Array]]:
@@ -94,11 +93,11 @@ class _Fetch:
             if not chunk.moves:
                 return chunk, 0
             if _fits_in_place(chunk.moves):
-                memory = self._buffers.memory_of(chunk, self._scratch_of)
+                memory = self._buffers.memory_of(chunk, self._scratch.take)
                 for piece in memory:
                     map_pages(piece)
                 return chunk, file.read(chunk.first_block, chunk.last_block, memory)
-            scratch = self._scratch_of(chunk.stop - chunk.start)
+            scratch = self._scratch.take(chunk.stop - chunk.start)
             nbytes = file.read(chunk.first_block, chunk.last_block, [scratch])
             self._copy(chunk, scratch)
             return chunk, nbytes
@@ -117,13 +116,6 @@ class _Fetch:
             if memory.flags.c_contiguous:
                 map_pages(memory)
             memory[...] = rows[_box.slices(shared, box)]
-
-    def _scratch_of(self, nbytes: int) -> Array:
-        """Memory for this thread only, good until the thread asks again."""
-        held: Array | None = getattr(self._scratch, "held", None)
-        if held is None or held.size < nbytes:
-            held = self._scratch.held = aligned(nbytes)
-        return held[:nbytes]
 
 
 def _fits_in_place(moves: Sequence[Move]) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,9 @@ def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bo
         if leftovers:
             store.sync("")
         if claim.found_dead:
-            store.discard_uploads()
+            # Not all credentials may do it; then a rule of the bucket must.
+            with suppress(StoreError):
+                store.discard_uploads()
     if seen.kept is None:
         store.remove_if_empty()  # other people's files stay
     return [*filter(is_claim, names), *leftovers], seen.kept is not None

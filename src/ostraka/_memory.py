@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -132,6 +133,19 @@ def map_pages(memory: Array) -> None:
         start = address - address % mmap.PAGESIZE
         nbytes = address + memory.nbytes - start
         _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+
+
+class Scratch(threading.local):
+    """Memory for each thread, used again and again: fresh pages cost more than filling them."""
+
+    def __init__(self) -> None:
+        self._held = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> Array:
+        """Good until the thread asks again."""
+        if self._held.size < nbytes:
+            self._held = aligned(nbytes)
+        return self._held[:nbytes]
 
 
 def aligned(nbytes: int) -> Array:

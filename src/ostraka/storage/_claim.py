@@ -1,11 +1,11 @@
 """One writer at a time in a place, told by a marker file that its owner renews.
 
-A claim is an empty file, `_CLAIM-` and 32 hex digits (the scope of its owner's lock, and a random
+A claim is a file, `_CLAIM-` and 32 hex digits (the scope of its owner's lock, and a random
 number), whose owner sets its time anew every `RENEW_EVERY_S`. Its age is the difference to the
 marker that whoever asks has just written itself: both times are the store's, and no clock of a
 machine matters. A marker that has not been renewed for `DEAD_AFTER_S` is that of a dead owner.
 Whoever takes a claim writes its marker first and looks for others then, so that of two at least one
-sees the other.
+sees the other. If both do, both remove their markers, wait for a random moment and try again.
 
 Where the store has locks, they answer at once: who finds the place locked raises Busy, and who
 gets the lock knows that other claims of the same scope are dead: those of this machine and this
@@ -15,7 +15,8 @@ markers decide.
 An owner that stood still for longer than `DEAD_AFTER_S` may wake up after another took its place.
 It must find out before it commits (`check`); and since that can't be one event with the commit
 itself, whoever takes over deletes the temporary files of those before it, before it looks at what
-is committed: a commit that was about to happen then fails.
+is committed: a commit that was about to happen then fails. A bucket has no temporary files;
+`_leftovers` says what protects a commit there.
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ class Claim:
 
     def _has_rival(self) -> bool:
         """Whether another may have begun just now."""
-        ages_s = {file.name: -file.changed_s for file in self._store.files(_PREFIX)}
-        now_s = ages_s.pop(self._marker, 0.0)
+        times_s = {file.name: file.changed_s for file in self._store.files(_PREFIX)}
+        mine_s = times_s.pop(self._marker, 0.0)
         return any(
-            age_s - now_s < RENEW_EVERY_S and not self._is_unlocked(name)
-            for name, age_s in ages_s.items()
+            mine_s - other_s < RENEW_EVERY_S and not self._is_unlocked(name)
+            for name, other_s in times_s.items()
         )
 
     def _has_others(self, names: Sequence[str]) -> bool:

@@ -18,6 +18,7 @@ from obstore.store import S3Store, from_url
 
 from ostraka.errors import StoreError
 from ostraka.storage._object import ObjectStore
+from ostraka.storage._refusals import refusal
 
 _RETRY = {
     "max_retries": 20,
@@ -71,12 +72,11 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
     """Opened once for the same settings, so that connections are used again."""
     options: dict[str, Any] = {"retry_config": _RETRY, "client_options": dict(_CLIENT)}
     environment = dict(settings)
-    endpoint = None
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     if root.startswith("s3"):
-        endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
         if not _AWS_OWN & environment.keys() and _has_aws_files(environment):
             options |= _from_aws_files(environment)
-        elif endpoint:
+        if endpoint:
             options["endpoint"] = endpoint
     endpoint = options.get("endpoint") or environment.get("AZURE_STORAGE_ENDPOINT")
     if endpoint and endpoint.startswith("http://"):
@@ -123,17 +123,16 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "credential_provider": Boto3CredentialProvider(boto3.Session(botocore_session=session))
     }
-    settings = session.get_scoped_config()
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    if endpoint := endpoint or settings.get("endpoint_url"):
+    if endpoint := session.get_scoped_config().get("endpoint_url"):
         found["endpoint"] = endpoint
-    if region := session.get_config_variable("region"):
+    region = session.get_config_variable("region")
+    if region and "AWS_REGION" not in environment:
         found["region"] = region
     return found
 
 
 def _discard_uploads_of(bucket: Any) -> Callable[[str], None]:
-    """Azure and Google discard them by themselves; with Amazon's it must be asked for."""
+    """Only for S3: what else discards them, docs/stores.md says."""
     if not isinstance(bucket, S3Store):
         return lambda prefix: None
     return lambda prefix: _discard_s3_uploads(bucket, prefix)
@@ -143,26 +142,28 @@ def _discard_s3_uploads(bucket: S3Store, prefix: str) -> None:
     """obstore has no verb for this."""
     try:
         import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         return  # Incomplete uploads are invisible, and a lifecycle rule removes them.
-    config = dict(bucket.config)
-    provider = bucket.credential_provider
-    known: dict[str, Any] = {}
-    if provider is None and "access_key_id" in config:
-        known = {
-            "aws_access_key_id": config["access_key_id"],
-            "aws_secret_access_key": config.get("secret_access_key"),
-            "aws_session_token": config.get("session_token") or config.get("token"),
-        }
-    client: Any = boto3.client(
-        "s3", endpoint_url=config.get("endpoint"), region_name=config.get("region"), **known
-    )
+    config: dict[str, Any] = dict(bucket.config)
+    given: Any = config if bucket.credential_provider is None else bucket.credential_provider()
+    name = config["bucket"]
     whole = f"{bucket.prefix}/{prefix}" if bucket.prefix else prefix
-    pages = client.get_paginator("list_multipart_uploads").paginate(
-        Bucket=config["bucket"], Prefix=str(whole)
-    )
-    for page in pages:
-        for upload in page.get("Uploads", ()):
-            client.abort_multipart_upload(
-                Bucket=config["bucket"], Key=upload["Key"], UploadId=upload["UploadId"]
-            )
+    try:
+        client: Any = boto3.client(
+            "s3",
+            endpoint_url=config.get("endpoint"),
+            region_name=config.get("region"),
+            # Without them, boto3 finds what obstore has found.
+            aws_access_key_id=given.get("access_key_id"),
+            aws_secret_access_key=given.get("secret_access_key"),
+            aws_session_token=given.get("token"),
+        )
+        pages = client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=name, Prefix=str(whole)):
+            for upload in page.get("Uploads", ()):
+                client.abort_multipart_upload(
+                    Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+    except (BotoCoreError, ClientError) as error:
+        raise refusal("discard uploads to", f"s3://{name}/{whole}", error) from error

@@ -78,8 +78,10 @@ class ObjectStore:
         return not self.exists()
 
     def exists(self) -> bool:
-        pages = obstore.list(self._bucket, self._prefix, chunk_size=1)
-        return self._retry("list", "", lambda: bool(next(iter(pages), [])))
+        def look() -> bool:
+            return bool(next(iter(obstore.list(self._bucket, self._prefix, chunk_size=1)), []))
+
+        return self._retry("list", "", look)
 
     def remove_if_empty(self) -> None:
         pass  # Nothing is there that could be empty.

@@ -10,7 +10,7 @@ from typing import Any
 from ostraka import _format
 from ostraka._blocks import PIECE_BYTES, ShardFile, damage_on_contradiction
 from ostraka._format import Block
-from ostraka._memory import aligned
+from ostraka._memory import Scratch, aligned
 from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_all
 from ostraka.formats._ostraka import OstrakaSource
@@ -54,7 +54,7 @@ def copy_files(
         contents = shard_contents(source.metadata)
     files = [ShardFile(source.shards, *file) for file in contents.values()]
     candidates = [file for file in files if there.get(file.name) == file.entry.size]
-    stop, scratch = StopSignal(), _Scratch()
+    stop, scratch = StopSignal(), Scratch()
     is_whole = run_all(
         lambda file: _is_whole(target, file, scratch, stop),
         candidates,
@@ -75,7 +75,7 @@ def _copy_all(files: Sequence[ShardFile], read: Parts, target: Store, tally: Tal
     # Where a file is written in order, each thread has one of its own, and what waits to be sent.
     threads = max(parts.at_once, read.reads_at_once) if parts.in_any_order else parts.at_once
     # A writer in order may keep what it was given until it has sent it; others take it at once.
-    take_memory = _Scratch().take if parts.in_any_order else aligned
+    take_memory = Scratch().take if parts.in_any_order else aligned
     copies = [_Copy(file, target, min(len(files), threads), take_memory, tally) for file in files]
     stop = StopSignal()
     try:
@@ -88,16 +88,6 @@ def _copy_all(files: Sequence[ShardFile], read: Parts, target: Store, tally: Tal
     finally:
         for copy in copies:
             copy.close()
-
-
-class _Scratch(threading.local):
-    """Memory for each thread, used again and again: fresh pages cost more than all the rest."""
-
-    def __init__(self) -> None:
-        self._memory = aligned(PIECE_BYTES)
-
-    def take(self, nbytes: int) -> Any:
-        return self._memory[:nbytes]
 
 
 class _Copy:
@@ -158,7 +148,7 @@ class _Copy:
             return self._writer
 
 
-def _is_whole(target: Store, file: ShardFile, scratch: _Scratch, stop: StopSignal) -> bool:
+def _is_whole(target: Store, file: ShardFile, scratch: Scratch, stop: StopSignal) -> bool:
     """Whether the target has every byte of a file, durable from now on."""
     try:
         reader = target.open(file.name)
@@ -176,7 +166,7 @@ def _is_whole(target: Store, file: ShardFile, scratch: _Scratch, stop: StopSigna
     return True
 
 
-def _pieces(reader: FileReader, block: Block, scratch: _Scratch, stop: StopSignal) -> Iterator[Any]:
+def _pieces(reader: FileReader, block: Block, scratch: Scratch, stop: StopSignal) -> Iterator[Any]:
     for at in range(block.file_start, block.file_stop, PIECE_BYTES):
         stop.check()
         piece = scratch.take(min(PIECE_BYTES, block.file_stop - at))
