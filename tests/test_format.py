@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka import _box, _format, _metadata, _plan_write
-from ostraka._format import Entry, FileDigests
+from ostraka import _box, _format, _header, _metadata, _plan_write
+from ostraka._format import Entry, FileDigests, StoredRange
 from ostraka._metadata import IndexEntry, Metadata
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, MeshSpec, StoredLeaf
 from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
@@ -198,7 +198,7 @@ def test_other_names_are_not_taken_for_shards(name):
 
 def header_of(plan, file, contents):
     entries = contents[file.device, file.part]
-    return entries, _format.encode_header(entries, plan.leaves, ID, file.header_bytes)
+    return entries, _header.encode_header(entries, plan.leaves, ID, file.header_bytes)
 
 
 @settings(max_examples=60)
@@ -262,8 +262,8 @@ def test_data_starts_on_a_page_and_boxes_at_multiples_of_their_own_alignment(pla
 
 
 @settings(max_examples=60)
-@given(st.lists(paths, min_size=1, max_size=8, unique=True), st.data())
-def test_a_header_never_outgrows_its_plan(names, data):
+@given(st.lists(paths, min_size=1, max_size=8, unique=True), st.booleans(), st.data())
+def test_a_header_never_outgrows_its_plan(names, compressed, data):
     """Huge shapes and offsets: the headers of files that no machine here could hold."""
     leaves, entries = [], []
     offset = 0
@@ -276,9 +276,12 @@ def test_a_header_never_outgrows_its_plan(names, data):
         leaves.append(StoredLeaf(spec, 0, 0))
         entries.append(Entry(number, box, offset, nbytes))
         offset += nbytes
-    capacity = sum(_format.header_capacity(leaf.spec) for leaf in leaves)
-    planned = _format.header_bytes_for(capacity)
-    header = _format.encode_header(entries, leaves, ID, planned)
+    capacity = sum(_header.header_capacity(leaf.spec, compressed=compressed) for leaf in leaves)
+    planned = _header.header_bytes_for(capacity)
+    stored = {n: StoredRange(10**14, 2 * 10**14, compressed) for n in range(len(leaves))}
+    header = _header.encode_header(
+        entries, leaves, ID, planned, stored=stored if compressed else None
+    )
     assert len(header) == planned
     assert int.from_bytes(header[:8], "little") == planned - 8
     assert json.loads(header[8:]).keys() == {"__metadata__", *names}
@@ -318,6 +321,39 @@ def test_an_index_decodes_to_what_was_encoded(blocks):
         for name, lengths in blocks.items()
     }
     assert _format.decode_index(_format.encode_index(ID, 3, files)) == files
+
+
+def test_an_index_of_compressed_blocks_decodes_to_what_was_encoded():
+    digests = tuple(f"{n:016x}" for n in range(4))
+    file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
+    assert _format.decode_index(_format.encode_index(ID, 0, {"shard": file})) == {"shard": file}
+    assert [block[:4] for block in file.blocks()] == [
+        (-10, 0, 0, 10),
+        (0, 30, 10, 30),
+        (30, 35, 30, 35),
+        (35, 85, 35, 60),
+    ]
+    assert [block.result for block in file.blocks()] == ["", "a" * 16, "", "b" * 16]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("data", [[10, 0, 3]], "do not fit|shorter"),
+        ("data", [[10, 0, 1], [30, 0, 1], [5, 0, 1], [24, 0, 1]], "do not fit"),
+        ("data", [[11, 0, 1], [30, 0, 1], [5, 0, 1], [25, 0, 1]], "do not fit"),
+        ("data", [[10, 0, 1], [30, 0, 1], [5, 0, 1], [25, 0, 1]], "do not fit"),
+        ("data", [[10, 0, 1], [1 << 40, 0, 1], [5, 0, 1], [50, 0, 1]], "1,099,511,627,776 bytes"),
+        ("results", "a" * 16, "do not fit"),
+    ],
+)
+def test_an_index_of_impossible_compressed_blocks_is_refused(field, value, found):
+    digests = tuple(f"{n:016x}" for n in range(4))
+    file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
+    body = json.loads(_format.encode_index(ID, 0, {"shard": file}))
+    body["files"]["shard"][field] = value
+    with pytest.raises(ValueError, match=found):
+        _format.decode_index(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(11, (4, 6)), (10, (4, 12, -6)), (10, (4, 0, 6))])
@@ -433,9 +469,9 @@ def changed(**fields):
 
 def test_a_newer_version_asks_for_a_newer_ostraka():
     with pytest.raises(
-        UnsupportedFormat, match="version 2 and this Ostraka reads version 1; install"
+        UnsupportedFormat, match="version 3 and this Ostraka reads versions up to 2; install"
     ):
-        _metadata.decode_metadata(changed(version=2))
+        _metadata.decode_metadata(changed(version=3))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"PK\x03\x04", b"not json", b'{"format":'])

@@ -55,7 +55,7 @@ class NpySource:
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         array = self._arrays[leaf]
         box = tuple((0, n) for n in array.shape)
-        return [StoredBox(box, self._names[leaf], 0, 128, array.nbytes)]
+        return [StoredBox(box, self._names[leaf], 0, 128, array.nbytes, array.nbytes)]
 
     def files(self) -> list[StoredFile]:
         return [StoredFile(n, a.nbytes) for n, a in zip(self._names, self._arrays, strict=True)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ostraka import _format
 from ostraka._capture import Captured, DtypeRule, floating_dtype, may_cast
+from ostraka._codec import CompressRule
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._document import with_states
 from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec
@@ -40,6 +41,7 @@ def agree(
     *,
     location: str,
     dtype: DtypeRule,
+    compress: CompressRule,
     user: Mapping[str, Any],
     take_place: Callable[[], None],
 ) -> Agreed:
@@ -60,7 +62,9 @@ def agree(
 
     mine = {"states": captured.states}
     if several:
-        mine |= _describe(captured, location, (user, repr(dtype)), operation.process)
+        mine |= _describe(
+            captured, location, (user, repr(dtype), repr(compress)), operation.process
+        )
     answer = operation.exchange("begin", mine, decide)
     leaves, meshes = captured.leaves, captured.meshes
     values = list(captured.values)
@@ -122,7 +126,7 @@ def _compare(described: list[Any], leaves: Sequence[LeafSpec]) -> list[tuple[int
             raise ProcessFailed(
                 process,
                 "its tree differs from that of process 0: structure, shapes, dtypes, shardings, "
-                "Python values and metadata must be the same on all processes",
+                "Python values, metadata and options must be the same on all processes",
             )
     joined: list[tuple[int, bool]] = []
     # The trees are alike, so all processes list the same leaves.

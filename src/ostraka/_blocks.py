@@ -70,8 +70,8 @@ class Shards:
     def name_of_index(self, process: int) -> str:
         return f"{self._directory}/{_format.index_name(process)}"
 
-    def digests_of(self, file: FileEntry) -> FileDigests:
-        """The digests of a file. Raises Damaged if the index that has them is."""
+    def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
+        """The digests of a file that holds so much. Raises Damaged if its index is."""
         process = self.metadata.process_of[file.device]
         name = self.name_of_index(process)
         with self._reading.lock:
@@ -79,7 +79,11 @@ class Shards:
             if index is None:
                 index = self._indexes[process] = self._decode_index(process, name)
         found = index.get(file.name)
-        if found is None or found.size != file.size or found.lengths[:1] != (file.header_bytes,):
+        if (
+            found is None
+            or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,))
+            or found.data_bytes != data_bytes
+        ):
             what = f"it does not describe {file.name} as {METADATA_NAME} does"
             raise damaged(self.store, name, what)
         return found
@@ -118,7 +122,8 @@ class ShardFile:
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
         self._contents = contents
-        self._digests = shards.digests_of(entry)
+        data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
+        self._digests = shards.digests_of(entry, data_bytes)
         self._shards = shards
         self.name = shards.name_of(entry)
         self._reader: FileReader | None = None
@@ -151,27 +156,70 @@ class ShardFile:
         """Compare the header with its digest, once."""
         with self._lock:
             if not self._is_header_checked:
-                self.read(0, 1, [bytearray(self.entry.header_bytes)])
+                header = bytearray(self.entry.header_bytes)
+                self._fill(0, len(header), [header], self.blocks[:1])
+                self._compare(self.blocks[0], [header])
                 self._is_header_checked = True
 
-    def read(self, first: int, last: int, buffers: Sequence[Any]) -> int:
+    def read(
+        self, first: int, last: int, buffers: Sequence[Any], take_memory: Callable[[int], Any]
+    ) -> int:
         """Fill `buffers` with the data of the blocks from `first` to before `last`.
 
-        Returns how many bytes of the file that took.
+        `take_memory` gives memory for what is stored of compressed blocks. Returns how many bytes
+        of the file that took.
         """
         blocks = self.blocks[first:last]
         start, stop = blocks[0].file_start, blocks[-1].file_stop
-        self._fill(start, stop, buffers, blocks)
         lengths = [block.stop - block.start for block in blocks]
-        for block, pieces in zip(blocks, _format.regroup(iter(buffers), lengths), strict=True):
-            self._compare(block, pieces)
+        places = zip(blocks, _format.regroup(iter(buffers), lengths), strict=True)
+        if not any(block.result for block in blocks):
+            self._fill(start, stop, buffers, blocks)
+            for block, pieces in places:
+                self._compare(block, pieces)
+            return stop - start
+        stored = take_memory(stop - start)
+        self._fill(start, stop, [stored], blocks)
+        for block, pieces in places:
+            self._unpack(block, stored[block.file_start - start : block.file_stop - start], pieces)
         return stop - start
+
+    def _unpack(self, block: Block, stored: Any, pieces: Sequence[Any]) -> None:
+        """Compare what is stored of a block, and fill `pieces` with its data."""
+        import numpy as np  # only here: a look at the tree does without
+
+        from ostraka import _codec
+
+        self._compare(block, [stored])
+        data = stored
+        if block.result:
+            data = pieces[0] if len(pieces) == 1 else np.empty(block.stop - block.start, np.uint8)
+            where = f"bytes {block.file_start:,} to {block.file_stop:,}"
+            try:
+                _codec.decode(stored, data)
+            except ValueError as error:
+                found = f"{where} can't be decompressed: {error}"
+                raise self.damaged(found, block.start, block.stop) from error
+            if _format.block_digest([data]) != block.result:
+                found = f"{where} do not decompress to what was saved"
+                raise self.damaged(found, block.start, block.stop)
+        start = 0
+        for piece in pieces if pieces[0] is not data else []:
+            piece[:] = data[start : start + len(piece)]
+            start += len(piece)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and keep nothing of it.
 
-        It is read in pieces that fit into `scratch`, whatever its length.
+        It is read in pieces that fit into `scratch`, whatever its length, unless it is compressed.
         """
+        if block.result:
+            import numpy as np
+
+            stored = np.empty(block.file_stop - block.file_start, np.uint8)
+            self._fill(block.file_start, block.file_stop, [stored], [block])
+            self._unpack(block, stored, [np.empty(block.stop - block.start, np.uint8)])
+            return
 
         def pieces() -> Iterator[memoryview]:
             for at in range(block.file_start, block.file_stop, len(scratch)):
@@ -220,13 +268,15 @@ class ShardFile:
         return damaged(self._shards.store, self.name, found, leaves)
 
     def _open(self) -> FileReader:
-        size, header = self.entry.size, self.entry.header_bytes
-        with damage_on_loss(lambda found: self.damaged(found, 0, size)):
+        size, end = self.entry.size, self.blocks[-1].stop
+        with damage_on_loss(lambda found: self.damaged(found, 0, end)):
             reader = self._shards.store.open(self.name)
         if reader.size != size:
             reader.close()
-            lost = min(reader.size, size - 1) - header
-            raise self.damaged(_other_size(reader.size, size), lost, size - header)
+            first = min(reader.size, size - 1)
+            lost = next(block for block in self.blocks if block.file_stop > first)
+            at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
+            raise self.damaged(_other_size(reader.size, size), at, end)
         return reader
 
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:

@@ -6,6 +6,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any
@@ -15,12 +16,14 @@ import jax
 from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
+from ostraka._format import FileEntry, decode_runs, encode_runs
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
+from ostraka._write_shards import Written
 from ostraka.errors import Busy, OutcomeUnknown
 from ostraka.storage import Claim, Store
 
@@ -129,8 +132,7 @@ def commit(
     place: SavePlace,
     agreed: Agreed,
     plan: WritePlan,
-    index: IndexEntry | None,
-    written_bytes: int,
+    written: Written,
     watch: Stopwatch,
 ) -> list[float]:
     """Report, and commit if every process has reported well; returns what all have done."""
@@ -139,6 +141,7 @@ def commit(
         indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
         if operation.count > 1:
             _check_visible(place.store, indexes, agreed.save_id)
+        files = _with_sizes(plan, list(map(itemgetter("sizes"), reports)))
         summary = summarize(list(map(itemgetter("written"), reports)))
         hosts = list(map(itemgetter("host"), reports))
         metadata = Metadata(
@@ -149,21 +152,34 @@ def commit(
             meshes=plan.meshes,
             layouts=plan.layouts,
             leaves=plan.leaves,
-            files=plan.files,
+            files=files,
             indexes=indexes,
             user=agreed.user,
+            version=plan.version,
         )
-        sizes = {file.name: file.size for file in plan.files}
+        sizes = {file.name: file.size for file in files}
         sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}
         place.commit(encode_metadata(metadata), agreed.save_id, sizes)
         return summary
 
+    index = written.index
     mine = {
         "index": None if index is None else [index.size, index.digest],
-        "written": [written_bytes, watch.phases["write"]],
+        "sizes": encode_runs(written.sizes) if plan.compressed else [],
+        "written": [sum(written.sizes), watch.phases["write"]],
         "host": socket.gethostname(),
     }
     return operation.exchange("commit", mine, decide, is_last=True)
+
+
+def _with_sizes(plan: WritePlan, sizes_by_process: list[Any]) -> tuple[FileEntry, ...]:
+    """The files, with what was stored where that is known only now."""
+    if not plan.compressed:
+        return plan.files
+    sizes = [iter(decode_runs(sizes)) for sizes in sizes_by_process]
+    return tuple(
+        replace(file, size=next(sizes[plan.process_of[file.device]])) for file in plan.files
+    )
 
 
 def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str) -> None:

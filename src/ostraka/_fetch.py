@@ -44,6 +44,8 @@ class _Fetch:
         self._complete = [n for n, count in enumerate(self._waiting) if count == 0]
         self._buffers.allocate(self._complete)
         self._scratch = Scratch()
+        self._stored = Scratch()
+        """For what is stored of compressed blocks."""
         self._threads = shards.store.parts.reads_at_once
 
     def run(self) -> Iterator[tuple[int, Array]]:
@@ -96,11 +98,14 @@ class _Fetch:
                 memory = self._buffers.memory_of(chunk, self._scratch.take)
                 for piece in memory:
                     map_pages(piece)
-                return chunk, file.read(chunk.first_block, chunk.last_block, memory)
+                return chunk, self._read(file, chunk, memory)
             scratch = self._scratch.take(chunk.stop - chunk.start)
-            nbytes = file.read(chunk.first_block, chunk.last_block, [scratch])
+            nbytes = self._read(file, chunk, [scratch])
             self._copy(chunk, scratch)
             return chunk, nbytes
+
+    def _read(self, file: ShardFile, chunk: Chunk, memory: Sequence[Array]) -> int:
+        return file.read(chunk.first_block, chunk.last_block, memory, self._stored.take)
 
     def _copy(self, chunk: Chunk, data: Array) -> None:
         """Copy what is wanted out of the bytes of a chunk."""

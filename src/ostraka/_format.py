@@ -1,4 +1,4 @@
-"""The on-disk format: `_METADATA`, process indexes, safetensors headers, digests. Bytes and data.
+"""The on-disk format: what shard files hold, process indexes, digests. Bytes and data.
 
 docs/format.md says the same in prose. Nothing here touches a file, a device or the clock: what a
 shard file holds, and where, follows from the leaves and layouts alone, so that a writer, a reader
@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
-from json.encoder import encode_basestring_ascii
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
-from ostraka._spec import DTYPES, Dtype, Layout, LeafSpec, StoredLeaf
+from ostraka._spec import DTYPES, Layout, StoredLeaf
 
 METADATA_NAME = "_METADATA"
 FORMAT = "ostraka"
 VERSION = 1
+COMPRESSED_VERSION = 2
+"""The version of a checkpoint in which blocks may be compressed."""
+VERSIONS = (VERSION, COMPRESSED_VERSION)
 PAGE_BYTES = 4096
 BLOCK_BYTES = 4 << 20
 GATHER_BYTES = 1 << 20
 """Boxes below this size share a block with their neighbours."""
+MOST_COMPRESSED_BYTES = 16 << 20
+"""What a compressed block may hold, so that a few bytes can't ask for any amount of memory."""
 
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
-_OFFSET_DIGITS = 15
-_QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 _MAX_RUN_NUMBERS = 1 << 26
 
 
@@ -191,95 +194,6 @@ def paths_between(
     )
 
 
-# Safetensors headers
-
-
-def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[int]]:
-    """The shape that the file shows, and where that begins in the whole array.
-
-    Dtypes that safetensors lacks are shown as bytes.
-    """
-    if dtype.packed:
-        return [nbytes], [0]
-    shape = list(_box.shape_of(box))
-    starts = [start for start, _ in box]
-    if dtype.opaque and dtype.bits > 8:
-        return [*shape, dtype.bits // 8], [*starts, 0]
-    return shape, starts
-
-
-def header_capacity(leaf: LeafSpec) -> int:
-    """An upper bound for what one box of this leaf adds to a header, the same for every box.
-
-    Headers are padded anyway; a bound that does not depend on the digits of each offset lets file
-    sizes be planned for thousands of devices at once.
-    """
-    dtype = DTYPES[leaf.dtype]
-    key = encode_basestring_ascii(leaf.path)
-    quoted = len(encode_basestring_ascii(key))
-    digits = sum(map(len, map(str, leaf.shape))) + len(leaf.shape) + 3
-    if dtype.packed:
-        digits = _OFFSET_DIGITS
-    tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
-    tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
-    sharding = quoted + _QUOTED_OFFSETS + digits
-    named = quoted + len(encode_basestring_ascii('"",:')) + len(leaf.dtype) if dtype.opaque else 0
-    return tensor + sharding + named
-
-
-def header_bytes_for(capacity: Any) -> Any:
-    """The size of a header (length prefix and padding included) whose leaves need `capacity`.
-
-    Takes an integer or an array of them.
-    """
-    return -(-(_header_frame_bytes() + capacity) // PAGE_BYTES) * PAGE_BYTES
-
-
-@cache
-def _header_frame_bytes() -> int:
-    return 8 + len(_header_json([], [], "0" * 16))
-
-
-def encode_header(
-    entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str, header_bytes: int
-) -> bytes:
-    """The first `header_bytes` of a shard file."""
-    text = _header_json(entries, leaves, save_id)
-    if 8 + len(text) > header_bytes:
-        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
-    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
-
-
-def _header_json(entries: Sequence[Entry], leaves: Sequence[StoredLeaf], save_id: str) -> bytes:
-    """What a header says. Written entry by entry: making one large object of it all is slow."""
-    tensors: list[str] = []
-    offsets: list[str] = []
-    opaque: dict[str, str] = {}
-    shown: dict[tuple[str, Box], tuple[str, str]] = {}
-    for leaf, box, offset, nbytes in entries:
-        spec = leaves[leaf].spec
-        dtype = DTYPES[spec.dtype]
-        texts = shown.get((spec.dtype, box))
-        if texts is None:
-            shape, starts = _tensor_shape(dtype, box, nbytes)
-            texts = shown[spec.dtype, box] = (dumps(shape), dumps(starts))
-        key = encode_basestring_ascii(spec.path)
-        tensors.append(
-            f'{key}:{{"dtype":"{dtype.code}","shape":{texts[0]},'
-            f'"data_offsets":[{offset},{offset + nbytes}]}}'
-        )
-        offsets.append(f'{key}:{{"saved_offsets":{texts[1]}}}')
-        if dtype.opaque:
-            opaque[spec.path] = dtype.name
-    about = {
-        "ostraka": str(VERSION),
-        "ostraka_id": save_id,
-        "ostraka_dtypes": dumps(opaque),
-        "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
-    }
-    return ("{" + ",".join([f'"__metadata__":{dumps(about)}', *tensors]) + "}").encode()
-
-
 # Process indexes
 
 
@@ -293,6 +207,17 @@ class Block(NamedTuple):
     file_stop: int
     """Its range in the file."""
     digest: str
+    """Of what is stored."""
+    result: str = ""
+    """Of its data, if it is compressed."""
+
+
+class StoredRange(NamedTuple):
+    """Where a box lies in a file, counted from the start of the data as it is stored."""
+
+    start: int
+    stop: int
+    is_compressed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,53 +227,110 @@ class FileDigests:
     size: int
     lengths: tuple[int, ...]
     digests: tuple[str, ...]
+    data_lengths: tuple[int, ...] = ()
+    """If blocks are compressed: of the data in each, which of those is longer than `lengths`."""
+    results: tuple[str, ...] = ()
+    """The digest of the data of each compressed block, in order."""
+
+    @property
+    def data_bytes(self) -> int:
+        return sum((self.data_lengths or self.lengths)[1:])
 
     def blocks(self) -> list[Block]:
-        """The header and the blocks of the data: stored as they are, one after the other."""
+        """The header and the blocks of the data, stored one after the other."""
         header_bytes = self.lengths[0]
-        ends = pairwise(accumulate(self.lengths, initial=0))
+        in_file = pairwise(accumulate(self.lengths, initial=0))
+        data_lengths = self.data_lengths or self.lengths
+        in_data = pairwise(accumulate(data_lengths, initial=-header_bytes))
+        following = iter(self.results)
+        pairs = zip(data_lengths, self.lengths, strict=True)
+        results = ["" if length == stored else next(following) for length, stored in pairs]
         return [
-            Block(start - header_bytes, stop - header_bytes, start, stop, digest)
-            for (start, stop), digest in zip(ends, self.digests, strict=True)
+            Block(*data, *file, digest, result)
+            for data, file, digest, result in zip(
+                in_data, in_file, self.digests, results, strict=True
+            )
         ]
+
+
+def stored_range(entry: Entry, blocks: Sequence[Block]) -> StoredRange:
+    """Where a box lies in a file; the blocks are the file's own, header included."""
+    header_bytes = blocks[0].file_stop
+    if entry.nbytes == 0:
+        end = blocks[-1].file_stop - header_bytes
+        return StoredRange(end, end, is_compressed=False)
+    stop = entry.offset + entry.nbytes
+    first = bisect_right(blocks, entry.offset, key=attrgetter("start")) - 1
+    last = bisect_right(blocks, stop - 1, key=attrgetter("start"))
+    of_box = blocks[first:last]
+    # A compressed block holds nothing but its box; others may hold several boxes.
+    lead = 0 if of_box[0].result else entry.offset - of_box[0].start
+    rest = 0 if of_box[-1].result else of_box[-1].stop - stop
+    return StoredRange(
+        of_box[0].file_start + lead - header_bytes,
+        of_box[-1].file_stop - rest - header_bytes,
+        any(block.result for block in of_box),
+    )
 
 
 def planned_digests(file: FileEntry, entries: Sequence[Entry]) -> FileDigests:
     """A file that is yet to be written; its digests only have the right length."""
-    lengths = block_lengths(file.header_bytes, entries)
-    return FileDigests(file.size, tuple(lengths), ("0" * 16,) * len(lengths))
+    lengths = tuple(block_lengths(file.header_bytes, entries))
+    return FileDigests(file.size, lengths, ("0" * 16,) * len(lengths))
 
 
-def encode_index(save_id: str, process: int, files: Mapping[str, FileDigests]) -> bytes:
+def encode_index(
+    save_id: str, process: int, files: Mapping[str, FileDigests], *, version: int = VERSION
+) -> bytes:
     return dumps(
         {
             "format": f"{FORMAT}-index",
-            "version": VERSION,
+            "version": version,
             "id": save_id,
             "process": process,
-            "files": {
-                name: {
-                    "size": file.size,
-                    "blocks": encode_runs(file.lengths),
-                    "digests": "".join(file.digests),
-                }
-                for name, file in files.items()
-            },
+            "files": {name: _encode_digests(file) for name, file in files.items()},
         }
     ).encode()
 
 
+def _encode_digests(file: FileDigests) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "size": file.size,
+        "blocks": encode_runs(file.lengths),
+        "digests": "".join(file.digests),
+    }
+    if file.results:
+        described["data"] = encode_runs(file.data_lengths)
+        described["results"] = "".join(file.results)
+    return described
+
+
 def decode_index(data: bytes) -> dict[str, FileDigests]:
-    files: dict[str, FileDigests] = {}
-    for name, file in dict(json.loads(data)["files"]).items():
-        text = str(file["digests"])
-        lengths = decode_runs(file["blocks"])
-        digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
-        adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
-        if not adds_up or len(digests) != len(lengths):
-            raise ValueError(f"the blocks of {name} do not add up to its size")
-        files[name] = FileDigests(file["size"], lengths, digests)
-    return files
+    described: dict[str, Any] = dict(json.loads(data)["files"])
+    return {name: _decode_digests(name, file) for name, file in described.items()}
+
+
+def _decode_digests(name: str, file: Mapping[str, Any]) -> FileDigests:
+    lengths = decode_runs(file["blocks"])
+    digests = _cut_digests(file["digests"])
+    adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
+    if not adds_up or len(digests) != len(lengths):
+        raise ValueError(f"the blocks of {name} do not add up to its size")
+    if "data" not in file:
+        return FileDigests(file["size"], lengths, digests)
+    data_lengths, results = decode_runs(file["data"]), _cut_digests(file["results"])
+    pairs = list(zip(lengths, data_lengths, strict=True))
+    compressed = [length for stored, length in pairs if stored != length]
+    fit = all(stored <= length for stored, length in pairs) and data_lengths[:1] == lengths[:1]
+    if not fit or len(results) != len(compressed):
+        raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
+    if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
+        raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
+    return FileDigests(file["size"], lengths, digests, data_lengths, results)
+
+
+def _cut_digests(text: Any) -> tuple[str, ...]:
+    return tuple(str(text)[i : i + 16] for i in range(0, len(str(text)), 16))
 
 
 # Small things

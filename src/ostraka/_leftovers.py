@@ -28,8 +28,8 @@ GONE_AFTER_S = 300.0
 """Far longer than a request lasts, with all its retries."""
 
 _HEAD = re.compile(
-    rb'\{"format":"ostraka","version":%d,"id":"(%b)"[,}]'
-    % (_format.VERSION, _format.ID_PATTERN.pattern.encode())
+    rb'\{"format":"ostraka","version":[%d-%d],"id":"(%b)"[,}]'
+    % (*_format.VERSIONS, _format.ID_PATTERN.pattern.encode())
 )
 """How our `_METADATA` begins, with the id: the rest need not be decoded to know it."""
 

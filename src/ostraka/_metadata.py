@@ -53,6 +53,7 @@ class Metadata:
     user: Mapping[str, Any]
     unknown: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields that a newer writer added; kept as they are."""
+    version: int = _format.VERSION
 
     @property
     def process_count(self) -> int:
@@ -74,8 +75,11 @@ def shard_contents(
     }
     for key in sorted(contents.keys() | files.keys()):
         last = contents[key][-1] if key in contents else None
-        data_bytes = files[key].size - files[key].header_bytes if key in files else None
-        if last is None or last.offset + last.nbytes != data_bytes:
+        stored_bytes = files[key].size - files[key].header_bytes if key in files else -1
+        data_bytes = -1 if last is None else last.offset + last.nbytes
+        may_be_less = metadata.version >= _format.COMPRESSED_VERSION
+        fits = stored_bytes == data_bytes or (may_be_less and 0 <= stored_bytes < data_bytes)
+        if last is None or not fits:
             raise ValueError(
                 f"the file table and the layouts disagree about {_format.shard_name(*key)}"
             )
@@ -88,7 +92,7 @@ _KNOWN_FIELDS = {f.name for f in fields(Metadata)} | {"format", "version", "dige
 def encode_metadata(metadata: Metadata) -> bytes:
     body = {
         "format": _format.FORMAT,
-        "version": _format.VERSION,
+        "version": metadata.version,
         "id": metadata.id,
         "writer": metadata.writer,
         "process_of": encode_runs(metadata.process_of),
@@ -152,6 +156,7 @@ def decode_metadata(data: bytes) -> Metadata:
             indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
             user=dict(body["user"]),
             unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
+            version=body["version"],
         )
         check_metadata(metadata)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -167,10 +172,10 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != _format.FORMAT:
         raise NotACheckpoint(f"its {METADATA_NAME} was not written by Ostraka")
-    if body.get("version") != _format.VERSION:
+    if body.get("version") not in _format.VERSIONS:
         raise UnsupportedFormat(
-            f"it is in format version {body.get('version')!r} and this Ostraka reads version "
-            f"{_format.VERSION}; install a newer ostraka"
+            f"it is in format version {body.get('version')!r} and this Ostraka reads versions up "
+            f"to {_format.VERSIONS[-1]}; install a newer ostraka"
         )
     return body
 

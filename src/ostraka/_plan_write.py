@@ -8,7 +8,7 @@ processes write about the same number of bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter, mod
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka import _format
+from ostraka import _format, _header
 from ostraka._format import FileEntry
 from ostraka._spec import (
     DTYPES,
@@ -55,6 +55,12 @@ class WritePlan:
     leaves: tuple[StoredLeaf, ...]
     files: tuple[FileEntry, ...]
     process_of: tuple[int, ...]
+    compressed: frozenset[int] = frozenset()
+    """The leaves that are to be compressed. Sizes of files are those without."""
+
+    @property
+    def version(self) -> int:
+        return _format.COMPRESSED_VERSION if self.compressed else _format.VERSION
 
     def files_of(self, process: int) -> list[FileEntry]:
         return [file for file in self.files if self.process_of[file.device] == process]
@@ -73,9 +79,14 @@ def plan_write(
     process_of: Sequence[int],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    compressed: Iterable[int] = (),
 ) -> WritePlan:
-    """Share the boxes of all leaves out over the devices; `process_of` maps device to process."""
-    sharing = _Sharing(leaves, meshes, process_of, max_file_bytes)
+    """Share the boxes of all leaves out over the devices; `process_of` maps device to process.
+
+    `compressed` are the numbers of leaves whose boxes may be compressed.
+    """
+    numbers = frozenset(compressed)
+    sharing = _Sharing(leaves, meshes, process_of, max_file_bytes, numbers)
     stored, files = _assign_parts(sharing, max_file_bytes)
     return WritePlan(
         meshes=tuple(meshes),
@@ -83,6 +94,7 @@ def plan_write(
         leaves=stored,
         files=files,
         process_of=tuple(process_of),
+        compressed=numbers,
     )
 
 
@@ -95,6 +107,7 @@ class _Sharing:
         meshes: Sequence[MeshSpec],
         process_of: Sequence[int],
         max_file_bytes: int,
+        compressed: frozenset[int],
     ):
         self.leaves = leaves
         self.device_count = len(process_of)
@@ -110,7 +123,10 @@ class _Sharing:
         nbytes = [leaf.nbytes for leaf in leaves]
         self.bytes_per_process = -(-sum(nbytes) // self._process_count)
         self._whole_limit = max(self.bytes_per_process // _BALANCE_SHARE, 1)
-        self.capacities = [_format.header_capacity(leaf) for leaf in leaves]
+        self.capacities = [
+            _header.header_capacity(leaf, compressed=number in compressed)
+            for number, leaf in enumerate(leaves)
+        ]
         """By leaf, what one box of it adds to a header."""
         self.layout_of = self._share_evenly()
         uneven = [number for number, layout in enumerate(self.layout_of) if layout < 0]
@@ -124,7 +140,7 @@ class _Sharing:
         by_kind: dict[object, int] = {}
         counts: Counter[tuple[int, int]] = Counter()
         for leaf, capacity in zip(self.leaves, self.capacities, strict=True):
-            header = _format.header_bytes_for(capacity)
+            header = _header.header_bytes_for(capacity)
             bits = DTYPES[leaf.dtype].bits
             kind = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
             number = by_kind.get(kind)
@@ -196,7 +212,7 @@ class _Sharing:
 
         Their pieces go to further parts.
         """
-        limit = max(self._max_file_bytes - _format.header_bytes_for(capacity), 1)
+        limit = max(self._max_file_bytes - _header.header_bytes_for(capacity), 1)
         while (largest := int(_cell_bytes(leaf, grid, len(owners)).max(initial=0))) > limit:
             cell_shape = [-(-n // g) for n, g in zip(leaf.shape, grid, strict=True)]
             dimension = next((d for d, n in enumerate(cell_shape) if n > 1), None)
@@ -299,7 +315,7 @@ class _Filling:
         devices = self._headers.nonzero()[0]
         if not len(devices):
             return
-        headers = _format.header_bytes_for(self._headers[devices])
+        headers = _header.header_bytes_for(self._headers[devices])
         sizes = headers + self._data[devices]
         rows = zip(devices.tolist(), headers.tolist(), sizes.tolist(), strict=True)
         self.files += [FileEntry(device, self._part, header, size) for device, header, size in rows]
@@ -309,10 +325,10 @@ class _Filling:
         self._bound = 0
 
     def _is_full(self, kind: _LeafKind, capacity: int) -> bool:
-        if self._bound + _format.header_bytes_for(0) <= self._target:
+        if self._bound + _header.header_bytes_for(0) <= self._target:
             return False
         self._add_noted()
-        headers = _format.header_bytes_for(self._headers[kind.owners] + capacity)
+        headers = _header.header_bytes_for(self._headers[kind.owners] + capacity)
         sizes = self._data[kind.owners] + kind.cell_bytes + headers
         return int(sizes.max(initial=0)) > self._target
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from ostraka import _format
 from ostraka._agree import agree
 from ostraka._capture import Captured, DtypeRule, capture, check_dtype_rule, hold
+from ostraka._codec import CompressRule, check_compress, codecs_of
 from ostraka._commit import SavePlace, commit
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._handle import SaveHandle, one_at_a_time, run_in_background, wait_for_background
@@ -38,6 +39,7 @@ def save(
     tree: Any,
     *,
     dtype: DtypeRule = None,
+    compress: CompressRule = None,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
     on_record: OnRecord | None = None,
@@ -54,6 +56,10 @@ def save(
     `dtype` writes floating-point arrays as another dtype: `"bfloat16"` for all, or by path,
     `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.
 
+    `compress="zstd"` makes the files smaller, without loss: normal weights to 0.67 of their size as
+    bfloat16, to 0.84 as float32. `("zstd", level)` asks for a level of zstd's own, from 1 to 22,
+    and `{"optimizer/**": "zstd"}` says it by path. Arrays below 1 MiB stay as they are.
+
     `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`, a
     number or a text such as "1GB", unless a single element or its name needs more. `on_record` is
     called with what was done and how long it took, which is also logged.
@@ -63,7 +69,7 @@ def save(
 
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
-    saving = Save(path, dtype, metadata, max_file_bytes, on_record)
+    saving = Save(path, dtype, compress, metadata, max_file_bytes, on_record)
     wait_for_background()
     saving.enter()
     try:
@@ -78,6 +84,7 @@ def save_async(
     tree: Any,
     *,
     dtype: DtypeRule = None,
+    compress: CompressRule = None,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
     if_busy: Literal["wait", "refuse"] = "wait",
@@ -101,7 +108,7 @@ def save_async(
     >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
     >>> handle.wait()
     """
-    saving = Save(path, dtype, metadata, max_file_bytes, on_record, on_commit)
+    saving = Save(path, dtype, compress, metadata, max_file_bytes, on_record, on_commit)
     return saving.begin(tree, if_busy=if_busy)
 
 
@@ -114,6 +121,7 @@ class Save:
 
     path: PathLike
     dtype: DtypeRule
+    compress: CompressRule
     metadata: Mapping[str, Any] | None
     max_file_bytes: int | str
     on_record: OnRecord | None
@@ -170,6 +178,7 @@ class Save:
         self._user = _json_only(self.metadata) if self.metadata else {}
         if self.dtype is not None:
             check_dtype_rule(self.dtype, captured.leaves)
+        check_compress(self.compress, captured.leaves)
         self.watch.lap("capture")
         return captured
 
@@ -182,6 +191,7 @@ class Save:
             captured,
             location=place.store.location,
             dtype=self.dtype,
+            compress=self.compress,
             user=self._user,
             take_place=self._take_place,
         )
@@ -189,17 +199,21 @@ class Save:
         self._values.append(agreed.values)
         watch.lap("agree")
         with paused_gc():
+            codecs = codecs_of(self.compress, agreed.leaves)
             plan = plan_write(
-                agreed.leaves, agreed.meshes, agreed.process_of, max_file_bytes=self._limit
+                agreed.leaves,
+                agreed.meshes,
+                agreed.process_of,
+                max_file_bytes=self._limit,
+                compressed=codecs,
             )
         watch.lap("plan")
-        index = write_shards(
-            operation, place.store, agreed.save_id, plan, agreed.values, self._progress
+        written = write_shards(
+            operation, place.store, agreed.save_id, plan, agreed.values, codecs, self._progress
         )
         watch.lap("write")
         self._let_go_of_values()
-        written = self._progress.total
-        summary = commit(operation, place, agreed, plan, index, written, watch)
+        summary = commit(operation, place, agreed, plan, written, watch)
         if operation.process == 0:
             place.remove_replaced()
         watch.lap("commit")

@@ -63,6 +63,8 @@ class StoredBox(NamedTuple):
     process: int
     offset: int
     nbytes: int
+    stored_bytes: int
+    """Fewer than `nbytes` if it is compressed."""
 
 
 class Source(Protocol):

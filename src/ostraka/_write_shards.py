@@ -8,23 +8,25 @@ of the work, and threads that all did it would only wait for each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from ostraka import _format, _pack
+from ostraka import _format, _header, _pack
 from ostraka._box import Box
+from ostraka._codec import Zstd, element_bytes
 from ostraka._coordinate import Operation
-from ostraka._format import Entry, FileDigests, FileEntry
+from ostraka._format import Entry, FileDigests, FileEntry, StoredRange
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
 from ostraka._values import Value, flat_bytes
+from ostraka._write_compressed import CompressedFile, SpooledFile
 from ostraka.storage import FileWriter, Parts, Store
 
 Array = np.ndarray[Any, Any]
@@ -65,6 +67,9 @@ class _Job:
     values: Sequence[Value]
     copied: frozenset[int]
     """The leaves that are not in host memory as they will be in the files."""
+    codecs: Mapping[int, Zstd]
+    """The leaves that are compressed, and how."""
+    version: int
     beside: int
     """How many files are written at the same time."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
@@ -76,28 +81,39 @@ class _Job:
         self.stop.check()
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a process has written."""
+
+    index: IndexEntry | None = None
+    """None if it has nothing to write."""
+    sizes: tuple[int, ...] = ()
+    """Of its files, in the order of the plan."""
+
+
 def write_shards(
     operation: Operation,
     store: Store,
     save_id: str,
     plan: WritePlan,
     values: Sequence[Value],
+    codecs: Mapping[int, Zstd],
     progress: Progress,
-) -> IndexEntry | None:
-    """Write the files of this process, and last its index; None if it has nothing to write.
+) -> Written:
+    """Write the files of this process, and last its index.
 
     Between blocks the operation is checked, so that nobody goes on writing for a save that has
     failed.
     """
     files = plan.files_of(operation.process)
     if not files:
-        return None
+        return Written()
     contents = _format.entries_by_file(
         plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
     )
     copied = _must_be_copied(plan.leaves, values)
     beside = min(len(files), store.parts.at_once)
-    job = _Job(operation, store, save_id, plan.leaves, values, copied, beside)
+    job = _Job(operation, store, save_id, plan.leaves, values, copied, codecs, plan.version, beside)
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     try:
@@ -107,10 +123,11 @@ def write_shards(
             shard.abandon()
         raise
     digests = {shard.file.name: shard.digests() for shard in shards}
-    index = _format.encode_index(save_id, operation.process, digests)
+    index = _format.encode_index(save_id, operation.process, digests, version=plan.version)
     name = _format.index_name(operation.process)
     store.put(f"{_format.shards_directory(save_id)}/{name}", index)
-    return IndexEntry(len(index), _format.digest(index))
+    sizes = tuple(file.size for file in digests.values())
+    return Written(IndexEntry(len(index), _format.digest(index)), sizes)
 
 
 def _must_be_copied(leaves: Sequence[StoredLeaf], values: Sequence[Value]) -> frozenset[int]:
@@ -139,51 +156,55 @@ def _write_all(job: _Job, shards: Sequence[_Shard], progress: Progress) -> None:
 
 
 class _Shard:
-    """A shard file that is being written: opened for its first block, closed after its last."""
+    """A shard file that is being written, from the values that it holds."""
 
     def __init__(self, job: _Job, file: FileEntry, entries: list[Entry]):
         self.file = file
         self.entries = entries
         self._job = job
         self._lengths = _format.block_lengths(file.header_bytes, entries)
-        self._offsets = [0, *accumulate(self._lengths)]
-        self._digests = [""] * len(self._lengths)
-        self._blocks_left = len(self._lengths)
-        self._writer: FileWriter | None = None
-        self._lock = threading.Lock()
+        codecs = {
+            entry.leaf: (element_bytes(job.leaves[entry.leaf].spec.dtype), job.codecs[entry.leaf])
+            for entry in entries
+            if entry.leaf in job.codecs and entry.nbytes >= _format.GATHER_BYTES
+        }
+        self._has_header_first = not codecs
+        self._target = (
+            CompressedFile(entries, self._lengths, codecs, self._header, self._create, job.check)
+            if codecs
+            else _PlainFile(self._lengths, self._create)
+        )
+        self.write = self._target.write
+        self.abandon = self._target.abandon
+        self.digests = self._target.digests
 
     def blocks(self) -> Iterator[NumberedBlock]:
-        """The file's bytes, cut into its blocks."""
-        return enumerate(_format.regroup(self._stream(), self._lengths))
+        """The blocks of the file, in order; without the header, where that is written last."""
+        if self._has_header_first:
+            header = np.frombuffer(self._header({}), np.uint8)
+            return enumerate(_format.regroup(chain([header], self._stream()), self._lengths))
+        return enumerate(_format.regroup(self._stream(), self._lengths[1:]), 1)
 
-    def write(self, number: int, pieces: list[Array]) -> int:
-        """Digest a block and put it in its place; returns its length."""
-        self._digests[number] = _format.block_digest(pieces)
-        with self._lock:
-            if self._writer is None:
-                name = f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
-                self._writer = self._job.store.create(name, self.file.size, beside=self._job.beside)
-            writer = self._writer
-        writer.write(self._offsets[number], pieces)
-        with self._lock:
-            self._blocks_left -= 1
-            is_last = self._blocks_left == 0
-        if is_last:
-            writer.finish()
-        return self._lengths[number]
+    def _create(self) -> FileWriter:
+        job, name = self._job, f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
+        if job.store.parts.in_any_order or self._has_header_first:
+            return job.store.create(name, self.file.size, beside=job.beside)
+        return SpooledFile(job.store, name, job.beside, job.check)
 
-    def abandon(self) -> None:
-        if self._writer is not None and self._blocks_left:
-            self._writer.abandon()
-
-    def digests(self) -> FileDigests:
-        return FileDigests(self.file.size, tuple(self._lengths), tuple(self._digests))
+    def _header(self, stored: Mapping[int, StoredRange]) -> bytes:
+        job = self._job
+        return _header.encode_header(
+            self.entries,
+            job.leaves,
+            job.save_id,
+            self.file.header_bytes,
+            version=job.version,
+            stored=stored,
+        )
 
     def _stream(self) -> Iterator[Array]:
-        """The file's bytes in order, as views of the live values where that can be."""
+        """The file's data in order, as views of the live values where that can be."""
         job, file = self._job, self.file
-        header = _format.encode_header(self.entries, job.leaves, job.save_id, file.header_bytes)
-        yield np.frombuffer(header, np.uint8)
         for leaf, box, _, nbytes in self.entries:
             if nbytes == 0:
                 continue
@@ -199,6 +220,41 @@ class _Shard:
                 yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
+
+
+class _PlainFile:
+    """A file whose blocks have their places: opened for its first one, closed after its last."""
+
+    def __init__(self, lengths: list[int], create: Callable[[], FileWriter]):
+        self._lengths = lengths
+        self._offsets = [0, *accumulate(lengths)]
+        self._digests = [""] * len(lengths)
+        self._blocks_left = len(lengths)
+        self._create = create
+        self._writer: FileWriter | None = None
+        self._lock = threading.Lock()
+
+    def write(self, number: int, pieces: list[Array]) -> int:
+        """Digest a block and put it in its place; returns its length."""
+        self._digests[number] = _format.block_digest(pieces)
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._create()
+            writer = self._writer
+        writer.write(self._offsets[number], pieces)
+        with self._lock:
+            self._blocks_left -= 1
+            is_last = self._blocks_left == 0
+        if is_last:
+            writer.finish()
+        return self._lengths[number]
+
+    def abandon(self) -> None:
+        if self._writer is not None and self._blocks_left:
+            self._writer.abandon()
+
+    def digests(self) -> FileDigests:
+        return FileDigests(self._offsets[-1], tuple(self._lengths), tuple(self._digests))
 
 
 def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]:

@@ -112,7 +112,9 @@ def _files_table(source: Source, number: int) -> list[str]:
     boxes = source.boxes_of(number)
     hosts = _tree.hosts_of(source.saved)
     head = ("box", "file", "process", "host", "at byte", "bytes")
-    table = Table(head, right=("process", "at byte", "bytes"))
+    is_compressed = any(place.stored_bytes != place.nbytes for place in boxes)
+    stored = ("stored bytes",) if is_compressed else ()
+    table = Table((*head, *stored), right=("process", "at byte", "bytes", *stored))
     for place in boxes[:_MOST_BOXES]:
         host = _tree.host_of(hosts, place.process) or _tree.UNKNOWN_HOST
         table.add(
@@ -122,6 +124,7 @@ def _files_table(source: Source, number: int) -> list[str]:
             printable(host),
             f"{place.offset:,}",
             f"{place.nbytes:,}",
+            *([f"{place.stored_bytes:,}"] if is_compressed else []),
         )
     lines = table.lines()
     if len(boxes) > _MOST_BOXES:
@@ -223,6 +226,7 @@ def _describe(
             "host": _tree.host_of(hosts, place.process),
             "offset": place.offset,
             "bytes": place.nbytes,
+            "stored_bytes": place.stored_bytes,
         }
         for place in source.boxes_of(row.number)
     ]

@@ -168,6 +168,8 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     if found["values"]:
         inside.append(count_of(found["values"], "value"))
     size = human_bytes(found["bytes"])
+    if found["file_bytes"] < found["bytes"]:
+        size += f" compressed to {human_bytes(found['file_bytes'])}"
     files = count_of(found["files"], "file")
     processes = count_of(found["processes"], "process")
     devices = count_of(found["devices"], "device")

@@ -7,10 +7,17 @@ from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ostraka._blocks import NOT_AS_WRITTEN, Shards, damage_on_contradiction, damage_on_loss, damaged
+from ostraka._blocks import (
+    NOT_AS_WRITTEN,
+    ShardFile,
+    Shards,
+    damage_on_contradiction,
+    damage_on_loss,
+    damaged,
+)
 from ostraka._document import saved_tree
 from ostraka._foreign import looks_like_ours
-from ostraka._format import METADATA_NAME
+from ostraka._format import METADATA_NAME, Entry, FileEntry, stored_range
 from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka._nodes import Branch, Leaf
 from ostraka._plan_restore import reading_order
@@ -67,16 +74,24 @@ class OstrakaSource:
         with damage_on_contradiction(self.store):
             contents = shard_contents(self.metadata, owners)
         return sorted(
-            StoredBox(
-                entry.box,
-                self.shards.name_of(file),
-                self.metadata.process_of[file.device],
-                file.header_bytes + entry.offset,
-                entry.nbytes,
-            )
+            self._stored_box(file, entries, entry)
             for file, entries in contents.values()
             for entry in entries
             if entry.leaf == leaf
+        )
+
+    def _stored_box(self, file: FileEntry, entries: Sequence[Entry], entry: Entry) -> StoredBox:
+        start, stop = entry.offset, entry.offset + entry.nbytes
+        if file.size != file.header_bytes + entries[-1].offset + entries[-1].nbytes:
+            # Where something is compressed, only the index of its process knows the places.
+            start, stop, _ = stored_range(entry, ShardFile(self.shards, file, entries).blocks)
+        return StoredBox(
+            entry.box,
+            self.shards.name_of(file),
+            self.metadata.process_of[file.device],
+            file.header_bytes + start,
+            entry.nbytes,
+            stop - start,
         )
 
     def files(self) -> list[StoredFile]:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule
+from ostraka._codec import CompressRule, check_compress
 from ostraka._pattern import Patterns
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
@@ -57,7 +58,8 @@ class Manager:
     seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
     These conditions are ORed; with none given, everything is kept. The newest step is always kept.
 
-    Saves run in the background unless `asynchronous` is False. Errors of a background save are
+    Saves run in the background unless `asynchronous` is False; `compress` is that of
+    `ostraka.save`. Errors of a background save are
     raised by the next call, on every process. Only one manager writes to a directory at a time: a
     second raises Busy, or waits (`if_busy="wait"`). With `read_only` nothing is ever written.
 
@@ -92,6 +94,7 @@ class Manager:
         keep_best: Best | None = None,
         keep_if: Callable[[Step], bool] | None = None,
         asynchronous: bool = True,
+        compress: CompressRule = None,
         read_only: bool = False,
         if_busy: Literal["wait", "refuse"] = "refuse",
         mtbf_s: float | None = None,
@@ -103,6 +106,8 @@ class Manager:
         self._schedule = Schedule(check_when(every, every_s, at, when))
         self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
         self._asynchronous = asynchronous
+        check_compress(compress)
+        self._compress = compress
         self._read_only = read_only
         self._on_record = check_function("on_record", on_record)
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
@@ -161,15 +166,17 @@ class Manager:
         force: bool = False,
         asynchronous: bool | None = None,
         dtype: DtypeRule = None,
+        compress: CompressRule = _NOT_GIVEN,
         max_file_bytes: int | str = MAX_FILE_BYTES,
     ) -> bool:
         """Save a step if it is time to, or in any case with `force`; returns whether it is saved.
 
-        `tree`, `dtype`, `metadata` and `max_file_bytes` are those of `ostraka.save`. `metrics` are
-        numbers, the same on all processes; they are kept in the checkpoint. When it returns, `tree`
-        may be changed. The save goes on in the background, and its error is raised by the next
-        call; with `asynchronous=False`, and when the run is being preempted, the step is on disk
-        when this returns.
+        `tree`, `dtype`, `compress`, `metadata` and `max_file_bytes` are those of `ostraka.save`;
+        without `compress`, it is that of the manager. `metrics` are numbers, the same on all
+        processes; they are kept in the checkpoint. When it returns, `tree` may be changed. The save
+        goes on in the background, and its error is raised by the next call; with
+        `asynchronous=False`, and when the run is being preempted, the step is on disk when this
+        returns.
 
         A step that is there already is replaced, in one atomic event; one that is a link, or a root
         that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
@@ -185,6 +192,7 @@ class Manager:
                 tree,
                 metadata=with_metrics(metadata, metrics, number),
                 dtype=dtype,
+                compress=self._compress if compress is _NOT_GIVEN else compress,
                 max_file_bytes=max_file_bytes,
                 force=force,
                 background=self._asynchronous if asynchronous is None else asynchronous,

@@ -53,7 +53,7 @@ class Parts:
 
 
 class FileWriter(Protocol):
-    """A new file of a known size, written in the order that the store's `parts` allow."""
+    """A new file, written in the order that the store's `parts` allow."""
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         """Put the bytes of `buffers`, one after the other, at `offset`.
@@ -174,6 +174,8 @@ class Store(Protocol):
     def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
         """Begin a new file; its directory comes into being with it.
 
+        Where `parts` allow any order, `size` is only the most that is written, and the file ends
+        where its last byte was written; elsewhere it is exact.
         `beside` is how many files this process writes at the same time, this one among them.
         """
         ...

@@ -181,14 +181,17 @@ class _MemoryLock:
 class _MemoryWriter:
     def __init__(self, data: bytearray):
         self._data = data
+        self._end = 0
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         for view in byte_views(buffers):
             self._data[offset : offset + view.nbytes] = view
             offset += view.nbytes
+        with _guard:
+            self._end = max(self._end, offset)
 
     def finish(self) -> None:
-        pass
+        del self._data[self._end :]
 
     def abandon(self) -> None:
         pass

@@ -1,0 +1,184 @@
+"""A shard file whose blocks are compressed on their way.
+
+Where a block lies depends on those before it. Blocks are compressed by any thread, in any order,
+and placed one after the other; the header, which says where they are, is written last.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostraka import _codec, _format
+from ostraka._codec import Zstd
+from ostraka._format import Entry, FileDigests, StoredRange
+from ostraka.errors import StoreError
+from ostraka.storage import FileWriter, Store
+
+Array = np.ndarray[Any, Any]
+Encoding = tuple[int, Zstd]
+"""How many bytes an element has, and how they are compressed."""
+
+_AHEAD = 8
+"""How many blocks of a file may be compressed before the first of them is placed."""
+_SPOOL_BYTES = 16 << 20
+"""A file of more is put together on disk, not in memory."""
+_PIECE_BYTES = 4 << 20
+
+
+class CompressedFile:
+    """The blocks of a shard file, numbered from 1, in the order in which its data has them."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        data_lengths: list[int],
+        codecs: Mapping[int, Encoding],
+        encode_header: Callable[[Mapping[int, StoredRange]], bytes],
+        create: Callable[[], FileWriter],
+        check: Callable[[], None],
+    ):
+        self._entries = entries
+        self._data_lengths = data_lengths
+        self._encode_header = encode_header
+        self._create = create
+        self._check = check
+        self._writer: FileWriter | None = None
+        count = len(data_lengths)
+        self._lengths = [data_lengths[0], *[0] * (count - 1)]
+        self._digests = [""] * count
+        self._results = [""] * count
+        self._codecs = dict(self._find_codecs(codecs))
+        self._changed = threading.Condition()
+        self._ready: dict[int, list[Any]] = {}
+        """What is stored of blocks that wait for one before them."""
+        self._next, self._position = 1, data_lengths[0]
+        """The block that is placed next, and where."""
+        self._unwritten = count - 1
+
+    def _find_codecs(self, codecs: Mapping[int, Encoding]) -> Iterator[tuple[int, Encoding]]:
+        """The numbers of the blocks that are to be compressed, and how."""
+        large = {e.offset: e for e in self._entries if e.nbytes >= _format.GATHER_BYTES}
+        start, entry = 0, None
+        for number, length in enumerate(self._data_lengths[1:], 1):
+            entry = large.get(start, entry)
+            start += length
+            if entry is not None and start <= entry.offset + entry.nbytes and entry.leaf in codecs:
+                yield number, codecs[entry.leaf]
+
+    def write(self, number: int, pieces: list[Array]) -> int:
+        """Compress a block, and write all that can be placed now; returns how long its data is."""
+        self._wait_for_turn(number)
+        stored = self._encode(number, pieces)
+        self._digests[number] = _format.block_digest(stored)
+        self._lengths[number] = sum(len(piece) for piece in stored)
+        with self._changed:
+            self._ready[number] = stored
+            placed = list(self._place())
+            if self._writer is None:
+                self._writer = self._create()
+            self._changed.notify_all()
+        for offset, stored in placed:
+            self._writer.write(offset, stored)
+        with self._changed:
+            self._unwritten -= len(placed)
+            is_last = self._unwritten == 0 and bool(placed)
+        if is_last:
+            self._writer.write(0, [self._header()])
+            self._writer.finish()
+            self._writer = None
+        return self._data_lengths[number]
+
+    def _wait_for_turn(self, number: int) -> None:
+        # Blocks are given out in order: the next one to be placed is being worked on by a thread
+        # that does not wait here.
+        with self._changed:
+            while number - self._next >= _AHEAD:
+                self._check()
+                self._changed.wait(0.2)
+
+    def _encode(self, number: int, pieces: list[Array]) -> list[Any]:
+        if number not in self._codecs:
+            return pieces
+        data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        stored = _codec.encode(data, *self._codecs[number])
+        if stored is None:
+            return pieces
+        self._results[number] = _format.block_digest([data])
+        return stored
+
+    def _place(self) -> Iterator[tuple[int, list[Any]]]:
+        while self._next in self._ready:
+            yield self._position, self._ready.pop(self._next)
+            self._position += self._lengths[self._next]
+            self._next += 1
+
+    def _header(self) -> bytes:
+        blocks = self.digests().blocks()
+        header = self._encode_header(
+            {entry.leaf: _format.stored_range(entry, blocks) for entry in self._entries}
+        )
+        self._digests[0] = _format.block_digest([header])
+        return header
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def digests(self) -> FileDigests:
+        return FileDigests(
+            sum(self._lengths),
+            tuple(self._lengths),
+            tuple(self._digests),
+            tuple(self._data_lengths),
+            tuple(filter(None, self._results)),
+        )
+
+
+class SpooledFile:
+    """A file that is put together here first, for stores that want files in order."""
+
+    def __init__(self, store: Store, name: str, beside: int, check: Callable[[], None]):
+        self._store = store
+        self._name = name
+        self._beside = beside
+        self._check = check
+        self._file = tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES)  # noqa: SIM115
+        self._size = 0
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        try:
+            self._file.seek(offset)
+            for piece in buffers:
+                self._file.write(piece)
+                offset += len(piece)
+        except OSError as error:
+            raise StoreError(
+                f"can't put {self._store.location}/{self._name} together in the directory for "
+                f"temporary files, {tempfile.gettempdir()}: {error.strerror}; have TMPDIR name one "
+                "with room for it, or save without compress",
+                errno=error.errno,
+            ) from error
+        self._size = max(self._size, offset)
+
+    def finish(self) -> None:
+        """Send it."""
+        with self._file:
+            self._file.seek(0)
+            writer = self._store.create(self._name, self._size, beside=self._beside)
+            try:
+                for offset in range(0, self._size, _PIECE_BYTES):
+                    self._check()
+                    # Fresh memory for each: the writer may keep it until it is sent.
+                    writer.write(offset, [self._file.read(_PIECE_BYTES)])
+                writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+
+    def abandon(self) -> None:
+        self._file.close()
