@@ -1,7 +1,8 @@
 """docs/format.md is enough to read a checkpoint: here is a reader made from it alone.
 
-The reader, down to the line, uses numpy, json and xxhash, and nothing of Ostraka. Dtypes that numpy
-lacks come out as their bits, bfloat16 as uint16 and float8 as uint8; int4 comes out as int8.
+The reader, down to the line, uses numpy, json, xxhash and zstandard, and nothing of Ostraka. Dtypes
+that numpy lacks come out as their bits, bfloat16 as uint16 and float8 as uint8; int4 comes out as
+int8.
 """
 
 import ast
@@ -24,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -60,6 +62,35 @@ def read_runs(runs: list[list[int]]) -> list[int]:
     return [start + step * i for start, step, count in runs for i in range(count)]
 
 
+class Place(NamedTuple):
+    """Where a block lies in the data of a file, and where in the file it is stored."""
+
+    start: int
+    stop: int
+    stored_start: int
+    stored_stop: int
+    result: str | None
+
+
+def decompress(stored: bytes, size: int) -> bytes:
+    """The data of a compressed block, which has `size` bytes."""
+    width = stored[0]
+    assert 1 <= width <= 16
+    assert size % width == 0
+    at, groups = 1 + 4 * width, []
+    for number in struct.unpack_from(f"<{width}I", stored, 1):
+        length = number & 0x7FFFFFFF
+        group = stored[at : at + length]
+        at += length
+        if number >> 31:
+            assert zstandard.frame_content_size(group) == size // width
+            group = zstandard.ZstdDecompressor().decompress(group)
+        assert len(group) == size // width
+        groups.append(np.frombuffer(group, np.uint8))
+    assert at == len(stored)
+    return np.stack(groups, axis=1).tobytes()
+
+
 class Reader:
     """A checkpoint, read as docs/format.md says."""
 
@@ -69,7 +100,7 @@ class Reader:
         text, tail = data[:-46], data[-46:]
         assert tail == b',"digest":"%s"}\n' % xxhash.xxh3_128_hexdigest(text).encode()
         assert self.metadata["format"] == "ostraka"
-        assert self.metadata["version"] == 1
+        assert self.metadata["version"] in (1, 2)
         assert re.fullmatch("[0-9a-f]{16}", self.metadata["id"])
         self.directory = path / f"shards-{self.metadata['id']}"
         self.process_of = read_runs(self.metadata["process_of"])
@@ -80,7 +111,9 @@ class Reader:
         self.entries = self._find_entries()
         self.files = self._read_file_table()
         self.indexes = {p: self._read_index(p, *rest) for p, *rest in self.metadata["indexes"]}
+        self.places: dict[tuple[int, int], list[Place]] = {}
         self.shards = {key: self._read_shard(*key) for key in self.files}
+        self.data = {key: self._read_data(key) for key in self.files}
 
     def _find_entries(self) -> dict[tuple[int, int], list[tuple[int, Any, int, int]]]:
         """For each file its boxes in order: leaf number, box, offset, size."""
@@ -117,7 +150,9 @@ class Reader:
         files = {(d, p): (header, size) for d, p, header, size in zip(*columns, strict=True)}
         assert files.keys() == self.entries.keys()
         for key, (header_bytes, size) in files.items():
-            assert size == header_bytes + sum(entry[3] for entry in self.entries[key])
+            data_bytes = sum(entry[3] for entry in self.entries[key])
+            assert size <= header_bytes + data_bytes
+            assert size == header_bytes + data_bytes or self.metadata["version"] == 2
         return files
 
     def _read_index(self, process: int, size: int, digest: str) -> dict[str, Any]:
@@ -125,7 +160,7 @@ class Reader:
         assert len(data) == size
         assert xxhash.xxh3_128_hexdigest(data) == digest
         index = json.loads(data)
-        assert (index["format"], index["version"]) == ("ostraka-index", 1)
+        assert (index["format"], index["version"]) == ("ostraka-index", self.metadata["version"])
         assert (index["id"], index["process"]) == (self.metadata["id"], process)
         return index["files"]
 
@@ -143,7 +178,52 @@ class Reader:
         for number, (length, stop) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
             found = xxhash.xxh3_64_hexdigest(data[stop - length : stop])
             assert found == digests[16 * number : 16 * number + 16], f"{name}, block {number}"
+        self.places[device, part] = self._find_places(described, lengths)
         return data
+
+    def _find_places(self, described: dict[str, Any], lengths: list[int]) -> list["Place"]:
+        """The blocks of a file but the header: where in the data, where in the file."""
+        of_data = read_runs(described["data"]) if "data" in described else lengths
+        assert of_data[0] == lengths[0]
+        results = described.get("results", "")
+        places: list[Place] = []
+        at, stored_at = 0, lengths[0]
+        for length, stored in zip(of_data[1:], lengths[1:], strict=True):
+            result = None
+            if length != stored:
+                assert stored < length <= 16 << 20
+                result, results = results[:16], results[16:]
+                assert len(result) == 16
+            places.append(Place(at, at + length, stored_at, stored_at + stored, result))
+            at, stored_at = at + length, stored_at + stored
+        assert not results
+        return places
+
+    def _read_data(self, key: tuple[int, int]) -> bytes:
+        """The boxes of a file, decompressed."""
+        blocks: list[bytes] = []
+        for place in self.places[key]:
+            block = self.shards[key][place.stored_start : place.stored_stop]
+            if place.result is not None:
+                block = decompress(block, place.stop - place.start)
+                assert xxhash.xxh3_64_hexdigest(block) == place.result
+            blocks.append(block)
+        data = b"".join(blocks)
+        assert len(data) == sum(entry[3] for entry in self.entries[key])
+        return data
+
+    def _find_stored(self, key: tuple[int, int], offset: int, size: int) -> tuple[int, int, bool]:
+        """Where a box is stored, counted from the end of the header; whether it is compressed."""
+        header_bytes, file_bytes = self.files[key]
+        if not size:
+            return file_bytes - header_bytes, file_bytes - header_bytes, False
+        places = [p for p in self.places[key] if p.start < offset + size and p.stop > offset]
+        for place in places:
+            assert place.result is None or offset <= place.start < place.stop <= offset + size
+        first, last = places[0], places[-1]
+        start = first.stored_start + (0 if first.result else offset - first.start)
+        stop = last.stored_stop - (0 if last.result else last.stop - offset - size)
+        return start - header_bytes, stop - header_bytes, any(p.result for p in places)
 
     def read_header(self, device: int, part: int) -> dict[str, Any]:
         header_bytes, _ = self.files[device, part]
@@ -157,6 +237,7 @@ class Reader:
         tensors: dict[str, Any] = {}
         offsets: dict[str, Any] = {}
         opaque: dict[str, str] = {}
+        codecs: dict[str, Any] = {}
         for number, box, offset, size in self.entries[device, part]:
             leaf = self.metadata["leaves"][number]
             bits, code = BITS_AND_CODE[leaf["dtype"]]
@@ -165,19 +246,25 @@ class Reader:
                 shape, starts = [size], [0]
             elif leaf["dtype"] == "complex128":
                 shape, starts = [*shape, 16], [*starts, 0]
-            if code == "U8" and leaf["dtype"] != "uint8":
+            start, stop, is_compressed = self._find_stored((device, part), offset, size)
+            if is_compressed:
+                codecs[leaf["path"]] = {
+                    "codec": "zstd",
+                    "dtype": leaf["dtype"],
+                    "shape": [stop - start for start, stop in box],
+                    "saved_offsets": [start for start, _ in box],
+                }
+                code, shape, starts = "U8", [stop - start], [0]
+            elif code == "U8" and leaf["dtype"] != "uint8":
                 opaque[leaf["path"]] = leaf["dtype"]
-            tensors[leaf["path"]] = {
-                "dtype": code,
-                "shape": shape,
-                "data_offsets": [offset, offset + size],
-            }
+            tensors[leaf["path"]] = {"dtype": code, "shape": shape, "data_offsets": [start, stop]}
             offsets[leaf["path"]] = {"saved_offsets": starts}
         about = {
-            "ostraka": "1",
+            "ostraka": str(self.metadata["version"]),
             "ostraka_id": self.metadata["id"],
             "ostraka_dtypes": opaque,
             "DCP_SHARDING_INFO": offsets,
+            **({"ostraka_codecs": codecs} if codecs else {}),
         }
         return {"__metadata__": about, **tensors}
 
@@ -189,8 +276,7 @@ class Reader:
         filled = [0] * len(arrays)
         for key, entries in self.entries.items():
             for number, box, offset, size in entries:
-                start = self.files[key][0] + offset
-                data = self.shards[key][start : start + size]
+                data = self.data[key][offset : offset + size]
                 shape = [stop - start for start, stop in box]
                 where = tuple(slice(*pair) for pair in box)
                 dtype = self.metadata["leaves"][number]["dtype"]
@@ -386,7 +472,7 @@ def check(path: Path, expected: Any) -> Reader:
     for key in reader.files:
         header = reader.read_header(*key)
         about = header["__metadata__"]
-        for name in ("ostraka_dtypes", "DCP_SHARDING_INFO"):
+        for name in {"ostraka_dtypes", "DCP_SHARDING_INFO", "ostraka_codecs"} & about.keys():
             about[name] = json.loads(about[name])
         wanted = reader.expect_header(*key)
         assert list(header) == list(wanted)
@@ -577,6 +663,46 @@ def test_how_arrays_lay(tmp_path: Path):
     }
     assert [path for path, leaf in leaves.items() if leaf.get("weak")] == ["weak"]
     assert {leaf.get("memory") for leaf in leaves.values()} == {None, "pinned_host"}
+
+
+def test_compressed_blocks(tmp_path: Path, mesh: Mesh):
+    numbers = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+        return numbers.standard_normal(shape, np.float32).astype(dtype)
+
+    tree = {
+        **make_sharded(mesh),
+        "rows": jax.device_put(normal(2048, 1500), NamedSharding(mesh, P("x", "y"))),
+        "whole": jax.device_put(normal(2100, 1024), jax.devices()[1]),
+        "bfloat16": jax.device_put(normal(777, 999, dtype=ml_dtypes.bfloat16), jax.devices()[1]),
+        "complex128": normal(300, 100).astype(np.complex128),
+        "int4": jax.device_put(normal(1031, 999).astype(ml_dtypes.int4), jax.devices()[1]),
+        "float8": normal(1100, 1024, dtype=ml_dtypes.float8_e4m3fn),
+        "noise": numbers.integers(0, 256, 3 << 20, np.uint8),
+        "partly": jax.device_put(
+            np.concatenate(
+                [np.zeros(9 << 20, np.uint8), numbers.integers(0, 256, 5 << 20, np.uint8)]
+            ),
+            jax.devices()[1],
+        ),
+    }
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    tree["big-endian"] = count((4,), np.float64)
+    reader = check(tmp_path / "c", tree)
+    assert reader.metadata["version"] == 2
+    headers = [reader.read_header(*key)["__metadata__"] for key in reader.files]
+    shown = set().union(*(json.loads(header.get("ostraka_codecs", "{}")) for header in headers))
+    large = {"rows", "whole", "bfloat16", "complex128", "int4", "float8", "partly"}
+    assert shown - {"large and replicated"} == large
+    assert any(place.result is None for places in reader.places.values() for place in places)
+
+
+def test_the_example_of_groups():
+    data = np.float32([1, 2, -3]).tobytes()
+    groups = [data[place::4].hex(" ") for place in range(4)]
+    text = (Path(__file__).parents[1] / "docs" / "format.md").read_text("utf-8")
+    assert ", ".join(f"`{group}`" for group in groups) in text
 
 
 @pytest.mark.parametrize("tree", [count((3, 2)), {}, 7, [None]])

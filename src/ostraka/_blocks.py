@@ -197,7 +197,7 @@ class ShardFile:
             where = f"bytes {block.file_start:,} to {block.file_stop:,}"
             try:
                 _codec.decode(stored, data)
-            except ValueError as error:
+            except _codec.Undecodable as error:
                 found = f"{where} can't be decompressed: {error}"
                 raise self.damaged(found, block.start, block.stop) from error
             if _format.block_digest([data]) != block.result:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ostraka import _pattern
-from ostraka._format import GATHER_BYTES
+from ostraka._format import LEAST_COMPRESSED_BYTES
 from ostraka._spec import DTYPES, LeafSpec
 from ostraka.errors import UnsupportedFormat
 
@@ -43,6 +43,10 @@ class Zstd(NamedTuple):
         return "zstd"
 
 
+class Undecodable(ValueError):
+    """What is stored is no compressed block."""
+
+
 def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
     """Raise ValueError for a rule that is none, or whose patterns match none of the leaves.
 
@@ -62,11 +66,11 @@ def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None)
 def codecs_of(rule: CompressRule, leaves: Sequence[LeafSpec]) -> dict[int, Zstd]:
     """The numbers of the leaves that a rule compresses, and how.
 
-    What is so small that it shares a block with others is not compressed.
+    Small ones are not compressed.
     """
     codecs: dict[int, Zstd] = {}
     for number, leaf in enumerate(leaves):
-        if rule is None or leaf.nbytes < GATHER_BYTES:
+        if rule is None or leaf.nbytes < LEAST_COMPRESSED_BYTES:
             continue
         table = cast("dict[str, Any]", rule)
         codec = _codec(_pattern.lookup(table, leaf.path) if isinstance(rule, dict) else rule)
@@ -132,13 +136,13 @@ def _saves_enough(packed: bytes, group: Array) -> bool:
 def decode(stored: Array, out: Array) -> None:
     """Fill `out`, the bytes of a block, from what is stored of it.
 
-    No more memory is taken than `out` has, whatever is stored. Raises ValueError if it is no block
+    No more memory is taken than `out` has, whatever is stored. Raises Undecodable if it is no block
     of that length.
     """
     width = int(stored[0])
     position = 1 + 4 * width
     if not 0 < width <= _MOST_WIDTH or out.size % width or stored.size < position:
-        raise ValueError(f"it can't have elements of {width} bytes")
+        raise Undecodable(f"it can't have elements of {width} bytes")
     count = out.size // width
     for place, number in enumerate(struct.unpack(f"<{width}I", stored[1:position].tobytes())):
         length = number & ~_IS_COMPRESSED
@@ -146,11 +150,11 @@ def decode(stored: Array, out: Array) -> None:
         if number & _IS_COMPRESSED:
             group = np.frombuffer(_thread.decompress(group, count), np.uint8)
         if group.size != count:
-            raise ValueError(f"a group has {group.size:,} bytes, not {count:,}")
+            raise Undecodable(f"a group has {group.size:,} bytes, not {count:,}")
         out[place::width] = group
         position += length
     if position != stored.size:
-        raise ValueError(f"it has {stored.size:,} bytes, and its groups {position:,}")
+        raise Undecodable(f"it has {stored.size:,} bytes, and its groups {position:,}")
 
 
 class _Thread(threading.local):
@@ -172,17 +176,17 @@ class _Thread(threading.local):
         return made
 
     def decompress(self, packed: Array, count: int) -> bytes:
-        """Raises ValueError unless it is one frame of so many bytes."""
+        """Raises Undecodable unless it is one frame of so many bytes."""
         zstd = _zstandard()
         if self._decompressor is None:
             self._decompressor = zstd.ZstdDecompressor()
         try:
             # What a frame says of its size is what is allocated for it.
             if zstd.frame_content_size(packed) != count:
-                raise ValueError("a group has another length than its block")
+                raise Undecodable("a group has another length than its block")
             return self._decompressor.decompress(packed, allow_extra_data=False)
         except zstd.ZstdError as error:
-            raise ValueError(f"zstd can't read it ({error})") from error
+            raise Undecodable(f"zstd can't read it ({error})") from error
 
 
 _thread = _Thread()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -32,6 +32,8 @@ PAGE_BYTES = 4096
 BLOCK_BYTES = 4 << 20
 GATHER_BYTES = 1 << 20
 """Boxes below this size share a block with their neighbours."""
+LEAST_COMPRESSED_BYTES = 64 << 10
+"""Boxes below this size are not compressed."""
 MOST_COMPRESSED_BYTES = 16 << 20
 """What a compressed block may hold, so that a few bytes can't ask for any amount of memory."""
 
@@ -153,12 +155,20 @@ def _with_offsets(boxes: Iterable[tuple[int, int, Box, int]]) -> list[Entry]:
     return entries
 
 
-def block_lengths(header_bytes: int, entries: Sequence[Entry]) -> list[int]:
+def has_own_blocks(entry: Entry, compressed: Collection[int] = ()) -> bool:
+    """Whether a box shares its blocks with no other; `compressed` are the leaves to compress."""
+    is_compressed = entry.leaf in compressed
+    return entry.nbytes >= (LEAST_COMPRESSED_BYTES if is_compressed else GATHER_BYTES)
+
+
+def block_lengths(
+    header_bytes: int, entries: Sequence[Entry], compressed: Collection[int] = ()
+) -> list[int]:
     """How a file is cut into digested blocks: the header, rows of a large box, some small boxes."""
     lengths = [header_bytes]
     gathered = 0
     for entry in entries:
-        if entry.nbytes < GATHER_BYTES:
+        if not has_own_blocks(entry, compressed):
             if gathered + entry.nbytes > BLOCK_BYTES:
                 lengths.append(gathered)
                 gathered = 0

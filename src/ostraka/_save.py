@@ -58,7 +58,7 @@ def save(
 
     `compress="zstd"` makes the files smaller, without loss: normal weights to 0.67 of their size as
     bfloat16, to 0.84 as float32. `("zstd", level)` asks for a level of zstd's own, from 1 to 22,
-    and `{"optimizer/**": "zstd"}` says it by path. Arrays below 1 MiB stay as they are.
+    and `{"optimizer/**": "zstd"}` says it by path. Shards below 64 KiB stay as they are.
 
     `metadata` is kept in the checkpoint, JSON as it is. No file grows past `max_file_bytes`, a
     number or a text such as "1GB", unless a single element or its name needs more. `on_record` is

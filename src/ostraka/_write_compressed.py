@@ -62,7 +62,7 @@ class CompressedFile:
 
     def _find_codecs(self, codecs: Mapping[int, Encoding]) -> Iterator[tuple[int, Encoding]]:
         """The numbers of the blocks that are to be compressed, and how."""
-        large = {e.offset: e for e in self._entries if e.nbytes >= _format.GATHER_BYTES}
+        large = {e.offset: e for e in self._entries if _format.has_own_blocks(e, codecs)}
         start, entry = 0, None
         for number, length in enumerate(self._data_lengths[1:], 1):
             entry = large.get(start, entry)

@@ -162,11 +162,11 @@ class _Shard:
         self.file = file
         self.entries = entries
         self._job = job
-        self._lengths = _format.block_lengths(file.header_bytes, entries)
+        self._lengths = _format.block_lengths(file.header_bytes, entries, job.codecs)
         codecs = {
-            entry.leaf: (element_bytes(job.leaves[entry.leaf].spec.dtype), job.codecs[entry.leaf])
-            for entry in entries
-            if entry.leaf in job.codecs and entry.nbytes >= _format.GATHER_BYTES
+            leaf: (element_bytes(job.leaves[leaf].spec.dtype), job.codecs[leaf])
+            for leaf, _, _, nbytes in entries
+            if leaf in job.codecs and nbytes >= _format.LEAST_COMPRESSED_BYTES
         }
         self._has_header_first = not codecs
         self._target = (
