@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+from click.testing import CliRunner
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
@@ -25,6 +26,7 @@ from ostraka._format import Entry, StoredRange
 from ostraka._metadata import decode_metadata
 from ostraka._spec import DTYPES, Target, numpy_dtype
 from ostraka._write_compressed import CompressedFile
+from ostraka.cli import main
 from ostraka.errors import Damaged, SaveFailed, StoreError, UnsupportedFormat
 from ostraka.formats._ostraka import OstrakaSource, open_ostraka
 from ostraka.storage import open_store
@@ -311,6 +313,49 @@ def test_safetensors_opens_the_files(tmp_path: Path):
         assert_same(found[name], tree[name])
 
 
+# Plans
+
+
+def test_a_plan_estimates(tmp_path: Path):
+    mesh = jax.make_mesh((8,), ("x",))
+    tree = {
+        "bf16": jax.device_put(
+            weights(2048, 1024, dtype=ml_dtypes.bfloat16), NamedSharding(mesh, P("x"))
+        ),
+        "f32": jax.device_put(weights(2048, 1024), NamedSharding(mesh, P("x"))),
+        "cut small": jax.device_put(weights(100, 1024), NamedSharding(mesh, P(None, "x"))),
+    }
+    planned = ostraka.plan(tree, compress="zstd")
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    assert planned.compressed is not None
+    assert planned.compressed.is_estimate
+    found = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file())
+    assert planned.compressed.total_bytes == pytest.approx(found, rel=0.02)
+    source = open_at(tmp_path / "c")
+    assert [file.header_bytes for file in planned.write.files] == [
+        file.header_bytes for file in source.metadata.files
+    ]
+    assert ostraka.plan(tree).compressed is None
+    one = ostraka.plan(tree, compress={"f32": "zstd"})
+    assert one.compressed is not None
+    assert one.total_bytes - one.compressed.total_bytes == round(8 * MIB * 0.16)
+    with pytest.raises(ValueError, match=r"compress has 'f23' \(did you mean 'f32'\?\)"):
+        ostraka.plan(tree, compress={"f23": "zstd"})
+
+
+def test_the_plan_of_a_compressed_checkpoint(tmp_path: Path):
+    tree = {"a": weights(2048, 1024), "b": np.arange(7)}
+    ostraka.save(tmp_path / "plain", tree)
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    plain, planned = ostraka.plan(str(tmp_path / "plain")), ostraka.plan(str(tmp_path / "c"))
+    found = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file())
+    assert planned.compressed is not None
+    assert (planned.compressed.total_bytes, planned.compressed.is_estimate) == (found, False)
+    assert planned.lost_disk().held_elsewhere_bytes >= 0
+    assert planned.restore().read_bytes == plain.restore().read_bytes
+    assert plain.compressed is None
+
+
 # Parts of it
 
 
@@ -493,6 +538,32 @@ def test_the_file_table_may_not_claim_more_than_there_is_data(tmp_path: Path):
     path.write_bytes(text + b',"digest":"%b"}\n' % digest)
     with pytest.raises(Damaged, match="the file table and the layouts disagree"):
         ostraka.restore(tmp_path / "c")
+
+
+# The command
+
+
+def test_the_command_says_both_sizes(tmp_path: Path):
+    tree = {"a": on_one(weights(2048, 1024)), "b": np.arange(7)}
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    path = str(tmp_path / "c")
+    assert " 8.0 MiB compressed to 6.7 MiB in " in run("show", path)
+    document = json.loads(run("show", path, "a", "--json"))
+    assert document["bytes"] == 8 * MIB
+    (box,) = document["boxes"]
+    assert box["bytes"] == 8 * MIB
+    assert (8 * MIB, box["stored_bytes"]) == stored_bytes(path)["a"]
+    assert f"{box['stored_bytes']:,}" in run("show", path, "a")
+    assert "no difference in 2 leaves" in run("diff", path, path)
+    assert "intact" in run("verify", path)
+    assert "before compression" in run("plan", path)
+    assert "an estimate: 0.84, for normal weights" in run("plan", "gpt2", "--compress", "zstd")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 # Failures while it is written

@@ -48,19 +48,20 @@ class Undecodable(ValueError):
 
 
 def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
-    """Raise ValueError for a rule that is none, or whose patterns match none of the leaves.
+    """As `check_rule`; raises UnsupportedFormat if what the rule needs is not installed."""
+    check_rule(rule, leaves)
+    if rule is not None:
+        _zstandard()
 
-    Raises UnsupportedFormat if what it needs is not installed.
-    """
-    if rule is None:
-        return
+
+def check_rule(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
+    """Raise ValueError for a rule that is none, or whose patterns match none of the leaves."""
     for found in cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]:
         _codec(found)
     if leaves is not None and isinstance(rule, dict):
         paths = [leaf.path for leaf in leaves]
         for pattern in _pattern.unmatched(cast("dict[str, Any]", rule), paths):
             raise ValueError(f"compress has {pattern}, which matches no array of the tree")
-    _zstandard()
 
 
 def codecs_of(rule: CompressRule, leaves: Sequence[LeafSpec]) -> dict[int, Zstd]:

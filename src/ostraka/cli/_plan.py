@@ -49,6 +49,7 @@ LIMIT_EXCEEDED = 3
     help="Of the moments that --optimizer adds. Default: as optax makes them, that of the "
     "parameters.",
 )
+@click.option("--compress", type=click.Choice(["zstd"]), help="As in save: how small files get.")
 @click.option(
     "--max-file-bytes", type=parse_size, metavar="SIZE", help="Where files are cut, as in save."
 )
@@ -209,6 +210,7 @@ def _options(given: dict[str, Any]) -> Options:
         optimizer=given["optimizer"],
         dtype=given["dtype"],
         optimizer_dtype=given["optimizer_dtype"],
+        compress=given["compress"],
     )
     if given["max_file_bytes"] is None:
         return options

@@ -117,7 +117,14 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
 
 def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     files, hosts, shards = variant["files"], variant["host_bytes"], variant["shard_bytes"]
-    yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}"
+    compressed = variant["compressed"]
+    before = " before compression, as all sizes below" if compressed else ""
+    yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}{before}"
+    if compressed is not None:
+        size = compressed["total_bytes"]
+        estimate = f"an estimate: {size / variant['total_bytes']:.2f}, for normal weights"
+        note = estimate if compressed["is_estimate"] else f"{size:,}"
+        yield "compressed", human_bytes(size), note
     yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
     if files["largest"] is not None:
         yield "largest file", human_bytes(files["largest"]["bytes"]), files["largest"]["name"]

@@ -59,9 +59,9 @@ class Manager:
     These conditions are ORed; with none given, everything is kept. The newest step is always kept.
 
     Saves run in the background unless `asynchronous` is False; `compress` is that of
-    `ostraka.save`. Errors of a background save are
-    raised by the next call, on every process. Only one manager writes to a directory at a time: a
-    second raises Busy, or waits (`if_busy="wait"`). With `read_only` nothing is ever written.
+    `ostraka.save`. Errors of a background save are raised by the next call, on every process. Only
+    one manager writes to a directory at a time: a second raises Busy, or waits (`if_busy="wait"`).
+    With `read_only` nothing is ever written.
 
     `on_record` is called with a record of each save and restore. `mtbf_s`, the mean time between
     failures in seconds, makes `advice` say how often to save.
@@ -377,6 +377,7 @@ class Manager:
         return {
             "root": self.root,
             "asynchronous": str(self._asynchronous),
+            "compress": repr(self._compress),
             **self._schedule.when.described(),
             **self._keep.described(),
         }

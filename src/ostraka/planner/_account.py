@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ostraka import _box, _format
 from ostraka._format import Entry, FileEntry
-from ostraka._metadata import IndexEntry, Metadata
+from ostraka._metadata import IndexEntry, Metadata, shard_contents
 from ostraka._plan_read import plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
 from ostraka._plan_write import STAGING_BYTES, WritePlan
@@ -117,6 +117,33 @@ def describe_metadata(
         files=plan.files,
         indexes={p: IndexEntry(size, _NO_DIGEST) for p, size in indexes.items() if size},
         user=user,
+    )
+
+
+# Compression
+
+_TYPICAL_RATIOS = {"bfloat16": 0.67, "float16": 0.85, "float32": 0.84, "float64": 0.88}
+"""What normal weights come to, as measured; of other dtypes nothing can be said in general."""
+
+
+def typical_savings(plan: WritePlan) -> int:
+    """How many bytes compression saves if the values are those of normal weights."""
+    saved = 0.0
+    for number in plan.compressed:
+        leaf = plan.leaves[number]
+        nbytes = leaf.spec.nbytes
+        if nbytes // len(plan.layouts[leaf.layout].owners) >= _format.LEAST_COMPRESSED_BYTES:
+            saved += nbytes * (1 - _TYPICAL_RATIOS.get(leaf.spec.dtype, 1.0))
+    return round(saved)
+
+
+def files_before_compression(metadata: Metadata) -> tuple[FileEntry, ...]:
+    """The files of a checkpoint as large as they would be without."""
+    if metadata.version < _format.COMPRESSED_VERSION:
+        return metadata.files
+    return tuple(
+        replace(file, size=file.header_bytes + entries[-1].offset + entries[-1].nbytes)
+        for file, entries in shard_contents(metadata).values()
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ostraka._codec import CompressRule
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._units import size_bytes
 from ostraka.planner._restore import target_mesh
@@ -23,6 +24,7 @@ def plan(
     optimizer: Any = None,
     optimizer_dtype: Any = None,
     dtype: Any = None,
+    compress: CompressRule = None,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
 ) -> Plan:
@@ -42,8 +44,10 @@ def plan(
     `optimizer`, an optax transformation or the name of one, adds the state that it has for the
     model `tree`, under `optimizer` beside `model`, cut as the parameters are. Its moments have the
     dtype that optax gives them, which is that of the parameters unless `optimizer_dtype` is given.
-    `dtype`, `metadata` and `max_file_bytes` are those of `save`; of a known model `dtype` is that
-    of its parameters.
+    `dtype`, `compress`, `metadata` and `max_file_bytes` are those of `save`; of a known model
+    `dtype` is that of its parameters. How small files get with `compress` depends on the values:
+    `compressed` of the plan is an estimate, for normal weights, and all other sizes are those
+    without.
 
     Host arrays are assumed to be the same on all processes; `save` compares them.
 
@@ -61,6 +65,7 @@ def plan(
             optimizer_dtype=optimizer_dtype,
             max_file_bytes=size,
             metadata=metadata,
+            compress=compress,
         )
         return plan_source(tree, options)
     # Only trees need JAX.
@@ -76,4 +81,4 @@ def plan(
         dtype=dtype,
         metadata=metadata or {},
     )
-    return plan_state(state, max_file_bytes=size)
+    return plan_state(state, max_file_bytes=size, compress=compress)

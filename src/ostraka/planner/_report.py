@@ -43,6 +43,7 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
         "elements": plan.elements,
         "data_bytes": plan.data_bytes,
         "total_bytes": plan.total_bytes,
+        "compressed": None if plan.compressed is None else asdict(plan.compressed),
         "groups": {
             name: {"bytes": sum(dtypes.values()), "dtypes": dtypes}
             for name, dtypes in plan.bytes_by_group.items()

@@ -6,12 +6,14 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from typing import Any, cast
 
 from ostraka import _format, _metadata
 from ostraka._checkpoint import open_at
+from ostraka._codec import CompressRule, check_rule, codecs_of
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
 from ostraka._metadata import Metadata
@@ -42,6 +44,14 @@ _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 _DTYPES_SHOWN = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """All that is written, if it is compressed: of a checkpoint that is there, or an estimate."""
+
+    total_bytes: int
+    is_estimate: bool
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """What a checkpoint is made of, to the byte."""
@@ -60,6 +70,8 @@ class Plan:
     findings: tuple[Finding, ...]
     adds_optimizer: bool = False
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
+    compressed: Compressed | None = None
+    """What it takes with compression, if it has any. All other sizes are those without."""
 
     def __repr__(self) -> str:
         dtypes = sorted({leaf.spec.dtype for leaf in self.write.leaves})
@@ -227,8 +239,9 @@ class Plan:
         )
 
 
-def plan_state(state: State, *, max_file_bytes: int) -> Plan:
+def plan_state(state: State, *, max_file_bytes: int, compress: CompressRule = None) -> Plan:
     """The plan of a state. Raises InvalidSharding where a spec does not fit."""
+    check_rule(compress, state.leaves)
     if max_file_bytes < _LEAST_FILE_BYTES:
         raise ValueError(
             f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
@@ -242,14 +255,18 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
     _check_fit(state.leaves, state.meshes)
     with paused_gc():
         write = plan_write(
-            state.leaves, state.meshes, state.process_of, max_file_bytes=max_file_bytes
+            state.leaves,
+            state.meshes,
+            state.process_of,
+            max_file_bytes=max_file_bytes,
+            compressed=codecs_of(compress, state.leaves),
         )
         sizes, exact = _index_bytes(write)
     metadata = _account.describe_metadata(
         write, tree=state.tree, user=state.user, writer=_writer(write), indexes=sizes
     )
     size = len(_metadata.encode_metadata(metadata))
-    return Plan(
+    planned = Plan(
         write=write,
         metadata=metadata,
         metadata_bytes=size,
@@ -259,6 +276,10 @@ def plan_state(state: State, *, max_file_bytes: int) -> Plan:
         findings=state.findings,
         adds_optimizer=state.adds_optimizer,
     )
+    if compress is None:
+        return planned
+    estimate = planned.total_bytes - _account.typical_savings(write)
+    return replace(planned, compressed=Compressed(estimate, is_estimate=True))
 
 
 def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
@@ -314,9 +335,15 @@ def plan_checkpoint(path: PathLike) -> Plan:
     if not isinstance(source, OstrakaSource):
         return _plan_foreign(source.saved)
     found = source.metadata
-    write = WritePlan(found.meshes, found.layouts, found.leaves, found.files, found.process_of)
+    files = _account.files_before_compression(found)
+    write = WritePlan(found.meshes, found.layouts, found.leaves, files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}
-    return Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+    planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+    if files == found.files:
+        return planned
+    saved_bytes = sum(map(attrgetter("size"), files)) - sum(map(attrgetter("size"), found.files))
+    total_bytes = planned.total_bytes - saved_bytes
+    return replace(planned, compressed=Compressed(total_bytes, is_estimate=False))
 
 
 def _plan_foreign(saved: Saved) -> Plan:

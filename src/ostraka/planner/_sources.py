@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from ostraka import _checkpoint, _format
+from ostraka._codec import CompressRule
 from ostraka._lifetime import paused_gc
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
@@ -38,6 +39,7 @@ class Options:
     optimizer_dtype: Any = None
     max_file_bytes: int = MAX_FILE_BYTES
     metadata: Mapping[str, Any] | None = None
+    compress: CompressRule = None
 
     @property
     def adds_optimizer(self) -> bool:
@@ -120,7 +122,7 @@ def _plan_config(config: Mapping[str, Any], options: Options) -> Plan:
             optimizer_dtype=_dtype_name(options.optimizer_dtype),
             metadata=options.metadata,
         )
-    return plan_state(state, max_file_bytes=options.max_file_bytes)
+    return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
 
 
 def _dtype_name(dtype: Any) -> str | None:
@@ -170,7 +172,7 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
         findings=findings,
     )
     try:
-        return plan_state(state, max_file_bytes=options.max_file_bytes)
+        return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
     except InvalidSharding as error:
         if options.rules is not None:
             raise
@@ -238,4 +240,4 @@ def _plan_factory(source: str, options: Options) -> Plan:
             "without rules arrays are cut as they say themselves: give some (--rules, specs=), or "
             f"a mesh with the axes that they name; {error}"
         ) from error
-    return plan_state(state, max_file_bytes=options.max_file_bytes)
+    return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
