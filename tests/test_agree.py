@@ -24,7 +24,13 @@ def agree_alone(tree: Any, *, dtype: Any = None, take_place: Any = lambda: None)
     captured = capture(tree)
     with Operation("test", alone=True) as operation:
         agreed = agree(
-            operation, captured, location="here", dtype=dtype, user={}, take_place=take_place
+            operation,
+            captured,
+            location="here",
+            dtype=dtype,
+            compress=None,
+            user={},
+            take_place=take_place,
         )
     return captured, agreed
 

@@ -161,6 +161,9 @@ def test_in_the_background(tmp_path: Path):
     handle = ostraka.save_async(tmp_path / "c", tree, compress="zstd")
     tree["a"][:] = 0
     handle.wait()
+    assert handle.bytes_written == handle.bytes_total > tree["a"].nbytes
+    assert handle.record is not None
+    assert handle.record.bytes < tree["a"].nbytes  # what was written
     assert_same(ostraka.restore(tmp_path / "c"), expected)
     assert is_compressed(tmp_path / "c") == {"a": True}
 
@@ -170,7 +173,9 @@ def test_other_stores(request: pytest.FixtureRequest, monkeypatch: Any, place: s
     path = "memory://compressed" if place == "memory" else request.getfixturevalue("bucket")
     if place == "spooled to disk":
         monkeypatch.setattr(_write_compressed, "_SPOOL_BYTES", 1000)
-    tree = {"a": weights(2100, 1024), "b": weights(3000, 2048, seed=1), "small": np.arange(9)}
+    # In a bucket the file of the first device is an upload in parts.
+    large = on_one(weights(3000, 2048, seed=1))
+    tree = {"a": weights(2100, 1024), "b": large, "small": np.arange(9)}
     ostraka.save(path, tree, compress={"a": "zstd"})
     assert_same(ostraka.restore(path), tree)
     assert ostraka.verify(path).ok

@@ -59,7 +59,7 @@ class SaveHandle:
 
     @property
     def bytes_total(self) -> int:
-        """This process's share; 0 before that is known."""
+        """This process's share, before compression; 0 before that is known."""
         return self._progress.total
 
     def __repr__(self) -> str:

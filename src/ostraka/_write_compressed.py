@@ -71,7 +71,10 @@ class CompressedFile:
                 yield number, codecs[entry.leaf]
 
     def write(self, number: int, pieces: list[Array]) -> int:
-        """Compress a block, and write all that can be placed now; returns how long its data is."""
+        """Compress a block, and write all that can be placed now.
+
+        Returns how long its data is; for the last that is written, with the header.
+        """
         self._wait_for_turn(number)
         stored = self._encode(number, pieces)
         self._digests[number] = _format.block_digest(stored)
@@ -87,11 +90,12 @@ class CompressedFile:
         with self._changed:
             self._unwritten -= len(placed)
             is_last = self._unwritten == 0 and bool(placed)
-        if is_last:
-            self._writer.write(0, [self._header()])
-            self._writer.finish()
-            self._writer = None
-        return self._data_lengths[number]
+        if not is_last:
+            return self._data_lengths[number]
+        self._writer.write(0, [self._header()])
+        self._writer.finish()
+        self._writer = None
+        return self._data_lengths[number] + self._data_lengths[0]
 
     def _wait_for_turn(self, number: int) -> None:
         # Blocks are given out in order: the next one to be placed is being worked on by a thread

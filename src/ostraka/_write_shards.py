@@ -44,7 +44,7 @@ _LIVE_BYTES = 1 << 20
 
 
 class Progress:
-    """How far a save has come, in bytes of this process's files."""
+    """How far a save has come, in bytes of this process's files before compression."""
 
     def __init__(self) -> None:
         self.total = 0
