@@ -188,25 +188,31 @@ class ShardFile:
         """Compare what is stored of a block, and fill `pieces` with its data."""
         import numpy as np  # only here: a look at the tree does without
 
-        from ostraka import _codec
-
         self._compare(block, [stored])
         data = stored
         if block.result:
             data = pieces[0] if len(pieces) == 1 else np.empty(block.stop - block.start, np.uint8)
-            where = f"bytes {block.file_start:,} to {block.file_stop:,}"
-            try:
-                _codec.decode(stored, data)
-            except _codec.Undecodable as error:
-                found = f"{where} can't be decompressed: {error}"
-                raise self.damaged(found, block.start, block.stop) from error
-            if _format.block_digest([data]) != block.result:
-                found = f"{where} do not decompress to what was saved"
-                raise self.damaged(found, block.start, block.stop)
+            self._decode(block, stored, data)
+        if data is pieces[0]:
+            return
         start = 0
-        for piece in pieces if pieces[0] is not data else []:
+        for piece in pieces:
             piece[:] = data[start : start + len(piece)]
             start += len(piece)
+
+    def _decode(self, block: Block, stored: Any, data: Any) -> None:
+        """Decompress a block, and compare the result with its digest."""
+        from ostraka import _codec
+
+        found = f"bytes {block.file_start:,} to {block.file_stop:,}"
+        try:
+            _codec.decode(stored, data)
+        except _codec.Undecodable as error:
+            found += f" can't be decompressed: {error}"
+            raise self.damaged(found, block.start, block.stop) from error
+        if _format.block_digest([data]) != block.result:
+            found += " do not decompress to what was saved"
+            raise self.damaged(found, block.start, block.stop)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and keep nothing of it.
