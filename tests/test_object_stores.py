@@ -273,6 +273,25 @@ def test_a_store_of_obstore_is_a_path(servers: Callable[[str], Server]):
     assert "_METADATA" in keys
 
 
+@pytest.mark.parametrize(
+    ("settings", "signs"),
+    [
+        ({}, False),
+        ({"AWS_ENDPOINT_URL": "https://store.example"}, False),
+        ({"AWS_ENDPOINT_URL": "http://store.example"}, True),
+        ({"AWS_UNSIGNED_PAYLOAD": "false"}, True),
+    ],
+)
+def test_what_tls_protects_is_not_signed(
+    settings: dict[str, str], signs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for name, value in (KEYS | settings).items():
+        monkeypatch.setenv(name, value)
+    store: Any = open_store("s3://bucket/run")
+    assert store._bucket.config.get("unsigned_payload", "false") == str(not signs).lower()
+
+
 def test_any_store_of_obstore_is_a_path():
     store = ObstoreMemory()
     with Manager(store, keep=2) as manager:
