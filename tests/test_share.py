@@ -171,10 +171,13 @@ def test_every_byte_is_read_once_and_comes_back_as_it_was(tmp_path: Path):
     for case, stages in results[0].value:
         counts = [result.value[case, stages] for result in results]
         size = size_of(tmp_path / case)
-        # What is too small to be shared may lie in a block with what is.
-        most = 1.05 if case in ("replicated", "crossed", "local", "numpy") else 1.15
-        assert sum(counts) <= most * size, (case, stages)
-        assert max(counts) <= 1.3 * size / 4, (case, stages)
+        if case in ("replicated", "crossed", "local", "numpy"):
+            assert sum(counts) <= 1.05 * size, (case, stages)
+        elif stages == "small_stages":  # Blocks that two share may be read twice.
+            assert sum(counts) <= 1.15 * size, (case, stages)
+        else:  # What only some share is too small to be worth it.
+            assert sum(counts) <= 1.5 * size, (case, stages)
+        assert max(counts) <= 1.1 * sum(counts) / 4, (case, stages)
 
 
 def restore_with_options(path: str, bucket: str) -> dict[str, int]:

@@ -40,8 +40,8 @@ ShareReads = Literal["auto"] | bool
 
 _ALIGNMENT = 64
 """Of units in a part, so that they are quick to copy."""
-_PART_ALIGNMENT = 256 << 10
-"""Parts have few lengths, since the collective is compiled for each."""
+_LEAST_STEP_BITS = 16
+"""Parts have few lengths, since the collective is compiled for each: 8 in an octave."""
 
 
 def is_wanted(share_reads: ShareReads, source: Source) -> bool:
@@ -254,7 +254,8 @@ class Reader:
     def _pack(self, gather: Gather) -> Array:
         """The part that this process reads, filled up to the length of the longest."""
         longest = max(_offsets(units)[-1] for units in gather.parts)
-        part = aligned(-(-longest // _PART_ALIGNMENT) * _PART_ALIGNMENT)
+        step = 1 << max(longest.bit_length() - 4, _LEAST_STEP_BITS)
+        part = aligned(-(-longest // step) * step)
         units = gather.part_of(self._process)
         for unit, offset in zip(units, _offsets(units), strict=False):
             read = self._take(unit).reshape(-1).view(np.uint8)
