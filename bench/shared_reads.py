@@ -102,7 +102,9 @@ def restore_in_turns(directory: str, nbytes: int, rounds: int, bytes_per_s: floa
 
     import ostraka
 
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), jax.P())
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec()
+    )
     shape = (1024, nbytes // LEAVES // 4 // 1024)
     like = {
         f"w{n}": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding) for n in range(LEAVES)

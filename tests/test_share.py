@@ -4,17 +4,20 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import ostraka
-from ostraka import _plan_share
+from ostraka import _coordinate, _plan_share, _share
 from ostraka.errors import Damaged, RestoreFailed
 from ostraka.storage import Parts
 from ostraka.testing import FaultyStore, run_processes
@@ -50,8 +53,6 @@ class _CountingReader:
 
 def make_values(megabytes: int) -> dict[str, Any]:
     """Arrays of many kinds, the same on all processes."""
-    import ml_dtypes
-
     rng = np.random.default_rng(0)
     side = 512
     values: dict[str, Any] = {
@@ -88,24 +89,24 @@ def assert_same(found: Any, tree: Any) -> None:
         assert other.dtype == value.dtype, name
         assert other.sharding == value.sharding, name
         assert other.committed == value.committed, name
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             other, value = jax.random.key_data(other), jax.random.key_data(value)
         for one, two in zip(other.addressable_shards, value.addressable_shards, strict=True):
             assert np.asarray(one.data).tobytes() == np.asarray(two.data).tobytes(), name
 
 
-def mesh_of(**axes: int) -> jax.sharding.Mesh:
+def mesh_of(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-def by_rows(mesh: jax.sharding.Mesh, *axes: str) -> Any:
+def by_rows(mesh: Mesh, *axes: str) -> Any:
     """Cut the first dimension where it divides; the rest is replicated."""
     parts = int(np.prod([mesh.shape[axis] for axis in axes]))
 
     def sharding(value: Any) -> Any:
         fits = value.ndim and value.shape[0] % parts == 0
-        spec = jax.P(axes) if fits else jax.P()
-        return jax.sharding.NamedSharding(mesh, spec)
+        spec = P(axes) if fits else P()
+        return NamedSharding(mesh, spec)
 
     return sharding
 
@@ -126,9 +127,9 @@ def small_stages() -> Generator[None]:
 def restore_in_many_ways(path: str) -> dict[tuple[str, str], int]:
     """On 4 processes with 2 devices each; by case, how many bytes this process has read."""
     data, both = mesh_of(data=8), mesh_of(replica=2, fsdp=4)
-    crossed = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2).T, ("fsdp", "replica"))
+    crossed = Mesh(np.array(jax.devices()).reshape(4, 2).T, ("fsdp", "replica"))
     values = make_values(16)
-    local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    local = SingleDeviceSharding(jax.local_devices()[0])
     trees: dict[str, Any] = {
         "replicated": place(values, by_rows(data)),
         "fsdp x replicas": place(values, by_rows(both, "fsdp")),
@@ -189,7 +190,7 @@ def restore_with_options(path: str, bucket: str) -> dict[str, int]:
 
     def restore(name: str, parts: Parts | None = None, **options: Any) -> Any:
         store = CountingStore(f"{path}/1", parts=parts)
-        found = ostraka.restore(store, **{"like": tree} | options)
+        found = ostraka.restore(store, options.pop("like", tree), **options)
         counts[name] = store.nbytes
         return found
 
@@ -208,7 +209,7 @@ def restore_with_options(path: str, bucket: str) -> dict[str, int]:
     assert_same(restore("not all", share_reads=not first), tree)
 
     # What only process 0 holds does not keep the rest from being shared.
-    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    alone = SingleDeviceSharding(jax.devices()[0])
     value = make_values(8)["bool"]
     like = {**tree, "bool": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=alone)}
     found = restore("one alone", share_reads=True, like=like)
@@ -290,22 +291,17 @@ def fail_in_several_ways(path: str, late_s: float) -> dict[str, str]:
         except (Damaged, RestoreFailed) as error:
             errors[case] = f"{type(error).__name__}: {error}"
 
-    def be_late(verb: str, name: str) -> None:
-        if me == 1 and verb == "read_into":
-            time.sleep(late_s)
-
-    waiting = [True]
-
-    def have_it_replaced(verb: str, name: str) -> None:
-        if me == 1 and verb == "open" and waiting and waiting.pop():
-            swap(f"{path}/whole", f"{path}/new")
+    def once(verb: str, do: Callable[[], None]) -> Any:
+        """On process 1, before it first does that."""
+        left = [do] if me == 1 else []
+        return lambda doing, name: left.pop()() if doing == verb and left else None
 
     with small_stages():
-        restore("late", tree, be_late)
+        restore("late", tree, once("read_into", lambda: time.sleep(late_s)))
         restore("spoilt", tree, at="spoilt")
         restore("lost", tree, at="lost")
         restore("after that", tree)
-        restore("replaced", changed, have_it_replaced)
+        restore("replaced", changed, once("open", lambda: swap(f"{path}/whole", f"{path}/new")))
     return errors
 
 
@@ -321,11 +317,10 @@ def test_no_process_is_left_waiting(tmp_path: Path, late_s: float):
 
 
 def die_while_reading(path: str, at: str) -> str:
-    from ostraka import _coordinate, _share
-
     _coordinate.DEAD_AFTER_S = 5.0
     tree = place(make_values(8), by_rows(mesh_of(data=jax.device_count())))
     ostraka.save(path, tree)
+    ostraka.restore(path, like=tree, share_reads=True)
 
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)

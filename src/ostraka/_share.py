@@ -6,12 +6,14 @@ read their parts of it, so that none waits in a collective for one that has fail
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,6 +42,8 @@ ShareReads = Literal["auto"] | bool
 
 _ALIGNMENT = 64
 """Of units in a part, so that they are quick to copy."""
+_LOOK_EVERY_S = 0.2
+"""How often to look whether others have failed, while waiting for them."""
 _LEAST_STEP_BITS = 16
 """Parts have few lengths, since the collective is compiled for each: 8 in an octave."""
 
@@ -124,6 +128,21 @@ class _Seen(NamedTuple):
     """The same on all processes that see the same need."""
 
 
+class _Cells(NamedTuple):
+    """The processes that need the cells of an array, as its sharding says."""
+
+    in_all: int
+    processes: set[int]
+    """All that need any."""
+    members: tuple[tuple[int, ...], ...]
+    """Of each cell that this process needs, all that need it."""
+    most_shared: int
+    """Of the cells that several need, how many one process needs at most."""
+    most_members: int
+    text: str
+    """The same for the same cells, on all processes."""
+
+
 class _Finder:
     """Finds what this process needs of each leaf, and who else needs it."""
 
@@ -132,7 +151,7 @@ class _Finder:
         self._process = process
         self._everybody = tuple(range(process_count))
         self._devices = Devices()
-        self._cells: dict[Any, tuple[list[tuple[int, ...]], str]] = {}
+        self._cells: dict[Any, _Cells] = {}
 
     def find(self, destination: Destination) -> _Seen:
         number, boxes = destination.number, destination.boxes
@@ -142,20 +161,13 @@ class _Finder:
             return _Seen(alone, alone, False, f"{number} alone")
         if destination.sharding is None:
             return self._find_local(alone, spec)
-        cells, text = self._processes(destination, len(spec.shape))
-        processes = {process for members in cells for process in members}
-        if processes == {self._process}:
+        cells = self._cells_of(destination, len(spec.shape))
+        if cells.processes == {self._process}:
             return self._find_local(alone, spec)
-        shared = Counter(p for members in cells if len(members) > 1 for p in members)
-        cell_bytes = prod(spec.shape) // len(cells) * numpy_dtype(spec.dtype).itemsize
-        need = Need(
-            number,
-            boxes,
-            tuple(members for members in cells if self._process in members),
-            max(shared.values(), default=0) * cell_bytes,
-            max(map(len, cells)),
-        )
-        return _Seen(need, alone, len(processes) > 1, f"{number} {text}")
+        cell_bytes = prod(spec.shape) // cells.in_all * numpy_dtype(spec.dtype).itemsize
+        shared_bytes = cells.most_shared * cell_bytes
+        need = Need(number, boxes, cells.members, shared_bytes, cells.most_members)
+        return _Seen(need, alone, len(cells.processes) > 1, f"{number} {cells.text}")
 
     def _find_local(self, alone: Need, spec: LeafSpec) -> _Seen:
         """Of what is in the memory, or on devices, of this process: others may have the same."""
@@ -165,15 +177,21 @@ class _Finder:
         need = Need(alone.leaf, alone.boxes, members, nbytes, len(self._everybody))
         return _Seen(need, alone, False, f"{alone.leaf} {alone.boxes}")
 
-    def _processes(self, destination: Destination, rank: int) -> tuple[list[tuple[int, ...]], str]:
-        """The processes that need each cell, and a text that says so."""
+    def _cells_of(self, destination: Destination, rank: int) -> _Cells:
         key = (destination.sharding, rank)
         found = self._cells.get(key)
         if found is None:
             mesh, partition = describe_sharding(destination.path, key[0], self._devices)
             cells = processes_by_cell(mesh, partition, rank, self._devices.process_of)
-            text = digest(repr((partition_grid(mesh, partition, rank), cells)).encode())
-            found = self._cells[key] = (cells, text)
+            shared = Counter(p for members in cells if len(members) > 1 for p in members)
+            found = self._cells[key] = _Cells(
+                len(cells),
+                {process for members in cells for process in members},
+                tuple(members for members in cells if self._process in members),
+                max(shared.values(), default=0),
+                max(map(len, cells)),
+                digest(repr((partition_grid(mesh, partition, rank), cells)).encode()),
+            )
         return found
 
 
@@ -249,7 +267,8 @@ class Reader:
         parts = [self._pack(gather) for gather in gathers]
         self._agreement.pass_stage()
         for gather in gathers:
-            self._unpack(gather, _all_gather(gather.members, parts.pop(0)))
+            collect = partial(_all_gather, gather.members, parts.pop(0))
+            self._unpack(gather, _wait_for(collect, self._agreement.operation.check))
 
     def _pack(self, gather: Gather) -> Array:
         """The part that this process reads, filled up to the length of the longest."""
@@ -284,6 +303,33 @@ def _offsets(units: Sequence[Unit]) -> list[int]:
     return list(accumulate((-(-u.nbytes // _ALIGNMENT) * _ALIGNMENT for u in units), initial=0))
 
 
+def _wait_for(collect: Callable[[], Array], check: Callable[[], None]) -> Array:
+    """What a collective gives; `check` is called while waiting and may raise.
+
+    In a thread: if a process is killed in the middle of it, some of the others may be left in it
+    until JAX ends them, while one that has seen an error says so.
+    """
+    done: SimpleQueue[Array | Exception] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put(collect())
+        except Exception as error:
+            done.put(error)
+
+    threading.Thread(target=run, name="ostraka_gather", daemon=True).start()
+    while True:
+        check()
+        try:
+            found = done.get(timeout=_LOOK_EVERY_S)
+        except Empty:
+            continue
+        if isinstance(found, Exception):
+            text = "another process has ended, or the network between processes has failed"
+            raise ConnectionError(f"{text}: {found}") from found
+        return found
+
+
 def _all_gather(members: tuple[int, ...], part: Array) -> Array:
     """The parts of all members, each of which calls this with its own, of the same length."""
     if len(members) == 1:
@@ -295,25 +341,23 @@ def _all_gather(members: tuple[int, ...], part: Array) -> Array:
 
 def _gather_columns(members: tuple[int, ...], part: Array) -> Array:
     first_devices = {device.process_index: device for device in reversed(jax.devices())}
-    devices = tuple(first_devices[member] for member in members)
-    sharded, replicate = _replication(devices)
-    own = jax.device_put(part[np.newaxis], first_devices[jax.process_index()])
-    shape = (len(members), part.size)
+    sharded, replicate = _replication(tuple(first_devices[member] for member in members))
+    own = jax.device_put(part, first_devices[jax.process_index()])
+    # Of one dimension: an accelerator would fill up the rows of a second one.
+    shape = (len(members) * part.size,)
     with jax.disable_jit(False):
         everything = replicate(jax.make_array_from_single_device_arrays(shape, sharded, [own]))
-    return np.asarray(everything.addressable_shards[0].data)
+    return np.asarray(everything.addressable_shards[0].data).reshape(len(members), part.size)
 
 
 @lru_cache(maxsize=64)
 def _replication(
     devices: tuple[Any, ...],
 ) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """A sharding by rows, and the compiled collective that gives every device all rows."""
+    """A sharding with a part on each device, and the collective that gives all parts to each."""
     mesh = Mesh(np.array(devices, dtype=object), ("process",))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec("process")), jax.jit(
-        _identity, out_shardings=replicated
-    )
+    gather = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return NamedSharding(mesh, PartitionSpec("process")), gather
 
 
 def _identity(array: jax.Array) -> jax.Array:
