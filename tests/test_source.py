@@ -52,6 +52,9 @@ class NpySource:
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return (1,) * self._arrays[leaf].ndim
 
+    def files_of(self, leaf: int) -> list[str]:
+        return [self._names[leaf]]
+
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         array = self._arrays[leaf]
         box = tuple((0, n) for n in array.shape)

@@ -23,8 +23,9 @@ from ostraka._nodes import Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
 from ostraka._place import Destination
 from ostraka._record import OnRecord, Stopwatch, report, summarize
+from ostraka._share import Agreement, Reader, Replaced, ShareReads, find_needs, is_wanted
 from ostraka._source import Source
-from ostraka._spec import LeafSpec, Target, numpy_dtype
+from ostraka._spec import LeafSpec, numpy_dtype
 from ostraka._tree import parse
 from ostraka.errors import Damaged, RestoreFailed
 from ostraka.sharding._mesh import as_mesh
@@ -45,6 +46,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: DtypeRule = None,
     as_state: bool = False,
+    share_reads: ShareReads = "auto",
     on_record: OnRecord | None = None,
 ) -> Any:
     """Bring a checkpoint back, onto any devices.
@@ -72,6 +74,10 @@ def restore(
     by path pattern, or with `"like"` to those of `like`. `on_record` is called with what was done
     and how long it took, which is also logged.
 
+    With `share_reads`, what several processes need is read once: each reads a part and gets the
+    rest from the others, by JAX's collectives. `True` needs all processes to call this, whatever
+    is restored; "auto" is for arrays that span several processes, from object stores.
+
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
     bytes that are not as written; with arrays that span several processes, the others raise
     RestoreFailed, which names the process that failed and its error.
@@ -85,6 +91,8 @@ def restore(
         raise ValueError("rename= needs like= or into=, which have the new names")
     if as_state and given is not _NOT_GIVEN:
         raise ValueError("as_state= is for a restore without like= and into=")
+    if share_reads not in (True, False, "auto"):
+        raise ValueError(f"share_reads must be True, False or 'auto', not {share_reads!r}")
     choices = Choices(
         None if mesh is None else as_mesh(mesh),
         specs,
@@ -95,8 +103,8 @@ def restore(
         as_state,
         in_place=into is not _NOT_GIVEN,
     )
-    work = _Restore(path, choices)
-    together = _spans_processes(given, mesh, specs)
+    work = _Restore(path, choices, share_reads)
+    together = share_reads is True or _spans_processes(given, mesh, specs)
     try:
         with (
             paused_gc(),
@@ -123,6 +131,7 @@ class _Restore:
 
     path: PathLike
     choices: Choices
+    share_reads: ShareReads
     template: Branch | Leaf | None = None
     """What is wanted; None for all that was saved."""
     place: InPlace | None = None
@@ -142,22 +151,25 @@ class _Restore:
         for attempt in range(ATTEMPTS):
             source = open_at(self.path)
             self.location = source.location
-            is_same = operation.exchange(
-                f"open-{attempt}", source.saved.id, lambda ids: len(set(ids)) == 1
-            )
+            found = [source.saved.id, is_wanted(self.share_reads, source)]
+            is_same, is_sharing = operation.exchange(f"open-{attempt}", found, _compare)
             self.watch.lap("open")
             if not is_same:
                 continue
+            agreement = Agreement(operation, str(attempt), is_sharing and operation.count > 1)
             result: Any = None
             replaced = False
             try:
-                result = self._restore_from(source, operation)
+                result = self._restore_from(source, agreement)
+            except Replaced:
+                replaced = True
             except Damaged as error:
                 replaced = not source.is_current()
                 if not replaced:
                     if self.place is not None:
                         error.add_note("what was given as into= may have been changed in part")
                     raise
+                agreement.refuse_stage()
             done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
             again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
             self.watch.lap("agree")
@@ -165,7 +177,7 @@ class _Restore:
                 return result
         raise overwritten([self.location])
 
-    def _restore_from(self, source: Source, operation: Operation) -> Any:
+    def _restore_from(self, source: Source, agreement: Agreement) -> Any:
         wanted = Matcher(
             source, self.choices, process=jax.process_index(), process_count=jax.process_count()
         ).match(self.template)
@@ -177,7 +189,7 @@ class _Restore:
             copies.setdefault(first, []).append(path)
         replaced = {path for path, _ in wanted.copies}
         known = ((path, wanted.values[path]) for path in wanted.values if path not in replaced)
-        for path, value in chain(known, self._arrays(source, wanted, operation)):
+        for path, value in chain(known, self._arrays(source, wanted, agreement)):
             places = [path]
             for place in places:  # which grows: a copy may have copies
                 put(place, value)
@@ -189,7 +201,7 @@ class _Restore:
         return result
 
     def _arrays(
-        self, source: Source, wanted: Wanted, operation: Operation
+        self, source: Source, wanted: Wanted, agreement: Agreement
     ) -> Iterator[tuple[str, Any]]:
         """Each array as soon as its bytes are there, while others are still being read.
 
@@ -197,26 +209,21 @@ class _Restore:
         """
         turns = {leaf: turn for turn, leaf in enumerate(source.order())}
         destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
-        targets = [Target(found.number, box) for found in destinations for box in found.boxes]
-        reads = source.read(targets, on_bytes=self._add_bytes)
-        there: dict[int, np.ndarray[Any, Any]] = {}
+        needs = find_needs(source, destinations, agreement)
+        reader = Reader(source, needs, agreement, self._add_bytes)
         assembler = Assembler()
-        first = 0
-        for destination in destinations:
-            own = range(first, first + len(destination.boxes))
-            first = own.stop
-            for target in own:
-                while target not in there:
-                    operation.check()
-                    number, there[number] = next(reads)
-            arrays = [there.pop(target) for target in own]
+        for arrays, destination in zip(reader.read(), destinations, strict=True):
             leaf = source.saved.leaves[destination.number]
             yield destination.path, _place(leaf, destination, arrays, assembler)
-        for _ in reads:  # to its end, which closes files
-            pass
 
     def _add_bytes(self, nbytes: int) -> None:
         self.bytes_read += nbytes
+
+
+def _compare(posts: list[Any]) -> tuple[bool, bool]:
+    """Whether all have opened the same checkpoint, and whether all would share their reads."""
+    ids, is_sharing = zip(*posts, strict=True)
+    return len(set(ids)) == 1, all(is_sharing)
 
 
 def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:

@@ -108,6 +108,13 @@ class Source(Protocol):
         """Into how many parts each dimension of a leaf is cut; a part lies in one file."""
         ...
 
+    def files_of(self, leaf: int) -> Sequence[Any]:
+        """For each of these parts, in row-major order, the file that it lies in.
+
+        Values of any kind that can be sorted, equal for parts that lie in the same file.
+        """
+        ...
+
     def boxes_of(self, leaf: int) -> Sequence[StoredBox]:
         """Where the boxes of a leaf lie, in the order of the boxes."""
         ...

@@ -22,7 +22,7 @@ from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, sha
 from ostraka._nodes import Branch, Leaf
 from ostraka._plan_restore import reading_order
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
-from ostraka._spec import Target
+from ostraka._spec import Target, turns_of
 from ostraka.errors import NotACheckpoint
 from ostraka.storage import Store
 
@@ -38,6 +38,8 @@ class OstrakaSource:
         self.metadata = metadata
         self.metadata_bytes = metadata_bytes
         self.shards = Shards(store, metadata)
+        self._files_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """By layout and first part."""
         # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
         saved: dict[str, Any] = {f.name: getattr(metadata, f.name) for f in fields(Saved)}
         saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
@@ -68,6 +70,18 @@ class OstrakaSource:
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
+
+    def files_of(self, leaf: int) -> list[tuple[int, int]]:
+        layout, part = self.metadata.leaves[leaf].layout, self.metadata.leaves[leaf].part
+        found = self._files_of.get((layout, part))
+        if found is None:
+            owners, turns = (
+                self.metadata.layouts[layout].owners,
+                turns_of(self.metadata.layouts[layout]),
+            )
+            parts = [part] * len(owners) if turns is None else (part + turns).tolist()
+            found = self._files_of[layout, part] = list(zip(owners, parts, strict=True))
+        return found
 
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)

@@ -21,6 +21,7 @@ from ostraka._read import restore
 from ostraka._record import OnRecord, Record, Stopwatch
 from ostraka._record import logger as log
 from ostraka._save import Save
+from ostraka._share import ShareReads
 from ostraka._step_names import name_of
 from ostraka.errors import CheckpointNotFound, StoreError
 from ostraka.manager._advice import Advice, CostMeter
@@ -258,6 +259,7 @@ class Manager:
         rename: Mapping[str, str] | None = None,
         dtype: DtypeRule = None,
         as_state: bool = False,
+        share_reads: ShareReads = "auto",
         on_record: OnRecord | None = None,
     ) -> Any:
         """Restore a step, or else the newest; returns what `ostraka.restore` returns.
@@ -291,6 +293,7 @@ class Manager:
                 rename=rename,
                 dtype=dtype,
                 as_state=as_state,
+                share_reads=share_reads,
                 on_record=self._on_record if on_record is None else on_record,
             )
 

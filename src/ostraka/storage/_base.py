@@ -50,6 +50,8 @@ class Parts:
     """How long to wait before looking again for a change that is expected."""
     deletes_fence: bool = True
     """Whether a `put` fails if what it needs is deleted before it is done: see `_leftovers`."""
+    is_remote: bool = False
+    """Whether reading takes time or money that the network between processes does not."""
 
 
 class FileWriter(Protocol):

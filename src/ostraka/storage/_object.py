@@ -54,7 +54,12 @@ class ObjectStore:
     """
 
     parts = Parts(
-        at_once=8, in_any_order=False, reads_at_once=16, look_every_s=1.0, deletes_fence=False
+        at_once=8,
+        in_any_order=False,
+        reads_at_once=16,
+        look_every_s=1.0,
+        deletes_fence=False,
+        is_remote=True,
     )
 
     def __init__(self, bucket: Any, url: str, prefix: str, discard_uploads: Callable[[str], None]):
