@@ -99,7 +99,7 @@ def test_only_the_newest(root: Any):
     assert seen == [2, 4, 6]
 
 
-def test_waits_for_a_run_that_has_not_begun(root: Any, caplog: pytest.LogCaptureFixture):
+def test_waits_for_a_run_that_has_not_begun(root: Any):
     reader = Manager(root, read_only=True)
     begin = threading.Event()
 
@@ -109,10 +109,9 @@ def test_waits_for_a_run_that_has_not_begun(root: Any, caplog: pytest.LogCapture
 
     training = threading.Thread(target=train)
     training.start()
-    with caplog.at_level(logging.WARNING, "ostraka"):
-        watched = reader.watch()
-        begin.set()
-        assert [next(watched), next(watched)] == [1, 2]
+    watched = reader.watch()
+    begin.set()
+    assert [next(watched), next(watched)] == [1, 2]
     training.join()
     assert leases(root) == ["step-2"]
     watched.close()
@@ -121,7 +120,8 @@ def test_waits_for_a_run_that_has_not_begun(root: Any, caplog: pytest.LogCapture
 
 def test_a_root_that_is_not_there_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     reader = Manager(tmp_path / "later", read_only=True)
-    assert list(reader.watch(timeout_s=0)) == []
+    with caplog.at_level(logging.INFO, "ostraka"):
+        assert list(reader.watch(timeout_s=0)) == []
     assert f"waiting for {tmp_path / 'later'}, which is not there yet" in caplog.text
     assert not (tmp_path / "later").exists()
 

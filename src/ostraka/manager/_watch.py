@@ -52,7 +52,7 @@ class Watch:
         began_s = time.monotonic()
         is_leased = self._protect(lambda: self._lease.wait_from(self._last + 1))
         if not is_leased and not self._root.store.exists():
-            log.warning("waiting for %s, which is not there yet", self._root.location)
+            log.info("waiting for %s, which is not there yet", self._root.location)
         while True:
             step, pause_s = self._look(time.monotonic() - began_s)
             if step is not None:
