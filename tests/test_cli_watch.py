@@ -263,4 +263,7 @@ def test_commands_take_no_notice_of_a_lease(root: str):
     assert "1 step" in run("ls", root, "--verify").stdout
     assert run("verify", root).exit_code == 0
     assert run("show", root).exit_code == 0
+    target = f"{root}-copy"
+    assert run("copy", root, target).exit_code == 0
+    assert open_store(target).list() == ["step_00000001"]
     watched.close()
