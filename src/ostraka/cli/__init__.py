@@ -23,6 +23,7 @@ _HOMES = {
     "rm": "ostraka.cli._rm",
     "show": "ostraka.cli._show",
     "verify": "ostraka.cli._verify",
+    "watch": "ostraka.cli._watch",
 }
 
 

@@ -13,6 +13,7 @@ from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
 from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, StoreError
+from ostraka.manager._leases import is_lease, remove_dead_leases
 from ostraka.storage import Store, is_claim, open_store
 
 
@@ -41,8 +42,9 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
     ROOT is a directory of steps, or of one checkpoint. A save that died leaves files that no
     checkpoint refers to; a removal that died leaves files without a checkpoint. Nothing of a
     running save is touched, and nothing that Ostraka did not write. Beside a damaged checkpoint
-    nothing is removed, since its files may be needed to repair it. Without --yes nothing is removed
-    at all: what would be removed is shown.
+    nothing is removed, since its files may be needed to repair it. The lease of a reader (ostraka
+    watch) is removed if the reader is dead. Without --yes nothing is removed at all: what would be
+    removed is shown.
 
     \b
     Examples:
@@ -58,6 +60,9 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             found += _collect(store, name, remove=yes)
         except StoreError as error:  # The other directories can still be cleaned.
             refusals.append(error)
+    if yes and (gone := remove_dead_leases(store)):
+        found.append(Leftovers("", location, tuple(gone), 0, False))
+    leases = list(filter(is_lease, store.list()))
     dead = [left for left in found if not left.busy]
     if as_json:
         document = {
@@ -65,20 +70,31 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             "removed": yes,
             "leftovers": [_describe(left) for left in dead],
             "in_use": [left.directory for left in found if left.busy],
+            "leases": leases,
             "refused": [str(error) for error in refusals],
         }
         click.echo(json.dumps(document, indent=1))
     else:
-        _print(location, found, dead, removed=yes)
+        _print(location, found, dead, leases, removed=yes)
     if refusals:
         raise refusals[0]
 
 
-def _print(location: str, found: list[Leftovers], dead: list[Leftovers], *, removed: bool) -> None:
+def _print(
+    location: str,
+    found: list[Leftovers],
+    dead: list[Leftovers],
+    leases: list[str],
+    *,
+    removed: bool,
+) -> None:
     lines = _table(location, dead, removed) if dead else []
     for left in found:
         if left.busy:
             lines.append(f"{printable(left.directory)}: a save is under way; left alone")
+    for lease in leases:
+        what = "it lives; left alone" if removed else "--yes removes it if the reader is dead"
+        lines.append(f"{printable(location)}/{printable(lease)}: the lease of a reader; {what}")
     echo_lines(lines or [f"{printable(location)}: nothing was left behind"])
 
 

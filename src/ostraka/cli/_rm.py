@@ -10,6 +10,7 @@ from ostraka._step_names import step_of
 from ostraka.cli._arguments import complete_steps, path_argument
 from ostraka.cli._roots import file_bytes, newest_good, open_root
 from ostraka.cli._text import Table, count_of, echo_lines, human_age, human_bytes, printable
+from ostraka.manager._retain import remove_unless_read
 from ostraka.manager._steps import Root, Step, no_such_step
 
 
@@ -32,7 +33,9 @@ def _parse_steps(
     "step", nargs=-1, required=True, callback=_parse_steps, shell_complete=complete_steps
 )
 @click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
-@click.option("--force", is_flag=True, help="Even the newest good step, and pinned ones.")
+@click.option(
+    "--force", is_flag=True, help="Even the newest good step, pinned ones, and those being read."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Remove each STEP from the directory ROOT.
@@ -41,8 +44,8 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
     same.
 
     Without --yes nothing is removed: what would be removed is shown. The newest step that can be
-    read is never removed, nor are pinned ones, unless --force is given. A step that is being
-    written is not touched.
+    read is never removed, nor are pinned ones, or one that a watch is reading, unless --force is
+    given. A step that is being written is not touched.
 
     \b
     Examples:
@@ -57,7 +60,10 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
     sizes = [file_bytes(place, one) for one in chosen]
     if yes:
         for one in chosen:
-            place.remove(one.step)
+            if force:
+                place.remove(one.step)
+            else:
+                remove_unless_read(place, one.step)
     if as_json:
         entries = [
             {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}

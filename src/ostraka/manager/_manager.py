@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -23,7 +23,7 @@ from ostraka._record import logger as log
 from ostraka._save import Save
 from ostraka._share import ShareReads
 from ostraka._step_names import name_of
-from ostraka.errors import CheckpointNotFound, StoreError
+from ostraka.errors import CheckpointNotFound, StoreError, warn_caller
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import (
     check_function,
@@ -38,9 +38,10 @@ from ostraka.manager._metrics import with_metrics
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery, latest_step
-from ostraka.manager._retain import retain
+from ostraka.manager._retain import remove_unless_read, retain
 from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
+from ostraka.manager._watch import Watch
 from ostraka.manager._when import Schedule, check_when
 from ostraka.storage import PathLike, Store
 
@@ -62,7 +63,7 @@ class Manager:
     Saves run in the background unless `asynchronous` is False; `compress` is that of
     `ostraka.save`. Errors of a background save are raised by the next call, on every process. Only
     one manager writes to a directory at a time: a second raises Busy, or waits (`if_busy="wait"`).
-    With `read_only` nothing is ever written.
+    With `read_only` nothing is ever written, but for the lease of `watch`.
 
     `on_record` is called with a record of each save and restore. `mtbf_s`, the mean time between
     failures in seconds, makes `advice` say how often to save.
@@ -122,6 +123,7 @@ class Manager:
         self._process = os.getpid()
         self._lock = RootLock(self._root.store)
         self._preemption: Preemption | None = None
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.restored: int | None = None
         """The step that was restored last."""
         if read_only:
@@ -306,11 +308,48 @@ class Manager:
         log.info("restored step %d of %s in %.3f s", self.restored, self.root, time_s)
         return value
 
+    def watch(
+        self,
+        *,
+        after: SupportsIndex | None = None,
+        newest_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> Generator[int]:
+        """Each step as it is committed, for programs that evaluate while another one trains.
+
+        Yields the numbers of all steps after the step `after`, or of all: first of those that are
+        there, then of new ones, in ascending order, none twice. With `newest_only` only the newest
+        is yielded, if there are several. Ends after `timeout_s` without a new step; 0 waits for
+        none.
+
+        The step that was yielded last is not deleted by the run's retention until the next one is
+        asked for, the generator is closed or the program ends; while it waits, the next one after
+        it is kept. Of the steps that come while a slow reader is at work, those that the run does
+        not keep are missed. This needs a file in the root, renewed every few seconds; where it
+        can't be written there is a warning, and steps may be deleted while they are read.
+
+        On several processes all get the same steps; process 0 waits for them.
+
+        >>> manager = ostraka.Manager("runs/a", read_only=True)
+        >>> for step in manager.watch(timeout_s=3600):
+        ...     evaluate(manager.restore(step, like=state))
+        """
+        self._check_open()
+        watch = Watch(
+            self._root,
+            after=None if after is None else check_step(after),
+            newest_only=newest_only,
+            timeout_s=0.0 if timeout_s == 0 else check_seconds("timeout_s", timeout_s),
+            warn=lambda text: warn_caller(UserWarning(text)),
+        )
+        self._watches.add(watch)
+        return self._watch(watch)
+
     # Changing what is there
 
     def delete(self, step: SupportsIndex) -> None:
-        """Delete a step, even if it is pinned or the newest."""
-        self._change("deletion", self._root.remove, step)
+        """Delete a step, even if it is pinned or the newest; Busy while a `watch` reads it."""
+        self._change("deletion", lambda number: remove_unless_read(self._root, number), step)
 
     def pin(self, step: SupportsIndex) -> None:
         """Exempt a step from retention, in later runs too."""
@@ -411,6 +450,21 @@ class Manager:
             lambda: saving.begin(tree, is_waited_for=not background), background=background
         )
 
+    def _watch(self, watch: Watch) -> Generator[int]:
+        def wait() -> int | None:
+            found = watch.wait()
+            return None if found is None else found.step
+
+        try:
+            while True:
+                self._check_open()
+                step = decide_together(f"watch of {self.root}", wait)
+                if step is None:
+                    return
+                yield step
+        finally:
+            watch.close()
+
     def _check_place(self, name: str) -> None:
         """On process 0: check that the root is the one that was opened, and the step is no link."""
         try:
@@ -479,5 +533,7 @@ class Manager:
             if self._preemption is not None:
                 self._preemption.stop()
         finally:
+            for watch in list(self._watches):
+                watch.close()
             self._lock.release()
             self._closed = True

@@ -7,7 +7,7 @@ dead saves and deletions in directories that are named as steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,8 +31,9 @@ from ostraka.errors import (
     describe,
 )
 from ostraka.formats import open_source
+from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
-from ostraka.storage import PathLike, Store, claimed, is_claim, open_store
+from ostraka.storage import Claim, PathLike, Store, claimed, is_claim, open_store
 
 PIN_NAME = "_PINNED"
 """An empty file of this name in a step's directory: retention leaves the step alone."""
@@ -119,20 +120,35 @@ class Root:
     def scan(self) -> list[Step]:
         """All steps in ascending order, those that can't be read included."""
         with self._lock.lock:
-            there = self.store.list()
+            there = self._names()
             named = self._look_at(there)
             for _ in range(_RETRIES):
                 # A run that keeps one step may have saved the next and deleted this one.
-                before, there = there, self.store.list()
+                before, there = there, self._names()
                 if before == there:
                     break
                 named = self._look_at(there)
-            self._cache = {name: self._cache[name] for name in there if name in self._cache}
+            self._forget_all_but(there)
             return [self._step(step, named[step]) for step in sorted(named)]
 
     def steps(self) -> list[Step]:
         """The steps that can be read, in ascending order."""
         return [step for step in self.scan() if not step.problems]
+
+    def steps_after(self, number: int, *, descending: bool) -> Iterator[Step]:
+        """The steps above a number, those that can't be read included.
+
+        Each is looked at when its turn comes, so the first one costs no look at all the others.
+        """
+        there = self._names()
+        named = steps_among(there)
+        for step in sorted((step for step in named if step > number), reverse=descending):
+            with self._lock.lock:
+                found = self._look_at(named[step])
+                looked_at = [self._step(step, names) for names in found.values()]
+            yield from looked_at
+        with self._lock.lock:
+            self._forget_all_but(there)
 
     def find(self, number: int) -> Step:
         """A step that is there, readable or not. Raises CheckpointNotFound."""
@@ -142,11 +158,14 @@ class Root:
                 return step
         raise no_such_step(self.location, number, [step.step for step in steps])
 
-    def remove(self, number: int) -> None:
-        """Delete a step, under all its names. A crash never leaves half a step."""
+    def remove(self, number: int, *, spare: Callable[[Claim], bool] | None = None) -> bool:
+        """Delete a step, under all its names; returns whether it is gone.
+
+        A crash never leaves half a step. `spare` says whether to leave it alone, while each of its
+        directories is claimed and before anything in it is deleted.
+        """
         with self._lock.lock:
-            for name in self.find(number).names:
-                self._remove(name)
+            return all(self._remove(name, spare) for name in self.find(number).names)
 
     def pin(self, number: int) -> None:
         with self._lock.lock:
@@ -166,16 +185,27 @@ class Root:
     def clean(self) -> None:
         """Remove leftovers of dead saves and unfinished deletions, nothing of a live save."""
         with self._lock.lock:
-            for name in self.store.list():
-                if step_of(name) is None or self.is_link(name):
+            for name in self._names():
+                if self.is_link(name):
                     continue
                 try:
                     self._clean(name)
                 except OSError:
                     # Leftovers do no harm: no reason to stop the training.
                     log.exception("leftovers in %s can't be removed now", self.path(name))
+            try:
+                remove_dead_leases(self.store)
+            except OSError:
+                log.exception("leases in %s can't be removed now", self.location)
 
     # One directory
+
+    def _names(self) -> list[str]:
+        """The names in the root that are those of steps."""
+        return [name for name in self.store.list() if step_of(name) is not None]
+
+    def _forget_all_but(self, names: Sequence[str]) -> None:
+        self._cache = {name: self._cache[name] for name in names if name in self._cache}
 
     def _step(self, number: int, names: list[str]) -> Step:
         # A damaged directory does not hide a good one of the same step.
@@ -230,12 +260,14 @@ class Root:
             self._cache[name] = (there.version, _read(place))
         return self._cache[name][1]
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, spare: Callable[[Claim], bool] | None) -> bool:
         if self.is_link(name):
             self.store.delete(name)
-            return
+            return True
         place = self.at(name)
-        with claimed(place):
+        with claimed(place) as claim:
+            if spare is not None and spare(claim):
+                return False
             # The pin first: left alone in the directory, it would block the next save.
             place.delete(PIN_NAME)
             # Then `_METADATA`, synced before any shard is deleted: after a power failure there must
@@ -246,6 +278,7 @@ class Root:
                 if is_of_a_save(other) and not is_claim(other):
                     place.delete(other)
         place.remove_if_empty()  # other people's files stay
+        return True
 
     def _clean(self, name: str) -> None:
         place = self.at(name)

@@ -11,7 +11,7 @@ from ostraka.storage._base import (
     Store,
     is_temporary,
 )
-from ostraka.storage._claim import Claim, claimed, is_claim, refuse_claimed
+from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue, refuse_claimed
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 from ostraka.storage._open import PathLike, open_store
@@ -24,6 +24,7 @@ __all__ = [
     "FileReader",
     "FileWriter",
     "LocalStore",
+    "Marker",
     "MemoryStore",
     "Parts",
     "PathLike",
@@ -31,6 +32,7 @@ __all__ = [
     "Store",
     "claimed",
     "is_claim",
+    "is_overdue",
     "is_temporary",
     "open_store",
     "refuse_claimed",

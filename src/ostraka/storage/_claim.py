@@ -43,6 +43,31 @@ NO_SCOPE = "0" * 16
 """In the name of a claim whose owner has no lock."""
 
 
+class Marker:
+    """An empty file that this process renews, from `put` until `remove`."""
+
+    def __init__(self, store: Store, name: str):
+        self._store = store
+        self.name = name
+        self._renewing: _thread.LockType | None = None
+
+    def put(self) -> None:
+        self._store.touch(self.name, create=True)
+        self._renewing = _thread.allocate_lock()
+        self._renewing.acquire()
+        _young[self.name] = (self._store, self._renewing)
+        _start_timer()
+
+    def remove(self) -> None:
+        try:
+            self._store.delete(self.name)
+        finally:
+            _young.pop(self.name, None)
+            renewing, self._renewing = self._renewing, None
+            if renewing is not None:
+                renewing.release()
+
+
 class Claim:
     """The right to write to a place, which one at a time can have.
 
@@ -52,9 +77,8 @@ class Claim:
     def __init__(self, store: Store):
         self._store = store
         self._lock: PlaceLock | None = None
-        self._marker = ""
+        self._marker = Marker(store, "")
         self._process = 0
-        self._renewing: _thread.LockType | None = None
         self.names: list[str] = []
         """The names in the place when it was taken, without those of claims."""
         self.found_dead = False
@@ -83,51 +107,35 @@ class Claim:
 
     def _mark(self, *, wait: bool) -> None:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
-        self._marker = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
-        self._put_marker()
+        self._marker = Marker(self._store, f"{_PREFIX}{scope}{os.urandom(8).hex()}")
+        self._marker.put()
         names = self._store.list()
         for pause_s in _PAUSES_S:
             # Two that begin at the same moment see each other. Both give way, and come back at
             # different times; an owner that was there before is still there then.
             if not self._has_others(names) or not self._has_rival():
                 break
-            self._remove_marker()
+            self._marker.remove()
             time.sleep(random.uniform(0, pause_s))
-            self._put_marker()
+            self._marker.put()
             names = self._store.list()
-        if names != [self._marker]:
+        if names != [self._marker.name]:
             if self._has_others(names):
                 self._remove_dead(wait=wait)
                 names = self._store.list()
             self.names = [name for name in names if not is_claim(name)]
 
-    def _put_marker(self) -> None:
-        self._store.touch(self._marker, create=True)
-        self._renewing = _thread.allocate_lock()
-        self._renewing.acquire()
-        _young[self._marker] = (self._store, self._renewing)
-        _start_timer()
-
-    def _remove_marker(self) -> None:
-        try:
-            self._store.delete(self._marker)
-        finally:
-            _young.pop(self._marker, None)
-            renewing, self._renewing = self._renewing, None
-            if renewing is not None:
-                renewing.release()
-
     def _has_rival(self) -> bool:
         """Whether another may have begun just now."""
         times_s = {file.name: file.changed_s for file in self._store.files(_PREFIX)}
-        mine_s = times_s.pop(self._marker, 0.0)
+        mine_s = times_s.pop(self._marker.name, 0.0)
         return any(
             mine_s - other_s < RENEW_EVERY_S and not self._is_unlocked(name)
             for name, other_s in times_s.items()
         )
 
     def _has_others(self, names: Sequence[str]) -> bool:
-        return any(is_claim(name) for name in names if name != self._marker)
+        return any(is_claim(name) for name in names if name != self._marker.name)
 
     def check(self) -> None:
         """Raise Busy if another has taken it, for this one stood still too long."""
@@ -141,11 +149,11 @@ class Claim:
         """Whether the place still has this claim, and is still the one that was claimed."""
         if self._lock is not None and not self._lock.is_in_place():
             return False
-        return not self._marker or self._is_marked()
+        return not self._marker.name or self._is_marked()
 
     def now_s(self) -> float:
         """The time of the store's own clock, as the marker has it, a few seconds ago at most."""
-        marker = self._store.look(self._marker) if self._marker else None
+        marker = self._store.look(self._marker.name) if self._marker.name else None
         if marker is None:
             raise Busy(f"another save to {self._store.location} has begun")
         return marker.changed_s
@@ -155,12 +163,12 @@ class Claim:
         if os.getpid() != self._process:
             return  # A forked child: it is its parent's.
         try:
-            if self._marker:
-                self._remove_marker()
+            if self._marker.name:
+                self._marker.remove()
         except OSError:
             pass  # The next save removes it.
         finally:
-            self._marker = ""
+            self._marker = Marker(self._store, "")
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
@@ -168,7 +176,7 @@ class Claim:
     def _is_marked(self) -> bool:
         # To look is not enough: a network file system may answer from what it remembers.
         try:
-            self._store.touch(self._marker, create=False)
+            self._store.touch(self._marker.name, create=False)
         except FileNotFoundError:
             return False
         return True
@@ -178,7 +186,7 @@ class Claim:
         first_seen: dict[str, FileInfo] = {}
         while True:
             files = {file.name: file for file in self._store.files(_PREFIX)}
-            mine = files.pop(self._marker, None)
+            mine = files.pop(self._marker.name, None)
             if mine is None:
                 self.check()
                 continue  # A list of a moment ago.
@@ -187,17 +195,14 @@ class Claim:
             for other in files.values():
                 before = first_seen.setdefault(other.name, other)
                 age_s = mine.changed_s - other.changed_s
-                if self._is_dead(other, age_s):
+                if self._is_unlocked(other.name) or is_overdue(other, mine.changed_s):
                     self._store.delete(other.name)
                     self.found_dead = True
                 elif not wait or before.version != other.version:
                     raise Busy(_explain_busy(self._store, age_s, before, other))
             if wait:
                 time.sleep(self._store.parts.look_every_s)
-            self._store.touch(self._marker, create=False)
-
-    def _is_dead(self, other: FileInfo, age_s: float) -> bool:
-        return self._is_unlocked(other.name) or age_s > DEAD_AFTER_S
+            self._store.touch(self._marker.name, create=False)
 
     def _is_unlocked(self, marker: str) -> bool:
         """Whether its owner would hold the lock that this one has, if it were alive."""
@@ -225,6 +230,11 @@ def refuse_claimed(store: Store) -> None:
     finally:
         if lock is not None:
             lock.release()
+
+
+def is_overdue(marker: FileInfo, now_s: float) -> bool:
+    """Whether a marker's owner is dead, at a time of the store's own clock."""
+    return now_s - marker.changed_s > DEAD_AFTER_S
 
 
 def is_claim(name: str) -> bool:
