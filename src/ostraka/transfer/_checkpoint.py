@@ -183,11 +183,16 @@ def find_lost(source: OstrakaSource, target: Store) -> list[Problem]:
         return []
     directory = _format.shards_directory(source.metadata.id)
     there = {file.name: file.size for file in target.files(f"{directory}/")}
-    return [
-        Problem(name, "it is missing" if name not in there else f"it does not have {size:,} bytes")
-        for name, size in sizes.items()
-        if there.get(name) != size
-    ]
+    problems: list[Problem] = []
+    for name, size in sizes.items():
+        # A list may be that of a moment ago, on network file systems: ask the file itself.
+        found = there.get(name)
+        if found != size and (file := target.look(name)) is not None:
+            found = file.size
+        if found != size:
+            what = "it is missing" if found is None else f"it does not have {size:,} bytes"
+            problems.append(Problem(name, what))
+    return problems
 
 
 def _sizes_of(source: OstrakaSource) -> dict[str, int]:

@@ -1,0 +1,166 @@
+"""One step, copied to the mirror by all processes together.
+
+Process 0 chooses the step, takes the place in the mirror and commits; every process copies the
+files that it wrote. They agree by operations of their own, numbered apart from those of saves and
+restores, so that it does not matter when a copy begins or ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ostraka._coordinate import Operation
+from ostraka._parallel import Stopped
+from ostraka._record import OnRecord, Stopwatch, report, summarize
+from ostraka._service import Member
+from ostraka.errors import Damaged, StoreError
+from ostraka.formats._ostraka import OstrakaSource, open_ostraka
+from ostraka.manager._steps import Root
+from ostraka.transfer import CopyPlace, Tally, copy_shards, find_lost
+
+Status = Literal["there", "gone", "damaged"]
+
+
+class Ended(Exception):
+    """There will be no more copies: process 0 has ended, or a process has left its manager."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy, as process 0 knows it."""
+
+    name: str
+    source: OstrakaSource
+    place: CopyPlace
+
+
+class StepCopier:
+    """Copies steps from a root to its mirror, on each process in a thread of its own."""
+
+    def __init__(self, root: Root, mirror: Root, member: Member, on_record: OnRecord | None):
+        self._root = root
+        self._mirror = mirror
+        self._member = member
+        self._on_record = on_record
+        self._is_left = threading.Event()
+
+    @property
+    def leads(self) -> bool:
+        return self._member.process == 0
+
+    def leave(self) -> None:
+        """From any thread: end the copy that is under way, and take part in no other."""
+        self._is_left.set()
+
+    def copy(self, name: str) -> tuple[Status, str]:
+        """On process 0: have a step in the mirror; returns how it went, and why if not well.
+
+        `there`: the mirror has it, the same bytes; `gone`: it was deleted or replaced meanwhile;
+        `damaged`: the step in the root is. Raises Ended if a process has left its manager; what
+        the store raises; ProcessFailed. Another step of that name is replaced, and one that has
+        lost files is mended.
+        """
+        source = None
+        try:
+            source = open_ostraka(self._root.at(name))
+            if source is None:
+                return "gone", ""
+            place = CopyPlace(source, self._mirror.at(name), may_replace=True)
+            is_missing = place.take()
+        except Damaged as error:
+            is_gone = source is not None and not source.is_current()
+            return "gone" if is_gone else "damaged", str(error)
+        if not is_missing:
+            return "there" if source.is_current() else "gone", ""
+        try:
+            status, why = self._copy_together(_Job(name, source, place))
+        finally:
+            place.release()
+        if source.is_current():
+            if status == "gone":
+                raise StoreError(f"{why} does not see {source.location}, which process 0 sees")
+            return status, why
+        return "gone", ""
+
+    def follow(self) -> None:
+        """On any other process: take part in the next copy. Raises Ended after the last."""
+        self._copy_together(None)
+
+    def end(self) -> None:
+        """On process 0: tell the others that there will be no more copies."""
+        if self._member.count > 1:
+            self.leave()
+            self._copy_together(None)
+
+    def _copy_together(self, job: _Job | None) -> tuple[Status, str]:
+        watch = Stopwatch()
+        with Operation(f"copy to {self._mirror.location}", member=self._member) as operation:
+            begun = operation.exchange(
+                "begin", self._is_left.is_set(), lambda left: _begin(job, left)
+            )
+            if "ended" in begun:
+                raise Ended(begun["ended"])
+            watch.lap("wait")
+            tally = Tally(lambda done: self._check(operation))
+            mine = self._copy_share(operation, tally, begun["name"], begun["id"])
+            mine["written"] = [tally.copied, watch.lap("copy")]
+            answer = operation.exchange(
+                "commit", mine, lambda reports: self._commit(job, reports), is_last=True
+            )
+            watch.lap("commit")
+        if answer["status"] == "there":
+            path = self._mirror.path(begun["name"])
+            report("mirror", path, watch, answer["summary"], self._on_record)
+        return answer["status"], answer["why"]
+
+    def _copy_share(
+        self, operation: Operation, tally: Tally, name: str, save_id: str
+    ) -> dict[str, Any]:
+        """Copy this process's files. What is wrong with the step is returned: the others go on."""
+        source = None
+        process, count = operation.process, operation.count
+        try:
+            source = open_ostraka(self._root.at(name))
+            if source is None or source.metadata.id != save_id:
+                return {"status": "gone", "why": f"process {process}"}
+            copy_shards(source, self._mirror.at(name), tally, process=process, count=count)
+        except Damaged as error:
+            if source is not None and not source.is_current():
+                return {"status": "gone", "why": f"process {process}"}
+            return {"status": "damaged", "why": str(error)}
+        return {"status": "there", "why": ""}
+
+    def _commit(self, job: _Job | None, reports: list[Any]) -> dict[str, Any]:
+        """On process 0: commit, if every process has copied its files."""
+        assert job is not None
+        for status in ("gone", "damaged"):
+            for said in reports:
+                if said["status"] == status:
+                    job.place.discard()
+                    return said
+        if len(reports) > 1:
+            lost = find_lost(job.source, self._mirror.at(job.name))
+            if lost:
+                raise StoreError(
+                    f"process 0 can't see {self._mirror.path(job.name)}/{lost[0].file}, which "
+                    "another process has copied: all processes must have one mirror in common"
+                )
+        summary = summarize([said["written"] for said in reports])
+        summary[0] += job.place.commit()
+        return {"status": "there", "why": "", "summary": summary}
+
+    def _check(self, operation: Operation) -> None:
+        """Between pieces: raise if the copy is not to go on."""
+        operation.check()
+        if self._is_left.is_set():
+            raise Stopped("its manager was left")
+
+
+def _begin(job: _Job | None, left: list[bool]) -> dict[str, str]:
+    """On process 0: what is to be copied."""
+    if any(left):
+        return {"ended": f"process {left.index(True)} has left its manager"}
+    assert job is not None
+    return {"name": job.name, "id": job.source.metadata.id}
