@@ -104,7 +104,7 @@ def test_multiples_are_copied_and_none_is_deleted(tmp_path: Path, mirror: Any):
         place.at(f"step_{step:08d}").location for step in (2, 4, 6)
     ]
     assert copies[-1].bytes == sum(f.size for f in place.at("step_00000006").files(""))
-    assert list(copies[-1].phases) == ["wait", "copy", "commit"]
+    assert list(copies[-1].phases) == ["copy", "commit"]
     assert copies[-1].blocked_s == 0
 
 

@@ -408,7 +408,7 @@ class Manager:
         if self._mirror is not None:
             # Weakly: the thread must not keep a manager alive that nobody has any more.
             self._mirror.start(found["mirror"], weakref.WeakMethod(self._retain_again))
-            weakref.finalize(self, self._mirror.stop, alone=True)
+            weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
 
     def _described(self) -> dict[str, str]:
         """The arguments that must be the same on all processes, by name."""

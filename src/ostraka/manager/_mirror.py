@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ostraka._coordinate import ProcessFailed
 from ostraka._foreign import is_committed
+from ostraka._lifetime import at_exit
 from ostraka._record import OnRecord
 from ostraka._record import logger as log
 from ostraka._service import this_member
@@ -138,6 +141,7 @@ class Mirror:
 
         self._thread = threading.Thread(target=work, name="ostraka-mirror", daemon=True)
         self._thread.start()
+        _live.add(self)
 
     def is_due(self, step: int) -> bool:
         return self._every is None or step % self._every == 0
@@ -187,7 +191,7 @@ class Mirror:
                 )
 
     def stop(self, *, alone: bool) -> None:
-        """Copy no more; what is under way is given up. Do not wait for others with `alone`."""
+        """Copy no more; what is under way is given up. With `alone` the others may go on."""
         thread, copier = self._thread, self._copier
         if thread is None or copier is None or os.getpid() != self._process:
             return
@@ -198,9 +202,9 @@ class Mirror:
                 log.warning("%s; the next Manager with it copies them", self._say_missing())
             self._changed.notify_all()
         if copier.leads or alone:
-            copier.leave()
-        if copier.leads or not alone:
-            thread.join(_LEAVE_WITHIN_S)
+            with suppress(Exception):  # The service may have gone: then so have the others.
+                copier.leave()
+        thread.join(_LEAVE_WITHIN_S)
 
     # The thread of process 0
 
@@ -213,10 +217,6 @@ class Mirror:
                 except Exception as error:
                     failure = error
                 self._answer(wanted, failure)
-            if not isinstance(self._failure, Ended):
-                copier.end()
-        except (Ended, ProcessFailed):
-            pass
         finally:
             self._lock.release()
 
@@ -338,6 +338,21 @@ class Mirror:
                 # Process 0 has it in its own log, if it lives.
                 log.info("a copy to %s failed: %s", self._place.location, _reason(error))
                 time.sleep(_LOOK_EVERY_S)
+
+
+_live: weakref.WeakSet[Mirror] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """A program that ends without closing its managers does not wait for their mirrors.
+
+    A thread that still waits for the coordination service would abort it.
+    """
+    for mirror in list(_live):
+        mirror.stop(alone=True)
+
+
+at_exit(_stop_all, lambda: None)
 
 
 def _reason(failure: Exception) -> str:

@@ -1,39 +1,32 @@
 """One step, copied to the mirror by all processes together.
 
-Process 0 chooses the step, takes the place in the mirror and commits; every process copies the
-files that it wrote. They agree by operations of their own, numbered apart from those of saves and
-restores, so that it does not matter when a copy begins or ends.
+Process 0 chooses the step, takes the place in the mirror, announces it, and commits when all are
+done; every process copies the files that it wrote. A copy is an operation, numbered apart from
+saves and restores, so that it does not matter when it begins or ends. Announcements are keys
+`go/<n>`, each made once: by process 0, or by a process that leaves, which is the last then.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ostraka._coordinate import Operation
 from ostraka._parallel import Stopped
 from ostraka._record import OnRecord, Stopwatch, report, summarize
-from ostraka._service import Member
+from ostraka._service import Keys, Member
 from ostraka.errors import Damaged, StoreError
 from ostraka.formats._ostraka import OstrakaSource, open_ostraka
 from ostraka.manager._steps import Root
 from ostraka.transfer import CopyPlace, Tally, copy_shards, find_lost
 
 Status = Literal["there", "gone", "damaged"]
+_Job = tuple[OstrakaSource, CopyPlace]
+"""A copy, as process 0 alone knows it."""
 
 
 class Ended(Exception):
-    """There will be no more copies: process 0 has ended, or a process has left its manager."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A copy, as process 0 knows it."""
-
-    name: str
-    source: OstrakaSource
-    place: CopyPlace
+    """There will be no more copies, because a process has left its manager."""
 
 
 class StepCopier:
@@ -44,6 +37,8 @@ class StepCopier:
         self._mirror = mirror
         self._member = member
         self._on_record = on_record
+        self._keys = Keys(member.client, member.prefix)
+        self._announced = 0
         self._is_left = threading.Event()
 
     @property
@@ -51,8 +46,13 @@ class StepCopier:
         return self._member.process == 0
 
     def leave(self) -> None:
-        """From any thread: end the copy that is under way, and take part in no other."""
+        """From any thread: give up the copy that is under way, and take part in no other.
+
+        This ends copying on all processes. A process that waits for an announcement gets its own.
+        """
         self._is_left.set()
+        if self._member.count > 1:
+            self._keys.create(f"go/{self._announced}", {"left": self._member.process})
 
     def copy(self, name: str) -> tuple[Status, str]:
         """On process 0: have a step in the mirror; returns how it went, and why if not well.
@@ -75,7 +75,8 @@ class StepCopier:
         if not is_missing:
             return "there" if source.is_current() else "gone", ""
         try:
-            status, why = self._copy_together(_Job(name, source, place))
+            self._announce(name, source.metadata.id)
+            status, why = self._copy_together(name, source.metadata.id, (source, place))
         finally:
             place.release()
         if source.is_current():
@@ -86,33 +87,34 @@ class StepCopier:
 
     def follow(self) -> None:
         """On any other process: take part in the next copy. Raises Ended after the last."""
-        self._copy_together(None)
+        if self._is_left.is_set():
+            self.leave()  # Again: the copy that it was in had been announced before.
+        begun = self._keys.wait_for(f"go/{self._announced}")
+        if "left" in begun:
+            raise Ended(f"process {begun['left']} has left its manager")
+        self._announced += 1
+        self._copy_together(begun["name"], begun["id"], None)
 
-    def end(self) -> None:
-        """On process 0: tell the others that there will be no more copies."""
-        if self._member.count > 1:
-            self.leave()
-            self._copy_together(None)
+    def _announce(self, name: str, save_id: str) -> None:
+        if self._member.count == 1:
+            return
+        key = f"go/{self._announced}"
+        if not self._keys.create(key, {"name": name, "id": save_id}):
+            raise Ended(f"process {self._keys.wait_for(key)['left']} has left its manager")
+        self._announced += 1
 
-    def _copy_together(self, job: _Job | None) -> tuple[Status, str]:
+    def _copy_together(self, name: str, save_id: str, job: _Job | None) -> tuple[Status, str]:
         watch = Stopwatch()
         with Operation(f"copy to {self._mirror.location}", member=self._member) as operation:
-            begun = operation.exchange(
-                "begin", self._is_left.is_set(), lambda left: _begin(job, left)
-            )
-            if "ended" in begun:
-                raise Ended(begun["ended"])
-            watch.lap("wait")
             tally = Tally(lambda done: self._check(operation))
-            mine = self._copy_share(operation, tally, begun["name"], begun["id"])
+            mine = self._copy_share(operation, tally, name, save_id)
             mine["written"] = [tally.copied, watch.lap("copy")]
             answer = operation.exchange(
-                "commit", mine, lambda reports: self._commit(job, reports), is_last=True
+                "commit", mine, lambda reports: self._commit(name, job, reports), is_last=True
             )
             watch.lap("commit")
         if answer["status"] == "there":
-            path = self._mirror.path(begun["name"])
-            report("mirror", path, watch, answer["summary"], self._on_record)
+            report("mirror", self._mirror.path(name), watch, answer["summary"], self._on_record)
         return answer["status"], answer["why"]
 
     def _copy_share(
@@ -132,23 +134,23 @@ class StepCopier:
             return {"status": "damaged", "why": str(error)}
         return {"status": "there", "why": ""}
 
-    def _commit(self, job: _Job | None, reports: list[Any]) -> dict[str, Any]:
+    def _commit(self, name: str, job: _Job | None, reports: list[Any]) -> dict[str, Any]:
         """On process 0: commit, if every process has copied its files."""
         assert job is not None
+        source, place = job
         for status in ("gone", "damaged"):
             for said in reports:
                 if said["status"] == status:
-                    job.place.discard()
+                    place.discard()
                     return said
-        if len(reports) > 1:
-            lost = find_lost(job.source, self._mirror.at(job.name))
-            if lost:
-                raise StoreError(
-                    f"process 0 can't see {self._mirror.path(job.name)}/{lost[0].file}, which "
-                    "another process has copied: all processes must have one mirror in common"
-                )
+        lost = find_lost(source, self._mirror.at(name)) if len(reports) > 1 else []
+        if lost:
+            raise StoreError(
+                f"process 0 can't see {self._mirror.path(name)}/{lost[0].file}, which another "
+                "process has copied: all processes must have one mirror in common"
+            )
         summary = summarize([said["written"] for said in reports])
-        summary[0] += job.place.commit()
+        summary[0] += place.commit()
         return {"status": "there", "why": "", "summary": summary}
 
     def _check(self, operation: Operation) -> None:
@@ -156,11 +158,3 @@ class StepCopier:
         operation.check()
         if self._is_left.is_set():
             raise Stopped("its manager was left")
-
-
-def _begin(job: _Job | None, left: list[bool]) -> dict[str, str]:
-    """On process 0: what is to be copied."""
-    if any(left):
-        return {"ended": f"process {left.index(True)} has left its manager"}
-    assert job is not None
-    return {"name": job.name, "id": job.source.metadata.id}
