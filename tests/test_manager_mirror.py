@@ -262,6 +262,17 @@ def test_a_step_that_is_replaced_while_it_is_copied(tmp_path: Path):
     assert ostraka.restore(tmp_path / "mirror" / "1")["step"] == 5
 
 
+def test_a_record_that_waits_for_its_own_copy(tmp_path: Path, caplog: Any):
+    def wait(record: Record) -> None:
+        if record.operation == "mirror":
+            manager.wait()
+
+    with Manager(tmp_path / "runs", mirror=tmp_path / "mirror", on_record=wait) as manager:
+        manager.save(1, tree_of(1))
+    assert "on_record is a part of the copy to the mirror, and can't wait for it" in caplog.text
+    assert steps_in(tmp_path / "mirror") == [1]
+
+
 # Restoring
 
 
@@ -531,7 +542,7 @@ def test_an_error_in_the_block_ends_the_copying(tmp_path: Path, caplog: Any):
     with opened_when_left(gate), pytest.raises(RuntimeError, match="diverged"):
         diverge()
     assert "lacks step 1 of" in caplog.text
-    assert "the next Manager with it copies" in caplog.text
+    assert "the next Manager with this mirror copies what is missing" in caplog.text
     assert live_threads() == []
     assert steps_in(tmp_path / "mirror") == []
     Manager(tmp_path / "runs", mirror=tmp_path / "mirror").close()

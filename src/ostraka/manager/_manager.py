@@ -388,7 +388,7 @@ class Manager:
             if self._copies is not None:
                 self._copies.prepare()
             newest = newest_step(steps, self._copies)
-            if self._copies is not None:
+            if self._copies is not None and steps:
                 warn_if_ahead(newest, self._copies)
             return {
                 "names": [[s.step, s.names[0]] for s in steps],

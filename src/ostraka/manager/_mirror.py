@@ -24,7 +24,7 @@ from ostraka._service import this_member
 from ostraka._step_names import list_steps, steps_among
 from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, describe
 from ostraka.manager._lock import RootLock
-from ostraka.manager._mirror_copy import Ended, StepCopier
+from ostraka.manager._mirror_copy import Ended, Status, StepCopier
 from ostraka.manager._steps import Root, Step
 from ostraka.storage import LocalStore, PathLike, Store
 
@@ -124,6 +124,8 @@ class Mirror:
         self._refused: set[int] = set()
         """Steps that can't be copied, because they are damaged."""
         self._copying: int | None = None
+        self._is_stale = False
+        """Whether the step that is being copied was saved again."""
 
     def start(self, channel: str, on_copied: OnCopied) -> None:
         """Begin to copy; `channel` is a name that all processes give alike, and no other mirror.
@@ -151,6 +153,7 @@ class Mirror:
         with self._changed:
             self._done.discard(step)
             self._refused.discard(step)
+            self._is_stale |= step == self._copying
             if self.is_due(step):
                 self._waiting.add(step)
                 self._asked += 1
@@ -176,6 +179,10 @@ class Mirror:
         thread = self._thread
         if thread is None or os.getpid() != self._process:
             return  # A forked child: it is its parent's.
+        if thread is threading.current_thread():
+            raise RuntimeError(
+                "on_record is a part of the copy to the mirror, and can't wait for it"
+            )
         with self._changed:
             self._asked += 1
             wanted = self._asked
@@ -199,7 +206,10 @@ class Mirror:
         with self._changed:
             self._is_left = True
             if self._waiting and self._failure is None:
-                log.warning("%s; the next Manager with it copies them", self._say_missing())
+                log.warning(
+                    "%s; the next Manager with this mirror copies what is missing",
+                    self._say_missing(),
+                )
             self._changed.notify_all()
         if copier.leads or alone:
             with suppress(Exception):  # The service may have gone: then so have the others.
@@ -267,10 +277,8 @@ class Mirror:
             except (PathInTheWay, Busy) as error:
                 failed[step.step] = error
                 continue
-            if status == "gone":
+            if not self._settle(step.step, status, why):
                 failed[step.step] = StoreError(f"step {step.step} was replaced while it was copied")
-            else:
-                self._settle(step.step, status, why)
             if status == "there" and (tell := on_copied()) is not None:
                 tell()
         left = failed.keys() & self._waiting
@@ -280,13 +288,19 @@ class Mirror:
             self._place.clean()
             self._is_clean = True
 
-    def _settle(self, step: int, status: str, why: str) -> None:
+    def _settle(self, step: int, status: Status, why: str) -> bool:
+        """Note how a copy went; False if the step is gone, and was not saved again."""
         with self._changed:
             self._copying = None
+            if self._is_stale:
+                return True  # It is chosen again.
+            if status == "gone":
+                return False
             self._waiting.discard(step)
             (self._refused if status == "damaged" else self._done).add(step)
         if status == "damaged":
             log.error("step %d is not copied to %s: %s", step, self._place.location, why)
+        return True
 
     def _choose(self, passed_over: Iterable[int]) -> Step | None:
         """The newest step that is due; it is held from now on."""
@@ -305,7 +319,7 @@ class Mirror:
             self._waiting -= noted - there.keys()
             self._waiting |= there.keys() - self._done - self._refused
             chosen = max((self._waiting & there.keys()) - set(passed_over), default=None)
-            self._copying = chosen
+            self._copying, self._is_stale = chosen, False
             return None if chosen is None else there[chosen]
 
     def _hold_place(self) -> None:
@@ -318,7 +332,13 @@ class Mirror:
                 self._lock.release()
         self._place.prepare()
         self._is_locked = False
-        self._lock.acquire(wait=False)
+        try:
+            self._lock.acquire(wait=False)
+        except Busy as error:
+            raise Busy(
+                f"another Manager is writing to {self._place.location}, or copies to it; end it, "
+                "or give each run a mirror of its own"
+            ) from error
         self._is_locked = True
 
     def _say_missing(self) -> str:

@@ -73,17 +73,15 @@ class StepCopier:
             is_gone = source is not None and not source.is_current()
             return "gone" if is_gone else "damaged", str(error)
         if not is_missing:
-            return "there" if source.is_current() else "gone", ""
+            return "there", ""
         try:
             self._announce(name, source.metadata.id)
             status, why = self._copy_together(name, source.metadata.id, (source, place))
         finally:
             place.release()
-        if source.is_current():
-            if status == "gone":
-                raise StoreError(f"{why} does not see {source.location}, which process 0 sees")
-            return status, why
-        return "gone", ""
+        if status == "gone" and source.is_current():
+            raise StoreError(f"{why} does not see {source.location}, which process 0 sees")
+        return status, why
 
     def follow(self) -> None:
         """On any other process: take part in the next copy. Raises Ended after the last."""

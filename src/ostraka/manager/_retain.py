@@ -24,12 +24,13 @@ def retain(
     """
     try:
         steps = [step for step in root.steps() if step.step not in ignore]
+        spared = held([step.step for step in steps])
         superfluous = find_superfluous(steps, keep, just_saved=just_saved)
-        kept = held([step.step for step in steps])
+        superfluous = [step for step in superfluous if step not in spared]
     except Exception:
         log.exception("nothing is deleted from %s: it can't be told what to keep", root.location)
         return
-    for step in (step for step in superfluous if step not in kept):
+    for step in superfluous:
         try:
             root.remove(step)
         except Exception:
