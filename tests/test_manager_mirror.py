@@ -159,15 +159,15 @@ def test_files_that_the_mirror_has_lost_come_back(tmp_path: Path):
     assert contents(there) == whole
 
 
-def test_a_damaged_step_is_not_copied(tmp_path: Path, caplog: Any):
-    root, there = tmp_path / "runs", tmp_path / "mirror"
+def test_a_damaged_step_is_not_copied(tmp_path: Path, mirror: Any, caplog: Any):
+    root = tmp_path / "runs"
     fill(root, 1, 2, 3)
     spoil(root, 2)
-    Manager(root, mirror=there).close()
-    assert steps_in(there) == [1, 3]
+    Manager(root, mirror=mirror).close()
+    assert steps_in(mirror) == [1, 3]
     assert "step 2 is not copied to" in caplog.text
     assert "not as they were written" in caplog.text
-    assert not (there / "step_00000002").exists()
+    assert open_store(mirror).at("step_00000002").list() == []
 
 
 def test_what_a_dead_copy_left_of_a_step_that_is_gone_is_removed(tmp_path: Path):
@@ -260,6 +260,18 @@ def test_a_step_that_is_replaced_while_it_is_copied(tmp_path: Path):
         gate.open()
     assert contents(tmp_path / "mirror") == contents(tmp_path / "runs")
     assert ostraka.restore(tmp_path / "mirror" / "1")["step"] == 5
+
+
+def test_a_step_that_is_saved_again_just_after_it_was_copied(tmp_path: Path):
+    gate = Gate("mirror")
+    there = tmp_path / "mirror"
+    options: dict[str, Any] = {"on_record": lambda record: gate(record.operation, record.path)}
+    with Manager(tmp_path / "runs", mirror=there, asynchronous=False, **options) as manager:
+        manager.save(1, tree_of(1))
+        assert gate.is_reached.wait(LONG_S)  # It is there, and nobody has noted it yet.
+        manager.save(1, tree_of(5))
+        gate.open()
+    assert contents(there) == contents(tmp_path / "runs")
 
 
 def test_a_record_that_waits_for_its_own_copy(tmp_path: Path, caplog: Any):
@@ -377,6 +389,9 @@ def test_later_steps_of_a_mirror_do_not_count(tmp_path: Path):
         assert manager.latest() == 2
         assert manager.restore()["step"] == 2
         assert manager.restore(3)["step"] == 3
+        spoil(root, 2)
+        with pytest.warns(UserWarning, match="step 2 is restored from the mirror"):
+            assert manager.restore()["step"] == 2
 
 
 def test_a_mirror_that_cannot_be_read_hides_no_step(tmp_path: Path, caplog: Any):
