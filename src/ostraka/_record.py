@@ -1,4 +1,4 @@
-"""What a save or a restore did and how long each phase of it took."""
+"""What a save, a restore or a copy to a mirror did, and how long each phase of it took."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Extremes:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One save or restore, as one process saw it.
+    """One save or restore, or one step's copy to a mirror, as one process saw it.
 
     `phases` are its parts in order, with their seconds; `blocked_s` is how long the caller waited.
     `process_bytes` and `process_s` compare the processes: bytes written or read, and seconds spent
     on that.
     """
 
-    operation: Literal["save", "restore"]
+    operation: Literal["save", "restore", "mirror"]
     path: str
     bytes: int
     """Of all processes together."""
@@ -83,7 +83,7 @@ def summarize(reports: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def report(
-    operation: Literal["save", "restore"],
+    operation: Literal["save", "restore", "mirror"],
     path: str,
     watch: Stopwatch,
     summary: Sequence[float],
@@ -97,7 +97,7 @@ def report(
         path,
         int(total),
         dict(watch.phases),
-        watch.blocked_s or total_s,
+        0.0 if operation == "mirror" else watch.blocked_s or total_s,
         total_s,
         Extremes(least_bytes, most_bytes),
         Extremes(least_s, most_s),

@@ -39,9 +39,17 @@ class Member:
     """Of operations: the same on all processes, which begin them in the same order."""
     ended: deque[str] = field(default_factory=deque[str])
     """On process 0, the prefixes of operations that it has left, oldest first."""
+    prefix: str = "ostraka"
 
     def begin_operation(self) -> Keys:
-        return Keys(self.client, f"ostraka/{next(self.numbers)}")
+        return Keys(self.client, f"{self.prefix}/{next(self.numbers)}")
+
+    def aside(self, name: str) -> Member:
+        """The same process, for operations that are numbered by themselves.
+
+        So a thread can have its own, in whatever order the program has others meanwhile.
+        """
+        return Member(self.process, self.count, self.client, prefix=f"{self.prefix}/{name}")
 
     def forget_old(self) -> None:
         """On process 0: delete old operations' keys, but not of one that others are still in.

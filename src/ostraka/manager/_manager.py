@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -26,6 +27,7 @@ from ostraka._step_names import name_of
 from ostraka.errors import CheckpointNotFound, StoreError, warn_caller
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import (
+    check_count,
     check_function,
     check_restored_step,
     check_saved_step,
@@ -35,9 +37,10 @@ from ostraka.manager._check import (
 from ostraka.manager._keep import Best, check_best, check_keep
 from ostraka.manager._lock import RootLock
 from ostraka.manager._metrics import with_metrics
+from ostraka.manager._mirror import Mirror, newest_step, open_mirror, warn_if_ahead
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
-from ostraka.manager._recover import Recovery, latest_step
+from ostraka.manager._recover import Recovery, find_step, latest_step, name_both
 from ostraka.manager._retain import remove_unless_read, retain
 from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
@@ -65,8 +68,13 @@ class Manager:
     one manager writes to a directory at a time: a second raises Busy, or waits (`if_busy="wait"`).
     With `read_only` nothing is ever written, but for the lease of `watch`.
 
-    `on_record` is called with a record of each save and restore. `mtbf_s`, the mean time between
-    failures in seconds, makes `advice` say how often to save.
+    `mirror` is another place, which gets a copy of every committed step, or of those that are
+    multiples of `mirror_every`, in the background and without making saves wait; the newest first,
+    if it falls behind. `wait` and `close` wait for it, and raise StoreError if it can't be done.
+    Nothing is ever deleted there. `latest` and `restore` use it for what the root has lost.
+
+    `on_record` is called with a record of each save, restore and copy to the mirror. `mtbf_s`, the
+    mean time between failures in seconds, makes `advice` say how often to save.
 
     Every process of a run makes its manager and calls the same methods in the same order; only
     `steps`, `metrics` and `path` may be called by one alone.
@@ -95,6 +103,8 @@ class Manager:
         keep_interval_s: float | None = None,
         keep_best: Best | None = None,
         keep_if: Callable[[Step], bool] | None = None,
+        mirror: PathLike | None = None,
+        mirror_every: int | None = None,
         asynchronous: bool = True,
         compress: CompressRule = None,
         read_only: bool = False,
@@ -107,13 +117,24 @@ class Manager:
         self._root = Root(root)
         self._schedule = Schedule(check_when(every, every_s, at, when))
         self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
+        self._mirror_every = check_count("mirror_every", mirror_every)
+        self._copies = open_mirror(self._root, root, mirror, self._mirror_every)
+        """The place of the mirror."""
         self._asynchronous = asynchronous
         check_compress(compress)
         self._compress = compress
         self._read_only = read_only
         self._on_record = check_function("on_record", on_record)
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
+        self._mirror: Mirror | None = None
+        if self._copies is not None and not read_only:
+            self._mirror = Mirror(
+                self._root, self._copies, every=self._mirror_every, on_record=self._on_record
+            )
         self._pending = PendingSave()
+        self._begun: int | None = None
+        """The step that is being saved, or was saved last."""
+        self._retaining = threading.Lock()
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
         self._links: set[int] = set()
@@ -128,6 +149,8 @@ class Manager:
         """The step that was restored last."""
         if read_only:
             self._root.refuse_checkpoint(CheckpointNotFound)
+            if self._copies is not None:
+                self._copies.refuse_checkpoint(CheckpointNotFound)
         else:
             self._open(wait=if_busy == "wait")
             if on_preemption:
@@ -208,8 +231,9 @@ class Manager:
         return due
 
     def wait(self) -> None:
-        """Wait for the running save, if any; raises its error."""
+        """Wait for the running save, if any, and for the mirror; raises their errors."""
         self._pending.wait()
+        self._wait_for_mirror()
 
     # What is there
 
@@ -220,10 +244,11 @@ class Manager:
     def latest(self) -> int | None:
         """The highest step on disk, the same on all processes; None if there is none.
 
-        Raises Damaged if there are steps, and not one of them can be read; UnsupportedFormat if a
-        newer version of Ostraka wrote the highest.
+        Of a root that has no step at all, it is that of the mirror. Raises Damaged if there are
+        steps, and not one of them can be read; UnsupportedFormat if a newer version of Ostraka
+        wrote the highest.
         """
-        return latest_step(self._root)
+        return latest_step(self._root, self._copies)
 
     def best(self, by: Best | None = None) -> int | None:
         """The best step `by` a metric, or else by `keep_best`; the same on all processes.
@@ -241,11 +266,12 @@ class Manager:
 
     def metrics(self, step: SupportsIndex) -> dict[str, float]:
         """The metrics that were saved with a step."""
-        return dict(self._root.find(check_step(step)).metrics)
+        return dict(find_step(self._root, self._copies, check_step(step))[1].metrics)
 
     def path(self, step: SupportsIndex) -> str:
         """The path of a step that is there, for `ostraka.open` and its like."""
-        return self._root.path(self._root.find(check_step(step)).names[0])
+        root, found = find_step(self._root, self._copies, check_step(step))
+        return root.path(found.names[0])
 
     def restore(
         self,
@@ -266,6 +292,9 @@ class Manager:
     ) -> Any:
         """Restore a step, or else the newest; returns what `ostraka.restore` returns.
 
+        What the root lacks, or has damaged, is read from the mirror, if that has it; the latter
+        with a warning.
+
         The arguments from `like` on are those of `ostraka.restore`; without `on_record`, that of
         the manager is called. Every byte that is read is verified. If a step is damaged, this is
         logged and Damaged is raised, which names the step before it; with `fallback` there is a
@@ -279,7 +308,13 @@ class Manager:
         # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
         wanted = check_restored_step(step)
-        recovery = Recovery(self._root, wanted, fallback=fallback, verify_first=fallback and mixes)
+        recovery = Recovery(
+            self._root,
+            self._copies,
+            wanted,
+            fallback=fallback,
+            verify_first=fallback and mixes,
+        )
 
         trees = {"like": like, "into": into}
         trees = {name: tree for name, tree in trees.items() if tree is not _NOT_GIVEN}
@@ -360,13 +395,14 @@ class Manager:
         self._change("unpinning", self._root.unpin, step)
 
     def close(self) -> None:
-        """Wait for the running save and release the lock; raises the save's error."""
+        """Wait for the running save and the mirror, release the lock; raises their errors."""
         if self._closed:
             return
         try:
             self._pending.wait()
+            self._wait_for_mirror()
         finally:
-            self._leave()
+            self._leave(alone=False)
 
     def __enter__(self) -> Self:
         return self
@@ -384,7 +420,7 @@ class Manager:
         try:
             self._pending.finish_alone()
         finally:
-            self._leave()
+            self._leave(alone=True)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "read-only" if self._read_only else "open"
@@ -399,10 +435,16 @@ class Manager:
             self._lock.acquire(wait=wait)
             self._root.clean()
             steps = self._root.scan()
+            if self._copies is not None:
+                self._copies.prepare()
+            newest = newest_step(steps, self._copies)
+            if self._copies is not None and steps:
+                warn_if_ahead(newest, self._copies)
             return {
                 "names": [[s.step, s.names[0]] for s in steps],
                 "links": [s.step for s in steps if self._root.is_link(s.names[0])],
-                "newest": max((s.step for s in steps if s.is_good), default=None),
+                "newest": newest,
+                "mirror": f"mirror-{os.urandom(8).hex()}",
             }
 
         try:
@@ -413,6 +455,10 @@ class Manager:
         self._names = dict(found["names"])
         self._links = set(found["links"])
         self._newest = found["newest"]
+        if self._mirror is not None:
+            # Weakly: the thread must not keep a manager alive that nobody has any more.
+            self._mirror.start(found["mirror"], weakref.WeakMethod(self._retain_again))
+            weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
 
     def _described(self) -> dict[str, str]:
         """The arguments that must be the same on all processes, by name."""
@@ -420,6 +466,8 @@ class Manager:
             "root": self.root,
             "asynchronous": str(self._asynchronous),
             "compress": repr(self._compress),
+            "mirror": "None" if self._copies is None else self._copies.location,
+            "mirror_every": str(self._mirror_every),
             **self._schedule.when.described(),
             **self._keep.described(),
         }
@@ -437,6 +485,7 @@ class Manager:
         self._schedule.note_save()
         place = self._root.at(name)
         self._newest = max(step, step if self._newest is None else self._newest)
+        self._begun = step
         background = background and not self.reached_preemption(step)
         saving = Save(
             place,
@@ -479,23 +528,37 @@ class Manager:
         """Refuse a step lower than the latest that is still there."""
         if self._newest is None or step >= self._newest:
             return
-        damaged = self._damaged
-
-        def look() -> int | None:
-            there = (s.step for s in self._root.scan() if s.is_good and s.step not in damaged)
-            return max(there, default=None)
-
-        self._newest = decide_together(f"look at {self.root}", look)
+        self._newest = decide_together(
+            f"look at {self.root}",
+            lambda: newest_step(self._root.scan(), self._copies, self._damaged),
+        )
         if self._newest is not None and step < self._newest:
             raise ValueError(
-                f"step {step} is lower than {self._newest}, the latest step in {self.root}, which "
-                "a restart would go on from; delete the later steps first, or pass force=True"
+                f"step {step} is lower than {self._newest}, the latest step in "
+                f"{name_both(self._root, self._copies)}, which a restart would go on from; delete "
+                "the later steps first, or pass force=True"
             )
 
     def _retain(self, just_saved: int) -> None:
         """On process 0, in the background, after a commit."""
         self._damaged.discard(just_saved)
-        retain(self._root, self._keep, just_saved=just_saved, ignore=self._damaged)
+        if self._mirror is not None:
+            self._mirror.note_commit(just_saved)
+        self._delete_superfluous(just_saved)
+
+    def _retain_again(self) -> None:
+        """On process 0, in the background, after a copy: the step was perhaps kept for it alone."""
+        if self._begun is not None:
+            self._delete_superfluous(self._begun)
+
+    def _delete_superfluous(self, just_saved: int) -> None:
+        held = _none_held if self._mirror is None else self._mirror.held
+        with self._retaining:
+            retain(self._root, self._keep, just_saved=just_saved, ignore=self._damaged, held=held)
+
+    def _wait_for_mirror(self) -> None:
+        if self._mirror is not None:
+            decide_together(f"wait for the mirror of {self.root}", self._mirror.wait)
 
     def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
         self._check_writable()
@@ -527,13 +590,19 @@ class Manager:
                 filename=self.root,
             )
 
-    def _leave(self) -> None:
+    def _leave(self, *, alone: bool) -> None:
         # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
         try:
             if self._preemption is not None:
                 self._preemption.stop()
+            if self._mirror is not None:
+                self._mirror.stop(alone=alone)
         finally:
             for watch in list(self._watches):
                 watch.close()
             self._lock.release()
             self._closed = True
+
+
+def _none_held(steps: Sequence[int]) -> Sequence[int]:
+    return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ostraka._record import logger as log
 from ostraka.errors import Busy
@@ -12,15 +12,25 @@ from ostraka.manager._steps import Root
 from ostraka.storage import Claim
 
 
-def retain(root: Root, keep: Keep, *, just_saved: int, ignore: Collection[int]) -> None:
+def retain(
+    root: Root,
+    keep: Keep,
+    *,
+    just_saved: int,
+    ignore: Collection[int],
+    held: Callable[[Sequence[int]], Collection[int]],
+) -> None:
     """After a commit: delete steps that no condition of `keep` keeps; skip those in `ignore`.
 
-    A step that is being read stays until a later save. This save has succeeded already: errors go
-    to the log, and the next one retries.
+    `held` says which of all steps may not be deleted now, though they count as any other. A step
+    that is being read stays until a later save. This save has succeeded already: errors go to the
+    log, and the next one retries.
     """
     try:
         steps = [step for step in root.steps() if step.step not in ignore]
+        spared = held([step.step for step in steps])
         superfluous = find_superfluous(steps, keep, just_saved=just_saved)
+        superfluous = [step for step in superfluous if step not in spared]
     except Exception:
         log.exception("nothing is deleted from %s: it can't be told what to keep", root.location)
         return

@@ -10,12 +10,12 @@ from operator import attrgetter
 from ostraka import _format
 from ostraka._blocks import damage_on_loss, damaged
 from ostraka._format import METADATA_NAME
-from ostraka._leftovers import remove_leftovers, take_over
+from ostraka._leftovers import Seen, is_of_a_save, remove_leftovers, take_over
 from ostraka._metadata import decode_metadata, metadata_is_intact
 from ostraka._parallel import StopSignal, run_all
 from ostraka.errors import Busy, Damaged, PathInTheWay, Problem
 from ostraka.formats._ostraka import OstrakaSource
-from ostraka.storage import Claim, Store, claimed
+from ostraka.storage import Claim, Store
 from ostraka.transfer._files import Tally, copy_files
 
 
@@ -31,82 +31,139 @@ def copy_checkpoint(source: OstrakaSource, target: Store, tally: Tally) -> bool:
     something else is there, Busy if a save or another copy is under way, Damaged for the source,
     or for the target if files of its committed checkpoint are lost. Nothing is committed then.
     """
-    metadata = _read_metadata(source)
-    if _is_there(source, target, metadata):
+    place = CopyPlace(source, target, may_replace=False)
+    if not place.take():
         tally.add(skipped=total_bytes(source))
         return False
-    is_new = target.prepare()
     try:
-        with claimed(target, wait=True) as claim:
-            return _copy_claimed(source, target, metadata, claim, tally)
-    except BaseException:
-        if is_new:
-            with suppress(OSError):
-                target.remove_if_empty()
-        raise
-
-
-def _copy_claimed(
-    source: OstrakaSource, target: Store, metadata: bytes, claim: Claim, tally: Tally
-) -> bool:
-    directory = _format.shards_directory(source.metadata.id)
-    seen = take_over(target, claim.names)
-    if _is_there(source, target, metadata):  # Another copy was faster.
-        tally.add(skipped=total_bytes(source))
-        return False
-    if seen.version is not None:
-        raise _in_the_way(target)
-    seen = replace(seen, kept=directory)  # What an earlier copy left is used.
-    remove_leftovers(target, seen)
-    try:
-        _copy_shards(source, target, tally)
+        copy_shards(source, target, tally, process=0, count=1)
+        tally.add(copied=place.commit())
     except Damaged:
-        # It can't become a checkpoint, so nobody should have to clean it up.
-        with suppress(OSError):
-            if claim.is_held():
-                target.delete(directory)
+        place.discard()
         raise
-    _commit(source, target, metadata, claim)
-    tally.add(copied=len(metadata))
-    # The copy is good. What can't be deleted now, a later save or `ostraka gc` tries again.
-    with suppress(OSError):
-        for name in seen.leftovers:
-            target.delete(name)
-        if claim.found_dead:
-            target.discard_uploads()
+    finally:
+        place.release()
     return True
 
 
-def _copy_shards(source: OstrakaSource, target: Store, tally: Tally) -> None:
-    shards, directory = source.shards, _format.shards_directory(source.metadata.id)
-    sizes = _sizes_of(source)
-    there = {file.name: file.size for file in target.files(f"{directory}/")}
-    for name in there.keys() - sizes.keys():
-        target.delete(name)  # Temporary files of a copy that was killed.
+class CopyPlace:
+    """The place of one copy. Of several processes that copy together, one has it.
 
-    def copy_index(process: int) -> None:
-        data = shards.read_index(process)
-        target.put(shards.name_of_index(process), data)
+    With `may_replace` another checkpoint that is there is replaced, in one event, and one that has
+    lost files is made whole; else both are refused.
+    """
+
+    def __init__(self, source: OstrakaSource, target: Store, *, may_replace: bool):
+        self._source = source
+        self._target = target
+        self._may_replace = may_replace
+        self._metadata = b""
+        self._claim = Claim(target)
+        self._seen = Seen((), None, None)
+        self._directory = _format.shards_directory(source.metadata.id)
+        self._is_unused = False
+        """Whether nothing was at the path, and nothing is committed there."""
+
+    def take(self) -> bool:
+        """Claim the place and clear it; False, and nothing is done, if all is there already."""
+        self._metadata = _read_metadata(self._source)
+        if self._is_there():
+            return False
+        self._is_unused = self._target.prepare()
+        try:
+            self._claim.take(wait=True)
+            seen = take_over(self._target, self._claim.names)
+            # What an earlier copy left is used.
+            names = tuple(name for name in seen.names if name != self._directory)
+            self._seen = replace(seen, names=names)
+            if self._is_there():  # Another copy was faster.
+                self.release()
+                return False
+            remove_leftovers(self._target, self._seen)
+            sizes = _sizes_of(self._source)
+            for file in self._target.files(f"{self._directory}/"):
+                if file.name not in sizes:
+                    self._target.delete(file.name)  # Temporary files of a copy that was killed.
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def commit(self) -> int:
+        """Put `_METADATA`, once all files are there; returns its size. Raises Busy."""
+
+        def check() -> None:
+            self._claim.check()
+            lost = find_lost(self._source, self._target)
+            if lost:
+                raise Busy(
+                    f"{self._target.location}/{lost[0].file}, which was just copied, is not as it "
+                    "was: another save or program has changed it; copy again"
+                )
+
+        self._target.sync("")  # The shards must not be lost to a crash that keeps the commit.
+        replaces = self._seen.version
+        self._target.put(METADATA_NAME, self._metadata, replaces=replaces, check=check)
+        self._is_unused = False
+        # The copy is good. What can't be deleted now, a later save or `ostraka gc` tries again.
+        with suppress(OSError):
+            for name in filter(is_of_a_save, self._seen.names):
+                self._target.delete(name)
+            if self._claim.found_dead:
+                self._target.discard_uploads()
+        return len(self._metadata)
+
+    def discard(self) -> None:
+        """Delete what was copied: it can't become a checkpoint, so nobody has to clean it up."""
+        with suppress(OSError):
+            if self._claim.is_held() and self._seen.kept != self._directory:
+                self._target.delete(self._directory)
+
+    def release(self) -> None:
+        """Let others have the place."""
+        self._claim.release()
+        if self._is_unused:
+            with suppress(OSError):
+                self._target.remove_if_empty()
+
+    def _is_there(self) -> bool:
+        """Whether the target is the same checkpoint, with all of its files."""
+        try:
+            found = self._target.get(METADATA_NAME)
+        except FileNotFoundError:
+            return False
+        is_same = found == self._metadata
+        lost = find_lost(self._source, self._target) if is_same else []
+        if (is_same and not lost) or self._may_replace:
+            return is_same and not lost
+        if lost:
+            raise Damaged(self._target.location, lost)
+        raise PathInTheWay(
+            f"{self._target.location} has another checkpoint, which a copy does not replace; "
+            "remove it, or copy elsewhere"
+        )
+
+
+def copy_shards(
+    source: OstrakaSource, target: Store, tally: Tally, *, process: int, count: int
+) -> None:
+    """Copy all files but `_METADATA`; of `count` processes, those of one.
+
+    Each has the files that it wrote, or those of others if as many did not write them. Raises
+    Damaged, about the source alone.
+    """
+    metadata, shards = source.metadata, source.shards
+    devices = {device for device, of in enumerate(metadata.process_of) if of % count == process}
+
+    def copy_index(of: int) -> None:
+        data = shards.read_index(of)
+        target.put(shards.name_of_index(of), data)
         tally.add(copied=len(data))
 
-    copy_files(source, target, there, tally)
+    copy_files(source, target, devices, tally)
     # After the files: with them the directory came, whose names a `put` makes durable.
-    indexes = source.metadata.indexes
+    indexes = [of for of in metadata.indexes if of % count == process]
     run_all(copy_index, indexes, threads=target.parts.at_once, stop=StopSignal())
-
-
-def _commit(source: OstrakaSource, target: Store, metadata: bytes, claim: Claim) -> None:
-    def check() -> None:
-        claim.check()
-        lost = _lost(source, target)
-        if lost:
-            raise Busy(
-                f"{target.location}/{lost[0].file}, which was just copied, is not as it was: "
-                "another save or program has changed it; copy again"
-            )
-
-    target.sync("")  # The shards must not be lost to a crash that keeps the commit.
-    target.put(METADATA_NAME, metadata, replaces=None, check=check)
 
 
 def _read_metadata(source: OstrakaSource) -> bytes:
@@ -119,32 +176,23 @@ def _read_metadata(source: OstrakaSource) -> bytes:
     return data
 
 
-def _is_there(source: OstrakaSource, target: Store, metadata: bytes) -> bool:
-    """Whether the target is the same checkpoint, with all of its files."""
-    try:
-        found = target.get(METADATA_NAME)
-    except FileNotFoundError:
-        return False
-    if found != metadata:
-        raise _in_the_way(target)
-    lost = _lost(source, target)
-    if lost:
-        raise Damaged(target.location, lost)
-    return True
-
-
-def _lost(source: OstrakaSource, target: Store) -> list[Problem]:
+def find_lost(source: OstrakaSource, target: Store) -> list[Problem]:
     """The files that a target lacks, or has with another size."""
     sizes = _sizes_of(source)
     if not sizes:
         return []
     directory = _format.shards_directory(source.metadata.id)
     there = {file.name: file.size for file in target.files(f"{directory}/")}
-    return [
-        Problem(name, "it is missing" if name not in there else f"it does not have {size:,} bytes")
-        for name, size in sizes.items()
-        if there.get(name) != size
-    ]
+    problems: list[Problem] = []
+    for name, size in sizes.items():
+        # A list may be that of a moment ago, on network file systems: ask the file itself.
+        found = there.get(name)
+        if found != size and (file := target.look(name)) is not None:
+            found = file.size
+        if found != size:
+            what = "it is missing" if found is None else f"it does not have {size:,} bytes"
+            problems.append(Problem(name, what))
+    return problems
 
 
 def _sizes_of(source: OstrakaSource) -> dict[str, int]:
@@ -152,10 +200,3 @@ def _sizes_of(source: OstrakaSource) -> dict[str, int]:
     metadata, shards = source.metadata, source.shards
     sizes = {shards.name_of(file): file.size for file in metadata.files}
     return sizes | {shards.name_of_index(p): index.size for p, index in metadata.indexes.items()}
-
-
-def _in_the_way(target: Store) -> PathInTheWay:
-    return PathInTheWay(
-        f"{target.location} has another checkpoint, which a copy does not replace; remove it, or "
-        "copy elsewhere"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -43,15 +43,17 @@ class Tally:
 
 
 def copy_files(
-    source: OstrakaSource, target: Store, there: Mapping[str, int], tally: Tally
+    source: OstrakaSource, target: Store, devices: Collection[int], tally: Tally
 ) -> None:
-    """Have all shard files of `source` in `target`, each durable.
+    """Have all shard files of some devices of `source` in `target`, each durable.
 
-    `there` are the sizes of files that an earlier copy left. Those that are whole stay as they are;
-    the others are replaced. Raises Damaged, about the source alone.
+    Files that an earlier copy left, and that are whole, stay as they are; others are replaced.
+    Raises Damaged, about the source alone.
     """
     with damage_on_contradiction(source.store):
-        contents = shard_contents(source.metadata)
+        contents = shard_contents(source.metadata, devices)
+    directory = _format.shards_directory(source.metadata.id)
+    there = {file.name: file.size for file in target.files(f"{directory}/")}
     files = [ShardFile(source.shards, *file) for file in contents.values()]
     candidates = [file for file in files if there.get(file.name) == file.entry.size]
     stop, scratch = StopSignal(), Scratch()

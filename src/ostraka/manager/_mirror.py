@@ -1,0 +1,382 @@
+"""A manager's mirror: which steps are copied there, and the thread that copies them.
+
+The disk is the truth here, too. What is due is what the root has and the mirror lacks, so a run
+that was killed goes on copying when it is started again. The newest comes first; a mirror that is
+slower than the run misses the steps in between, if retention deletes them before it is their turn.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ostraka._coordinate import ProcessFailed
+from ostraka._foreign import is_committed
+from ostraka._lifetime import at_exit
+from ostraka._record import OnRecord
+from ostraka._record import logger as log
+from ostraka._service import this_member
+from ostraka._step_names import list_steps, steps_among
+from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, describe
+from ostraka.manager._lock import RootLock
+from ostraka.manager._mirror_copy import Ended, Status, StepCopier
+from ostraka.manager._steps import Root, Step
+from ostraka.storage import LocalStore, PathLike, Store
+
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
+"""After a failure; each pause is twice as long as the one before."""
+_LEAVE_WITHIN_S = 5.0
+_LOOK_EVERY_S = 1.0
+
+OnCopied = Callable[[], Callable[[], None] | None]
+"""A weak reference to what is called, which may be gone."""
+
+
+def open_mirror(root: Root, given: PathLike, mirror: PathLike | None, every: Any) -> Root | None:
+    """The place of a mirror. Raises ValueError or TypeError for what can't be one."""
+    if mirror is None:
+        if every is not None:
+            raise ValueError(
+                f"mirror_every={every!r} is given without mirror=, the place to copy to"
+            )
+        return None
+    place = Root(mirror)
+    # Stores that were given as such may have one name on two servers.
+    if not isinstance(given, Store) and not isinstance(mirror, Store):
+        mine, other = (f"{_real(one.store)}/" for one in (root, place))
+        if mine.startswith(other) or other.startswith(mine):
+            raise ValueError(
+                f"the mirror {place.location} and the root {root.location} are one place, or one "
+                "is inside the other; give the mirror a place of its own"
+            )
+    return place
+
+
+def _real(store: Store) -> str:
+    return os.path.realpath(store.location) if isinstance(store, LocalStore) else store.location
+
+
+def newest_step(
+    steps: Sequence[Step], mirror: Root | None, ignore: Collection[int] = ()
+) -> int | None:
+    """The highest step that a run would go on from; the mirror's if the root has no `steps`."""
+    steps = steps or ([] if mirror is None else mirror.scan())
+    good = (step.step for step in steps if step.is_good and step.step not in ignore)
+    return max(good, default=None)
+
+
+def warn_if_ahead(newest: int | None, mirror: Root) -> None:
+    """Log it if the mirror has a later step than the root, which then is of another history."""
+    for step, names in reversed(steps_among(mirror.store.list()).items()):
+        if newest is None or step <= newest:
+            return
+        if any(is_committed(mirror.at(name)) for name in names):
+            log.warning(
+                "the mirror %s has step %d, later than step %d, the newest in its root: a run "
+                "that finds its root empty would go on from it; delete it with `ostraka rm` if it "
+                "is of no use",
+                mirror.location,
+                step,
+                newest,
+            )
+            return
+
+
+class Mirror:
+    """Copies the steps of a root that are due, in the background; no save waits for it.
+
+    Process 0 leads: the methods are called there alone, but for `start` and `stop`.
+    """
+
+    def __init__(self, root: Root, place: Root, *, every: int | None, on_record: OnRecord | None):
+        self._root = root
+        self._place = place
+        self._every = every
+        self._on_record = on_record
+        self._lock = RootLock(place.store)
+        self._is_locked = False
+        self._is_clean = False
+        """Whether what dead copies left there was removed."""
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._copier: StepCopier | None = None
+        self._changed = threading.Condition()
+        """Guards all of the following."""
+        self._is_left = False
+        self._asked = 1
+        """How often somebody wanted the mirror to be up to date."""
+        self._answered = 0
+        """Up to which of these it is, or was found that it can't be."""
+        self._hurries = False
+        """Whether somebody waits, so that there is no pause after a failure."""
+        self._failure: Exception | None = None
+        self._failures = 0
+        self._retry_at_s = 0.0
+        self._waiting: set[int] = set()
+        """Steps of the root that are due, and not known to be in the mirror."""
+        self._done: set[int] = set()
+        self._refused: set[int] = set()
+        """Steps that can't be copied, because they are damaged."""
+        self._copying: int | None = None
+        self._is_stale = False
+        """Whether the step that is being copied was saved again."""
+
+    def start(self, channel: str, on_copied: OnCopied) -> None:
+        """Begin to copy; `channel` is a name that all processes give alike, and no other mirror.
+
+        After each copy `on_copied` is called, on process 0, in the background.
+        """
+        member = this_member().aside(channel)
+        copier = self._copier = StepCopier(self._root, self._place, member, self._on_record)
+
+        def work() -> None:
+            if copier.leads:
+                self._lead(copier, on_copied)
+            else:
+                self._follow(copier)
+
+        self._thread = threading.Thread(target=work, name="ostraka-mirror", daemon=True)
+        self._thread.start()
+        _live.add(self)
+
+    def is_due(self, step: int) -> bool:
+        return self._every is None or step % self._every == 0
+
+    def note_commit(self, step: int) -> None:
+        """A step was committed in the root."""
+        with self._changed:
+            self._done.discard(step)
+            self._refused.discard(step)
+            self._is_stale |= step == self._copying
+            if self.is_due(step):
+                self._waiting.add(step)
+                self._asked += 1
+                self._changed.notify_all()
+
+    def held(self, steps: Iterable[int]) -> set[int]:
+        """Of the steps in the root, those that retention must leave for now.
+
+        The one that is being copied, and of those that wait the newest. If there were more, a slow
+        mirror could fill the disk.
+        """
+        with self._changed:
+            settled = self._done | self._refused
+            waiting = [step for step in steps if self.is_due(step) and step not in settled]
+            held = {max(waiting)} if waiting else set[int]()
+            return held if self._copying is None else held | {self._copying}
+
+    def wait(self) -> None:
+        """Wait until the mirror has all that is due. Raises StoreError if that can't be done now.
+
+        A pause after a failure ends, and copying is tried once more.
+        """
+        thread = self._thread
+        if thread is None or os.getpid() != self._process:
+            return  # A forked child: it is its parent's.
+        if thread is threading.current_thread():
+            raise RuntimeError(
+                "on_record is a part of the copy to the mirror, and can't wait for it"
+            )
+        with self._changed:
+            self._asked += 1
+            wanted = self._asked
+            self._hurries = True
+            self._changed.notify_all()
+            while self._answered < wanted and thread.is_alive():
+                self._changed.wait(_LOOK_EVERY_S)
+            if self._failure is not None:
+                raise StoreError(
+                    f"{self._say_missing()}: {_reason(self._failure)}; the root has it all, and "
+                    "the next Manager with this mirror copies what is missing",
+                    filename=self._place.location,
+                )
+
+    def stop(self, *, alone: bool) -> None:
+        """Copy no more; what is under way is given up. With `alone` the others may go on."""
+        thread, copier = self._thread, self._copier
+        if thread is None or copier is None or os.getpid() != self._process:
+            return
+        self._thread = None
+        with self._changed:
+            self._is_left = True
+            if self._waiting and self._failure is None:
+                log.warning(
+                    "%s; the next Manager with this mirror copies what is missing",
+                    self._say_missing(),
+                )
+            self._changed.notify_all()
+        if copier.leads or alone:
+            with suppress(Exception):  # The service may have gone: then so have the others.
+                copier.leave()
+        thread.join(_LEAVE_WITHIN_S)
+
+    # The thread of process 0
+
+    def _lead(self, copier: StepCopier, on_copied: OnCopied) -> None:
+        try:
+            while (wanted := self._wait_for_work()) is not None:
+                failure: Exception | None = None
+                try:
+                    self._catch_up(copier, on_copied)
+                except Exception as error:
+                    failure = error
+                self._answer(wanted, failure)
+        finally:
+            self._lock.release()
+
+    def _wait_for_work(self) -> int | None:
+        """Which of those who asked are to be answered; None if the manager was left."""
+        with self._changed:
+            while not self._is_left:
+                pause_s = self._retry_at_s - time.monotonic() if self._failure else 0.0
+                if pause_s <= 0 or self._hurries:
+                    if self._failure is not None or self._answered < self._asked:
+                        self._hurries = False
+                        return self._asked
+                    self._changed.wait()
+                else:
+                    self._changed.wait(pause_s)
+            return None
+
+    def _answer(self, wanted: int, failure: Exception | None) -> None:
+        with self._changed:
+            self._copying = None
+            self._answered = wanted
+            before, self._failure = self._failure, failure
+            self._failures = 0 if failure is None else self._failures + 1
+            pause_s = _FIRST_PAUSE_S * 2 ** min(self._failures - 1, 10)
+            self._retry_at_s = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
+            self._changed.notify_all()
+            if failure is None or self._is_left:
+                return
+            self._is_left = isinstance(failure, Ended)
+            # Once for each reason: it may last for long.
+            if before is None or _reason(before) != _reason(failure):
+                known = isinstance(failure, OstrakaError | OSError | ProcessFailed | Ended)
+                log.warning(
+                    "%s: %s; saving goes on, and copying is tried again",
+                    self._say_missing(),
+                    _reason(failure),
+                    exc_info=None if known else failure,
+                )
+
+    def _catch_up(self, copier: StepCopier, on_copied: OnCopied) -> None:
+        """Copy all that is due, the newest first. Raises what keeps it from that."""
+        failed: dict[int, Exception] = {}
+        """What is wrong with one step does not hold the others up."""
+        while (step := self._choose(failed.keys())) is not None:
+            self._hold_place()
+            try:
+                status, why = copier.copy(step.names[0])
+            except (PathInTheWay, Busy) as error:
+                failed[step.step] = error
+                continue
+            if not self._settle(step.step, status, why):
+                failed[step.step] = StoreError(f"step {step.step} was replaced while it was copied")
+            if status == "there" and (tell := on_copied()) is not None:
+                tell()
+        left = failed.keys() & self._waiting
+        if left:
+            raise failed[max(left)]
+        if self._is_locked and not self._is_clean:
+            self._place.clean()
+            self._is_clean = True
+
+    def _settle(self, step: int, status: Status, why: str) -> bool:
+        """Note how a copy went; False if the step is gone, and was not saved again."""
+        with self._changed:
+            self._copying = None
+            if self._is_stale:
+                return True  # It is chosen again.
+            if status == "gone":
+                return False
+            self._waiting.discard(step)
+            (self._refused if status == "damaged" else self._done).add(step)
+        if status == "damaged":
+            log.error("step %d is not copied to %s: %s", step, self._place.location, why)
+        return True
+
+    def _choose(self, passed_over: Iterable[int]) -> Step | None:
+        """The newest step that is due; it is held from now on."""
+        with self._changed:
+            noted = set(self._waiting)
+        there = {step.step: step for step in self._root.steps() if self.is_due(step.step)}
+        with self._changed:
+            for step in sorted(noted - there.keys()):
+                log.warning(
+                    "step %d was deleted from %s before it was copied to %s, which has newer ones "
+                    "to copy first",
+                    step,
+                    self._root.location,
+                    self._place.location,
+                )
+            self._waiting -= noted - there.keys()
+            self._waiting |= there.keys() - self._done - self._refused
+            chosen = max((self._waiting & there.keys()) - set(passed_over), default=None)
+            self._copying, self._is_stale = chosen, False
+            return None if chosen is None else there[chosen]
+
+    def _hold_place(self) -> None:
+        """Have no other manager write to the mirror. Raises Busy if one does."""
+        if self._is_locked:
+            try:
+                self._lock.check_place()
+                return
+            except FileNotFoundError:
+                self._lock.release()
+        self._place.prepare()
+        self._is_locked = False
+        try:
+            self._lock.acquire(wait=False)
+        except Busy as error:
+            raise Busy(
+                f"another Manager is writing to {self._place.location}, or copies to it; end it, "
+                "or give each run a mirror of its own"
+            ) from error
+        self._is_locked = True
+
+    def _say_missing(self) -> str:
+        steps = sorted(self._waiting)
+        what = f"{'step' if len(steps) == 1 else 'steps'} {list_steps(steps)}" if steps else "steps"
+        return f"the mirror {self._place.location} lacks {what} of {self._root.location}"
+
+    # The thread of any other process
+
+    def _follow(self, copier: StepCopier) -> None:
+        while True:
+            try:
+                copier.follow()
+            except Ended:
+                return
+            except Exception as error:
+                # Process 0 has it in its own log, if it lives.
+                log.info("a copy to %s failed: %s", self._place.location, _reason(error))
+                time.sleep(_LOOK_EVERY_S)
+
+
+_live: weakref.WeakSet[Mirror] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """A program that ends without closing its managers does not wait for their mirrors.
+
+    A thread that still waits for the coordination service would abort it.
+    """
+    for mirror in list(_live):
+        mirror.stop(alone=True)
+
+
+at_exit(_stop_all, lambda: None)
+
+
+def _reason(failure: Exception) -> str:
+    cause = failure.__cause__
+    if isinstance(failure, ProcessFailed) and isinstance(cause, Exception):
+        return describe(cause)
+    return str(failure) if isinstance(failure, ProcessFailed | Ended) else describe(failure)
