@@ -24,6 +24,7 @@ import ostraka
 from ostraka._lazy import Checkpoint
 from ostraka.formats import open_source
 from ostraka.storage import open_store
+from places import Place
 
 HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
 OPTIONAL = ["orbax", "tensorstore", "obstore", "plotly", "torch", "safetensors", "grain"]
@@ -125,8 +126,8 @@ def test_importing_imports_nothing_heavy():
     assert not {*HEAVY, *OPTIONAL} & set(loaded)
 
 
-def test_reading_needs_no_jax(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def test_reading_needs_no_jax(place: Place):
+    path = place / "checkpoint"
     value = np.arange(12.0, dtype=np.float32).reshape(3, 4)
     tree = {
         "a": jax.device_put(
@@ -358,12 +359,12 @@ def test_a_checkpoint_is_a_mapping(lazy: Any):
         checkpoint["cub"]
 
 
-def test_what_wrote_a_checkpoint(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"a": 1}, metadata={"run": 7, "tags": ["x"]})
-    checkpoint = ostraka.open(tmp_path / "c")
+def test_what_wrote_a_checkpoint(place: Place):
+    ostraka.save(place / "c", {"a": 1}, metadata={"run": 7, "tags": ["x"]})
+    checkpoint = ostraka.open(place / "c")
     assert checkpoint.metadata == {"run": 7, "tags": ["x"]}
     assert checkpoint.writer["ostraka"] == ostraka.__version__
-    assert checkpoint.path == str(tmp_path / "c")
+    assert checkpoint.path == str(place / "c")
     assert checkpoint.nbytes == 0
 
 
