@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ostraka.testing import preloaded
 from places import BucketPath, Place
 from servers import KINDS, Server
 
@@ -127,3 +128,12 @@ def new_place(
         return tmp_path_factory.mktemp
     make = request.getfixturevalue("new_bucket")
     return lambda name: make("moto")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded() -> Iterator[None]:
+    """To import JAX and Flax in each of its processes would be most of what many a test does."""
+    with preloaded(
+        "jax", "flax.nnx", "optax", "hypothesis", "pytest", "obstore", "ostraka.manager"
+    ):
+        yield

@@ -162,3 +162,10 @@ def flip(file: Place, offset: int, mask: int = 1) -> None:
     data = bytearray(file.read_bytes())
     data[offset] ^= mask
     file.write_bytes(bytes(data))
+
+
+def in_the_way(path: Place) -> Place:
+    """Let another program's file have the name of one of ours there, so that no save succeeds."""
+    path.mkdir(parents=True)
+    (path / "_METADATA").write_text("{}")
+    return path

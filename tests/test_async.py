@@ -29,7 +29,7 @@ from mounts import mounted
 from ostraka import _handle
 from ostraka.errors import Busy, InvalidTree, PathInTheWay, SaveFailed
 from ostraka.testing import FaultyStore
-from places import Place
+from places import Place, in_the_way
 
 
 @pytest.fixture(autouse=True)
@@ -343,15 +343,7 @@ def test_what_can_not_be_saved_raises_at_the_call(place: Place):
 
 
 def fail_in_background(place: Place) -> ostraka.SaveHandle:
-    return ostraka.save_async(in_the_way(place), {"x": np.ones(4)})
-
-
-def in_the_way(place: Place) -> Place:
-    """A path where another program has a file of ours' name."""
-    path = place / "file" / "c"
-    path.mkdir(parents=True)
-    (path / "_METADATA").write_text("{}")
-    return path
+    return ostraka.save_async(in_the_way(place / "file" / "c"), {"x": np.ones(4)})
 
 
 def test_error_is_raised_by_wait_and_not_again(place: Place, caplog: pytest.LogCaptureFixture):
@@ -386,7 +378,7 @@ def test_error_that_nobody_saw_is_raised_by_the_next_save_once(
 
 
 def test_failed_save_lets_go_of_its_values(place: Place):
-    path = in_the_way(place)
+    path = in_the_way(place / "file" / "c")
     big = np.zeros(128 << 20, np.uint8)
     big[:] = 1
     before = resident()

@@ -369,9 +369,9 @@ def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[s
     return before, steps, leftovers, names
 
 
-def kill_in_retention(root: str, trials: int) -> list[tuple[int, list[int]]]:
+def kill_in_retention(root: str, trials: int, stride: int) -> list[tuple[int, list[int]]]:
     seen: list[tuple[int, list[int]]] = []
-    for removals in range(trials):
+    for removals in range(0, trials * stride, stride):
         newest = removals * 10 + 2
         status, said = forked(save_and_die, root, newest - 2, removals)
         killed = os.WIFSIGNALED(status)
@@ -392,7 +392,8 @@ def kill_in_retention(root: str, trials: int) -> list[tuple[int, list[int]]]:
 def test_sigkill_during_retention(place: Place):
     root = place / "root"
     root.mkdir()
-    (result,) = run_processes(kill_in_retention, str(root), 60, processes=1, timeout_s=240)
+    stride = 1 if isinstance(place, Path) else 4
+    (result,) = run_processes(kill_in_retention, str(root), 60, stride, processes=1, timeout_s=240)
     counts = {len(before) for _, before in result.value}
-    assert len(result.value) >= 10  # the last one of them was not killed
-    assert counts >= {1, 2, 3, 4}
+    assert len(result.value) >= 10 // stride  # the last one of them was not killed
+    assert counts >= ({1, 2, 3, 4} if isinstance(place, Path) else {1, 2, 3})

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka._record import Extremes, Record, Stopwatch, report, summarize, timeline
 from ostraka.testing import run_processes
-from places import Place
+from places import Place, in_the_way
 
 
 def make_tree() -> dict[str, Any]:
@@ -63,10 +63,8 @@ def test_save_in_the_background_is_recorded(place: Place):
 
 
 def test_failed_save_has_no_record(place: Place):
-    (place / "c").mkdir()
-    (place / "c" / "_METADATA").write_text("not ours")
     records: list[Record] = []
-    handle = ostraka.save_async(place / "c", make_tree(), on_record=records.append)
+    handle = ostraka.save_async(in_the_way(place / "c"), make_tree(), on_record=records.append)
     assert handle.exception() is not None
     assert handle.record is None
     assert records == []
