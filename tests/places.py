@@ -51,9 +51,9 @@ class BucketPath:
     def with_name(self, name: str) -> BucketPath:
         return self.parent / name
 
-    def relative_to(self, other: BucketPath) -> PurePosixPath:
-        assert self.url.startswith(f"{other.url}/")
-        return PurePosixPath(self.url[len(other.url) + 1 :])
+    def relative_to(self, other: Place) -> PurePosixPath:
+        assert self.url.startswith(f"{other}/")
+        return PurePosixPath(self.url[len(f"{other}/") :])
 
     # Looking
 
@@ -100,8 +100,8 @@ class BucketPath:
 
     # Changing
 
-    def write_bytes(self, data: bytes) -> None:
-        self._above.put(self.name, data)
+    def write_bytes(self, data: bytes | bytearray) -> None:
+        self._above.put(self.name, bytes(data))
 
     def write_text(self, text: str) -> None:
         self.write_bytes(text.encode())
@@ -117,7 +117,7 @@ class BucketPath:
             raise FileNotFoundError(self.url)
         self._above.delete(self.name)
 
-    def rename(self, to: BucketPath) -> None:
+    def rename(self, to: Place) -> None:
         copy_tree(self, to)
         remove_tree(self)
 
@@ -152,7 +152,7 @@ def copy_tree(place: Place, to: Place) -> None:
     """A file, or all that is below a place."""
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
     for file in files:
-        copied = to if file == place else to / str(file.relative_to(place))  # pyright: ignore
+        copied = to if file == place else to / str(file.relative_to(place))  # pyright: ignore[reportArgumentType]
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_bytes(file.read_bytes())
 

@@ -469,9 +469,9 @@ def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(place: Pla
 
 
 def test_on_commit_is_not_called_for_a_save_that_failed(place: Place):
-    (place / "file").write_text("")
+    path = in_the_way(place / "file" / "c")
     seen: list[int] = []
-    handle = ostraka.save_async(place / "file" / "c", {"x": 5}, on_commit=lambda: seen.append(1))
+    handle = ostraka.save_async(path, {"x": 5}, on_commit=lambda: seen.append(1))
     assert isinstance(handle.exception(), PathInTheWay)
     assert seen == []
 

@@ -17,7 +17,7 @@ from ostraka.storage import MemoryStore
 from places import Place
 
 
-def save_steps(root: Path, *names: str) -> Path:
+def save_steps(root: Place, *names: str) -> Place:
     for name in names:
         ostraka.save(root / name, {"name": name})
     return root

@@ -1,7 +1,6 @@
 """Two checkpoints compared: structure, shapes, dtypes, shardings, elements."""
 
 import tracemalloc
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ class Pair(NamedTuple):
     w: Any
 
 
-def saved(path: Path, tree: Any) -> Source:
+def saved(path: Place, tree: Any) -> Source:
     ostraka.save(path, tree)
     return open_source(open_store(path))
 

@@ -1,7 +1,6 @@
 """`ostraka diff`: what it prints, and its exit code."""
 
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ from places import Place
 from replacing import replaced_once
 
 
-def save(path: Path, **leaves: object) -> Path:
+def save(path: Place, **leaves: object) -> Place:
     ostraka.save(path, leaves)
     return path
 

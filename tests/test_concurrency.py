@@ -107,7 +107,7 @@ def test_arrays_that_a_thread_looks_at_during_a_save(begin: str, tmp_path: Path)
 # Signal handlers that save
 
 
-def test_a_handler_that_saves_while_an_array_is_taken_apart(place: Place):
+def test_a_handler_that_saves_while_an_array_is_taken_apart(tmp_path: Path):
     body = """
 array = jax.numpy.arange(10)
 listed = _values._listed
@@ -123,7 +123,7 @@ signal.alarm(300)
 ostraka.save(root + "/loop", [array])
 print(ostraka.verify(root + "/handler").ok, ostraka.verify(root + "/loop").ok)
 """
-    assert run(body, place) == "True True\n"
+    assert run(body, tmp_path) == "True True\n"
 
 
 DATA = """
@@ -146,17 +146,17 @@ handler = FaultyStore(root + "/handler", before=slow)
 
 
 @pytest.mark.parametrize("call", ["save", "save_async"])
-def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(call: str, place: Place):
+def test_a_save_that_a_handler_begins_while_another_is_begun_is_not_lost(call: str, tmp_path: Path):
     body = f"""
 signal.signal(signal.SIGUSR1, lambda *_: ostraka.{call}(handler, tree))
 ostraka.save_async(root + "/loop", {{"data": Data(), **tree}})
 """
-    run(SLOW + DATA + body, place)
-    assert ostraka.verify(place / "handler").ok
-    assert ostraka.verify(place / "loop").ok
+    run(SLOW + DATA + body, tmp_path)
+    assert ostraka.verify(tmp_path / "handler").ok
+    assert ostraka.verify(tmp_path / "loop").ok
 
 
-def test_a_save_that_a_handler_begins_while_another_is_waited_for_is_not_lost(place: Place):
+def test_a_save_that_a_handler_begins_while_another_is_waited_for_is_not_lost(tmp_path: Path):
     body = """
 from ostraka import _handle
 wait = _handle.SaveHandle._wait_for_end
@@ -171,9 +171,9 @@ ostraka.save_async(root + "/first", tree)
 _handle.SaveHandle._wait_for_end = interrupted
 ostraka.save_async(root + "/second", tree)
 """
-    run(SLOW + body, place)
+    run(SLOW + body, tmp_path)
     for name in ("first", "handler", "second"):
-        assert ostraka.verify(place / name).ok
+        assert ostraka.verify(tmp_path / name).ok
 
 
 def test_the_error_of_a_save_that_a_handler_has_begun_is_not_lost(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Long mismatches in few lines, the likely cause first."""
 
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ def make(layers: int = 10) -> tuple[Deep, nnx.Optimizer[Deep]]:
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 
-def differences(path: Path, like: Any, **choices: Any) -> tuple[str, ...]:
+def differences(path: Place, like: Any, **choices: Any) -> tuple[str, ...]:
     with pytest.raises(Mismatch, match=r"does not fit checkpoint") as caught:
         ostraka.restore(path, like=like, **choices)
     return caught.value.differences
@@ -132,7 +131,7 @@ def test_the_warning_counts(place: Place):
 
 
 @pytest.fixture
-def flat(place: Place) -> Path:
+def flat(place: Place) -> Place:
     tree = {"body": {"w": jnp.ones(2), "b": jnp.zeros(2)}, "head": {"w": jnp.ones(3)}, "step": 3}
     ostraka.save(place / "c", tree)
     return place / "c"
@@ -148,7 +147,7 @@ def flat(place: Place) -> Path:
         (["**/w"], {"body", "head"}),
     ],
 )
-def test_only_can_leave_out(flat: Path, only: Any, paths: set[str]):
+def test_only_can_leave_out(flat: Place, only: Any, paths: set[str]):
     assert set(ostraka.restore(flat, only=only)) == paths
     assert "b" not in ostraka.restore(flat, only=["body/**", "!**/b"])["body"]
 
@@ -163,7 +162,7 @@ def test_only_can_leave_out(flat: Path, only: Any, paths: set[str]):
         ({"dtype": {"step": "bfloat16"}}, "dtype has 'step'.* matches no floating-point array"),
     ],
 )
-def test_patterns_that_match_nothing(flat: Path, choices: Any, message: str):
+def test_patterns_that_match_nothing(flat: Place, choices: Any, message: str):
     with pytest.raises(Mismatch, match=message):
         ostraka.restore(flat, **choices)
 
@@ -174,7 +173,7 @@ def test_a_dtype_pattern_of_a_save_that_matches_nothing(place: Place):
     assert not (place / "c").exists()
 
 
-def test_an_explicit_dtype_casts_whatever_the_template_has(flat: Path):
+def test_an_explicit_dtype_casts_whatever_the_template_has(flat: Place):
     like = {"body": {"w": jnp.zeros(2), "b": jnp.zeros(2)}}
     restored = ostraka.restore(flat, like=like, dtype="bfloat16")
     assert {x.dtype for x in restored["body"].values()} == {jnp.dtype("bfloat16")}
@@ -183,5 +182,5 @@ def test_an_explicit_dtype_casts_whatever_the_template_has(flat: Path):
     assert some["body"]["b"].dtype == jnp.float32
 
 
-def test_a_template_by_position(flat: Path):
+def test_a_template_by_position(flat: Place):
     assert ostraka.restore(flat, {"step": 0}) == {"step": 3}

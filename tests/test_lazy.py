@@ -23,14 +23,14 @@ VALUES = np.arange(7 * 5 * 3, dtype=np.int32).reshape(7, 5, 3)
 
 
 @pytest.fixture(scope="module")
-def cube(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cube(tmp_path_factory: pytest.TempPathFactory) -> Place:
     path = tmp_path_factory.mktemp("lazy") / "cube"
     ostraka.save(path, {"cube": VALUES, "cut": put(np.arange(64).reshape(8, 8), "fsdp", "tp")})
     return path
 
 
 @pytest.fixture
-def tree(place: Place) -> Path:
+def tree(place: Place) -> Place:
     path = place / "tree"
     layers = [
         {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)} for _ in range(3)
@@ -46,7 +46,7 @@ entries = st.slices(7) | st.builds(slice, bounds, bounds, st.sampled_from([None,
 
 
 @given(index=st.lists(entries | st.integers(-3, 2), max_size=3))
-def test_slices_of_any_step_are_those_of_numpy(cube: Path, index: list[Any]):
+def test_slices_of_any_step_are_those_of_numpy(cube: Place, index: list[Any]):
     chosen = tuple(index)
     found = ostraka.open(cube)["cube"][chosen]
     assert np.array_equal(found, VALUES[chosen])
@@ -56,7 +56,7 @@ def test_slices_of_any_step_are_those_of_numpy(cube: Path, index: list[Any]):
 @pytest.mark.parametrize(
     "index", [np.s_[::-1, ::-2], np.s_[5:2:-1], np.s_[3:3], np.s_[6:1:-4, 1:7:3]]
 )
-def test_slices_across_shards(cube: Path, index: Any):
+def test_slices_across_shards(cube: Place, index: Any):
     expected = np.arange(64).reshape(8, 8)[index]
     assert np.array_equal(ostraka.open(cube)["cut"][index], expected)
 
@@ -79,7 +79,7 @@ def test_an_empty_array_of_a_long_dimension(place: Place):
 # Parts of the tree
 
 
-def test_a_name_above_leaves_gives_those_below_it(tree: Path):
+def test_a_name_above_leaves_gives_those_below_it(tree: Place):
     checkpoint = ostraka.open(tree)
     model = checkpoint["model"]
     assert isinstance(model, ostraka.Checkpoint)
@@ -96,7 +96,7 @@ def test_a_name_above_leaves_gives_those_below_it(tree: Path):
     assert "kernel" not in checkpoint
 
 
-def test_what_is_printed(tree: Path):
+def test_what_is_printed(tree: Place):
     checkpoint = ostraka.open(tree)
     assert repr(checkpoint) == f"<Checkpoint {tree}: 7 leaves, 108 bytes>"
     assert repr(checkpoint["model/head"]) == f"<Checkpoint {tree} 'model/head': 2 leaves, 36 bytes>"
@@ -118,7 +118,7 @@ def test_what_is_printed(tree: Path):
         ("", 0, "have paths that are text, such as 'model/layers/0/kernel', not 0"),
     ],
 )
-def test_a_name_that_is_not_there(tree: Path, within: str, path: Any, message: str):
+def test_a_name_that_is_not_there(tree: Place, within: str, path: Any, message: str):
     checkpoint = ostraka.open(tree)
     part = checkpoint[within] if within else checkpoint
     assert path not in part
@@ -207,14 +207,14 @@ def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(place: Place):
 
 
 @pytest.fixture
-def shared(place: Place) -> Path:
+def shared(place: Place) -> Place:
     path = place / "shared"
     x = jnp.arange(15.0).reshape(3, 5)
     ostraka.save(path, {"x": x, "again": {"y": x, "z": x + 1}, "function": jnp.tanh})
     return path
 
 
-def test_an_array_has_all_of_its_paths(shared: Path):
+def test_an_array_has_all_of_its_paths(shared: Place):
     checkpoint = ostraka.open(shared)
     assert list(checkpoint) == ["x", "again/y", "again/z"]
     assert checkpoint["again/y"].path == "again/y"

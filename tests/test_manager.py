@@ -397,8 +397,8 @@ def test_restore_passes_its_options_on(place: Place):
     fill(place, 1)
     with Manager(place) as manager:
         mesh = jax.make_mesh((8,), ("x",))
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        like = {"a": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=place), "step": 0}
+        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        like = {"a": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=placed), "step": 0}
         with pytest.raises(Mismatch, match="saved as int64"):
             manager.restore(like=like)
         assert manager.restored is None

@@ -288,7 +288,7 @@ def test_what_is_kept_on_disk(policy: dict[str, Any], actions: list[Any]):
 
 
 @given(policy=POLICIES, actions=ACTIONS)
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_kept_in_a_bucket(
     new_bucket: Callable[[str], BucketPath], policy: dict[str, Any], actions: list[Any]
 ):

@@ -318,6 +318,9 @@ def train_on(
     At the step `stop` it waits to be killed, if it has not been by then.
     """
     _claim.DEAD_AFTER_S, _claim.RENEW_EVERY_S = 10.0, 0.5
+    # What is compiled in one round serves the next. A file that is half-written is not taken.
+    jax.config.update("jax_compilation_cache_dir", f"{marks}-compiled")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     mesh = mesh_of_all()
     rules = sharding.fsdp("data", min_size=16)
     model, optimizer = sharding.init(lambda: Small(nnx.Rngs(0)), mesh, rules, ADAM)

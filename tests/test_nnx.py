@@ -1,7 +1,6 @@
 """NNX objects anywhere in a tree: what is saved, under which names, and what comes back."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,7 +40,7 @@ class Adapter(nnx.Module):
         self.seen = nnx.Intermediate((jnp.ones(2), jnp.zeros(3)))
 
 
-def round_trip(path: Path, tree: Any, like: Any) -> Any:
+def round_trip(path: Place, tree: Any, like: Any) -> Any:
     ostraka.save(path, tree)
     return ostraka.restore(path, like=like)
 

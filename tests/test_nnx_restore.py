@@ -48,7 +48,7 @@ def make_both() -> dict[str, Any]:
 
 
 @pytest.fixture
-def saved(place: Place) -> tuple[Path, Block, nnx.Optimizer]:
+def saved(place: Place) -> tuple[Place, Block, nnx.Optimizer]:
     model, optimizer = trained()
     ostraka.save(place / "c", {"model": model, "optimizer": optimizer})
     return place / "c", model, optimizer

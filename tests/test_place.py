@@ -1,6 +1,5 @@
 """Restored arrays work where the saved ones did: commitment, weak types, memory, the set mesh."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,7 +48,7 @@ def commitment(state: dict[str, Any]) -> dict[str, bool]:
 MODES = ["none", "like", "abstract", "into"]
 
 
-def restore(path: Path, mode: str, template: Any) -> Any:
+def restore(path: Place, mode: str, template: Any) -> Any:
     if mode == "none":
         return ostraka.restore(path)
     if mode == "abstract":

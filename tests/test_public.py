@@ -387,7 +387,7 @@ class CountingReader:
 class CountingStore:
     """A store that counts what is read through it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Place):
         self._store = open_store(path)
         self.bytes_read = 0
         self.gotten: list[str] = []
@@ -410,7 +410,7 @@ HEADER = 4096
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """64 MiB on eight devices, and as much in host memory."""
     value = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)
     path = tmp_path_factory.mktemp("large") / "checkpoint"
@@ -420,12 +420,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def counting(path: Path) -> tuple[CountingStore, Checkpoint]:
+def counting(path: Place) -> tuple[CountingStore, Checkpoint]:
     store = CountingStore(path)
     return store, Checkpoint(open_source(store))  # type: ignore[arg-type]
 
 
-def test_opening_reads_no_array(large: Path):
+def test_opening_reads_no_array(large: Place):
     store, checkpoint = counting(large)
     assert [checkpoint[name].shape for name in checkpoint] == [(4096, 4096), (4096, 4096), (9,)]
     assert repr(checkpoint["whole"])
@@ -446,7 +446,7 @@ def test_opening_reads_no_array(large: Path):
     ],
     ids=str,
 )
-def test_only_what_is_needed_is_read(large: Path, leaf: str, index: Any, files: int, blocks: int):
+def test_only_what_is_needed_is_read(large: Place, leaf: str, index: Any, files: int, blocks: int):
     store, checkpoint = counting(large)
     found = checkpoint[leaf][index]
     expected = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)[index]
@@ -456,7 +456,7 @@ def test_only_what_is_needed_is_read(large: Path, leaf: str, index: Any, files: 
     assert store.bytes_read <= files * (HEADER + blocks * BLOCK)
 
 
-def test_a_whole_array_is_read_once(large: Path):
+def test_a_whole_array_is_read_once(large: Place):
     for leaf in ("sharded", "whole"):
         store, checkpoint = counting(large)
         found = checkpoint[leaf][...]
@@ -464,14 +464,14 @@ def test_a_whole_array_is_read_once(large: Path):
         assert len(store.opened) == len(set(store.opened))
 
 
-def test_every_second_row_reads_no_block_twice(large: Path):
+def test_every_second_row_reads_no_block_twice(large: Place):
     store, checkpoint = counting(large)
     found = checkpoint["sharded"][::2, ::2]
     assert found.shape == (2048, 2048)
     assert store.bytes_read <= (64 << 20) + 8 * HEADER
 
 
-def test_a_small_leaf_beside_large_ones(large: Path):
+def test_a_small_leaf_beside_large_ones(large: Place):
     store, checkpoint = counting(large)
     assert checkpoint["small"][3:5].tolist() == [3, 4]
     assert store.bytes_read <= HEADER + BLOCK

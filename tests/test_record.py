@@ -1,7 +1,6 @@
 """The record of each save and restore: to a callback, to logging, into the checkpoint."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,11 +24,11 @@ def make_tree() -> dict[str, Any]:
     return {"array": array, "host": np.arange(10)}
 
 
-def shard_bytes(path: Path) -> int:
+def shard_bytes(path: Place) -> int:
     return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
 
 
-def check_record(record: Record, operation: str, path: Path, phases: list[str]) -> None:
+def check_record(record: Record, operation: str, path: Place, phases: list[str]) -> None:
     assert (record.operation, record.path) == (operation, str(path))
     assert list(record.phases) == phases
     assert all(seconds >= 0 for seconds in record.phases.values())

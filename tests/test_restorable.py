@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ class Name(str, enum.Enum):  # noqa: UP042
     ADAM = "adam"
 
 
-def round_trips(path: Path, tree: Any) -> list[Any]:
+def round_trips(path: Place, tree: Any) -> list[Any]:
     ostraka.save(path, tree)
     assert ostraka.verify(path).ok
     return [ostraka.restore(path), ostraka.restore(path, like=tree)]

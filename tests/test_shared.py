@@ -1,6 +1,5 @@
 """What is one object at several places of a tree is written once, and comes back as one."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,7 +58,7 @@ def assert_tied(tree: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def saved(place: Place) -> tuple[Path, list[float]]:
+def saved(place: Place) -> tuple[Place, list[float]]:
     tree = make()
     train(tree, 2)
     ostraka.save(place / "c", tree)

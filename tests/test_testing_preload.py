@@ -83,7 +83,7 @@ def test_they_are_jax_processes():
 def read_config() -> tuple[bool, int]:
     import jax
 
-    return jax.config.jax_enable_x64, os.getppid()
+    return jax.config.read("jax_enable_x64"), os.getppid()
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
