@@ -35,7 +35,7 @@ from ostraka.errors import (
     StoreError,
     UnsupportedFormat,
 )
-from places import Place
+from places import BucketPath, Place
 
 
 def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -442,6 +442,10 @@ def test_a_relative_path_after_a_change_of_directory(
     ["with spaces in it", "ὄστρακα/中文/é", "a%20b", "new\nline", "trailing.", "#?&;*'\"", "-f"],
 )
 def test_unusual_names(place: Place, name: str):
+    if isinstance(place, BucketPath) and set(name) & set("?#\n"):
+        with pytest.raises(ValueError, match="the bucket and a prefix only|has a line break"):
+            ostraka.save(place / name, VALUE)
+        return
     ostraka.save(place / name, VALUE)
     assert_restores(place / name)
     assert_restores(str(place / name))
@@ -534,10 +538,10 @@ def test_no_such_directory(place: Place, work: Any):
 
 
 @READERS
-def test_an_empty_directory(place: Place, work: Any):
+def test_an_empty_directory(tmp_path: Path, work: Any):
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at") as caught:
-        work(place)
-    assert_one_sentence(caught.value, place, "_METADATA")
+        work(tmp_path)
+    assert_one_sentence(caught.value, tmp_path, "_METADATA")
     assert "did you mean" not in str(caught.value)
 
 
@@ -590,9 +594,9 @@ def test_a_shard_of_a_checkpoint(place: Place, work: Any):
 @READERS
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
 def test_a_safetensors_file(place: Place, work: Any, name: str):
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
-    save_file({"x": np.arange(3)}, place / name)
+    (place / name).write_bytes(save({"x": np.arange(3)}))
     with pytest.raises(NotACheckpoint, match="is a safetensors file, not a checkpoint") as caught:
         work(place / name)
     assert_one_sentence(caught.value, place / name, "reading these is to come")
@@ -608,9 +612,9 @@ def test_a_pipe(tmp_path: Path, work: Any):
 
 @READERS
 def test_a_directory_of_safetensors_files(place: Place, work: Any):
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
-    save_file({"x": np.arange(3)}, place / "model-00001-of-00002.safetensors")
+    (place / "model-00001-of-00002.safetensors").write_bytes(save({"x": np.arange(3)}))
     (place / "config.json").write_text("{}")
     with pytest.raises(NotACheckpoint, match="holds safetensors files, as Hugging Face") as caught:
         work(place)
@@ -732,13 +736,13 @@ def test_foreign_metadata_is_in_the_way(place: Place):
     assert (place / "_METADATA").read_text() == '{"tree_metadata": {}}'
 
 
-def test_a_file_in_the_way(place: Place):
-    (place / "file").write_text("keep me")
-    for path in (place / "file", place / "file" / "below", place / "file" / "a" / "b"):
+def test_a_file_in_the_way(tmp_path: Path):
+    (tmp_path / "file").write_text("keep me")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "file" / "a" / "b"):
         with pytest.raises(PathInTheWay, match="in the way") as caught:
             ostraka.save(path, VALUE)
         assert_one_sentence(caught.value, path)
-    assert (place / "file").read_text() == "keep me"
+    assert (tmp_path / "file").read_text() == "keep me"
 
 
 def test_a_dangling_link_in_the_way(tmp_path: Path):
@@ -801,8 +805,8 @@ def test_a_read_only_place(read_only: Path):
     assert_restores(read_only / "checkpoint")
 
 
-def test_a_name_that_is_too_long(place: Place):
-    path = place / ("x" * 300)
+def test_a_name_that_is_too_long(tmp_path: Path):
+    path = tmp_path / ("x" * 300)
     with pytest.raises(StoreError, match="name too long") as caught:
         ostraka.save(path, VALUE)
     assert_one_sentence(caught.value, path)
@@ -811,9 +815,9 @@ def test_a_name_that_is_too_long(place: Place):
     assert_one_sentence(caught.value, path)
 
 
-def test_a_null_byte_in_a_path(place: Place):
+def test_a_null_byte_in_a_path(tmp_path: Path):
     with pytest.raises(ValueError, match="null"):
-        ostraka.save(f"{place}/a\0b", VALUE)
+        ostraka.save(f"{tmp_path}/a\0b", VALUE)
 
 
 # Trees that can't be saved
@@ -951,13 +955,13 @@ def test_exceptions_survive_a_copy(name: str, duplicate: Any):
         assert getattr(twin, attribute, None) == getattr(error, attribute, None)
 
 
-def test_raised_exceptions_survive_a_pickle(place: Place, model: Place):
+def test_raised_exceptions_survive_a_pickle(tmp_path: Path, model: Place):
     found = [
-        raised(ostraka.restore, place / "nothing"),
+        raised(ostraka.restore, tmp_path / "nothing"),
         raised(ostraka.restore, model, like={"dense": 1}),
         raised(ostraka.save, model / "_METADATA", VALUE),
-        raised(ostraka.save, place / ("x" * 300), VALUE),
-        raised(ostraka.save, place / "a", {"a": Thing()}),
+        raised(ostraka.save, tmp_path / ("x" * 300), VALUE),
+        raised(ostraka.save, tmp_path / "a", {"a": Thing()}),
     ]
     for error in found:
         twin = pickle.loads(pickle.dumps(error))
