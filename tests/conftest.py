@@ -8,10 +8,13 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ostraka.testing import preloaded
+from places import BucketPath, Place
 from servers import KINDS, Server
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -89,3 +92,48 @@ def bucket(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return f"{server.url}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where a test may save what it likes: a directory, then a bucket."""
+    if request.param == "disk":
+        return tmp_path
+    return BucketPath(request.getfixturevalue("bucket"))
+
+
+@pytest.fixture(scope="module")
+def new_bucket(servers: Callable[[str], Server]) -> Iterator[Callable[[str], BucketPath]]:
+    """For what the tests of a module share: makes a place in a server, by the server's name.
+
+    The server that was named last is the one that is asked.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+
+        def make(name: str) -> BucketPath:
+            server = servers(name)
+            for variable, value in server.environment.items():
+                patch.setenv(variable, value)
+            return BucketPath(f"{server.url}/{uuid.uuid4().hex}")
+
+        yield make
+
+
+@pytest.fixture(scope="module", params=["disk", "bucket"])
+def new_place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Place]:
+    """The same for both kinds of `place`."""
+    if request.param == "disk":
+        return tmp_path_factory.mktemp
+    make = request.getfixturevalue("new_bucket")
+    return lambda name: make("moto")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded() -> Iterator[None]:
+    """To import JAX and Flax in each of its processes would be most of what many a test does."""
+    with preloaded(
+        "jax", "flax.nnx", "optax", "hypothesis", "pytest", "obstore", "ostraka.manager"
+    ):
+        yield

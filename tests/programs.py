@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
+
+from places import Place
 
 
-def run_quietly(program: str, root: Path) -> str:
+def run_quietly(program: str, root: Place) -> str:
     """What it prints; it must end well and say nothing on stderr."""
     done = subprocess.run(
         [sys.executable, "-c", program, str(root)],

@@ -5,28 +5,29 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 import ostraka
-from ostraka.storage import LocalStore
+from ostraka.storage import open_store
+from places import Place
 
 
 @contextmanager
-def replaced_once(path: Path, tree: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+def replaced_once(path: Place, tree: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Another save commits just before the first shard file is opened."""
-    real = LocalStore.open
+    kind: Any = type(open_store(path))
+    real = kind.open
 
-    def replace_first(self: LocalStore, name: str) -> Any:
-        monkeypatch.setattr(LocalStore, "open", real)
+    def replace_first(self: Any, name: str) -> Any:
+        monkeypatch.setattr(kind, "open", real)
         ostraka.save(path, tree)
         return real(self, name)
 
-    monkeypatch.setattr(LocalStore, "open", replace_first)
+    monkeypatch.setattr(kind, "open", replace_first)
     yield
-    assert LocalStore.open is real, "nothing was read"
+    assert kind.open is real, "nothing was read"
 
 
 SAVE_IN_A_LOOP = """
@@ -48,7 +49,7 @@ for number in count():
 
 
 @contextmanager
-def saving_in_a_loop(path: Path, how: Literal["over", "steps"] = "over") -> Generator[None]:
+def saving_in_a_loop(path: Place, how: Literal["over", "steps"] = "over") -> Generator[None]:
     """A process that saves over and over again to one path, or steps of which it keeps one."""
     command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(path), how]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -29,6 +29,7 @@ from mounts import mounted
 from ostraka import _handle
 from ostraka.errors import Busy, InvalidTree, PathInTheWay, SaveFailed
 from ostraka.testing import FaultyStore
+from places import Place, in_the_way
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def _no_save_left() -> Iterator[None]:
 
 
 @contextmanager
-def writes_held(path: Path) -> Generator[tuple[FaultyStore, threading.Event]]:
+def writes_held(path: Place) -> Generator[tuple[FaultyStore, threading.Event]]:
     """A store in which no byte is written before the event is set, or the block is left."""
     gate = threading.Event()
 
@@ -123,10 +124,10 @@ def overwrite_freed_memory(like: Any) -> None:
 # The values are those at the call
 
 
-def test_has_the_values_before_donating_steps(tmp_path: Path):
+def test_has_the_values_before_donating_steps(place: Place):
     arrays = make_arrays()
     want = host(arrays)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, arrays)
         donated = arrays
         for _ in range(3):
@@ -135,47 +136,47 @@ def test_has_the_values_before_donating_steps(tmp_path: Path):
         assert any(array.is_deleted() for array in donated.values())
         assert not handle.done()
     handle.wait()
-    assert_same(ostraka.restore(tmp_path / "c"), want)
-    assert ostraka.verify(tmp_path / "c").ok
+    assert_same(ostraka.restore(place / "c"), want)
+    assert ostraka.verify(place / "c").ok
 
 
-def test_has_the_values_of_arrays_that_are_deleted(tmp_path: Path):
+def test_has_the_values_of_arrays_that_are_deleted(place: Place):
     arrays = make_arrays()
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     want = host(arrays)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, arrays)
         for array in arrays.values():
             array.delete()
         overwrite_freed_memory(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like))
     handle.wait()
-    assert_same(ostraka.restore(tmp_path / "c"), want)
+    assert_same(ostraka.restore(place / "c"), want)
 
 
-def test_has_the_values_of_keys_that_are_donated(tmp_path: Path):
+def test_has_the_values_of_keys_that_are_donated(place: Place):
     key = jax.random.split(jax.random.key(5, impl="rbg"), 8)
     want = np.array(jax.random.key_data(key))
     fold = jax.jit(jax.vmap(lambda k: jax.random.fold_in(k, 1)), donate_argnums=0)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, {"key": key})
         key = fold(key)
         jax.block_until_ready(key)
     handle.wait()
-    restored = ostraka.restore(tmp_path / "c")["key"]
+    restored = ostraka.restore(place / "c")["key"]
     assert np.array_equal(jax.random.key_data(restored), want)
 
 
-def test_casts_the_values_at_the_call(tmp_path: Path):
+def test_casts_the_values_at_the_call(place: Place):
     arrays = make_arrays()
     want = np.asarray(arrays["sharded"]).astype(jnp.bfloat16)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, arrays, dtype="bfloat16")
         jax.block_until_ready(step(arrays))
     handle.wait()
-    assert_same(ostraka.restore(tmp_path / "c")["sharded"], want)
+    assert_same(ostraka.restore(place / "c")["sharded"], want)
 
 
-def test_has_the_values_before_numpy_arrays_are_written_to(tmp_path: Path):
+def test_has_the_values_before_numpy_arrays_are_written_to(place: Place):
     mutable: dict[str, Any] = {
         "plain": np.arange(1000.0),
         "fortran": np.asfortranarray(np.arange(64).reshape(8, 8)),
@@ -185,17 +186,17 @@ def test_has_the_values_before_numpy_arrays_are_written_to(tmp_path: Path):
     }
     want = {name: array.copy() for name, array in mutable.items()}
     metadata = {"tags": ["a"]}
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, mutable, metadata=metadata)
         for array in mutable.values():
             array[...] = 0
         metadata["tags"].append("b")
         mutable["more"] = np.ones(3)
     handle.wait()
-    restored = ostraka.restore(tmp_path / "c")
+    restored = ostraka.restore(place / "c")
     assert restored.keys() == want.keys()
     assert all(np.array_equal(restored[name], want[name]) for name in want)
-    assert ostraka.open(tmp_path / "c").metadata == {"tags": ["a"]}
+    assert ostraka.open(place / "c").metadata == {"tags": ["a"]}
 
 
 class Counter:
@@ -216,7 +217,7 @@ class Counter:
         self.state = state
 
 
-def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(tmp_path: Path):
+def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(place: Place):
     numbers = np.arange(3 << 20)  # 24 MiB
     mutable: dict[str, Any] = {
         "one_dimension": numbers.copy(),
@@ -228,22 +229,22 @@ def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(tmp_path
         "small": {str(n): np.full(n, n) for n in range(40)},
     }
     want = jax.tree.map(np.copy, mutable)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, mutable)
         for array in jax.tree.leaves(mutable):
             array[...] = -1
     handle.wait()
-    assert_same(ostraka.restore(tmp_path / "c"), want)
+    assert_same(ostraka.restore(place / "c"), want)
 
 
-def test_has_the_state_of_an_iterator_before_it_moves_on(tmp_path: Path):
+def test_has_the_state_of_an_iterator_before_it_moves_on(place: Place):
     data = Counter()
     next(data)
-    with writes_held(tmp_path / "c") as (store, _):
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, {"data": data, "x": jnp.ones(8)})
         next(data)
     handle.wait()
-    ostraka.restore(tmp_path / "c", like={"data": data, "x": jnp.ones(8)})
+    ostraka.restore(place / "c", like={"data": data, "x": jnp.ones(8)})
     assert data.state == {"next": 1, "seen": [0, 1]}
 
 
@@ -263,19 +264,19 @@ def train(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> None:
     optimizer.update(model, grads)
 
 
-def test_has_the_values_before_steps_of_nnx(tmp_path: Path):
+def test_has_the_values_before_steps_of_nnx(place: Place):
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     x = jnp.ones((8, 16))
     train(model, optimizer, x)
-    ostraka.save(tmp_path / "want", {"model": model, "optimizer": optimizer})
-    with writes_held(tmp_path / "c") as (store, _):
+    ostraka.save(place / "want", {"model": model, "optimizer": optimizer})
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, {"model": model, "optimizer": optimizer})
         for _ in range(3):
             train(model, optimizer, x)
         jax.block_until_ready(nnx.state(model))
     handle.wait()
-    got, want = ostraka.restore(tmp_path / "c"), ostraka.restore(tmp_path / "want")
+    got, want = ostraka.restore(place / "c"), ostraka.restore(place / "want")
     assert_same(*(jax.tree.map(_data, tree) for tree in (got, want)))
     assert not np.array_equal(got["model"]["last"]["kernel"], model.last.kernel[...])
 
@@ -285,24 +286,24 @@ def _data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def test_donation_at_any_time_does_not_reach_the_file(tmp_path: Path):
+def test_donation_at_any_time_does_not_reach_the_file(place: Place):
     rng = random.Random(4)
     arrays = {f"w{n}": put(np.full((256, 256), n, np.float32), "x") for n in range(8)}
     for _ in range(20):
         want = host(arrays)
-        handle = ostraka.save_async(tmp_path / "c", arrays)
+        handle = ostraka.save_async(place / "c", arrays)
         for _ in range(rng.randrange(1, 4)):
             time.sleep(rng.random() * 0.01)
             arrays = step(arrays)
         handle.wait()
-        assert_same(ostraka.restore(tmp_path / "c"), want)
+        assert_same(ostraka.restore(place / "c"), want)
 
 
 # The handle
 
 
-def test_handle_tells_how_far_it_is(tmp_path: Path):
-    with writes_held(tmp_path / "c") as (store, gate):
+def test_handle_tells_how_far_it_is(place: Place):
+    with writes_held(place / "c") as (store, gate):
         handle = ostraka.save_async(store, make_arrays())
         assert not handle.done()
         assert handle.record is None
@@ -317,73 +318,71 @@ def test_handle_tells_how_far_it_is(tmp_path: Path):
     assert handle.done()
     assert handle.exception() is None
     assert "done" in repr(handle)
-    sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*/*.safetensors")]
+    sizes = [file.stat().st_size for file in (place / "c").glob("*/*.safetensors")]
     assert handle.bytes_written == handle.bytes_total == sum(sizes)
     handle.wait()
 
 
-def test_nothing_shows_before_the_end(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"x": np.zeros(4)})
-    with writes_held(tmp_path / "c") as (store, _):
+def test_nothing_shows_before_the_end(place: Place):
+    ostraka.save(place / "c", {"x": np.zeros(4)})
+    with writes_held(place / "c") as (store, _):
         handle = ostraka.save_async(store, {"x": np.ones(4)})
-        assert np.array_equal(ostraka.restore(tmp_path / "c")["x"], np.zeros(4))
+        assert np.array_equal(ostraka.restore(place / "c")["x"], np.zeros(4))
     handle.wait()
-    assert np.array_equal(ostraka.restore(tmp_path / "c")["x"], np.ones(4))
+    assert np.array_equal(ostraka.restore(place / "c")["x"], np.ones(4))
 
 
-def test_what_can_not_be_saved_raises_at_the_call(tmp_path: Path):
+def test_what_can_not_be_saved_raises_at_the_call(place: Place):
     with pytest.raises(InvalidTree, match="'bad'"):
-        ostraka.save_async(tmp_path / "c", {"bad": object()})
+        ostraka.save_async(place / "c", {"bad": object()})
     with pytest.raises(ValueError, match="max_file_bytes is 1"):
-        ostraka.save_async(tmp_path / "c", {}, max_file_bytes=1)
+        ostraka.save_async(place / "c", {}, max_file_bytes=1)
     with pytest.raises(ValueError, match='if_busy is \'never\'; it must be "wait" or "refuse"'):
-        ostraka.save_async(tmp_path / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
-    ostraka.save_async(tmp_path / "c", {"good": 1}).wait()
+        ostraka.save_async(place / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
+    ostraka.save_async(place / "c", {"good": 1}).wait()
 
 
-def fail_in_background(tmp_path: Path) -> ostraka.SaveHandle:
-    """A save whose path leads through a file."""
-    (tmp_path / "file").write_text("")
-    return ostraka.save_async(tmp_path / "file" / "c", {"x": np.ones(4)})
+def fail_in_background(place: Place) -> ostraka.SaveHandle:
+    return ostraka.save_async(in_the_way(place / "file" / "c"), {"x": np.ones(4)})
 
 
-def test_error_is_raised_by_wait_and_not_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    handle = fail_in_background(tmp_path)
+def test_error_is_raised_by_wait_and_not_again(place: Place, caplog: pytest.LogCaptureFixture):
+    handle = fail_in_background(place)
     with pytest.raises(PathInTheWay, match="file/c"):
         handle.wait()
     with pytest.raises(PathInTheWay, match="file/c"):
         handle.wait()
     assert "failed" in repr(handle)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    ostraka.save(tmp_path / "next", {"x": 1})
-    ostraka.save_async(tmp_path / "next", {"x": 1}).wait()
+    ostraka.save(place / "next", {"x": 1})
+    ostraka.save_async(place / "next", {"x": 1}).wait()
 
 
-def test_error_is_returned_by_exception_and_not_raised(tmp_path: Path):
-    handle = fail_in_background(tmp_path)
+def test_error_is_returned_by_exception_and_not_raised(place: Place):
+    handle = fail_in_background(place)
     assert isinstance(handle.exception(), PathInTheWay)
-    ostraka.save(tmp_path / "next", {"x": 1})
+    ostraka.save(place / "next", {"x": 1})
 
 
 @pytest.mark.parametrize("begin", [ostraka.save, ostraka.save_async], ids=["save", "save_async"])
 def test_error_that_nobody_saw_is_raised_by_the_next_save_once(
-    tmp_path: Path, begin: Callable[..., Any]
+    place: Place, begin: Callable[..., Any]
 ):
-    fail_in_background(tmp_path)
+    fail_in_background(place)
     with pytest.raises(PathInTheWay, match="file/c"):
-        begin(tmp_path / "next", {"x": 1})
-    assert not (tmp_path / "next").exists()
-    begin(tmp_path / "next", {"x": 1})
+        begin(place / "next", {"x": 1})
+    assert not (place / "next").exists()
+    begin(place / "next", {"x": 1})
     _handle.wait_for_background()
-    assert ostraka.restore(tmp_path / "next") == {"x": 1}
+    assert ostraka.restore(place / "next") == {"x": 1}
 
 
-def test_failed_save_lets_go_of_its_values(tmp_path: Path):
-    (tmp_path / "file").write_text("")
+def test_failed_save_lets_go_of_its_values(place: Place):
+    path = in_the_way(place / "file" / "c")
     big = np.zeros(128 << 20, np.uint8)
     big[:] = 1
     before = resident()
-    handle = ostraka.save_async(tmp_path / "file" / "c", {"big": big})
+    handle = ostraka.save_async(path, {"big": big})
     assert isinstance(handle.exception(), PathInTheWay)
     assert resident() - before < 64 << 20
 
@@ -391,11 +390,11 @@ def test_failed_save_lets_go_of_its_values(tmp_path: Path):
 # One at a time
 
 
-def test_second_save_waits_for_the_first(tmp_path: Path):
-    with writes_held(tmp_path / "a") as (store, gate):
+def test_second_save_waits_for_the_first(place: Place):
+    with writes_held(place / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
         with set_when_waited_for(gate):
-            second = ostraka.save_async(tmp_path / "b", make_arrays())
+            second = ostraka.save_async(place / "b", make_arrays())
         assert first.done()
         second.wait()
     assert second.record is not None
@@ -403,76 +402,76 @@ def test_second_save_waits_for_the_first(tmp_path: Path):
     assert second.record.blocked_s >= second.record.phases["wait"]
 
 
-def test_blocking_save_waits_for_one_in_the_background(tmp_path: Path):
-    with writes_held(tmp_path / "a") as (store, gate):
+def test_blocking_save_waits_for_one_in_the_background(place: Place):
+    with writes_held(place / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
         with set_when_waited_for(gate):
-            ostraka.save(tmp_path / "a", {"x": 2})
+            ostraka.save(place / "a", {"x": 2})
         assert first.done()
-    assert ostraka.restore(tmp_path / "a") == {"x": 2}
+    assert ostraka.restore(place / "a") == {"x": 2}
 
 
-def test_second_save_is_refused_if_asked(tmp_path: Path):
-    with writes_held(tmp_path / "a") as (store, _):
+def test_second_save_is_refused_if_asked(place: Place):
+    with writes_held(place / "a") as (store, _):
         first = ostraka.save_async(store, make_arrays())
         with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
-            ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="refuse")
+            ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse")
     first.wait()
-    assert not (tmp_path / "b").exists()
-    ostraka.save_async(tmp_path / "b", {"x": 1}, if_busy="refuse").wait()
+    assert not (place / "b").exists()
+    ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse").wait()
 
 
-def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(tmp_path: Path):
-    with ThreadPoolExecutor(1) as pool, writes_held(tmp_path / "a") as (store, gate):
+def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Place):
+    with ThreadPoolExecutor(1) as pool, writes_held(place / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
-        second = pool.submit(ostraka.save_async, tmp_path / "b", {"x": 1})
+        second = pool.submit(ostraka.save_async, place / "b", {"x": 1})
         while _handle._background.turn.acquire(blocking=False):
             _handle._background.turn.release()
             time.sleep(0.001)
         with pytest.raises(Busy, match="is still under way"):
-            ostraka.save_async(tmp_path / "c", {"x": 1}, if_busy="refuse")
+            ostraka.save_async(place / "c", {"x": 1}, if_busy="refuse")
         assert not first.done()
         gate.set()
         second.result().wait()
 
 
-def test_from_several_threads_at_once(tmp_path: Path):
+def test_from_several_threads_at_once(place: Place):
     def save(number: int) -> None:
-        ostraka.save_async(tmp_path / str(number), {"x": np.full(100, number)}).wait()
+        ostraka.save_async(place / str(number), {"x": np.full(100, number)}).wait()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(save, range(16)))
     for number in range(16):
-        assert np.array_equal(ostraka.restore(tmp_path / str(number))["x"], np.full(100, number))
+        assert np.array_equal(ostraka.restore(place / str(number))["x"], np.full(100, number))
 
 
-def test_inside_a_running_event_loop(tmp_path: Path):
+def test_inside_a_running_event_loop(place: Place):
     async def cell() -> None:
-        handle = ostraka.save_async(tmp_path / "c", make_arrays())
+        handle = ostraka.save_async(place / "c", make_arrays())
         await asyncio.to_thread(handle.wait)
-        ostraka.save_async(tmp_path / "d", make_arrays()).wait()
-        ostraka.save(tmp_path / "e", make_arrays())
+        ostraka.save_async(place / "d", make_arrays()).wait()
+        ostraka.save(place / "e", make_arrays())
 
     asyncio.run(cell())
-    assert_same(ostraka.restore(tmp_path / "c"), host(make_arrays()))
-    assert_same(ostraka.restore(tmp_path / "d"), host(make_arrays()))
+    assert_same(ostraka.restore(place / "c"), host(make_arrays()))
+    assert_same(ostraka.restore(place / "d"), host(make_arrays()))
 
 
 # Callbacks
 
 
-def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(tmp_path: Path):
+def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(place: Place):
     seen: list[Any] = []
     ostraka.save_async(
-        tmp_path / "c", {"x": 5}, on_commit=lambda: seen.append(ostraka.restore(tmp_path / "c"))
+        place / "c", {"x": 5}, on_commit=lambda: seen.append(ostraka.restore(place / "c"))
     ).wait()
     assert seen == [{"x": 5}]
 
 
-def test_on_commit_is_not_called_for_a_save_that_failed(tmp_path: Path):
-    (tmp_path / "file").write_text("")
+def test_on_commit_is_not_called_for_a_save_that_failed(place: Place):
+    path = in_the_way(place / "file" / "c")
     seen: list[int] = []
-    handle = ostraka.save_async(tmp_path / "file" / "c", {"x": 5}, on_commit=lambda: seen.append(1))
+    handle = ostraka.save_async(path, {"x": 5}, on_commit=lambda: seen.append(1))
     assert isinstance(handle.exception(), PathInTheWay)
     assert seen == []
 
@@ -483,29 +482,29 @@ def _raise(*_: Any) -> None:
 
 @pytest.mark.parametrize("name", ["on_commit", "on_record"])
 def test_callback_that_raises_does_not_fail_what_is_committed(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    place: Place, name: str, caplog: pytest.LogCaptureFixture
 ):
     callback: dict[str, Any] = {name: _raise}
-    ostraka.save_async(tmp_path / "c", {"x": 5}, **callback).wait()
-    assert ostraka.restore(tmp_path / "c") == {"x": 5}
+    ostraka.save_async(place / "c", {"x": 5}, **callback).wait()
+    assert ostraka.restore(place / "c") == {"x": 5}
     assert "of the callback's own" in caplog.text
 
 
-def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_path: Path):
+def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(place: Place):
     errors: list[str] = []
     handles: list[ostraka.SaveHandle] = []
 
     def call_back() -> None:
         for work in (
-            lambda: ostraka.save(tmp_path / "d", {}),
-            lambda: ostraka.save_async(tmp_path / "d", {}, if_busy="refuse"),
+            lambda: ostraka.save(place / "d", {}),
+            lambda: ostraka.save_async(place / "d", {}, if_busy="refuse"),
             handles[0].wait,
         ):
             with pytest.raises(RuntimeError, match="can't wait for itself") as caught:
                 work()
             errors.append(str(caught.value))
 
-    with writes_held(tmp_path / "c") as (store, gate):
+    with writes_held(place / "c") as (store, gate):
         handles.append(ostraka.save_async(store, {"x": np.ones(3)}, on_commit=call_back))
         gate.set()
         handles[0].wait()
@@ -518,8 +517,8 @@ def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(tmp_
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 4 MiB."""
-    with mounted(tmp_path / "disk", options="size=4m", for_what="a disk that fills up") as place:
-        yield place
+    with mounted(tmp_path / "disk", options="size=4m", for_what="a disk that fills up") as disk:
+        yield disk
 
 
 def test_disk_that_fills_up_in_the_middle(small_disk: Path):
@@ -558,10 +557,10 @@ def test_disk_without_room_for_a_tree_of_no_arrays(small_disk: Path):
 def test_disk_that_takes_no_more_files(tmp_path: Path):
     options = "size=4m,nr_inodes=4"  # the root's, the checkpoint's, its directory's, and a file's
     with (
-        mounted(tmp_path / "disk", options=options, for_what="a disk without inodes") as place,
+        mounted(tmp_path / "disk", options=options, for_what="a disk without inodes") as disk,
         pytest.raises(SaveFailed, match=r"needs [\d,]+ bytes, and the file system takes no more"),
     ):
-        ostraka.save(place / "step_1", {"x": put(np.arange(64.0), "x")})
+        ostraka.save(disk / "step_1", {"x": put(np.arange(64.0), "x")})
 
 
 # Nothing is left behind
@@ -593,8 +592,8 @@ def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
     arrays = {f"w{n}": put(np.full((64, 512), n, np.float32), "x") for n in range(8)}
     nbytes = sum(array.nbytes for array in arrays.values())
     # What counts here is not the disk.
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
         for number in range(200):
             ostraka.save_async(Path(folder) / "c", arrays)
             arrays = step(arrays)

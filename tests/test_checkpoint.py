@@ -14,9 +14,10 @@ from ostraka import _checkpoint
 from ostraka._checkpoint import locate, open_at, read_whole
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, Problem
 from ostraka.storage import MemoryStore
+from places import Place
 
 
-def save_steps(root: Path, *names: str) -> Path:
+def save_steps(root: Place, *names: str) -> Place:
     for name in names:
         ostraka.save(root / name, {"name": name})
     return root
@@ -37,15 +38,15 @@ READERS = pytest.mark.parametrize("read", [ostraka.open, ostraka.verify, restore
 
 @READERS
 @pytest.mark.parametrize("given", ["7", "007", "step_7", "step_00000007"])
-def test_a_step_by_its_number(tmp_path: Path, read: Any, given: str):
-    save_steps(tmp_path, "step_00000006", "step_00000007", "step_00000070")
-    assert read(tmp_path / given).path == f"{tmp_path}/step_00000007"
+def test_a_step_by_its_number(place: Place, read: Any, given: str):
+    save_steps(place, "step_00000006", "step_00000007", "step_00000070")
+    assert read(place / given).path == f"{place}/step_00000007"
 
 
 @READERS
-def test_a_directory_of_steps_is_the_newest(tmp_path: Path, read: Any):
-    save_steps(tmp_path, "step_9", "10", "step_00000002")
-    assert read(tmp_path).path == f"{tmp_path}/10"
+def test_a_directory_of_steps_is_the_newest(place: Place, read: Any):
+    save_steps(place, "step_9", "10", "step_00000002")
+    assert read(place).path == f"{place}/10"
 
 
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,39 +56,42 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert locate(".").location == locate("1").location == locate("../runs/1").location == step
 
 
-def test_only_committed_steps_count(tmp_path: Path):
-    save_steps(tmp_path, "step_1", "step_2", "step_3")
-    (tmp_path / "step_3" / "_METADATA").unlink()
-    (tmp_path / "step_4").mkdir()
-    (tmp_path / "5").write_text("a file")
-    assert ostraka.open(tmp_path)["name"] == "step_2"
+def test_only_committed_steps_count(place: Place):
+    save_steps(place, "step_1", "step_2", "step_3")
+    (place / "step_3" / "_METADATA").unlink()
+    (place / "step_4").mkdir()
+    (place / "5").write_text("a file")
+    assert ostraka.open(place)["name"] == "step_2"
 
 
-def test_what_is_there_wins(tmp_path: Path):
-    save_steps(tmp_path, "step_00000007", "7")
-    assert ostraka.open(tmp_path / "7")["name"] == "7"
+def test_what_is_there_wins(place: Place):
+    save_steps(place, "step_00000007", "7")
+    assert ostraka.open(place / "7")["name"] == "7"
+
+
+def test_an_empty_directory_wins(tmp_path: Path):
     (tmp_path / "8").mkdir()
     save_steps(tmp_path, "step_00000008")
     with pytest.raises(CheckpointNotFound, match="the directory is empty"):
         ostraka.open(tmp_path / "8")
 
 
-def test_a_checkpoint_beside_steps_is_itself(tmp_path: Path):
+def test_a_checkpoint_beside_steps_is_itself(place: Place):
     """A directory that is both: `_METADATA` decides."""
-    ostraka.save(tmp_path / "run", {"name": "run", "x": np.arange(3)})
-    save_steps(tmp_path / "run", "step_9")
-    assert ostraka.open(tmp_path / "run")["name"] == "run"
-    (tmp_path / "run" / "_METADATA").unlink()
+    ostraka.save(place / "run", {"name": "run", "x": np.arange(3)})
+    save_steps(place / "run", "step_9")
+    assert ostraka.open(place / "run")["name"] == "run"
+    (place / "run" / "_METADATA").unlink()
     with pytest.raises(CheckpointNotFound, match="a save to it never finished"):
-        ostraka.open(tmp_path / "run")
+        ostraka.open(place / "run")
 
 
-def test_names_that_are_no_steps(tmp_path: Path):
-    save_steps(tmp_path, "step_00000007", "latest")
+def test_names_that_are_no_steps(place: Place):
+    save_steps(place, "step_00000007", "latest")
     for name in ("-7", "7.0", "step-7", "seven"):
         with pytest.raises(CheckpointNotFound, match="there is no such directory"):
-            ostraka.open(tmp_path / name)
-    assert ostraka.open(tmp_path / "latest")["name"] == "latest"
+            ostraka.open(place / name)
+    assert ostraka.open(place / "latest")["name"] == "latest"
 
 
 def test_a_link_to_a_step(tmp_path: Path):
@@ -96,11 +100,11 @@ def test_a_link_to_a_step(tmp_path: Path):
     assert ostraka.open(tmp_path / "link" / "7")["name"] == "step_00000007"
 
 
-def test_a_save_never_means_another_path(tmp_path: Path):
-    save_steps(tmp_path, "step_00000007")
-    ostraka.save(tmp_path / "7", {"name": "another"})
-    assert ostraka.open(tmp_path / "step_00000007")["name"] == "step_00000007"
-    assert (tmp_path / "7" / "_METADATA").exists()
+def test_a_save_never_means_another_path(place: Place):
+    save_steps(place, "step_00000007")
+    ostraka.save(place / "7", {"name": "another"})
+    assert ostraka.open(place / "step_00000007")["name"] == "step_00000007"
+    assert (place / "7" / "_METADATA").exists()
 
 
 def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -115,22 +119,22 @@ def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_newest_step_that_is_deleted_while_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ):
-    save_steps(tmp_path, "step_00000001", "step_00000002")
+    save_steps(place, "step_00000001", "step_00000002")
     real = _checkpoint.open_source
 
     def delete_first(store: Any) -> Any:
         monkeypatch.setattr(_checkpoint, "open_source", real)
-        (tmp_path / "step_00000002" / "_METADATA").unlink()
+        (place / "step_00000002" / "_METADATA").unlink()
         return real(store)
 
     monkeypatch.setattr(_checkpoint, "open_source", delete_first)
-    assert open_at(tmp_path).location == f"{tmp_path}/step_00000001"
+    assert open_at(place).location == f"{place}/step_00000001"
 
 
-def test_a_checkpoint_that_is_always_replaced(tmp_path: Path):
-    path = tmp_path / "c"
+def test_a_checkpoint_that_is_always_replaced(place: Place):
+    path = place / "c"
     ostraka.save(path, {"x": np.arange(3)})
     tries: list[str] = []
 

@@ -1,7 +1,6 @@
 """Two checkpoints compared: structure, shapes, dtypes, shardings, elements."""
 
 import tracemalloc
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,19 +26,20 @@ from ostraka.cli._compare import (
 )
 from ostraka.formats import open_source
 from ostraka.storage import open_store
+from places import Place
 
 
 class Pair(NamedTuple):
     w: Any
 
 
-def saved(path: Path, tree: Any) -> Source:
+def saved(path: Place, tree: Any) -> Source:
     ostraka.save(path, tree)
     return open_source(open_store(path))
 
 
-def differ(tmp_path: Path, a: Any, b: Any, **rules: Any) -> Comparison:
-    return compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b), CompareOptions(**rules))
+def differ(place: Place, a: Any, b: Any, **rules: Any) -> Comparison:
+    return compare(saved(place / "a", a), saved(place / "b", b), CompareOptions(**rules))
 
 
 def only(found: Comparison) -> LeafComparison:
@@ -47,8 +47,8 @@ def only(found: Comparison) -> LeafComparison:
     return leaf
 
 
-def distance(tmp_path: Path, a: Any, b: Any, **rules: Any) -> Distance:
-    found = only(differ(tmp_path, {"x": a}, {"x": b}, **rules)).distance
+def distance(place: Place, a: Any, b: Any, **rules: Any) -> Distance:
+    found = only(differ(place, {"x": a}, {"x": b}, **rules)).distance
     assert found is not None
     return found
 
@@ -58,7 +58,7 @@ def put(array: Any, *axes: str | None, sizes: tuple[int, int] = (4, 2)) -> jax.A
     return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def test_a_checkpoint_equals_itself(tmp_path: Path):
+def test_a_checkpoint_equals_itself(place: Place):
     tree = {
         "x": put(np.arange(64.0).reshape(8, 8), "a", "b"),
         "nan": np.array([np.nan, np.inf, -0.0]),
@@ -68,14 +68,14 @@ def test_a_checkpoint_equals_itself(tmp_path: Path):
         "empty": np.zeros((0, 4), np.float32),
         "small": jnp.arange(5, dtype=jnp.int4),
     }
-    found = differ(tmp_path, tree, tree)
+    found = differ(place, tree, tree)
     assert found.same
     assert all(leaf.same for leaf in found.leaves)
     assert {leaf.path for leaf in found.leaves} == set(tree)
 
 
-def test_leaves_that_one_does_not_have(tmp_path: Path):
-    found = differ(tmp_path, {"a": 1, "x": np.ones(2)}, {"x": np.ones(2), "b": np.ones(3)})
+def test_leaves_that_one_does_not_have(place: Place):
+    found = differ(place, {"a": 1, "x": np.ones(2)}, {"x": np.ones(2), "b": np.ones(3)})
     assert not found.same
     assert [(leaf.path, leaf.a is None, leaf.b is None, leaf.same) for leaf in found.leaves] == [
         ("a", False, True, False),
@@ -97,38 +97,38 @@ def test_leaves_that_one_does_not_have(tmp_path: Path):
     ],
     ids=str,
 )
-def test_aspects(tmp_path: Path, a: Any, b: Any, aspects: tuple[str, ...]):
-    assert only(differ(tmp_path, {"x": a}, {"x": b})).differs == aspects
+def test_aspects(place: Place, a: Any, b: Any, aspects: tuple[str, ...]):
+    assert only(differ(place, {"x": a}, {"x": b})).differs == aspects
 
 
-def test_the_same_values_cut_in_another_way(tmp_path: Path):
+def test_the_same_values_cut_in_another_way(place: Place):
     values = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     a, b = put(values, "a", "b"), put(values, "b", None, sizes=(2, 4))
-    leaf = only(differ(tmp_path / "1", {"x": a}, {"x": b}))
+    leaf = only(differ(place / "1", {"x": a}, {"x": b}))
     assert leaf.differs == ("sharding",)
     assert leaf.a is not None
     assert leaf.a.sharding == "P('a', 'b') on a=4, b=2"
     assert leaf.distance == Distance(128)
-    assert differ(tmp_path / "2", {"x": a}, {"x": b}, shardings=False).same
+    assert differ(place / "2", {"x": a}, {"x": b}, shardings=False).same
 
 
-def test_whole_dimensions_at_the_end_of_a_spec_make_no_difference(tmp_path: Path):
+def test_whole_dimensions_at_the_end_of_a_spec_make_no_difference(place: Place):
     values = np.ones((8, 8))
-    assert differ(tmp_path, {"x": put(values, "a")}, {"x": put(values, "a", None)}).same
+    assert differ(place, {"x": put(values, "a")}, {"x": put(values, "a", None)}).same
 
 
-def test_how_far_apart(tmp_path: Path):
+def test_how_far_apart(place: Place):
     a, b = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.5, 3.0, 2.0])
-    found = distance(tmp_path, a, b)
+    found = distance(place, a, b)
     assert found == Distance(elements=4, changed=2, nan=0, largest=2.0, total=2.5)
     assert found.mean == 0.625
 
 
-def test_nan_and_infinity(tmp_path: Path):
+def test_nan_and_infinity(place: Place):
     nan, inf = np.nan, np.inf
     a = np.array([nan, nan, 1.0, inf, inf, inf, 0.0])
     b = np.array([nan, 1.0, nan, inf, -inf, 2.0, -0.0])
-    found = distance(tmp_path, a, b, rtol=1e300, atol=1e300)
+    found = distance(place, a, b, rtol=1e300, atol=1e300)
     assert (found.changed, found.nan, found.largest, found.total) == (4, 2, inf, inf)
 
 
@@ -146,15 +146,15 @@ def test_nan_and_infinity(tmp_path: Path):
     ],
     ids=str,
 )
-def test_distances_of_every_kind(tmp_path: Path, a: Any, b: Any, largest: float):
-    assert distance(tmp_path, a, b) == Distance(1, 1, 0, largest, largest)
+def test_distances_of_every_kind(place: Place, a: Any, b: Any, largest: float):
+    assert distance(place, a, b) == Distance(1, 1, 0, largest, largest)
 
 
-def test_tolerances_are_those_of_numpy(tmp_path: Path):
+def test_tolerances_are_those_of_numpy(place: Place):
     a, b = np.array([1.0, 100.0, 0.0]), np.array([1.1, 101.0, 0.05])
-    assert distance(tmp_path / "1", a, b, rtol=0.02).changed == 2
-    assert distance(tmp_path / "2", a, b, rtol=0.02, atol=0.06).changed == 1
-    found = differ(tmp_path / "3", {"x": a}, {"x": b}, rtol=0.02, atol=0.1)
+    assert distance(place / "1", a, b, rtol=0.02).changed == 2
+    assert distance(place / "2", a, b, rtol=0.02, atol=0.06).changed == 1
+    found = differ(place / "3", {"x": a}, {"x": b}, rtol=0.02, atol=0.1)
     assert found.same
     assert found.leaves[0].distance is not None
     assert found.leaves[0].distance.largest == 1.0
@@ -174,28 +174,28 @@ def test_as_many_differ_as_numpy_says(
     assert found.changed == (~near).sum()
 
 
-def test_patterns_choose_leaves(tmp_path: Path):
+def test_patterns_choose_leaves(place: Place):
     a = {"m": {"w": np.ones(2), "b": np.ones(2)}, "o": [1]}
     b = {"m": {"w": np.ones(2), "b": np.zeros(2)}, "o": (2,)}
-    assert differ(tmp_path / "1", a, b, patterns=("m/w",)).same
-    found = differ(tmp_path / "2", a, b, patterns=("m/*",))
+    assert differ(place / "1", a, b, patterns=("m/w",)).same
+    found = differ(place / "2", a, b, patterns=("m/*",))
     assert [leaf.path for leaf in found.leaves if not leaf.same] == ["m/b"]
 
 
-def test_without_values_no_array_is_read(tmp_path: Path):
-    a = saved(tmp_path / "a", {"x": np.ones(2)})
-    b = saved(tmp_path / "b", {"x": np.zeros(2)})
-    for shard in tmp_path.glob("*/shards-*/*.safetensors"):
+def test_without_values_no_array_is_read(place: Place):
+    a = saved(place / "a", {"x": np.ones(2)})
+    b = saved(place / "b", {"x": np.zeros(2)})
+    for shard in place.glob("*/shards-*/*.safetensors"):
         shard.unlink()
     rules = CompareOptions(values=False)
     assert bytes_to_read(a, b, rules) == 0
     assert compare(a, b, rules).same
 
 
-def test_containers_of_other_kinds(tmp_path: Path):
+def test_containers_of_other_kinds(place: Place):
     a = {"t": [1, np.ones(2)], "p": Pair({"v": 1}), "e": {}, "same": ({},)}
     b = {"t": (1, np.ones(2)), "p": ({"v": 1},), "same": ({},)}
-    found = differ(tmp_path, a, b)
+    found = differ(place, a, b)
     assert found.containers == (
         ("t", "list", "tuple"),
         ("p", "namedtuple Pair", "tuple"),
@@ -204,14 +204,14 @@ def test_containers_of_other_kinds(tmp_path: Path):
     assert not found.same
 
 
-def test_progress_tells_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_tells_all_bytes(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_stream, "PIECE_BYTES", 128)
     monkeypatch.setattr(_stream, "_ELEMENTS_AT_A_TIME", 5)
     values = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
     other = values.copy()
     other[3, 5] += 1
-    a = saved(tmp_path / "a", {"x": put(values, "a", "b"), "y": np.ones(3)})
-    b = saved(tmp_path / "b", {"x": put(other, "b", None, sizes=(2, 4)), "y": np.ones(3)})
+    a = saved(place / "a", {"x": put(values, "a", "b"), "y": np.ones(3)})
+    b = saved(place / "b", {"x": put(other, "b", None, sizes=(2, 4)), "y": np.ones(3)})
     read: list[int] = []
     found = compare(a, b, CompareOptions(), on_bytes=read.append)
     assert sum(read) == bytes_to_read(a, b, CompareOptions()) == 2 * (values.nbytes + 24)
@@ -220,10 +220,10 @@ def test_progress_tells_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.leaves[0].distance.largest == pytest.approx(1.0)
 
 
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_stream, "PIECE_BYTES", 1 << 20)
-    a = saved(tmp_path / "a", {"x": np.zeros((64, 1 << 18), np.float32)})
-    b = saved(tmp_path / "b", {"x": np.ones((64, 1 << 18), np.float32)})
+    a = saved(place / "a", {"x": np.zeros((64, 1 << 18), np.float32)})
+    b = saved(place / "b", {"x": np.ones((64, 1 << 18), np.float32)})
     tracemalloc.start()
     try:
         found = compare(a, b, CompareOptions())
@@ -233,10 +233,10 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert found.leaves[0].distance == Distance(1 << 24, 1 << 24, 0, 1.0, float(1 << 24))
 
 
-def test_damage_is_found_while_comparing(tmp_path: Path):
-    a = saved(tmp_path / "a", {"x": np.arange(100.0)})
-    b = saved(tmp_path / "b", {"x": np.arange(100.0)})
-    shard = min((tmp_path / "b").glob("shards-*/*.safetensors"))
+def test_damage_is_found_while_comparing(place: Place):
+    a = saved(place / "a", {"x": np.arange(100.0)})
+    b = saved(place / "b", {"x": np.arange(100.0)})
+    shard = min((place / "b").glob("shards-*/*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
@@ -247,19 +247,19 @@ def test_damage_is_found_while_comparing(tmp_path: Path):
 # Arrays with several paths
 
 
-def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
+def test_what_is_one_array_in_one_of_them_only(place: Place):
     x = jnp.arange(6.0)
-    found = differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x + 1})
+    found = differ(place, {"x": x, "y": x}, {"x": x, "y": x + 1})
     one, other = found.leaves
     assert (one.same, one.distance) == (True, Distance(6))
     assert other.differs == ("same_as", "value")
     assert other.distance == Distance(6, 6, 0, 1.0, 6.0)
-    assert differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x}).same
-    (_, again) = differ(tmp_path, {"x": x, "y": x}, {"x": x, "y": x + 0}).leaves
+    assert differ(place, {"x": x, "y": x}, {"x": x, "y": x}).same
+    (_, again) = differ(place, {"x": x, "y": x}, {"x": x, "y": x + 0}).leaves
     assert again.differs == ("same_as",)
 
 
-def test_bytes_of_what_is_one_array_are_read_once(tmp_path: Path):
+def test_bytes_of_what_is_one_array_are_read_once(place: Place):
     x = jnp.arange(6.0)
-    a = saved(tmp_path / "a", {"x": x, "y": x})
+    a = saved(place / "a", {"x": x, "y": x})
     assert bytes_to_read(a, a, CompareOptions()) == 2 * 24

@@ -1,7 +1,6 @@
 """`ostraka diff`: what it prints, and its exit code."""
 
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,25 +8,26 @@ import pytest
 
 import ostraka
 from cli_runs import flip, put, run, save_model
+from places import Place
 from replacing import replaced_once
 
 
-def save(path: Path, **leaves: object) -> Path:
+def save(path: Place, **leaves: object) -> Place:
     ostraka.save(path, leaves)
     return path
 
 
-def test_no_difference(tmp_path: Path):
-    a, b = save_model(tmp_path / "a"), save_model(tmp_path / "b")
+def test_no_difference(place: Place):
+    a, b = save_model(place / "a"), save_model(place / "b")
     result = run("diff", a, b)
     assert result.exit_code == 0
     assert result.stdout == f"a  {a}\nb  {b}\n\nno difference in 6 leaves\n"
 
 
-def test_differences_are_listed(tmp_path: Path):
+def test_differences_are_listed(place: Place):
     values = np.ones((8, 4), np.float32)
-    a = save(tmp_path / "a", same=1, x=values, s=put(values, "fsdp"), gone=values, n=100, t=[1])
-    b = save(tmp_path / "b", same=1, x=values + 0.5, s=put(values, "tp"), n=200, t=(1,), new="text")
+    a = save(place / "a", same=1, x=values, s=put(values, "fsdp"), gone=values, n=100, t=[1])
+    b = save(place / "b", same=1, x=values + 0.5, s=put(values, "tp"), n=200, t=(1,), new="text")
     result = run("diff", a, b)
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -45,15 +45,15 @@ def test_differences_are_listed(tmp_path: Path):
     )
 
 
-def test_all_leaves_on_request(tmp_path: Path):
-    a = save(tmp_path / "a", x=np.ones(3), n=1)
+def test_all_leaves_on_request(place: Place):
+    a = save(place / "a", x=np.ones(3), n=1)
     rows = run("diff", a, a, "--all").stdout.splitlines()
     assert [row.split() for row in rows[4:6]] == [["x", "same", "0", "0", "0"], ["n", "same"]]
 
 
-def test_as_json(tmp_path: Path):
-    a = save(tmp_path / "a", x=np.array([1.0, np.nan, np.inf]), n=1)
-    b = save(tmp_path / "b", x=np.array([2.0, 1.0, 0.0]))
+def test_as_json(place: Place):
+    a = save(place / "a", x=np.array([1.0, np.nan, np.inf]), n=1)
+    b = save(place / "b", x=np.array([2.0, 1.0, 0.0]))
     result = run("diff", a, b, "--json")
     assert result.exit_code == 1
     document = json.loads(result.stdout)
@@ -83,21 +83,21 @@ def test_as_json(tmp_path: Path):
     ],
     ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else str(value),
 )
-def test_what_counts_as_a_difference(tmp_path: Path, options: list[str], code: int):
-    a = save(tmp_path / "a", x=np.array([1.0]), n=1)
-    b = save(tmp_path / "b", x=np.array([1.05]), n=1)
+def test_what_counts_as_a_difference(place: Place, options: list[str], code: int):
+    a = save(place / "a", x=np.array([1.0]), n=1)
+    b = save(place / "b", x=np.array([1.05]), n=1)
     assert run("diff", a, b, *options).exit_code == code
 
 
-def test_shardings_may_be_ignored(tmp_path: Path):
-    a = save(tmp_path / "a", x=put(np.ones((8, 8)), "fsdp"))
-    b = save(tmp_path / "b", x=put(np.ones((8, 8)), None, "tp"))
+def test_shardings_may_be_ignored(place: Place):
+    a = save(place / "a", x=put(np.ones((8, 8)), "fsdp"))
+    b = save(place / "b", x=put(np.ones((8, 8)), None, "tp"))
     assert run("diff", a, b).exit_code == 1
     assert run("diff", a, b, "--ignore-sharding").exit_code == 0
 
 
-def test_damage_ends_with_1_and_one_line(tmp_path: Path):
-    a, b = save_model(tmp_path / "a"), save_model(tmp_path / "b")
+def test_damage_ends_with_1_and_one_line(place: Place):
+    a, b = save_model(place / "a"), save_model(place / "b")
     flip(b)
     result = run("diff", a, b)
     assert (result.exit_code, result.stdout) == (1, "")
@@ -113,8 +113,8 @@ def test_damage_ends_with_1_and_one_line(tmp_path: Path):
         (["--atol", "much"], "'much' is not a valid float"),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str):
-    a = save(tmp_path / "a", x=1)
+def test_wrong_arguments(place: Place, arguments: list[str], message: str):
+    a = save(place / "a", x=1)
     result = run("diff", a, a, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
@@ -122,8 +122,8 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str):
     assert result.stderr.count("\n") == 1
 
 
-def test_steps_are_found_by_their_numbers(tmp_path: Path):
-    runs = tmp_path / "runs"
+def test_steps_are_found_by_their_numbers(place: Place):
+    runs = place / "runs"
     for step in (9, 10):
         save(runs / f"step_{step:08d}", x=step)
     result = run("diff", runs / "9", runs)
@@ -138,8 +138,8 @@ def test_steps_are_found_by_their_numbers(tmp_path: Path):
     assert "the steps in" in result.stderr
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    a, b = save(tmp_path / "a", x=np.ones(3)), save(tmp_path / "b", x=np.zeros(3))
+def test_a_checkpoint_that_is_replaced_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch):
+    a, b = save(place / "a", x=np.ones(3)), save(place / "b", x=np.zeros(3))
     with replaced_once(b, {"x": np.ones(3)}, monkeypatch):
         result = run("diff", a, b)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -147,17 +147,17 @@ def test_a_checkpoint_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("option", ["--rtol", "--atol"])
-def test_a_tolerance_that_is_no_number(tmp_path: Path, option: str):
+def test_a_tolerance_that_is_no_number(place: Place, option: str):
     """It would make every element differ from itself."""
-    a = save(tmp_path / "a", x=np.ones(3))
+    a = save(place / "a", x=np.ones(3))
     result = run("diff", a, a, option, "nan")
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"'{option}': nan is no tolerance; give a number such as 1e-5" in result.stderr
 
 
-def test_what_is_one_array_in_one_of_them_only(tmp_path: Path):
+def test_what_is_one_array_in_one_of_them_only(place: Place):
     x = jnp.arange(6.0)
-    a, b = save(tmp_path / "a", x=x, y=x), save(tmp_path / "b", x=x, y=x + 0)
+    a, b = save(place / "a", x=x, y=x), save(place / "b", x=x, y=x + 0)
     result = run("diff", a, b)
     assert result.exit_code == 1
     assert "y     = x → its own array" in result.stdout

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka import _format
 from ostraka.testing import run_processes
+from places import Place
 from programs import run_quietly
 
 START = """
@@ -41,7 +42,7 @@ def in_child(work):
 """
 
 
-def run(body: str, root: Path, *, start: str = START) -> str:
+def run(body: str, root: Place, *, start: str = START) -> str:
     return run_quietly(start + IMPORTS + body, root)
 
 
@@ -49,7 +50,7 @@ def run(body: str, root: Path, *, start: str = START) -> str:
 
 
 def test_a_numpy_array_that_is_written_to_during_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ):
     live = np.zeros((1 << 20, 3), np.float32)
     tree = {"contiguous": live, "not": live.T, "one": live[5]}
@@ -62,9 +63,9 @@ def test_a_numpy_array_that_is_written_to_during_a_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(_format, "block_digest", digest_and_change)
-        ostraka.save(tmp_path, tree)
+        ostraka.save(place, tree)
     assert live[0, 0] > 0
-    assert ostraka.verify(tmp_path).ok
+    assert ostraka.verify(place).ok
 
 
 @pytest.fixture
@@ -195,21 +196,21 @@ ostraka.save(root + "/next", tree)
 
 
 def test_a_close_that_was_interrupted_can_be_made_up_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupt(self: Any) -> None:
         raise KeyboardInterrupt("Ctrl-C")
 
-    manager = ostraka.Manager(tmp_path)
+    manager = ostraka.Manager(place)
     with monkeypatch.context() as patch:
         patch.setattr("ostraka.manager._preempt.Preemption.stop", interrupt)
         with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
             manager.close()
-    ostraka.Manager(tmp_path).close()
+    ostraka.Manager(place).close()
     manager.close()
 
 
-def save_interrupted(root: str, place: str, who: int) -> list[str]:
+def save_interrupted(root: str, part: str, who: int) -> list[str]:
     """Interrupt a save on one process, then save again on all."""
     from ostraka import _coordinate, _save
 
@@ -228,12 +229,12 @@ def save_interrupted(root: str, place: str, who: int) -> list[str]:
             raise interrupts.pop()
         return begin(*args)
 
-    if place == "in_the_background":
+    if part == "in_the_background":
         _save.run_in_background = interrupt_background
     else:
         _coordinate.Operation._start_listening = interrupt_threads
     try:
-        if place == "in_the_manager":
+        if part == "in_the_manager":
             ostraka.Manager(f"{root}/manager")
         else:
             ostraka.save_async(f"{root}/first", tree).wait()
@@ -252,14 +253,14 @@ def threads_that_stay() -> list[str]:
     return [thread.name for thread in ours if thread.is_alive()]
 
 
-@pytest.mark.parametrize("place", ["in_the_background", "in_the_manager"])
+@pytest.mark.parametrize("part", ["in_the_background", "in_the_manager"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupt_between_the_parts_of_a_save_reaches_all(place: str, who: int, tmp_path: Path):
-    results = run_processes(save_interrupted, str(tmp_path), place, who)
-    other = "SaveFailed" if place == "in_the_background" else "OstrakaError"
+def test_an_interrupt_between_the_parts_of_a_save_reaches_all(part: str, who: int, place: Place):
+    results = run_processes(save_interrupted, str(place), part, who)
+    other = "SaveFailed" if part == "in_the_background" else "OstrakaError"
     expected = [["KeyboardInterrupt"] if number == who else [other] for number in range(2)]
     assert [result.value for result in results] == expected
-    assert ostraka.verify(tmp_path / "second").ok
+    assert ostraka.verify(place / "second").ok
 
 
 INTERRUPT_EVERYWHERE = """
@@ -340,8 +341,8 @@ def save_without_threads(root: str) -> str:
     return "saved"
 
 
-def test_a_process_that_can_start_no_thread_says_so(tmp_path: Path):
-    said = [result.value for result in run_processes(save_without_threads, str(tmp_path / "x"))]
+def test_a_process_that_can_start_no_thread_says_so(place: Place):
+    said = [result.value for result in run_processes(save_without_threads, str(place / "x"))]
     assert all("process 1: RuntimeError: can't start new thread" in text for text in said), said
 
 

@@ -1,7 +1,6 @@
 """Objects with a state of their own as leaves of a tree: data iterators, Grain's among them."""
 
 import itertools
-from pathlib import Path
 from typing import Any, cast
 
 import grain.python as grain
@@ -12,6 +11,7 @@ import pytest
 import ostraka
 from ostraka.errors import InvalidTree, Mismatch
 from ostraka.testing import run_processes
+from places import Place
 
 
 class Counter:
@@ -52,51 +52,51 @@ def take(iterator: Any, count: int) -> list[list[int]]:
     [{"at": 7, "deep": [1.5, None, {"x": "y"}]}, b"\x00\xff", 7, "seven", None, [1, 2]],
     ids=repr,
 )
-def test_a_state_goes_into_the_object_of_like(tmp_path: Path, state: Any):
-    ostraka.save(tmp_path / "c", {"data": Counter(state), "x": jnp.ones(2)})
+def test_a_state_goes_into_the_object_of_like(place: Place, state: Any):
+    ostraka.save(place / "c", {"data": Counter(state), "x": jnp.ones(2)})
     counter = Counter()
-    restored = ostraka.restore(tmp_path / "c", like={"data": counter, "x": jnp.zeros(2)})
+    restored = ostraka.restore(place / "c", like={"data": counter, "x": jnp.zeros(2)})
     assert restored["data"] is counter
     assert counter.at == state
     assert type(counter.at) is type(state)
     assert counter.sets == 1
 
 
-def test_the_state_at_the_call_is_saved(tmp_path: Path):
+def test_the_state_at_the_call_is_saved(place: Place):
     state = {"at": 1}
-    ostraka.save(tmp_path / "c", {"data": Counter(state)})
+    ostraka.save(place / "c", {"data": Counter(state)})
     state["at"] = 2
-    assert ostraka.restore(tmp_path / "c")["data"] == {"at": 1}
+    assert ostraka.restore(place / "c")["data"] == {"at": 1}
 
 
-def test_without_a_template_the_state_itself_comes_back(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"data": Counter({"at": 7})})
-    assert ostraka.restore(tmp_path / "c") == {"data": {"at": 7}}
+def test_without_a_template_the_state_itself_comes_back(place: Place):
+    ostraka.save(place / "c", {"data": Counter({"at": 7})})
+    assert ostraka.restore(place / "c") == {"data": {"at": 7}}
 
 
-def test_several_objects_each_get_their_own(tmp_path: Path):
-    ostraka.save(tmp_path / "c", [Counter(1), {"more": Counter(2)}])
+def test_several_objects_each_get_their_own(place: Place):
+    ostraka.save(place / "c", [Counter(1), {"more": Counter(2)}])
     like = [Counter(), {"more": Counter()}]
-    ostraka.restore(tmp_path / "c", like=like)
+    ostraka.restore(place / "c", like=like)
     assert like[0].at == 1
     assert like[1]["more"].at == 2
 
 
-def test_it_may_be_left_out(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"data": Counter(1), "model": {"x": jnp.ones(2)}})
-    assert list(ostraka.restore(tmp_path / "c", like={"model": {"x": jnp.zeros(2)}})) == ["model"]
-    assert list(ostraka.restore(tmp_path / "c", only="model/**")) == ["model"]
+def test_it_may_be_left_out(place: Place):
+    ostraka.save(place / "c", {"data": Counter(1), "model": {"x": jnp.ones(2)}})
+    assert list(ostraka.restore(place / "c", like={"model": {"x": jnp.zeros(2)}})) == ["model"]
+    assert list(ostraka.restore(place / "c", only="model/**")) == ["model"]
     counter = Counter(5)
     like = {"data": counter, "model": {"x": jnp.zeros(2)}}
-    ostraka.restore(tmp_path / "c", like=like, only="model/**")
+    ostraka.restore(place / "c", like=like, only="model/**")
     assert (counter.at, counter.sets) == (5, 0)
 
 
-def test_nothing_is_set_if_anything_differs(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"data": Counter(1), "x": jnp.ones(2)})
+def test_nothing_is_set_if_anything_differs(place: Place):
+    ostraka.save(place / "c", {"data": Counter(1), "x": jnp.ones(2)})
     counter = Counter(5)
     with pytest.raises(Mismatch, match=r"'x': saved with shape \(2,\), `like` has \(3,\)"):
-        ostraka.restore(tmp_path / "c", like={"data": counter, "x": jnp.zeros(3)})
+        ostraka.restore(place / "c", like={"data": counter, "x": jnp.zeros(3)})
     assert (counter.at, counter.sets) == (5, 0)
 
 
@@ -111,55 +111,55 @@ def test_nothing_is_set_if_anything_differs(tmp_path: Path):
     ],
     ids=["object", "tuple", "int key", "nan", "numpy"],
 )
-def test_states_that_can_not_be_kept(tmp_path: Path, state: Any, match: str):
+def test_states_that_can_not_be_kept(place: Place, state: Any, match: str):
     with pytest.raises(InvalidTree, match=f"leaf 'data': {match}"):
-        ostraka.save(tmp_path / "c", {"data": Counter(state)})
-    assert not (tmp_path / "c").exists()
+        ostraka.save(place / "c", {"data": Counter(state)})
+    assert not (place / "c").exists()
 
 
-def test_an_object_where_something_else_was_saved(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"data": 7, "x": jnp.ones(2)})
+def test_an_object_where_something_else_was_saved(place: Place):
+    ostraka.save(place / "c", {"data": 7, "x": jnp.ones(2)})
     with pytest.raises(Mismatch, match="'data': the checkpoint has the int '7'"):
-        ostraka.restore(tmp_path / "c", like={"data": Counter(), "x": jnp.ones(2)})
+        ostraka.restore(place / "c", like={"data": Counter(), "x": jnp.ones(2)})
     with pytest.raises(Mismatch, match=r"'x': the checkpoint has an array float32\[2\]"):
-        ostraka.restore(tmp_path / "c", like={"data": 0, "x": Counter()})
+        ostraka.restore(place / "c", like={"data": 0, "x": Counter()})
 
 
-def test_something_else_where_an_object_was_saved(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"data": Counter(1)})
+def test_something_else_where_an_object_was_saved(place: Place):
+    ostraka.save(place / "c", {"data": Counter(1)})
     with pytest.raises(Mismatch, match="the state of an object, .* which has no set_state"):
-        ostraka.restore(tmp_path / "c", like={"data": 0})
+        ostraka.restore(place / "c", like={"data": 0})
 
 
 # Grain
 
 
 @pytest.mark.parametrize("make", [make_dataset, make_loader])
-def test_grain_goes_on_where_it_was(tmp_path: Path, make: Any):
+def test_grain_goes_on_where_it_was(place: Place, make: Any):
     iterator = make()
     take(iterator, 3)
-    ostraka.save(tmp_path / "c", {"data": iterator, "step": 3})
+    ostraka.save(place / "c", {"data": iterator, "step": 3})
     expected = take(iterator, 60)
     assert len(expected) >= 40
     fresh = make()
-    restored = ostraka.restore(tmp_path / "c", like={"data": fresh, "step": 0})
+    restored = ostraka.restore(place / "c", like={"data": fresh, "step": 0})
     assert restored["data"] is fresh
     assert take(fresh, 60) == expected
 
 
-def test_grain_goes_back_in_the_same_object(tmp_path: Path):
+def test_grain_goes_back_in_the_same_object(place: Place):
     iterator = make_dataset()
     take(iterator, 3)
-    ostraka.save(tmp_path / "c", {"data": iterator})
+    ostraka.save(place / "c", {"data": iterator})
     first = take(iterator, 5)
-    ostraka.restore(tmp_path / "c", like={"data": iterator})
+    ostraka.restore(place / "c", like={"data": iterator})
     assert take(iterator, 5) == first
 
 
-def test_a_dataset_without_a_position_can_not_be_saved(tmp_path: Path):
+def test_a_dataset_without_a_position_can_not_be_saved(place: Place):
     """The dataset instead of its iterator: a mistake that is easily made."""
     with pytest.raises(InvalidTree, match="leaf 'data' is a grain.*, which can't be saved"):
-        ostraka.save(tmp_path / "c", {"data": grain.MapDataset.range(10)})
+        ostraka.save(place / "c", {"data": grain.MapDataset.range(10)})
 
 
 # Several processes
@@ -188,8 +188,8 @@ def restore_positions(path: str) -> tuple[Any, list[list[int]]]:
     return counter.at, take(iterator, 4)
 
 
-def test_each_process_has_its_own_position(tmp_path: Path):
-    path = str(tmp_path / "c")
+def test_each_process_has_its_own_position(place: Place):
+    path = str(place / "c")
     expected = [r.value for r in run_processes(save_positions, path, processes=2)]
     assert expected[0] != expected[1]
     found = [r.value for r in run_processes(restore_positions, path, processes=2)]

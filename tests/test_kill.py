@@ -7,7 +7,6 @@ trace of the dead one.
 import os
 import pickle
 import random
-import shutil
 import signal
 import subprocess
 import threading
@@ -15,14 +14,16 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
 import ostraka
 from ostraka.errors import CheckpointNotFound, SaveFailed
+from ostraka.storage import _claim
 from ostraka.testing import FaultyStore, run_processes
+from places import BucketPath, Place, at, names_of, remove_tree
 
 CLEAN = ["_METADATA", "shards"]
 NOTHING = -1
@@ -59,7 +60,7 @@ def number_in(path: str) -> int:
     try:
         tree = ostraka.restore(path)
     except CheckpointNotFound:
-        assert not os.path.exists(f"{path}/_METADATA")
+        assert not at(f"{path}/_METADATA").exists()
         return NOTHING
     number = tree["number"]
     for leaf in jax.tree.leaves(tree):
@@ -69,7 +70,7 @@ def number_in(path: str) -> int:
 
 
 def names_in(path: str) -> list[str]:
-    return sorted(name.split("-")[0] for name in os.listdir(path))
+    return sorted(name.split("-")[0] for name in names_of(at(path)))
 
 
 # One process: a parent that never starts JAX's backend forks a child for each step
@@ -102,10 +103,15 @@ def outcome_of(work: Callable[..., Any], *args: Any) -> Any:
     return value
 
 
-def save_and_say(path: str, number: int, nbytes: int, is_endless: bool, pipe: int) -> None:
+def save_and_say(
+    path: str, number: int, nbytes: int, is_endless: bool, tell: str, pipe: int
+) -> None:
+    """Says "r" when it is ready, "." at each verb that it is to tell of, and "s" when it saved."""
     tree = make_tree(number, nbytes)
 
     def never_finish(verb: str, name: str) -> None:
+        if verb == tell:
+            os.write(pipe, b".")
         if is_endless and verb == "finish":
             time.sleep(1000)
 
@@ -126,17 +132,28 @@ def save_and_look(path: str, number: int, nbytes: int, pipe: int) -> None:
     os.write(pipe, pickle.dumps((number_in(path), names_in(path), seconds)))
 
 
+def remove(path: str, pipe: int) -> None:
+    remove_tree(at(path))
+    os.write(pipe, pickle.dumps(None))
+
+
 def kill_one_save(
-    path: str, number: int, nbytes: int, wait: Callable[[], None], *, is_endless: bool
+    path: str,
+    number: int,
+    nbytes: int,
+    wait: Callable[[BinaryIO], None],
+    *,
+    is_endless: bool,
+    tell: str = "",
 ) -> bool:
     """Begin a save and kill it after `wait`; tells whether it had returned before."""
-    pid, pipe = forked(save_and_say, path, number, nbytes, is_endless)
-    with os.fdopen(pipe, "rb") as said:
+    pid, pipe = forked(save_and_say, path, number, nbytes, is_endless, tell)
+    with os.fdopen(pipe, "rb", buffering=0) as said:
         assert said.read(1) == b"r"
-        wait()
+        wait(said)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        rest = said.read()
+        rest = (said.read() or b"").replace(b".", b"")
     assert rest in (b"", b"s"), pickle.loads(rest)
     assert os.WIFSIGNALED(status) or rest == b"s"
     return rest == b"s"
@@ -150,15 +167,25 @@ def files_like(path: str, names: str) -> set[Path]:
         return set()
 
 
-def once_there(path: str, names: str, delay_s: float) -> Callable[[], None]:
+def once_there(path: str, names: str, delay_s: float) -> Callable[[BinaryIO], None]:
     """Wait until a new file of that kind is there, and a little more."""
     before = files_like(path, names)
 
-    def wait() -> None:
+    def wait(_: BinaryIO) -> None:
         deadline = time.monotonic() + 300
         while files_like(path, names) <= before:
             if time.monotonic() > deadline:
                 return
+        time.sleep(delay_s)
+
+    return wait
+
+
+def once_told(delay_s: float) -> Callable[[BinaryIO], None]:
+    """The same for a bucket, which this process must not ask: its children would not be able to."""
+
+    def wait(said: BinaryIO) -> None:
+        said.read(1)
         time.sleep(delay_s)
 
     return wait
@@ -169,24 +196,32 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
     assert ostraka.save
     assert ostraka.restore
     assert ostraka.verify
+    # There is one writer at a time: who left a marker in a bucket is dead.
+    _claim.DEAD_AFTER_S, _claim._PAUSES_S = -1.0, ()
+    in_bucket = isinstance(at(root), BucketPath)
     rng = random.Random(seed)
     path = f"{root}/checkpoint"
     tally = {"returned": 0, "committed": 0, "kept": 0, "nothing": 0}
     before, _, save_s = outcome_of(save_and_look, path, 0, nbytes)
     for number in range(1, 2 * trials, 2):
         if rng.random() < 0.15 and number > 1:
-            shutil.rmtree(path)
+            outcome_of(remove, path)
             before = NOTHING
         is_endless = number == 1  # in any case one while the shards are being written
+        tell = ""
         if is_endless:
-            wait = once_there(path, "shards-*/shard_*", 0)
+            tell = "finish"
+            wait = once_told(0) if in_bucket else once_there(path, "shards-*/shard_*", 0)
         elif rng.random() < 0.4:  # what is written last before the commit
-            wait = once_there(path, "shards-*/process_*.json", rng.uniform(0, 0.03))
+            delay_s = rng.uniform(0, 0.03)
+            tell = "put"
+            index = "shards-*/process_*.json"
+            wait = once_told(delay_s) if in_bucket else once_there(path, index, delay_s)
         else:
             # Of the save just before: how long one takes differs by much from minute to minute.
             delay_s = rng.uniform(0, 1.2) * save_s
-            wait = lambda delay_s=delay_s: time.sleep(delay_s)  # noqa: E731
-        returned = kill_one_save(path, number, nbytes, wait, is_endless=is_endless)
+            wait = lambda _, delay_s=delay_s: time.sleep(delay_s)  # noqa: E731
+        returned = kill_one_save(path, number, nbytes, wait, is_endless=is_endless, tell=tell)
         found = outcome_of(look, path)
         where = f"trial {number}: {before} before, {found} found, returned: {returned}"
         assert found == number if returned else found in (before, number), where
@@ -206,10 +241,12 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
 )
-def test_kill_a_single_process(tmp_path: Path, trials: int, nbytes: int):
+def test_kill_a_single_process(place: Place, trials: int, nbytes: int):
+    if isinstance(place, BucketPath):
+        trials, nbytes = trials // 2, nbytes // 4
     (result,) = run_processes(
         run_trials,
-        str(tmp_path),
+        str(place),
         trials,
         nbytes,
         trials + nbytes,
@@ -228,7 +265,7 @@ DEAD_AFTER_S = 10.0
 """Long enough for a survivor that does not get its turn for a while."""
 
 
-def mark_when_entered(mark: Path) -> None:
+def mark_when_entered(mark: Place) -> None:
     """A process that dies before it has entered the save is JAX's to miss."""
     from ostraka import _coordinate
 
@@ -242,13 +279,13 @@ def mark_when_entered(mark: Path) -> None:
     _coordinate.Operation.__enter__ = enter_and_mark
 
 
-def save_among_four(path: str, number: int, nbytes: int) -> str:
+def save_among_four(path: str, marks: str, number: int, nbytes: int) -> str:
     import jax
 
     from ostraka import _coordinate
 
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
-    mark_when_entered(Path(f"{path}.go{jax.process_index()}"))
+    mark_when_entered(Path(f"{marks}/go{jax.process_index()}"))
     tree = make_tree(number, nbytes)
     said = "saved"
     try:
@@ -257,7 +294,7 @@ def save_among_four(path: str, number: int, nbytes: int) -> str:
         said = str(error)
     if "the coordination service can't be reached" in said:
         time.sleep(1000)  # process 0 is gone, so JAX is about to end this one too
-    while not os.path.exists(f"{path}.killed"):  # so that nobody dies later than that
+    while not os.path.exists(f"{marks}/killed"):  # so that nobody dies later than that
         time.sleep(0.01)
     return said
 
@@ -282,21 +319,24 @@ def kill_some(
     return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
 
 
-def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) -> None:
+def kill_among_four(
+    path: str, folder: Path, victims: list[int], nbytes: int, delay_s: float
+) -> None:
     """Checkpoint 1 is to replace checkpoint 0: one of them must be there afterwards."""
     ostraka.save(path, make_tree(0, nbytes))
-    marks = [f"{path}.go{process}" for process in range(4)]
+    marks = [str(folder / f"go{process}") for process in range(4)]
     results = run_processes(
         save_among_four,
         path,
+        str(folder),
         1,
         nbytes,
         processes=4,
         devices_per_process=2,
         check=False,
-        on_start=kill_some(victims, marks, f"{path}.killed", delay_s),
+        on_start=kill_some(victims, marks, str(folder / "killed"), delay_s),
     )
-    for mark in [*marks, f"{path}.killed"]:
+    for mark in [*marks, folder / "killed"]:
         os.unlink(mark)
     assert all(results[victim].value is None for victim in victims)
     said = {r.process: r.value for r in results if r.value is not None}
@@ -321,18 +361,24 @@ def kill_among_four(path: str, victims: list[int], nbytes: int, delay_s: float) 
 
 
 @pytest.mark.parametrize("victims", [[0], [1], [2, 3], [3], [0, 1, 2, 3]], ids=str)
-def test_kill_some_of_four_processes(tmp_path: Path, victims: list[int]):
-    path = str(tmp_path / "checkpoint")
-    nbytes = 48 << 20
+def test_kill_some_of_four_processes(
+    place: Place, tmp_path: Path, victims: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)  # which they are
+    nbytes = 48 << 20 if isinstance(place, Path) else 12 << 20
     rng = random.Random(len(victims) + victims[0])
-    kill_among_four(path, victims, nbytes, rng.uniform(0, 0.5))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    kill_among_four(str(place / "checkpoint"), marks, victims, nbytes, rng.uniform(0, 0.5))
 
 
 @pytest.mark.soak
 def test_kill_some_of_four_processes_again_and_again(tmp_path: Path):
     path = str(tmp_path / "checkpoint")
+    marks = tmp_path / "marks"
+    marks.mkdir()
     nbytes = 48 << 20
     rng = random.Random(19)
     for _ in range(100):
         victims = rng.sample(range(4), rng.randint(1, 4))
-        kill_among_four(path, victims, nbytes, rng.uniform(0, 0.8))
+        kill_among_four(path, marks, victims, nbytes, rng.uniform(0, 0.8))

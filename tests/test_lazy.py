@@ -16,21 +16,22 @@ from cli_runs import put, run
 from ostraka._lazy import bounding_box
 from ostraka._spec import HOST_LOCAL, LeafSpec
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
+from places import Place
 from replacing import replaced_once, saving_in_a_loop
 
 VALUES = np.arange(7 * 5 * 3, dtype=np.int32).reshape(7, 5, 3)
 
 
 @pytest.fixture(scope="module")
-def cube(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cube(tmp_path_factory: pytest.TempPathFactory) -> Place:
     path = tmp_path_factory.mktemp("lazy") / "cube"
     ostraka.save(path, {"cube": VALUES, "cut": put(np.arange(64).reshape(8, 8), "fsdp", "tp")})
     return path
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    path = tmp_path / "tree"
+def tree(place: Place) -> Place:
+    path = place / "tree"
     layers = [
         {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)} for _ in range(3)
     ]
@@ -45,7 +46,7 @@ entries = st.slices(7) | st.builds(slice, bounds, bounds, st.sampled_from([None,
 
 
 @given(index=st.lists(entries | st.integers(-3, 2), max_size=3))
-def test_slices_of_any_step_are_those_of_numpy(cube: Path, index: list[Any]):
+def test_slices_of_any_step_are_those_of_numpy(cube: Place, index: list[Any]):
     chosen = tuple(index)
     found = ostraka.open(cube)["cube"][chosen]
     assert np.array_equal(found, VALUES[chosen])
@@ -55,7 +56,7 @@ def test_slices_of_any_step_are_those_of_numpy(cube: Path, index: list[Any]):
 @pytest.mark.parametrize(
     "index", [np.s_[::-1, ::-2], np.s_[5:2:-1], np.s_[3:3], np.s_[6:1:-4, 1:7:3]]
 )
-def test_slices_across_shards(cube: Path, index: Any):
+def test_slices_across_shards(cube: Place, index: Any):
     expected = np.arange(64).reshape(8, 8)[index]
     assert np.array_equal(ostraka.open(cube)["cut"][index], expected)
 
@@ -68,9 +69,9 @@ def test_an_index_costs_nothing_for_its_length(step: int):
     assert (start, stop) == (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1)
 
 
-def test_an_empty_array_of_a_long_dimension(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"x": np.zeros((1 << 62, 0), np.int8)})
-    found = ostraka.open(tmp_path / "c")["x"]
+def test_an_empty_array_of_a_long_dimension(place: Place):
+    ostraka.save(place / "c", {"x": np.zeros((1 << 62, 0), np.int8)})
+    found = ostraka.open(place / "c")["x"]
     assert found[...].shape == found[::-1].shape == (1 << 62, 0)
     assert found[5:9].shape == (4, 0)
 
@@ -78,7 +79,7 @@ def test_an_empty_array_of_a_long_dimension(tmp_path: Path):
 # Parts of the tree
 
 
-def test_a_name_above_leaves_gives_those_below_it(tree: Path):
+def test_a_name_above_leaves_gives_those_below_it(tree: Place):
     checkpoint = ostraka.open(tree)
     model = checkpoint["model"]
     assert isinstance(model, ostraka.Checkpoint)
@@ -95,7 +96,7 @@ def test_a_name_above_leaves_gives_those_below_it(tree: Path):
     assert "kernel" not in checkpoint
 
 
-def test_what_is_printed(tree: Path):
+def test_what_is_printed(tree: Place):
     checkpoint = ostraka.open(tree)
     assert repr(checkpoint) == f"<Checkpoint {tree}: 7 leaves, 108 bytes>"
     assert repr(checkpoint["model/head"]) == f"<Checkpoint {tree} 'model/head': 2 leaves, 36 bytes>"
@@ -117,7 +118,7 @@ def test_what_is_printed(tree: Path):
         ("", 0, "have paths that are text, such as 'model/layers/0/kernel', not 0"),
     ],
 )
-def test_a_name_that_is_not_there(tree: Path, within: str, path: Any, message: str):
+def test_a_name_that_is_not_there(tree: Place, within: str, path: Any, message: str):
     checkpoint = ostraka.open(tree)
     part = checkpoint[within] if within else checkpoint
     assert path not in part
@@ -128,8 +129,8 @@ def test_a_name_that_is_not_there(tree: Path, within: str, path: Any, message: s
 # Saves that come in between
 
 
-def test_a_checkpoint_that_was_replaced_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "c"
+def test_a_checkpoint_that_was_replaced_says_so(place: Place, monkeypatch: pytest.MonkeyPatch):
+    path = place / "c"
     ostraka.save(path, {"x": np.arange(4)})
     checkpoint = ostraka.open(path)
     with (
@@ -142,8 +143,8 @@ def test_a_checkpoint_that_was_replaced_says_so(tmp_path: Path, monkeypatch: pyt
     assert np.array_equal(ostraka.open(path)["x"][...], np.arange(4) + 1)
 
 
-def test_an_index_that_was_replaced_before_anything_was_read(tmp_path: Path):
-    path = tmp_path / "c"
+def test_an_index_that_was_replaced_before_anything_was_read(place: Place):
+    path = place / "c"
     ostraka.save(path, {"x": np.arange(4)})
     checkpoint = ostraka.open(path)
     ostraka.save(path, {"x": np.arange(4)})
@@ -151,18 +152,18 @@ def test_an_index_that_was_replaced_before_anything_was_read(tmp_path: Path):
         np.asarray(checkpoint["x"])
 
 
-def test_a_checkpoint_that_was_removed_says_so(tmp_path: Path):
-    with ostraka.Manager(tmp_path, asynchronous=False) as manager:
+def test_a_checkpoint_that_was_removed_says_so(place: Place):
+    with ostraka.Manager(place, asynchronous=False) as manager:
         manager.save(1, {"x": np.arange(4)})
         manager.save(2, {"x": np.arange(4)})
-        checkpoint = ostraka.open(tmp_path / "1")
+        checkpoint = ostraka.open(place / "1")
         manager.delete(1)
     with pytest.raises(CheckpointNotFound, match="/step_00000001 was removed since it was opened"):
         checkpoint["x"][...]
 
 
-def test_what_is_really_damaged_stays_damaged(tmp_path: Path):
-    path = tmp_path / "c"
+def test_what_is_really_damaged_stays_damaged(place: Place):
+    path = place / "c"
     ostraka.save(path, {"x": np.arange(4)})
     checkpoint = ostraka.open(path)
     next(path.glob("shards-*/shard_*")).unlink()
@@ -170,22 +171,22 @@ def test_what_is_really_damaged_stays_damaged(tmp_path: Path):
         checkpoint["x"][...]
 
 
-def test_the_newest_step_beside_a_run_that_keeps_one(tmp_path: Path):
+def test_the_newest_step_beside_a_run_that_keeps_one(place: Place):
     seen: set[str] = set()
     deadline = time.monotonic() + 300
-    with saving_in_a_loop(tmp_path, "steps"):
+    with saving_in_a_loop(place, "steps"):
         while len(seen) < 20 and time.monotonic() < deadline:
-            checkpoint = ostraka.open(tmp_path)
+            checkpoint = ostraka.open(place)
             seen.add(checkpoint.path)
             with suppress(CheckpointNotFound):  # deleted since it was opened
                 assert f"step_{checkpoint['x'][0]:08d}" == Path(checkpoint.path).name
-            shown = run("show", tmp_path, "--nan")
+            shown = run("show", place, "--nan")
             assert shown.exit_code == 0 or "was overwritten 10 times" in shown.stderr
     assert len(seen) == 20
 
 
-def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(tmp_path: Path):
-    path = tmp_path / "c"
+def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(place: Place):
+    path = place / "c"
     complete = replaced = 0
     deadline = time.monotonic() + 300
     with saving_in_a_loop(path):
@@ -206,14 +207,14 @@ def test_lazy_reads_beside_saves_never_tell_of_damage_nor_mix(tmp_path: Path):
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    path = tmp_path / "shared"
+def shared(place: Place) -> Place:
+    path = place / "shared"
     x = jnp.arange(15.0).reshape(3, 5)
     ostraka.save(path, {"x": x, "again": {"y": x, "z": x + 1}, "function": jnp.tanh})
     return path
 
 
-def test_an_array_has_all_of_its_paths(shared: Path):
+def test_an_array_has_all_of_its_paths(shared: Place):
     checkpoint = ostraka.open(shared)
     assert list(checkpoint) == ["x", "again/y", "again/z"]
     assert checkpoint["again/y"].path == "again/y"

@@ -20,11 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ostraka
-from ostraka import Best, Manager
+from ostraka import Best, Manager, _leftovers
 from ostraka.manager import Step
 from ostraka.manager._keep import Keep, find_superfluous
-from ostraka.storage import LocalStore
-from ostraka.testing import run_processes
+from ostraka.storage import LocalStore, _claim, is_claim, open_store
+from ostraka.testing import FaultyStore, run_processes
+from places import BucketPath, Place, names_of
+from places import at as place_at
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where syncing costs nothing, if there is such a place."""
@@ -136,7 +138,7 @@ def test_intervals_and_the_clock(times: list[float | None], kept: list[int]):
     assert [n for n in range(len(times)) if n not in gone] == kept
 
 
-def test_a_clock_set_back_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_set_back_during_a_run(place: Place, monkeypatch: pytest.MonkeyPatch):
     """Every step is saved, and steps are kept by the order of their numbers."""
     now = [datetime(2030, 1, 1, tzinfo=UTC)]
 
@@ -147,7 +149,7 @@ def test_a_clock_set_back_during_a_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("ostraka._commit.datetime", Clock)
     policy: dict[str, Any] = {"keep": 2, "keep_interval_s": 3600}
-    with Manager(tmp_path, asynchronous=False, **policy) as manager:
+    with Manager(place, asynchronous=False, **policy) as manager:
         for step in range(12):
             now[0] += timedelta(minutes=20) if step != 6 else timedelta(days=-400)
             assert manager.save(step, {"step": step})
@@ -155,16 +157,26 @@ def test_a_clock_set_back_during_a_run(tmp_path: Path, monkeypatch: pytest.Monke
         assert manager.restore() == {"step": 11}
 
 
-# On disk, with kills
+# On disk and in a bucket, with kills
 
 
 class KilledHere(OSError):
-    """Stands for SIGKILL: from here on nothing changes on disk."""
+    """Stands for SIGKILL: from here on nothing changes there."""
+
+
+def end_waiting(patch: Any = None) -> None:
+    """Whoever left a marker in a bucket is dead, and does not come back."""
+    for owner, name, value in (
+        (_claim, "DEAD_AFTER_S", -1.0),
+        (_claim, "_PAUSES_S", ()),
+        (_leftovers, "GONE_AFTER_S", -5.0),
+    ):
+        (patch.setattr if patch else setattr)(owner, name, value)
 
 
 @contextmanager
-def killed_after(count: int | None) -> Generator[None]:
-    """Let so many changes of the file system happen, and none after them."""
+def killed_after(root: Place, count: int | None) -> Generator[None]:
+    """Let so many changes of the store happen, and none after them."""
     left = itertools.count() if count is None else iter(range(count))
 
     def guard(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,15 +188,19 @@ def killed_after(count: int | None) -> Generator[None]:
         return guarded
 
     with pytest.MonkeyPatch.context() as patch:
+        kind: Any = type(open_store(root))
         for name in ("create", "put", "delete", "prepare"):
-            patch.setattr(LocalStore, name, guard(getattr(LocalStore, name)))
-        for name in ("unlink", "rmdir"):
-            patch.setattr(os, name, guard(getattr(os, name)))
+            patch.setattr(kind, name, guard(getattr(kind, name)))
+        if kind is LocalStore:
+            for name in ("unlink", "rmdir"):
+                patch.setattr(os, name, guard(getattr(os, name)))
+        else:
+            patch.setattr(kind, "_delete", guard(kind._delete))
         yield
 
 
-def look(root: Path) -> dict[int, Step]:
-    """What is on disk, every step of it whole."""
+def look(root: Place) -> dict[int, Step]:
+    """What is there, every step of it whole."""
     reader = Manager(root, read_only=True)
     found = {step.step: step for step in reader._root.steps()}
     assert reader.steps() == sorted(found)
@@ -216,7 +232,7 @@ ACTIONS = st.lists(
 class Story:
     """One root, its manager and what the model says about it."""
 
-    def __init__(self, root: Path, policy: dict[str, Any]):
+    def __init__(self, root: Place, policy: dict[str, Any]):
         self.root = root
         self.serial = 0
         self.open(policy)
@@ -225,8 +241,9 @@ class Story:
         self.policy = {name: value for name, value in policy.items() if name != "keep_interval_s"}
         self.manager = Manager(self.root, on_preemption=False, asynchronous=False, **self.policy)
         self.steps = look(self.root)
-        leftovers = [name for name in os.listdir(self.root) if name not in self.names()]
-        assert all(not os.listdir(self.root / name) for name in leftovers)
+        there = [name for name in names_of(self.root) if not is_claim(name)]
+        leftovers = [name for name in there if name not in self.names()]
+        assert all(not names_of(self.root / name) for name in leftovers)
 
     def names(self) -> set[str]:
         return {f"step_{number:08d}" for number in self.steps}
@@ -234,7 +251,7 @@ class Story:
     def save(self, number: int, loss: float | None, kill: int | None) -> None:
         self.serial += 1
         metrics = {"serial": self.serial} | ({} if loss is None else {"loss": loss})
-        with suppress(Exception), killed_after(kill):
+        with suppress(Exception), killed_after(self.root, kill):
             self.manager.save(number, {"n": np.int32(number)}, metrics=metrics, force=True)
         found = look(self.root)
         committed = number in found and found[number].metrics["serial"] == self.serial
@@ -267,16 +284,29 @@ class Story:
 @settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_kept_on_disk(policy: dict[str, Any], actions: list[Any]):
     with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
-        story = Story(Path(directory), policy)
-        for action, *arguments in actions:
-            if action == "save":
-                story.save(*arguments)
-            elif action == "reopen":
-                story.manager.close()
-                story.open(*arguments)
-            else:
-                story.change(action, *arguments)
-        story.manager.close()
+        tell(Story(Path(directory), policy), actions)
+
+
+@given(policy=POLICIES, actions=ACTIONS)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_kept_in_a_bucket(
+    new_bucket: Callable[[str], BucketPath], policy: dict[str, Any], actions: list[Any]
+):
+    with pytest.MonkeyPatch.context() as patch:
+        end_waiting(patch)
+        tell(Story(new_bucket("moto"), policy), actions)
+
+
+def tell(story: Story, actions: list[Any]) -> None:
+    for action, *arguments in actions:
+        if action == "save":
+            story.save(*arguments)
+        elif action == "reopen":
+            story.manager.close()
+            story.open(*arguments)
+        else:
+            story.change(action, *arguments)
+    story.manager.close()
 
 
 # SIGKILL for real: a parent that never starts JAX's backend forks a child for each trial
@@ -304,47 +334,54 @@ def forked(work: Callable[..., Any], *args: Any) -> tuple[int, Any]:
 
 def save_and_die(root: str, first: int, removals: int) -> None:
     """Save steps until retention has removed so many files; then this process is no more."""
+    end_waiting()
     left = iter(range(removals))
 
     def watch(event: str, _: Any) -> None:
-        if event in ("os.remove", "os.rmdir") and next(left, None) is None:
+        if event in ("os.remove", "os.rmdir", "delete") and next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with Manager(root) as manager:
         for step in range(first, first + 2):
             manager.save(step, {"a": np.arange(1), "step": step})
-    sys.addaudithook(watch)
-    with Manager(root, keep=1) as manager:
+    if isinstance(place_at(root), Path):
+        sys.addaudithook(watch)
+        store: Any = root
+    else:
+        store = FaultyStore(root, before=watch)
+    with Manager(store, keep=1) as manager:
         manager.save(first + 2, {"a": np.arange(1), "step": first + 2})
 
 
-def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[str]]:
+def look_and_go_on(root: str, newest: int) -> tuple[list[int], list[int], list[str], list[str]]:
+    end_waiting()
     reader = Manager(root, read_only=True)
     before = reader.steps()
     for step in before:
         assert ostraka.verify(reader.path(step)).ok
         assert reader.restore(step)["step"] == step
     with Manager(root, keep=1, asynchronous=False) as manager:
-        leftovers = sorted({path.parent.name for path in Path(root).glob("*/shards-*")})
+        leftovers = sorted({path.parent.name for path in place_at(root).glob("*/shards-*")})
         manager.save(newest + 1, {"a": np.arange(1), "step": newest + 1})
-        return before, manager.steps(), leftovers
+        steps = manager.steps()
+    # A directory that was emptied and not yet removed is like any empty one: nobody's.
+    names = [name for name in names_of(place_at(root)) if names_of(place_at(f"{root}/{name}"))]
+    return before, steps, leftovers, names
 
 
-def kill_in_retention(root: str, trials: int) -> list[tuple[int, list[int]]]:
+def kill_in_retention(root: str, trials: int, stride: int) -> list[tuple[int, list[int]]]:
     seen: list[tuple[int, list[int]]] = []
-    for removals in range(trials):
+    for removals in range(0, trials * stride, stride):
         newest = removals * 10 + 2
         status, said = forked(save_and_die, root, newest - 2, removals)
         killed = os.WIFSIGNALED(status)
         assert killed or status == 0, said
         status, said = forked(look_and_go_on, root, newest)
         assert status == 0, said
-        before, after, leftovers = said
+        before, after, leftovers, names = said
         assert before[-1] == newest
         assert len(leftovers) == len(before)  # shards only where there is a step
         assert after == [newest + 1]
-        # A directory that was emptied and not yet removed is like any empty one: nobody's.
-        names = [name for name in os.listdir(root) if os.listdir(f"{root}/{name}")]
         assert names == [f"step_{newest + 1:08d}"]
         seen.append((status, before))
         if not killed:
@@ -352,10 +389,11 @@ def kill_in_retention(root: str, trials: int) -> list[tuple[int, list[int]]]:
     return seen
 
 
-def test_sigkill_during_retention(tmp_path: Path):
-    root = tmp_path / "root"
+def test_sigkill_during_retention(place: Place):
+    root = place / "root"
     root.mkdir()
-    (result,) = run_processes(kill_in_retention, str(root), 60, processes=1, timeout_s=240)
+    stride = 1 if isinstance(place, Path) else 4
+    (result,) = run_processes(kill_in_retention, str(root), 60, stride, processes=1, timeout_s=240)
     counts = {len(before) for _, before in result.value}
-    assert len(result.value) >= 10  # the last one of them was not killed
-    assert counts >= {1, 2, 3, 4}
+    assert len(result.value) >= 10 // stride  # the last one of them was not killed
+    assert counts >= ({1, 2, 3, 4} if isinstance(place, Path) else {1, 2, 3})

@@ -1,11 +1,11 @@
 """The manager on four real processes: one answer for all, preemption, kills and going on."""
 
+import errno
 import hashlib
 import logging
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -29,11 +29,9 @@ from nnx_models import ADAM, train
 from ostraka import Best, Manager, sharding
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, OstrakaError, SaveFailed
 from ostraka.manager import _pending
-from ostraka.testing import run_processes
-
-HURRY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-"""For the compiler: each program runs a few times."""
-
+from ostraka.storage import _claim
+from ostraka.testing import FaultyStore, run_processes
+from places import Place, at, flip, remove_tree
 
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -43,8 +41,8 @@ def mesh_of_all() -> Mesh:
 
 
 def spread(value: np.ndarray) -> jax.Array:
-    place = NamedSharding(mesh_of_all(), P("data"))
-    return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+    placed = NamedSharding(mesh_of_all(), P("data"))
+    return jax.make_array_from_callback(value.shape, placed, lambda index: value[index])
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -65,6 +63,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
 def decide_alike(root: str) -> dict[str, Any]:
     """Many decisions in one run, since starting one takes long."""
     process = jax.process_index()
+    _claim.RENEW_EVERY_S = 0.5  # so that it is soon known who is alive
     said: dict[str, Any] = {}
     with Manager(
         root, when=lambda step: step == 3 or process > 0, keep_best=Best("loss")
@@ -103,8 +102,8 @@ def save_by_the_clock(root: str) -> list[int]:
     return saved
 
 
-def test_all_processes_decide_alike(tmp_path: Path):
-    results = run_processes(decide_alike, str(tmp_path / "root"), processes=4)
+def test_all_processes_decide_alike(place: Place):
+    results = run_processes(decide_alike, str(place / "root"), processes=4)
     first = results[0].value
     assert all(len(result.value["seconds"]) == 5 for result in results)
     for result in results[1:]:
@@ -138,14 +137,25 @@ def fall_back(root: str) -> dict[str, Any]:
         said["restored"] = (manager.restored, tree["step"])
         said["values"] = {int(np.asarray(s.data)[0]) for s in tree["a"].addressable_shards}
         said["mismatch"] = error_of(lambda: manager.restore(like={"b": like["a"]}))[0]
-    with Manager(root, every=10) as manager:
-        said["failed"] = fail_on_process_2(manager)
+    refuses = threading.Event()
+    with Manager(refusing(root, refuses), every=10) as manager:
+        said["failed"] = fail_on_process_2(manager, refuses)
         said["invalid"] = be_wrong_on_process_1(manager)
         said["steps"] = manager.steps()
     return said
 
 
-def fail_on_process_2(manager: Manager) -> list[tuple[str, str]]:
+def refusing(root: str, refuses: threading.Event) -> Any:
+    """A bucket that refuses writes while the event is set; for a directory there are limits."""
+
+    def refuse_writes(verb: str, name: str) -> None:
+        if verb == "write" and refuses.is_set():
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    return root if isinstance(at(root), Path) else FaultyStore(root, before=refuse_writes)
+
+
+def fail_on_process_2(manager: Manager, refuses: threading.Event) -> list[tuple[str, str]]:
     """A file-size limit: a real refusal of the operating system, for one process alone."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _pending._TIMEOUT_S = 60.0  # for a process that is slow, not gone
@@ -153,11 +163,13 @@ def fail_on_process_2(manager: Manager) -> list[tuple[str, str]]:
     for step, patience_s in ((50, 60.0), (60, 0.0)):
         if jax.process_index() == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+            refuses.set()
         manager.save(step, tree_of(step))
         said.append(wait_for_error(manager, step, patience_s))
         assert step not in manager.steps()
         assert manager.restore(20, like=tree_of(0))["step"] == 20
         resource.setrlimit(resource.RLIMIT_FSIZE, UNLIMITED)
+        refuses.clear()
     manager.save(70, tree_of(70))
     manager.wait()
     return said
@@ -186,13 +198,11 @@ def be_wrong_on_process_1(manager: Manager) -> list[tuple[str, str]]:
     return said
 
 
-def test_damage_and_failures_are_heard_of_by_all(tmp_path: Path):
-    root = tmp_path / "root"
+def test_damage_and_failures_are_heard_of_by_all(place: Place):
+    root = place / "root"
     run_processes(save_three, str(root), processes=4)
     file = max(root.glob("step_00000030/shards-*/*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file, -1)
     results = run_processes(fall_back, str(root), processes=4)
     for result in results:
         said = result.value
@@ -228,14 +238,14 @@ def go_away_after_an_error(root: str) -> str:
     message = error_of(lambda: manager.save(1, {"a": object()} if process == 1 else {"a": 1}))[1]
     if process != 1:
         message = error_of(lambda: manager.save(2, {"a": 1}))[1]
-    Path(f"{root}.done{process}").touch()
-    while len(list(Path(root).parent.glob("*.done*"))) < 3:
+    at(f"{root}.done{process}").touch()
+    while len(list(at(root).parent.glob("*.done*"))) < 3:
         time.sleep(0.01)
     return message
 
 
-def test_a_process_that_went_away_because_of_the_error(tmp_path: Path):
-    results = run_processes(go_away_after_an_error, str(tmp_path / "root"), processes=3)
+def test_a_process_that_went_away_because_of_the_error(place: Place):
+    results = run_processes(go_away_after_an_error, str(place / "root"), processes=3)
     for result in results:
         assert "on process 1: leaf 'a' is a builtins.object" in result.value
 
@@ -251,7 +261,7 @@ def run_until_told(root: str) -> tuple[int, list[int]]:
             time.sleep(rng.uniform(0, 0.004))  # each at its own pace
             manager.save(step, tree_of(step))
             if step == 20:
-                Path(f"{root}.go{process}").touch()
+                at(f"{root}.go{process}").touch()
             if manager.reached_preemption(step):
                 return step, manager.steps()
     raise AssertionError("nobody told us")
@@ -261,7 +271,7 @@ def terminate_when(
     marks: list[str], victims: list[int]
 ) -> Callable[[list[subprocess.Popen[bytes]]], None]:
     def watch(popens: list[subprocess.Popen[bytes]]) -> None:
-        while not all(map(os.path.exists, marks)):
+        while not all(at(mark).exists() for mark in marks):
             time.sleep(0.005)
         for victim in victims:
             popens[victim].send_signal(signal.SIGTERM)
@@ -270,8 +280,8 @@ def terminate_when(
 
 
 @pytest.mark.parametrize("victims", [[0, 1, 2, 3], [1]], ids=["all of four", "one of two"])
-def test_sigterm_gives_one_common_step(tmp_path: Path, victims: list[int]):
-    root = str(tmp_path / "root")
+def test_sigterm_gives_one_common_step(place: Place, victims: list[int]):
+    root = str(place / "root")
     processes = max(victims) + 1
     marks = [f"{root}.go{process}" for process in range(processes)]
     results = run_processes(
@@ -281,8 +291,8 @@ def test_sigterm_gives_one_common_step(tmp_path: Path, victims: list[int]):
     step, there = results[0].value
     assert there == [step]
     assert all(result.value == (step, there) for result in results)
-    assert ostraka.verify(Path(root) / f"step_{step:08d}").ok
-    assert ostraka.open(Path(root) / f"step_{step:08d}")["step"] == step
+    assert ostraka.verify(f"{root}/step_{step:08d}").ok
+    assert ostraka.open(f"{root}/step_{step:08d}")["step"] == step
 
 
 # Training, killed and resumed
@@ -300,11 +310,17 @@ class Small(nnx.Module):
         return self.down(self.dropout(jax.nn.relu(self.up(x))))
 
 
-def train_on(root: str, steps: int, every: int, stop: int | None = None) -> tuple[int, str]:
+def train_on(
+    root: str, marks: str, steps: int, every: int, stop: int | None = None
+) -> tuple[int, str]:
     """Train up to `steps`, from where it was left; returns where that was, and what came out.
 
     At the step `stop` it waits to be killed, if it has not been by then.
     """
+    _claim.DEAD_AFTER_S, _claim.RENEW_EVERY_S = 10.0, 0.5
+    # What is compiled in one round serves the next. A file that is half-written is not taken.
+    jax.config.update("jax_compilation_cache_dir", f"{marks}-compiled")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     mesh = mesh_of_all()
     rules = sharding.fsdp("data", min_size=16)
     model, optimizer = sharding.init(lambda: Small(nnx.Rngs(0)), mesh, rules, ADAM)
@@ -318,7 +334,7 @@ def train_on(root: str, steps: int, every: int, stop: int | None = None) -> tupl
             loss = train(model, optimizer, spread(batch))
             manager.save(step, state, metrics={"loss": float(loss)})
             if jax.process_index() == 0:
-                Path(f"{root}.at{step}").touch()
+                (Path(marks) / str(step)).touch()
             if step == stop:
                 signal.pause()
     return begun, digest_of(state)
@@ -363,62 +379,73 @@ def check_every_step(root: str, reached: int, every: int) -> None:
     assert there[-1] >= reached - 2 * every
 
 
-def train_undisturbed(root: Path, steps: int, every: int) -> tuple[list[str], list[int]]:
+def train_undisturbed(
+    root: Place, marks: Path, steps: int, every: int
+) -> tuple[list[str], list[int]]:
     results = run_processes(
-        train_on, str(root), steps, every, processes=4, env=HURRY, timeout_s=600
+        train_on, str(root), str(marks), steps, every, processes=4, timeout_s=600
     )
     return [r.value[1] for r in results], Manager(root, read_only=True).steps()
 
 
 def kill_and_resume(
-    tmp_path: Path, expected: Any, *, rounds: int, stride: int, every: int, seed: int
+    place: Place, marks: Path, expected: Any, *, rounds: int, stride: int, every: int, seed: int
 ) -> None:
     rng = random.Random(seed)
     steps = stride * (rounds + 1)
-    root = str(tmp_path / "killed")
+    root = str(place / "killed")
     for number in range(rounds):
         # The second save begins when the first is there: from then on one must always be.
         reached = stride * number + rng.randint(2 * every, stride)
         # Before any step that the next round may reach, in case that the kill comes late.
         stop = stride * (number + 1) + 2 * every - 1
-        mark = f"{root}.at{reached}"
+        mark = str(marks / str(reached))
         results = run_processes(
             train_on,
             root,
+            str(marks),
             steps,
             every,
             stop,
             processes=4,
-            env=HURRY,
             check=False,
             timeout_s=600,
             on_start=kill_at(mark, rng.randrange(4), rng.uniform(0, 0.02)),
         )
         assert any(result.exit_code == -9 for result in results), results
         check_every_step(root, reached, every)
-        for file in tmp_path.glob("killed.at*"):
+        for file in marks.iterdir():
             file.unlink()
-    results = run_processes(train_on, root, steps, every, processes=4, env=HURRY, timeout_s=600)
+    results = run_processes(train_on, root, str(marks), steps, every, processes=4, timeout_s=600)
     assert all(result.value[0] > 0 for result in results)
     assert ([r.value[1] for r in results], Manager(root, read_only=True).steps()) == expected
 
 
 @pytest.mark.timeout(1200)  # for 24 processes that compile, on a machine that has much else to do
-def test_training_killed_and_resumed(tmp_path: Path):
-    expected = train_undisturbed(tmp_path / "whole", 60, 3)
-    kill_and_resume(tmp_path, expected, rounds=4, stride=12, every=3, seed=1)
+def test_training_killed_and_resumed(place: Place, tmp_path: Path):
+    rounds = 4 if isinstance(place, Path) else 1
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    expected = train_undisturbed(place / "whole", marks, 12 * (rounds + 1), 3)
+    remove_tree(marks)
+    marks.mkdir()
+    kill_and_resume(place, marks, expected, rounds=rounds, stride=12, every=3, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(5))
 def test_training_killed_and_resumed_again_and_again(tmp_path: Path, part: int):
     """300 steps each time, of which four rounds are killed; 200 rounds in five parts."""
-    expected = train_undisturbed(tmp_path / "whole", 300, 5)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    expected = train_undisturbed(tmp_path / "whole", marks, 300, 5)
+    remove_tree(marks)
+    marks.mkdir()
     for number in range(10 * part, 10 * part + 10):
         directory = tmp_path / str(number)
         directory.mkdir()
-        kill_and_resume(directory, expected, rounds=4, stride=60, every=5, seed=number)
-        shutil.rmtree(directory)
+        kill_and_resume(directory, marks, expected, rounds=4, stride=60, every=5, seed=number)
+        remove_tree(directory)
 
 
 # Growth
@@ -459,8 +486,8 @@ def end_threads_of_saves() -> None:
 def test_saves_leave_nothing_behind(tmp_path: Path, processes: int):
     saves = 200 if processes == 1 else 50
     # What counts here is not the disk, which would sync 2,000 times.
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
-    with tempfile.TemporaryDirectory(dir=place) as root:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
+    with tempfile.TemporaryDirectory(dir=memory) as root:
         results = run_processes(measure_growth, root, saves, processes=processes, timeout_s=280)
     for result in results:
         (threads, files, resident), (threads_after, files_after, resident_after) = result.value

@@ -28,6 +28,7 @@ from nnx_models import (
     trained,
 )
 from ostraka.errors import Mismatch, PartialRestore
+from places import Place
 
 
 def mesh_of(*sizes: int) -> Any:
@@ -47,10 +48,10 @@ def make_both() -> dict[str, Any]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, Block, nnx.Optimizer]:
+def saved(place: Place) -> tuple[Place, Block, nnx.Optimizer]:
     model, optimizer = trained()
-    ostraka.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    return tmp_path / "c", model, optimizer
+    ostraka.save(place / "c", {"model": model, "optimizer": optimizer})
+    return place / "c", model, optimizer
 
 
 # Abstract templates
@@ -80,15 +81,15 @@ def test_an_abstract_state_becomes_a_state(saved: Any):
     assert_same(nnx.merge(graphdef, restored), model)
 
 
-def test_abstract_meshes_are_bound_to_the_real_one(tmp_path: Path):
+def test_abstract_meshes_are_bound_to_the_real_one(place: Place):
     mesh = mesh_of(4, 2)
     model, optimizer = make_sharded(mesh)
     tree = {"model": model, "optimizer": optimizer}
-    ostraka.save(tmp_path / "c", tree)
+    ostraka.save(place / "c", tree)
     with jax.set_mesh(mesh):
         like = nnx.eval_shape(make_both)
     assert isinstance(like["model"].up.get_raw_value().sharding.mesh, jax.sharding.AbstractMesh)
-    restored = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)
+    restored = ostraka.restore(place / "c", like=like, mesh=mesh)
     assert_same(restored["model"], model)
     assert_same(restored["optimizer"], optimizer)
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
@@ -96,23 +97,23 @@ def test_abstract_meshes_are_bound_to_the_real_one(tmp_path: Path):
         assert found.sharding.mesh == mesh
 
 
-def test_an_abstract_mesh_needs_a_real_one(tmp_path: Path):
+def test_an_abstract_mesh_needs_a_real_one(place: Place):
     mesh = mesh_of(4, 2)
-    ostraka.save(tmp_path / "c", make_sharded(mesh)[0])
+    ostraka.save(place / "c", make_sharded(mesh)[0])
     with jax.set_mesh(mesh):
         like = nnx.eval_shape(lambda: Sharded(rngs=nnx.Rngs(0)))
     with pytest.raises(Mismatch, match="abstract mesh, which has no devices: pass mesh="):
-        ostraka.restore(tmp_path / "c", like=like)
+        ostraka.restore(place / "c", like=like)
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (8, 1), (1, 1)])
-def test_an_abstract_model_on_another_mesh(tmp_path: Path, sizes: tuple[int, int]):
+def test_an_abstract_model_on_another_mesh(place: Place, sizes: tuple[int, int]):
     model, optimizer = make_sharded(mesh_of(4, 2))
-    ostraka.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    ostraka.save(place / "c", {"model": model, "optimizer": optimizer})
     mesh = mesh_of(*sizes)
     with jax.set_mesh(mesh):
         like = nnx.eval_shape(make_both)
-    restored = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)
+    restored = ostraka.restore(place / "c", like=like, mesh=mesh)
     assert_same(restored["model"], model)
     assert_same(restored["optimizer"], optimizer)
     up = NamedSharding(mesh, P("fsdp", "tp"))
@@ -121,23 +122,23 @@ def test_an_abstract_model_on_another_mesh(tmp_path: Path, sizes: tuple[int, int
     assert moments[...].sharding.is_equivalent_to(up, 2)
 
 
-def test_a_bound_template_of_flax(tmp_path: Path):
+def test_a_bound_template_of_flax(place: Place):
     model, _ = make_sharded(mesh_of(4, 2))
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     mesh = mesh_of(2, 4)
     graphdef, abstract = nnx.get_abstract_model(lambda: Sharded(rngs=nnx.Rngs(0)), mesh)
-    restored = nnx.merge(graphdef, ostraka.restore(tmp_path / "c", like=abstract))
+    restored = nnx.merge(graphdef, ostraka.restore(place / "c", like=abstract))
     assert_same(restored, model)
     assert restored.up[...].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
 
 
-def test_specs_win_over_what_variables_say(tmp_path: Path):
+def test_specs_win_over_what_variables_say(place: Place):
     mesh = mesh_of(4, 2)
     model, _ = make_sharded(mesh)
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     with jax.set_mesh(mesh):
         restored = ostraka.restore(
-            tmp_path / "c", like=model, mesh=mesh, specs={"up": P("tp"), "down": P()}
+            place / "c", like=model, mesh=mesh, specs={"up": P("tp"), "down": P()}
         )
     assert restored.up[...].sharding.is_equivalent_to(NamedSharding(mesh, P("tp")), 2)
     assert restored.down[...].sharding.is_fully_replicated
@@ -145,48 +146,48 @@ def test_specs_win_over_what_variables_say(tmp_path: Path):
     assert_same(restored, model)
 
 
-def test_unsharded_variables_that_name_axes_go_onto_a_mesh(tmp_path: Path):
+def test_unsharded_variables_that_name_axes_go_onto_a_mesh(place: Place):
     """A model saved from one device, whose variables say where they belong."""
     _, state = nnx.split(make_sharded(mesh_of(1, 1))[0])
-    ostraka.save(tmp_path / "c", state)
+    ostraka.save(place / "c", state)
     mesh = mesh_of(4, 2)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    restored = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)
+    restored = ostraka.restore(place / "c", like=like, mesh=mesh)
     assert restored["up"][...].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
     assert bits(restored) == bits(state)
 
 
-def test_logical_names_go_onto_a_mesh_by_the_rules_of_flax(tmp_path: Path):
+def test_logical_names_go_onto_a_mesh_by_the_rules_of_flax(place: Place):
     rules = (("embed", "fsdp"), ("mlp", "tp"))
 
     def variable(value: Any, **metadata: Any) -> nnx.Param:
         names = ("embed", "mlp")
         return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
 
-    ostraka.save(tmp_path / "c", {"v": variable(jnp.ones((8, 4)))})
+    ostraka.save(place / "c", {"v": variable(jnp.ones((8, 4)))})
     mesh = mesh_of(4, 2)
     expected = NamedSharding(mesh, P("fsdp", "tp"))
     shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     with nnx.logical_axis_rules(rules):
-        found = ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)["v"]
+        found = ostraka.restore(place / "c", like={"v": variable(shape)}, mesh=mesh)["v"]
     assert found[...].sharding == expected
     like = {"v": variable(shape, sharding_rules=rules)}
-    found = ostraka.restore(tmp_path / "c", like=like, mesh=mesh)["v"]
+    found = ostraka.restore(place / "c", like=like, mesh=mesh)["v"]
     assert found[...].sharding == expected
     assert tuple(found.get_metadata()["out_sharding"]) == ("embed", "mlp")
     with pytest.raises(Mismatch, match=r"leaf 'v', dimension 0: the mesh .* has no axis 'embed'"):
-        ostraka.restore(tmp_path / "c", like={"v": variable(shape)}, mesh=mesh)
+        ostraka.restore(place / "c", like={"v": variable(shape)}, mesh=mesh)
 
 
-def test_a_mesh_that_does_not_fit(tmp_path: Path):
+def test_a_mesh_that_does_not_fit(place: Place):
     model, _ = make_sharded(mesh_of(4, 2))
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     other = jax.make_mesh((8,), ("data",))
     with pytest.raises(Mismatch, match=r"leaf 'up', dimension 0: the mesh \(data=8\) has no axis"):
-        ostraka.restore(tmp_path / "c", like=model, mesh=other)
+        ostraka.restore(place / "c", like=model, mesh=other)
     odd = mesh_of(1, 3)
     with pytest.raises(Mismatch, match="dimension 1: 64 elements do not divide into 3 parts along"):
-        ostraka.restore(tmp_path / "c", like=model, mesh=odd)
+        ostraka.restore(place / "c", like=model, mesh=odd)
 
 
 # In place
@@ -221,15 +222,15 @@ def test_in_place_frees_the_old_arrays(saved: Any):
     assert len(jax.live_arrays()) <= count
 
 
-def test_in_place_keeps_places(tmp_path: Path):
+def test_in_place_keeps_places(place: Place):
     model, _ = make_sharded(mesh_of(4, 2))
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     mesh = mesh_of(2, 4)
     target, _ = make_sharded(mesh, seed=1)
-    ostraka.restore(tmp_path / "c", into=target)
+    ostraka.restore(place / "c", into=target)
     assert target.up[...].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
     assert_same(target, model)
-    ostraka.restore(tmp_path / "c", into=target, mesh=mesh_of(4, 2))
+    ostraka.restore(place / "c", into=target, mesh=mesh_of(4, 2))
     sharding: Any = target.up[...].sharding
     assert sharding.mesh.shape["fsdp"] == 4
     assert_same(target, model)
@@ -285,7 +286,7 @@ def test_in_place_restores_some_of_a_state_with_plain_arrays(saved: Any):
     assert bits(target.norm) == bits(model.norm)
 
 
-def test_in_place_with_iterators_of_data(tmp_path: Path):
+def test_in_place_with_iterators_of_data(place: Place):
     class Position:
         def __init__(self, at: int):
             self.at = at
@@ -297,9 +298,9 @@ def test_in_place_with_iterators_of_data(tmp_path: Path):
             self.at = state["at"]
 
     model = make_block()
-    ostraka.save(tmp_path / "c", {"model": model, "data": Position(7)})
+    ostraka.save(place / "c", {"model": model, "data": Position(7)})
     target = {"model": make_block(1), "data": Position(0)}
-    ostraka.restore(tmp_path / "c", into=target)
+    ostraka.restore(place / "c", into=target)
     assert target["data"].at == 7
     assert_same(target["model"], model)
 
@@ -313,10 +314,10 @@ def test_in_place_changes_nothing_if_it_does_not_fit(saved: Any):
     assert bits(target) == before
 
 
-def test_in_place_or_like_a_template_not_both(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"x": jnp.ones(2)})
+def test_in_place_or_like_a_template_not_both(place: Place):
+    ostraka.save(place / "c", {"x": jnp.ones(2)})
     with pytest.raises(ValueError, match="give like= or into=, not both"):
-        ostraka.restore(tmp_path / "c", into={"x": 1}, like={"x": 1})
+        ostraka.restore(place / "c", into={"x": 1}, like={"x": 1})
 
 
 class Tables(nnx.Module):
@@ -327,21 +328,21 @@ class Tables(nnx.Module):
 
 
 @pytest.mark.parametrize("only", ["taken", "layer/**"])
-def test_in_place_restores_only_what_was_asked_for(tmp_path: Path, only: str):
-    ostraka.save(tmp_path / "c", Tables(0))
+def test_in_place_restores_only_what_was_asked_for(place: Place, only: str):
+    ostraka.save(place / "c", Tables(0))
     target = Tables(10)
-    ostraka.restore(tmp_path / "c", into=target, only=only)
+    ostraka.restore(place / "c", into=target, only=only)
     taken, layer = (0, 10) if only == "taken" else (10, 0)
     assert np.array_equal(target.kept, np.arange(3) + 10)
     assert np.array_equal(target.taken, np.arange(3) + taken)
     assert bits(target.layer) == bits(Tables(layer).layer)
 
 
-def test_in_place_keeps_what_the_checkpoint_lacks(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"layer": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
+def test_in_place_keeps_what_the_checkpoint_lacks(place: Place):
+    ostraka.save(place / "c", {"layer": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
     target = Tables(10)
     with pytest.warns(PartialRestore, match="kept 2 leaves .* does not have .'kept', 'taken'."):
-        ostraka.restore(tmp_path / "c", into=target, strict=False)
+        ostraka.restore(place / "c", into=target, strict=False)
     assert np.array_equal(target.kept, np.arange(3) + 10)
     assert np.array_equal(target.taken, np.arange(3) + 10)
     assert bits(target.layer) == bits(Tables(0).layer)
@@ -407,18 +408,18 @@ def test_only_some_leaves_of_a_module(saved: Any):
     assert_same(restored["model"], expected)
 
 
-def test_leaves_that_are_new_can_be_left_out(tmp_path: Path):
+def test_leaves_that_are_new_can_be_left_out(place: Place):
     """A base without adapters goes into a model that has some."""
-    ostraka.save(tmp_path / "c", {"model": nnx.Linear(4, 2, rngs=nnx.Rngs(0))})
+    ostraka.save(place / "c", {"model": nnx.Linear(4, 2, rngs=nnx.Rngs(0))})
     model = nnx.LoRALinear(4, 2, lora_rank=1, rngs=nnx.Rngs(1))
     adapter = bits(model.lora.lora_a)
-    ostraka.restore(tmp_path / "c", into={"model": model}, only="!model/lora")
+    ostraka.restore(place / "c", into={"model": model}, only="!model/lora")
     assert_same(model.kernel, nnx.Linear(4, 2, rngs=nnx.Rngs(0)).kernel)
     assert bits(model.lora.lora_a) == adapter
     with pytest.raises(Mismatch, match=r"only has '!model/lore' \(did you mean 'model/lora'\?\)"):
-        ostraka.restore(tmp_path / "c", into={"model": model}, only="!model/lore")
+        ostraka.restore(place / "c", into={"model": model}, only="!model/lore")
     with pytest.raises(Mismatch, match=r"only has 'model/lora' .*matches no leaf of the check"):
-        ostraka.restore(tmp_path / "c", into={"model": model}, only="model/lora")
+        ostraka.restore(place / "c", into={"model": model}, only="model/lora")
 
 
 def test_only_some_leaves_without_a_template(saved: Any):
@@ -514,13 +515,13 @@ def test_a_model_that_has_grown(saved: Any):
         ostraka.restore(path, like={"model": abstract}, strict=False)
 
 
-def test_a_model_that_has_shrunk(tmp_path: Path):
+def test_a_model_that_has_shrunk(place: Place):
     model = Grown(rngs=nnx.Rngs(0))
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     with pytest.raises(Mismatch, match=r"'head' \(2 leaves\) is in the checkpoint but not"):
-        ostraka.restore(tmp_path / "c", like=make_block(1))
+        ostraka.restore(place / "c", like=make_block(1))
     with pytest.warns(PartialRestore, match="left out 2 leaves of the checkpoint .'head/bias'"):
-        restored = ostraka.restore(tmp_path / "c", like=make_block(1), strict=False)
+        restored = ostraka.restore(place / "c", like=make_block(1), strict=False)
     assert bits(restored.layers) == bits(model.layers)
 
 
@@ -551,11 +552,11 @@ def test_layers_that_have_moved(saved: Any):
     assert_same(like["agent"].net.trunk, model)
 
 
-def test_layers_that_change_places(tmp_path: Path):
+def test_layers_that_change_places(place: Place):
     model = make_block()
-    ostraka.save(tmp_path / "c", model)
+    ostraka.save(place / "c", model)
     swap = {"layers/0": "layers/1", "layers/1": "layers/0"}
-    restored = ostraka.restore(tmp_path / "c", like=make_block(1), rename=swap)
+    restored = ostraka.restore(place / "c", like=make_block(1), rename=swap)
     assert bits(restored.layers[0]) == bits(model.layers[1])
     assert bits(restored.layers[1]) == bits(model.layers[0])
 
@@ -566,10 +567,10 @@ def test_rename_of_what_is_not_there(saved: Any):
         ostraka.restore(path, like={"model": model}, rename={"model/lair": "model/first"})
 
 
-def test_rename_onto_what_is_there(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"a": jnp.zeros(2), "b": jnp.ones(2)})
+def test_rename_onto_what_is_there(place: Place):
+    ostraka.save(place / "c", {"a": jnp.zeros(2), "b": jnp.ones(2)})
     with pytest.raises(Mismatch, match="'b'"):
-        ostraka.restore(tmp_path / "c", like={"b": jnp.zeros(2)}, rename={"a": "b"})
+        ostraka.restore(place / "c", like={"b": jnp.zeros(2)}, rename={"a": "b"})
 
 
 def test_rename_without_a_template(saved: Any):
@@ -592,14 +593,14 @@ def as_bfloat16(array: Any) -> Any:
     return array.astype(jnp.bfloat16) if floating else array
 
 
-def test_saving_as_another_dtype(tmp_path: Path):
+def test_saving_as_another_dtype(place: Place):
     model, optimizer = trained()
     tree = {"model": model, "optimizer": optimizer, "lr": 0.1, "scale": jnp.float32(0.1)}
-    ostraka.save(tmp_path / "c", tree, dtype="bfloat16")
+    ostraka.save(place / "c", tree, dtype="bfloat16")
     assert model.first.kernel[...].dtype == jnp.float32
     state = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
     expected = jax.tree.map(as_bfloat16, state)
-    restored = ostraka.restore(tmp_path / "c", as_state=True)
+    restored = ostraka.restore(place / "c", as_state=True)
     assert (restored.pop("lr"), float(restored.pop("scale"))) == (0.1, np.float32(0.1))
     assert bits(restored) == bits(expected)
     optimizer_types = dtypes_of(restored["optimizer"])
@@ -607,13 +608,13 @@ def test_saving_as_another_dtype(tmp_path: Path):
     assert optimizer_types["['step'].value"] in ("uint32", "int32")
 
 
-def test_the_cast_is_recorded(tmp_path: Path):
+def test_the_cast_is_recorded(place: Place):
     model, _ = trained()
-    ostraka.save(tmp_path / "c", {"model": model}, dtype="bfloat16")
+    ostraka.save(place / "c", {"model": model}, dtype="bfloat16")
     match = r"saved as bfloat16 \(cast from float32 by the save\), `like` has float32: .* to cast"
     with pytest.raises(Mismatch, match=match):
-        ostraka.restore(tmp_path / "c", like={"model": make_block(1)})
-    restored = ostraka.restore(tmp_path / "c", like={"model": make_block(1)}, dtype="like")
+        ostraka.restore(place / "c", like={"model": make_block(1)})
+    restored = ostraka.restore(place / "c", like={"model": make_block(1)}, dtype="like")
     expected = jax.tree.map(
         lambda x: as_bfloat16(x).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
         nnx.state(model),
@@ -621,11 +622,11 @@ def test_the_cast_is_recorded(tmp_path: Path):
     assert bits(nnx.state(restored["model"])) == bits(expected)
 
 
-def test_dtypes_by_path(tmp_path: Path):
+def test_dtypes_by_path(place: Place):
     model, optimizer = trained()
     tree = {"model": model, "optimizer": optimizer}
-    ostraka.save(tmp_path / "c", tree, dtype={"model/norm/**": None, "model/**": "bfloat16"})
-    restored = ostraka.restore(tmp_path / "c", as_state=True)
+    ostraka.save(place / "c", tree, dtype={"model/norm/**": None, "model/**": "bfloat16"})
+    restored = ostraka.restore(place / "c", as_state=True)
     assert restored["model"]["first"]["kernel"][...].dtype == jnp.bfloat16
     assert restored["model"]["norm"]["mean"][...].dtype == jnp.float32
     assert bits(restored["optimizer"]) == bits(nnx.state(optimizer))
@@ -646,7 +647,7 @@ def test_restoring_as_another_dtype(saved: Any):
     )
 
 
-def test_integers_are_no_target(tmp_path: Path):
+def test_integers_are_no_target(place: Place):
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be a floating-point dtype"):
-        ostraka.save(tmp_path / "c", {"x": jnp.ones(2)}, dtype="int8")
-    assert not (tmp_path / "c").exists()
+        ostraka.save(place / "c", {"x": jnp.ones(2)}, dtype="int8")
+    assert not (place / "c").exists()

@@ -224,6 +224,7 @@ def test_nothing_is_there(bucket: str):
         ("s3://key:secret@bucket/run", "credentials and endpoints come from the environment"),
         ("s3://bucket/run?region=x", "credentials and endpoints come from the environment"),
         ("s3:///run", "names no bucket; expected s3://bucket/prefix"),
+        ("s3://bucket/ru\nn", "has a line break or a tab in it"),
     ],
 )
 def test_what_is_no_path(path: str, message: str):

@@ -1,8 +1,8 @@
 """Saves and restores across process and device counts, with real processes."""
 
 import json
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka.errors import Mismatch
 from ostraka.testing import run_processes
+from places import Place, names_of
 
 SPECS = {
     "sharded": P("x", "y"),
@@ -299,31 +300,31 @@ def all_right(results: list[Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("two") / "checkpoint"
+def saved_by_two(new_place: Callable[[str], Place]) -> Place:
+    path = new_place("two") / "checkpoint"
     run_processes(save_tree, str(path), processes=2, devices_per_process=4)
     return path
 
 
-def test_two_processes_to_four(saved_by_two: Path):
+def test_two_processes_to_four(saved_by_two: Place):
     assert all_right(
         run_processes(restore_every_way, str(saved_by_two), processes=4, devices_per_process=2)
     )
 
 
-def test_two_processes_to_two(saved_by_two: Path):
+def test_two_processes_to_two(saved_by_two: Place):
     assert all_right(
         run_processes(restore_every_way, str(saved_by_two), processes=2, devices_per_process=4)
     )
 
 
-def test_two_processes_to_one_with_eight_devices(saved_by_two: Path):
+def test_two_processes_to_one_with_eight_devices(saved_by_two: Place):
     wrong = restore_every_way(str(saved_by_two))
     assert not any(wrong.values()), wrong
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_two_processes_to_one_with_fewer_devices(saved_by_two: Path, devices: int):
+def test_two_processes_to_one_with_fewer_devices(saved_by_two: Place, devices: int):
     ways = restore_few if devices == 1 else restore_every_way
     assert all_right(
         run_processes(ways, str(saved_by_two), processes=1, devices_per_process=devices)
@@ -343,19 +344,19 @@ def restore_few(path: str) -> dict[str, list[str]]:
     }
 
 
-def test_four_processes_to_two(tmp_path: Path):
-    path = str(tmp_path / "checkpoint")
+def test_four_processes_to_two(place: Place):
+    path = str(place / "checkpoint")
     run_processes(save_tree, path, processes=4, devices_per_process=2)
     assert all_right(run_processes(restore_every_way, path, processes=2, devices_per_process=4))
 
 
-def test_one_process_to_two(tmp_path: Path):
-    path = str(tmp_path / "checkpoint")
+def test_one_process_to_two(place: Place):
+    path = str(place / "checkpoint")
     save_tree(path)
     assert all_right(run_processes(restore_every_way, path, processes=2, devices_per_process=4))
 
 
-def test_every_shard_verifies(saved_by_two: Path):
+def test_every_shard_verifies(saved_by_two: Place):
     report = ostraka.verify(saved_by_two)
     assert report.ok
     assert ostraka.open(saved_by_two).metadata == {"from": 2}
@@ -364,7 +365,7 @@ def test_every_shard_verifies(saved_by_two: Path):
 # What is in the files
 
 
-def read_shards(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def read_shards(path: Place) -> dict[str, dict[str, dict[str, Any]]]:
     """Every shard as the safetensors package reads it: file, tensor, its dtype, shape and bytes."""
     return {
         file.name: dict(safetensors.deserialize(file.read_bytes()))
@@ -372,16 +373,18 @@ def read_shards(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def saved_offsets(file: Path) -> dict[str, list[int]]:
-    with safetensors.safe_open(file, "numpy") as opened:
-        sharding = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-        assert sorted(opened.keys()) == sorted(sharding)
+def saved_offsets(file: Place) -> dict[str, list[int]]:
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    sharding = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
+    assert sorted(header) == sorted(sharding)
+    assert sorted(name for name, _ in safetensors.deserialize(data)) == sorted(sharding)
     return {name: info["saved_offsets"] for name, info in sharding.items()}
 
 
-def data_bytes(file: Path) -> int:
-    with file.open("rb") as opened:
-        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+def data_bytes(file: Place) -> int:
+    data = file.read_bytes()
+    return len(data) - 8 - int.from_bytes(data[:8], "little")
 
 
 def stored_bytes(value: np.ndarray) -> int:
@@ -393,7 +396,7 @@ def leaf_sources() -> dict[str, np.ndarray]:
     return {f"{parts.get(name, 'host')}/{name}": value for name, value in sources().items()}
 
 
-def test_each_byte_is_stored_once(saved_by_two: Path):
+def test_each_byte_is_stored_once(saved_by_two: Place):
     files = list(saved_by_two.glob("shards-*/*.safetensors"))
     stored = sum(data_bytes(file) for file in files)
     # A packed leaf that is cut rounds each piece up to a byte; int4 in four pieces of 30 is exact.
@@ -405,7 +408,7 @@ def test_each_byte_is_stored_once(saved_by_two: Path):
     )
 
 
-def test_shards_hold_slices_of_the_sources(saved_by_two: Path):
+def test_shards_hold_slices_of_the_sources(saved_by_two: Place):
     seen = {path: np.zeros(value.shape, int) for path, value in leaf_sources().items()}
     for file in saved_by_two.glob("shards-*/*.safetensors"):
         offsets = saved_offsets(file)
@@ -426,7 +429,7 @@ def test_shards_hold_slices_of_the_sources(saved_by_two: Path):
             assert (times == 1).all(), path
 
 
-def test_dtypes_in_the_files(saved_by_two: Path):
+def test_dtypes_in_the_files(saved_by_two: Place):
     found = {
         path: tensor["dtype"]
         for shard in read_shards(saved_by_two).values()
@@ -468,8 +471,8 @@ def save_many_leaves(path: str) -> int:
     return sum(array.nbytes for array in tree.values())
 
 
-def test_processes_write_alike(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def test_processes_write_alike(place: Place):
+    path = place / "checkpoint"
     results = run_processes(save_many_leaves, str(path), processes=4, devices_per_process=2)
     by_process: list[int] = []
     for process in range(4):
@@ -517,22 +520,22 @@ def restore_numpy(path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved_locals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("local") / "checkpoint"
+def saved_locals(new_place: Callable[[str], Place]) -> Place:
+    path = new_place("local") / "checkpoint"
     results = run_processes(save_and_restore_local, str(path), processes=2)
     for result in results:
         assert all(result.value.values()), result.value
     return path
 
 
-def test_each_process_gets_its_own_value_back(saved_locals: Path):
+def test_each_process_gets_its_own_value_back(saved_locals: Place):
     stored = sum(data_bytes(file) for file in saved_locals.glob("shards-*/*.safetensors"))
     own = 2 * (6 * 4 + 6 * 8 + 2 * 4 + 4)
     alike = 1000 * 4 + 500 * 8
     assert stored == own + alike
 
 
-def test_own_values_need_as_many_processes(saved_locals: Path):
+def test_own_values_need_as_many_processes(saved_locals: Place):
     with pytest.raises(Mismatch, match="each of the 2 processes .* this run has 1") as caught:
         ostraka.restore(saved_locals)
     named = ["own", "own numpy", "own key", "own scalar"]
@@ -548,7 +551,7 @@ def restore_own_on_three(path: str) -> str:
     return "restored"
 
 
-def test_own_values_on_more_processes(saved_locals: Path):
+def test_own_values_on_more_processes(saved_locals: Place):
     for result in run_processes(restore_own_on_three, str(saved_locals), processes=3):
         assert "each of the 2 processes" in result.value
         assert "this run has 3" in result.value
@@ -583,17 +586,17 @@ def disagree(root: str, ways: list[str]) -> list[str]:
     return [save_and_catch(f"{root}/{way}", way) for way in ways]
 
 
-def test_processes_that_disagree(tmp_path: Path):
+def test_processes_that_disagree(place: Place):
     ways = ["path", "structure", "value", "shape", "sharding", "kind", "nothing"]
-    results = run_processes(disagree, str(tmp_path), ways, processes=2, devices_per_process=2)
+    results = run_processes(disagree, str(place), ways, processes=2, devices_per_process=2)
     for result in results:
         messages = dict(zip(ways, result.value, strict=True))
         assert messages.pop("nothing") == "saved"
         assert "process 1: it saves to" in messages.pop("path")
         for way, message in messages.items():
-            assert f"{tmp_path}/{way}" in message, way
+            assert f"{place}/{way}" in message, way
             assert "process 1: its tree differs from that of process 0" in message, way
-    assert [path.name for path in tmp_path.iterdir()] == ["nothing"]
+    assert names_of(place) == ["nothing"]
 
 
 def save_twice_over(path: str) -> list[Any]:
@@ -610,8 +613,8 @@ def save_twice_over(path: str) -> list[Any]:
     return found
 
 
-def test_overwrite(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def test_overwrite(place: Place):
+    path = place / "checkpoint"
     for result in run_processes(save_twice_over, str(path), processes=2, devices_per_process=2):
         assert result.value == [(0, True), (1, True), (2, True)]
     assert len(list(path.iterdir())) == 2

@@ -24,6 +24,7 @@ import ostraka
 from ostraka._lazy import Checkpoint
 from ostraka.formats import open_source
 from ostraka.storage import open_store
+from places import Place
 
 HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
 OPTIONAL = ["orbax", "tensorstore", "obstore", "plotly", "torch", "safetensors", "grain"]
@@ -125,8 +126,8 @@ def test_importing_imports_nothing_heavy():
     assert not {*HEAVY, *OPTIONAL} & set(loaded)
 
 
-def test_reading_needs_no_jax(tmp_path: Path):
-    path = tmp_path / "checkpoint"
+def test_reading_needs_no_jax(place: Place):
+    path = place / "checkpoint"
     value = np.arange(12.0, dtype=np.float32).reshape(3, 4)
     tree = {
         "a": jax.device_put(
@@ -358,12 +359,12 @@ def test_a_checkpoint_is_a_mapping(lazy: Any):
         checkpoint["cub"]
 
 
-def test_what_wrote_a_checkpoint(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"a": 1}, metadata={"run": 7, "tags": ["x"]})
-    checkpoint = ostraka.open(tmp_path / "c")
+def test_what_wrote_a_checkpoint(place: Place):
+    ostraka.save(place / "c", {"a": 1}, metadata={"run": 7, "tags": ["x"]})
+    checkpoint = ostraka.open(place / "c")
     assert checkpoint.metadata == {"run": 7, "tags": ["x"]}
     assert checkpoint.writer["ostraka"] == ostraka.__version__
-    assert checkpoint.path == str(tmp_path / "c")
+    assert checkpoint.path == str(place / "c")
     assert checkpoint.nbytes == 0
 
 
@@ -386,7 +387,7 @@ class CountingReader:
 class CountingStore:
     """A store that counts what is read through it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Place):
         self._store = open_store(path)
         self.bytes_read = 0
         self.gotten: list[str] = []
@@ -409,7 +410,7 @@ HEADER = 4096
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """64 MiB on eight devices, and as much in host memory."""
     value = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)
     path = tmp_path_factory.mktemp("large") / "checkpoint"
@@ -419,12 +420,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def counting(path: Path) -> tuple[CountingStore, Checkpoint]:
+def counting(path: Place) -> tuple[CountingStore, Checkpoint]:
     store = CountingStore(path)
     return store, Checkpoint(open_source(store))  # type: ignore[arg-type]
 
 
-def test_opening_reads_no_array(large: Path):
+def test_opening_reads_no_array(large: Place):
     store, checkpoint = counting(large)
     assert [checkpoint[name].shape for name in checkpoint] == [(4096, 4096), (4096, 4096), (9,)]
     assert repr(checkpoint["whole"])
@@ -445,7 +446,7 @@ def test_opening_reads_no_array(large: Path):
     ],
     ids=str,
 )
-def test_only_what_is_needed_is_read(large: Path, leaf: str, index: Any, files: int, blocks: int):
+def test_only_what_is_needed_is_read(large: Place, leaf: str, index: Any, files: int, blocks: int):
     store, checkpoint = counting(large)
     found = checkpoint[leaf][index]
     expected = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)[index]
@@ -455,7 +456,7 @@ def test_only_what_is_needed_is_read(large: Path, leaf: str, index: Any, files: 
     assert store.bytes_read <= files * (HEADER + blocks * BLOCK)
 
 
-def test_a_whole_array_is_read_once(large: Path):
+def test_a_whole_array_is_read_once(large: Place):
     for leaf in ("sharded", "whole"):
         store, checkpoint = counting(large)
         found = checkpoint[leaf][...]
@@ -463,14 +464,14 @@ def test_a_whole_array_is_read_once(large: Path):
         assert len(store.opened) == len(set(store.opened))
 
 
-def test_every_second_row_reads_no_block_twice(large: Path):
+def test_every_second_row_reads_no_block_twice(large: Place):
     store, checkpoint = counting(large)
     found = checkpoint["sharded"][::2, ::2]
     assert found.shape == (2048, 2048)
     assert store.bytes_read <= (64 << 20) + 8 * HEADER
 
 
-def test_a_small_leaf_beside_large_ones(large: Path):
+def test_a_small_leaf_beside_large_ones(large: Place):
     store, checkpoint = counting(large)
     assert checkpoint["small"][3:5].tolist() == [3, 4]
     assert store.bytes_read <= HEADER + BLOCK

@@ -1,7 +1,6 @@
 """The record of each save and restore: to a callback, to logging, into the checkpoint."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka._record import Extremes, Record, Stopwatch, report, summarize, timeline
 from ostraka.testing import run_processes
+from places import Place, in_the_way
 
 
 def make_tree() -> dict[str, Any]:
@@ -24,11 +24,11 @@ def make_tree() -> dict[str, Any]:
     return {"array": array, "host": np.arange(10)}
 
 
-def shard_bytes(path: Path) -> int:
+def shard_bytes(path: Place) -> int:
     return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
 
 
-def check_record(record: Record, operation: str, path: Path, phases: list[str]) -> None:
+def check_record(record: Record, operation: str, path: Place, phases: list[str]) -> None:
     assert (record.operation, record.path) == (operation, str(path))
     assert list(record.phases) == phases
     assert all(seconds >= 0 for seconds in record.phases.values())
@@ -38,42 +38,41 @@ def check_record(record: Record, operation: str, path: Path, phases: list[str]) 
     assert record.bytes_per_s == record.bytes / record.total_s
 
 
-def test_save_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_save_is_recorded(place: Place, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "ostraka")
     records: list[Record] = []
-    ostraka.save(tmp_path / "c", make_tree(), on_record=records.append)
+    ostraka.save(place / "c", make_tree(), on_record=records.append)
     (record,) = records
     phases = ["wait", "capture", "agree", "plan", "write", "commit"]
-    check_record(record, "save", tmp_path / "c", phases)
-    total = shard_bytes(tmp_path / "c")
+    check_record(record, "save", place / "c", phases)
+    total = shard_bytes(place / "c")
     assert record.bytes == total
     assert record.process_bytes == Extremes(total, total)
     assert [entry.getMessage() for entry in caplog.records] == [str(record)]
-    assert f"save {tmp_path / 'c'}: {total:,} bytes in " in str(record)
+    assert f"save {place / 'c'}: {total:,} bytes in " in str(record)
 
 
-def test_save_in_the_background_is_recorded(tmp_path: Path):
+def test_save_in_the_background_is_recorded(place: Place):
     records: list[Record] = []
-    handle = ostraka.save_async(tmp_path / "c", make_tree(), on_record=records.append)
+    handle = ostraka.save_async(place / "c", make_tree(), on_record=records.append)
     handle.wait()
     assert records == [handle.record]
     assert records[0].blocked_s < records[0].total_s
     assert records[0].bytes == handle.bytes_total
 
 
-def test_failed_save_has_no_record(tmp_path: Path):
-    (tmp_path / "file").write_text("")
+def test_failed_save_has_no_record(place: Place):
     records: list[Record] = []
-    handle = ostraka.save_async(tmp_path / "file" / "c", make_tree(), on_record=records.append)
+    handle = ostraka.save_async(in_the_way(place / "c"), make_tree(), on_record=records.append)
     assert handle.exception() is not None
     assert handle.record is None
     assert records == []
 
 
-def test_timeline_is_kept_in_the_checkpoint(tmp_path: Path):
-    ostraka.save_async(tmp_path / "c", make_tree()).wait()
-    kept = ostraka.open(tmp_path / "c").writer["timeline"]
-    total = shard_bytes(tmp_path / "c")
+def test_timeline_is_kept_in_the_checkpoint(place: Place):
+    ostraka.save_async(place / "c", make_tree()).wait()
+    kept = ostraka.open(place / "c").writer["timeline"]
+    total = shard_bytes(place / "c")
     assert list(kept) == [
         *("wait_s", "capture_s", "agree_s", "plan_s", "write_s"),
         *("bytes", "process_bytes", "process_write_s"),
@@ -82,20 +81,20 @@ def test_timeline_is_kept_in_the_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize("way", ["like", "into", "none"])
-def test_restore_is_recorded(tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture):
-    ostraka.save(tmp_path / "c", make_tree())
+def test_restore_is_recorded(place: Place, way: str, caplog: pytest.LogCaptureFixture):
+    ostraka.save(place / "c", make_tree())
     caplog.set_level(logging.INFO, "ostraka")
     caplog.clear()
     records: list[Record] = []
     given: dict[str, Any] = {} if way == "none" else {way: make_tree()}
     if way == "into":
         given = {"into": {"array": make_variable(), "host": make_variable()}}
-        ostraka.save(tmp_path / "c", given["into"])
+        ostraka.save(place / "c", given["into"])
         caplog.clear()
-    ostraka.restore(tmp_path / "c", **given, on_record=records.append)
+    ostraka.restore(place / "c", **given, on_record=records.append)
     (record,) = records
-    check_record(record, "restore", tmp_path / "c", ["open", "match", "read", "agree"])
-    assert record.bytes == shard_bytes(tmp_path / "c")
+    check_record(record, "restore", place / "c", ["open", "match", "read", "agree"])
+    assert record.bytes == shard_bytes(place / "c")
     assert record.blocked_s == record.total_s
     assert [entry.getMessage() for entry in caplog.records] == [str(record)]
 
@@ -106,21 +105,21 @@ def make_variable() -> Any:
     return nnx.Param(make_tree()["array"])
 
 
-def test_restore_of_a_part_reads_a_part(tmp_path: Path):
-    ostraka.save(tmp_path / "c", make_tree())
+def test_restore_of_a_part_reads_a_part(place: Place):
+    ostraka.save(place / "c", make_tree())
     records: list[Record] = []
-    ostraka.restore(tmp_path / "c", only="host", on_record=records.append)
-    assert 0 < records[0].bytes < shard_bytes(tmp_path / "c")
+    ostraka.restore(place / "c", only="host", on_record=records.append)
+    assert 0 < records[0].bytes < shard_bytes(place / "c")
 
 
 def test_callback_of_a_restore_that_raises_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ):
     def call_back(record: Record) -> None:
         raise OSError("of the callback's own")
 
-    ostraka.save(tmp_path / "c", {"x": 5})
-    assert ostraka.restore(tmp_path / "c", on_record=call_back) == {"x": 5}
+    ostraka.save(place / "c", {"x": 5})
+    assert ostraka.restore(place / "c", on_record=call_back) == {"x": 5}
     assert "of the callback's own" in caplog.text
 
 
@@ -135,8 +134,8 @@ def save_and_restore(path: str) -> list[Record]:
     return records
 
 
-def test_records_of_several_processes_compare_them(tmp_path: Path):
-    results = run_processes(save_and_restore, str(tmp_path), processes=2, devices_per_process=2)
+def test_records_of_several_processes_compare_them(place: Place):
+    results = run_processes(save_and_restore, str(place), processes=2, devices_per_process=2)
     saves, restores = zip(*(result.value for result in results), strict=True)
     for records in (saves, restores):
         assert records[0].bytes == records[1].bytes
@@ -144,8 +143,8 @@ def test_records_of_several_processes_compare_them(tmp_path: Path):
         assert records[0].process_s == records[1].process_s
         assert 0 < records[0].process_bytes.least <= records[0].process_bytes.most
         assert records[0].process_s.least <= records[0].process_s.most
-    assert saves[0].bytes == shard_bytes(tmp_path)
-    assert ostraka.open(tmp_path).writer["timeline"]["process_bytes"] == [
+    assert saves[0].bytes == shard_bytes(place)
+    assert ostraka.open(place).writer["timeline"]["process_bytes"] == [
         saves[0].process_bytes.least,
         saves[0].process_bytes.most,
     ]

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka.errors import InvalidTree, Mismatch, OstrakaError, PartialRestore
+from places import Place
 from programs import run_quietly
 
 
@@ -30,7 +30,7 @@ class Name(str, enum.Enum):  # noqa: UP042
     ADAM = "adam"
 
 
-def round_trips(path: Path, tree: Any) -> list[Any]:
+def round_trips(path: Place, tree: Any) -> list[Any]:
     ostraka.save(path, tree)
     assert ostraka.verify(path).ok
     return [ostraka.restore(path), ostraka.restore(path, like=tree)]
@@ -40,32 +40,32 @@ def round_trips(path: Path, tree: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_norms_that_key_their_state_by_tuples(tmp_path: Path, wrapper: Any):
+def test_norms_that_key_their_state_by_tuples(place: Place, wrapper: Any):
     def make(seed: int) -> Any:
         return wrapper(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
 
     model = make(0)
     model(jnp.ones((2, 3)))
-    ostraka.save(tmp_path / "c", {"model": model})
-    assert ostraka.verify(tmp_path / "c").ok
+    ostraka.save(place / "c", {"model": model})
+    assert ostraka.verify(place / "c").ok
     changed = make(1)
-    ostraka.restore(tmp_path / "c", into={"model": changed})
+    ostraka.restore(place / "c", into={"model": changed})
     found = [
-        ostraka.restore(tmp_path / "c", like={"model": make(2)})["model"],
-        ostraka.restore(tmp_path / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
+        ostraka.restore(place / "c", like={"model": make(2)})["model"],
+        ostraka.restore(place / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
         changed,
     ]
     expected = model(jnp.ones((2, 3)))
     for restored in found:
         assert jnp.array_equal(restored(jnp.ones((2, 3))), expected)
-    plain = ostraka.restore(tmp_path / "c")["model"]
+    plain = ostraka.restore(place / "c")["model"]
     assert any(isinstance(key, tuple) for part in plain.values() for key in part)
 
 
 @pytest.mark.parametrize(
     "labels", [(True, False), (Mode.FAST, 2), (Name.ADAM, "b"), (1.5, np.int8(2))]
 )
-def test_multi_transform_with_labels_of_any_kind(tmp_path: Path, labels: Any):
+def test_multi_transform_with_labels_of_any_kind(place: Place, labels: Any):
     def make() -> Any:
         model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
         both = {labels[0]: optax.adam(1e-2), labels[1]: optax.sgd(1e-2, momentum=0.9)}
@@ -77,7 +77,7 @@ def test_multi_transform_with_labels_of_any_kind(tmp_path: Path, labels: Any):
 
     model, optimizer = make()
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    for restored in round_trips(tmp_path / "c", {"model": model, "optimizer": optimizer}):
+    for restored in round_trips(place / "c", {"model": model, "optimizer": optimizer}):
         assert set(ostraka_inner_states(restored["optimizer"])) == set(labels)
 
 
@@ -87,28 +87,28 @@ def ostraka_inner_states(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict])
-def test_containers_with_keys_that_are_no_text(tmp_path: Path, kind: Any):
+def test_containers_with_keys_that_are_no_text(place: Place, kind: Any):
     tree = {"x": kind({True: jnp.ones(2), False: jnp.zeros(3)})}
-    for restored in round_trips(tmp_path / "c", tree):
+    for restored in round_trips(place / "c", tree):
         assert type(restored["x"]) is kind
         assert {type(key) for key in restored["x"]} == {bool}
         assert restored["x"][True].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("factory", [list, int, dict, None])
-def test_a_defaultdict_stays_one(tmp_path: Path, factory: Any):
+def test_a_defaultdict_stays_one(place: Place, factory: Any):
     tree = {"seen": defaultdict(factory, {True: 1, 2: jnp.ones(2)})}
-    for restored in round_trips(tmp_path / "c", tree):
+    for restored in round_trips(place / "c", tree):
         assert type(restored["seen"]) is defaultdict
         assert restored["seen"].default_factory is factory
         assert list(restored["seen"]) == [True, 2]
 
 
-def test_a_defaultdict_with_a_function_is_refused(tmp_path: Path):
+def test_a_defaultdict_with_a_function_is_refused(place: Place):
     with pytest.raises(InvalidTree, match=r"defaultdict at 'a/b' has the default_factory .*dict\("):
-        ostraka.save(tmp_path / "c", {"a": {"b": defaultdict(lambda: 1)}})
+        ostraka.save(place / "c", {"a": {"b": defaultdict(lambda: 1)}})
     with pytest.raises(InvalidTree, match="leaf 'a' is a collections.Counter"):
-        ostraka.save(tmp_path / "c", {"a": Counter("xy")})
+        ostraka.save(place / "c", {"a": Counter("xy")})
 
 
 # Statics
@@ -124,8 +124,8 @@ class Settings:
     other: Any = struct.field(pytree_node=False, default=None)
 
 
-def test_statics_come_back(tmp_path: Path):
-    for restored in round_trips(tmp_path / "c", {"a": [Settings(jnp.ones(2))]}):
+def test_statics_come_back(place: Place):
+    for restored in round_trips(place / "c", {"a": [Settings(jnp.ones(2))]}):
         found = restored["a"][0]
         assert type(found) is Settings
         assert [type(x) for x in (found.mode, found.name, found.rate)] == [Mode, Name, np.float32]
@@ -137,9 +137,9 @@ def test_statics_come_back(tmp_path: Path):
     [len, object(), jnp.float32, {1}, lambda: 1],
     ids=["function", "object", "class", "set", "lambda"],
 )
-def test_a_static_that_can_not_be_written_is_kept_by_the_template(tmp_path: Path, static: Any):
+def test_a_static_that_can_not_be_written_is_kept_by_the_template(place: Place, static: Any):
     state = Settings(jnp.ones(2), other=static)
-    plain, like = round_trips(tmp_path / "c", {"a": state})
+    plain, like = round_trips(place / "c", {"a": state})
     assert like["a"].other is static
     assert list(plain["a"]) == ["weight"]
 
@@ -175,8 +175,8 @@ def make_layer(size: int) -> Layer:
     return put_together(size, [jnp.ones(size), jnp.zeros(size)])
 
 
-def test_constructors_are_not_called(tmp_path: Path):
-    for restored in round_trips(tmp_path / "c", {"layer": make_layer(3)}):
+def test_constructors_are_not_called(place: Place):
+    for restored in round_trips(place / "c", {"layer": make_layer(3)}):
         assert type(restored["layer"]) is Layer
         assert restored["layer"].size == 3
         assert restored["layer"].weight.tolist() == [1, 1, 1]
@@ -185,35 +185,35 @@ import sys
 import ostraka
 print(sorted(ostraka.restore(sys.argv[1] + "/c")["layer"]))
 """
-    assert run_quietly(elsewhere, tmp_path) == "['bias', 'weight']\n"
+    assert run_quietly(elsewhere, place) == "['bias', 'weight']\n"
 
 
 # Functions and structure
 
 
-def test_functions_are_left_to_the_template(tmp_path: Path):
+def test_functions_are_left_to_the_template(place: Place):
     tree = {"f": jax.nn.relu, "w": jnp.ones(2), "more": [jnp.zeros(1), jax.jit(jnp.sin)]}
-    ostraka.save(tmp_path / "c", tree)
-    assert ostraka.verify(tmp_path / "c").ok
-    restored = ostraka.restore(tmp_path / "c", like=tree)
+    ostraka.save(place / "c", tree)
+    assert ostraka.verify(place / "c").ok
+    restored = ostraka.restore(place / "c", like=tree)
     assert restored["f"] is jax.nn.relu
     assert restored["more"][1] is tree["more"][1]
-    assert ostraka.restore(tmp_path / "c", into=tree)["f"] is jax.nn.relu
+    assert ostraka.restore(place / "c", into=tree)["f"] is jax.nn.relu
     with pytest.warns(PartialRestore, match=r"left out 2 leaves whose value is a function \('f', "):
-        restored = ostraka.restore(tmp_path / "c")
+        restored = ostraka.restore(place / "c")
     assert set(restored) == {"w", "more"}
     with pytest.raises(Mismatch, match=r"'f': the checkpoint has the function .*relu"):
-        ostraka.restore(tmp_path / "c", like={**tree, "f": 3})
+        ostraka.restore(place / "c", like={**tree, "f": 3})
 
 
-def test_a_graphdef_is_left_to_the_template_and_never_lost_silently(tmp_path: Path):
+def test_a_graphdef_is_left_to_the_template_and_never_lost_silently(place: Place):
     graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     tree = {"graphdef": graphdef, "state": state}
-    ostraka.save(tmp_path / "c", tree)
-    assert ostraka.restore(tmp_path / "c", like=tree)["graphdef"] == graphdef
+    ostraka.save(place / "c", tree)
+    assert ostraka.restore(place / "c", like=tree)["graphdef"] == graphdef
     with pytest.raises(Mismatch, match=r"'graphdef': it is a .*GraphDef, .* only='!graphdef'"):
-        ostraka.restore(tmp_path / "c")
-    assert list(ostraka.restore(tmp_path / "c", only="!graphdef")) == ["state"]
+        ostraka.restore(place / "c")
+    assert list(ostraka.restore(place / "c", only="!graphdef")) == ["state"]
 
 
 # Refused at once, and nothing is written
@@ -272,27 +272,27 @@ def on_odd_axes() -> Any:
         (lambda: {"a": {frozenset(): 1}}, "the container at 'a' has the key frozenset"),
     ],
 )
-def test_what_could_not_come_back_is_refused_at_once(tmp_path: Path, make: Any, message: str):
+def test_what_could_not_come_back_is_refused_at_once(place: Place, make: Any, message: str):
     tree = make()
     for save in (ostraka.save, ostraka.save_async):
         with pytest.raises(InvalidTree, match=message):
-            save(tmp_path / "c", tree)
-    assert not (tmp_path / "c").exists()
+            save(place / "c", tree)
+    assert not (place / "c").exists()
 
 
-def test_metadata_of_a_variable_with_any_number(tmp_path: Path):
+def test_metadata_of_a_variable_with_any_number(place: Place):
     param = nnx.Param(jnp.ones(2), range=(0.0, float("nan")), tag=Mode.FAST, also=[1, "x"])
-    ostraka.save(tmp_path / "c", param)
-    again = ostraka.restore(tmp_path / "c", as_state=True)
+    ostraka.save(place / "c", param)
+    again = ostraka.restore(place / "c", as_state=True)
     assert repr(again.range) == "(0.0, nan)"
     assert (again.tag, again.also) == (Mode.FAST, [1, "x"])
 
 
-def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
-    ostraka.save(tmp_path / "c", deep(199))
+def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(place: Place):
+    ostraka.save(place / "c", deep(199))
 
     def at_depth(depth: int) -> Any:
-        return ostraka.open(tmp_path / "c") if depth == 0 else at_depth(depth - 1)
+        return ostraka.open(place / "c") if depth == 0 else at_depth(depth - 1)
 
     room = sys.getrecursionlimit() - 500
     assert len(at_depth(room)) == 1
@@ -301,10 +301,10 @@ def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(tmp_path: Path):
 # In place
 
 
-def test_into_takes_any_tree(tmp_path: Path):
+def test_into_takes_any_tree(place: Place):
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     tree = {"model": model, "step": 7, "key": jax.random.key(3), "n": np.arange(2), "t": (1.5,)}
-    ostraka.save(tmp_path / "c", tree)
+    ostraka.save(place / "c", tree)
     other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     given = {
         "model": other,
@@ -313,14 +313,14 @@ def test_into_takes_any_tree(tmp_path: Path):
         "n": np.zeros(2, int),
         "t": (0.0,),
     }
-    restored = ostraka.restore(tmp_path / "c", into=given)
+    restored = ostraka.restore(place / "c", into=given)
     assert restored["model"] is other
     assert jnp.array_equal(other.kernel[...], model.kernel[...])
     assert (restored["step"], restored["t"]) == (7, (1.5,))
     assert restored["n"].tolist() == [0, 1]
     assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
     assert given["step"] == 0
-    only = ostraka.restore(tmp_path / "c", into={**given, "step": -1}, only="!step")
+    only = ostraka.restore(place / "c", into={**given, "step": -1}, only="!step")
     assert only["step"] == -1
 
 
@@ -330,19 +330,19 @@ class WithTuple(nnx.Module):
         self.table = nnx.data((jnp.full(2, value),))
 
 
-def test_into_refuses_before_it_changes_anything(tmp_path: Path):
-    ostraka.save(tmp_path / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
+def test_into_refuses_before_it_changes_anything(place: Place):
+    ostraka.save(place / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
     first, module = nnx.Param(jnp.ones(2)), WithTuple(1.0)
     with pytest.raises(InvalidTree, match="into= can't change the object at 'm' in place"):
-        ostraka.restore(tmp_path / "c", into={"a": first, "m": module})
+        ostraka.restore(place / "c", into={"a": first, "m": module})
     assert first[...].tolist() == [1, 1]
     assert module.kernel[...].tolist() == [1, 1]
-    restored = ostraka.restore(tmp_path / "c", like={"m": module})["m"]
+    restored = ostraka.restore(place / "c", like={"m": module})["m"]
     assert restored.table[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("like", [nnx.Linear, [nnx.Linear], {"a": 3}, 7])
-def test_a_wrong_template_is_an_error_of_ours(tmp_path: Path, like: Any):
-    ostraka.save(tmp_path / "c", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+def test_a_wrong_template_is_an_error_of_ours(place: Place, like: Any):
+    ostraka.save(place / "c", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(OstrakaError, match=r"(class Linear itself|does not fit)"):
-        ostraka.restore(tmp_path / "c", like=like)
+        ostraka.restore(place / "c", like=like)

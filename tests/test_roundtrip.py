@@ -24,7 +24,7 @@ import ostraka
 from ostraka import sharding as sharding_helpers
 from ostraka._spec import DTYPES, numpy_dtype
 from ostraka.errors import InvalidSharding, Mismatch
-from ostraka.storage import MemoryStore
+from ostraka.storage import open_store
 
 # Shardings
 
@@ -152,29 +152,39 @@ def values():
 
 
 @pytest.fixture(scope="module")
-def saved(values):
-    """One checkpoint in memory for each source sharding."""
+def saved(values, new_bucket):
+    """Makes a checkpoint of a source sharding, in memory or in a bucket."""
+
+    def save(where, source):
+        place = new_memory() if where == "memory" else str(new_bucket("moto"))
+        if (where, source) not in places:
+            sharding = SHARDINGS[source]()
+            with jax.enable_x64(True):
+                tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
+                ostraka.save(place, tree)
+            places[where, source] = place
+        return places[where, source]
+
     places = {}
-    with jax.enable_x64(True):
-        for source, make in SHARDINGS.items():
-            sharding = make()
-            tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
-            places[source] = f"memory://roundtrip-{uuid.uuid4().hex}"
-            ostraka.save(places[source], tree)
-    yield places
-    for place in places.values():
-        clear(place)
+    yield save
+    for (where, _), place in places.items():
+        if where == "memory":
+            clear(place)
+
+
+def new_memory():
+    return f"memory://roundtrip-{uuid.uuid4().hex}"
 
 
 def clear(place):
-    store = MemoryStore(place.removeprefix("memory://"))
-    for name in store.list() or []:
+    store = open_store(place)
+    for name in store.list():
         store.delete(name)
 
 
-@pytest.fixture
-def place():
-    made = f"memory://roundtrip-{uuid.uuid4().hex}"
+@pytest.fixture(params=["memory", "bucket"])
+def place(request):
+    made = new_memory() if request.param == "memory" else request.getfixturevalue("bucket")
     yield made
     clear(made)
 
@@ -189,22 +199,35 @@ def abstract(values, sharding):
 # Source × destination
 
 
-@pytest.mark.parametrize("destination", SHARDINGS)
-@pytest.mark.parametrize("source", SHARDINGS)
-def test_every_dtype_from_any_sharding_to_any_other(saved, values, source, destination):
+FROM_EACH = [
+    *(("memory", source) for source in SHARDINGS),
+    *(("bucket", source) for source in SHARDINGS),
+]
+# In a bucket each sharding is once a source and once a destination.
+FROM_EACH_TO_EACH = [
+    *(("memory", *pair) for pair in itertools.product(SHARDINGS, SHARDINGS)),
+    *(
+        ("bucket", source, list(SHARDINGS)[(5 * number + 3) % len(SHARDINGS)])
+        for number, source in enumerate(SHARDINGS)
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "source", "destination"), FROM_EACH_TO_EACH)
+def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source, destination):
     sharding = SHARDINGS[destination]()
     with jax.enable_x64(True):
-        found = ostraka.restore(saved[source], like=abstract(values, sharding))
+        found = ostraka.restore(saved(where, source), like=abstract(values, sharding))
     assert found.keys() == values.keys()
     for key, value in values.items():
         assert_placed(found[key], value, fit(sharding, value.shape))
 
 
-@pytest.mark.parametrize("source", SHARDINGS)
-def test_without_a_template_arrays_go_back_where_they_were(saved, values, source):
+@pytest.mark.parametrize(("where", "source"), FROM_EACH)
+def test_without_a_template_arrays_go_back_where_they_were(saved, values, where, source):
     sharding = SHARDINGS[source]()
     with jax.enable_x64(True):
-        found = ostraka.restore(saved[source])
+        found = ostraka.restore(saved(where, source))
     assert list(found) == list(values)
     for key, value in values.items():
         kept = fit(sharding, value.shape)
@@ -215,19 +238,29 @@ def test_without_a_template_arrays_go_back_where_they_were(saved, values, source
         assert_placed(found[key], value, found[key].sharding)
 
 
-@pytest.mark.parametrize("source", SHARDINGS)
-def test_as_numpy_arrays(saved, values, source):
-    found = ostraka.restore(saved[source], like={k: np.empty_like(v) for k, v in values.items()})
+@pytest.mark.parametrize(("where", "source"), FROM_EACH)
+def test_as_numpy_arrays(saved, values, where, source):
+    like = {k: np.empty_like(v) for k, v in values.items()}
+    found = ostraka.restore(saved(where, source), like=like)
     for key, value in values.items():
         assert type(found[key]) is np.ndarray
         assert found[key].flags.writeable
         assert_bits(found[key], value)
 
 
-@pytest.mark.parametrize("source", ["4x2", "permuted 2x4", "single device"])
-def test_verify_and_lazy_reading_agree(saved, values, source):
-    assert ostraka.verify(saved[source]).ok
-    checkpoint = ostraka.open(saved[source])
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("memory", "4x2"),
+        ("memory", "permuted 2x4"),
+        ("memory", "single device"),
+        ("bucket", "permuted 2x4"),
+    ],
+)
+def test_verify_and_lazy_reading_agree(saved, values, where, source):
+    place = saved(where, source)
+    assert ostraka.verify(place).ok
+    checkpoint = ostraka.open(place)
     for key, value in values.items():
         assert_bits(np.asarray(checkpoint[key]), value)
         if value.ndim:
@@ -236,6 +269,7 @@ def test_verify_and_lazy_reading_agree(saved, values, source):
             assert_bits(checkpoint[key][::2, ::-1], value[::2, ::-1])
 
 
+@pytest.mark.parametrize("where", ["memory", "bucket"])
 @settings(max_examples=25)
 @given(
     source=st.sampled_from(sorted(SHARDINGS)),
@@ -249,8 +283,8 @@ def test_verify_and_lazy_reading_agree(saved, values, source):
     ),
     cap=st.sampled_from([8192, 20_000, 1 << 32]),
 )
-def test_any_shapes_and_any_file_size(source, destination, leaves, cap):
-    place = f"memory://roundtrip-{uuid.uuid4().hex}"
+def test_any_shapes_and_any_file_size(new_bucket, where, source, destination, leaves, cap):
+    place = new_memory() if where == "memory" else str(new_bucket("moto"))
     sharding = SHARDINGS[source]()
     arrays = [random_bits(name, shape, seed) for seed, (name, shape) in enumerate(leaves)]
     tree = [jax.device_put(array, fit(sharding, array.shape)) for array in arrays]
@@ -281,62 +315,79 @@ def large_values():
 LARGE = ["single device", "8 by rows", "explicit 8 by columns", "4x2 replicated", "4x2"]
 
 
+SERVERS = ["moto", "seaweed", "azurite"]
+
+
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """Checkpoints in files, by source sharding; with small files as well."""
+def large(tmp_path_factory, new_bucket):
+    """The values, and what makes a checkpoint of a source sharding; one with small files."""
     values = large_values()
+
+    def save(where, source):
+        folder = tmp_path_factory.mktemp("large") if where == "disk" else new_bucket(where)
+        if (where, source) not in places:
+            sharding = SHARDINGS[source]()
+            tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
+            cap = 5 << 20 if source == "4x2 replicated" else 4 << 30
+            ostraka.save(folder / "checkpoint", tree, max_file_bytes=cap)
+            places[where, source] = folder / "checkpoint"
+        return places[where, source]
+
     places = {}
-    for source in LARGE:
-        sharding = SHARDINGS[source]()
-        tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
-        places[source] = tmp_path_factory.mktemp("large") / "checkpoint"
-        cap = 5 << 20 if source == "4x2 replicated" else 4 << 30
-        ostraka.save(places[source], tree, max_file_bytes=cap)
-    return values, places
+    return values, save
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"),
+    ("where", "source", "destination"),
     [
-        ("single device", "explicit 8 by columns"),
-        ("single device", "8 by rows"),
-        ("single device", "numpy"),
-        ("8 by rows", "explicit 8 by columns"),
-        ("8 by rows", "4x2"),
-        ("8 by rows", "4x2 replicated"),
-        ("explicit 8 by columns", "8 by rows"),
-        ("explicit 8 by columns", "numpy"),
-        ("explicit 8 by columns", "single device"),
-        ("4x2 replicated", "4x2"),
-        ("4x2 replicated", "explicit 8 by columns"),
-        ("4x2", "explicit 8 by columns"),
-        ("4x2", "4x2"),
+        ("disk", "single device", "explicit 8 by columns"),
+        ("disk", "single device", "8 by rows"),
+        ("disk", "single device", "numpy"),
+        ("disk", "8 by rows", "explicit 8 by columns"),
+        ("disk", "8 by rows", "4x2"),
+        ("disk", "8 by rows", "4x2 replicated"),
+        ("disk", "explicit 8 by columns", "8 by rows"),
+        ("disk", "explicit 8 by columns", "numpy"),
+        ("disk", "explicit 8 by columns", "single device"),
+        ("disk", "4x2 replicated", "4x2"),
+        ("disk", "4x2 replicated", "explicit 8 by columns"),
+        ("disk", "4x2", "explicit 8 by columns"),
+        ("disk", "4x2", "4x2"),
+        *((server, "8 by rows", "explicit 8 by columns") for server in SERVERS),
+        *((server, "4x2 replicated", "4x2") for server in SERVERS),
+        ("seaweed", "single device", "numpy"),
     ],
 )
-def test_large_arrays(large, source, destination):
-    values, places = large
+def test_large_arrays(large, where, source, destination):
+    values, save = large
+    place = save(where, source)
     if destination == "numpy":
-        found = ostraka.restore(places[source], like={k: np.empty_like(values[k]) for k in values})
+        found = ostraka.restore(place, like={k: np.empty_like(values[k]) for k in values})
         for key, value in values.items():
             assert_bits(found[key], value)
         return
     sharding = SHARDINGS[destination]()
-    found = ostraka.restore(places[source], like=abstract(values, sharding))
+    found = ostraka.restore(place, like=abstract(values, sharding))
     for key, value in values.items():
         assert_placed(found[key], value, fit(sharding, value.shape))
 
 
-def test_small_files_are_small(large):
-    _, places = large
-    files = list(places["4x2 replicated"].rglob("*.safetensors"))
+@pytest.mark.parametrize("where", ["disk", *SERVERS])
+def test_small_files_are_small(large, where):
+    _, save = large
+    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
     assert len(files) > 8
     assert max(file.stat().st_size for file in files) <= 5 << 20
 
 
-def test_parts_of_large_arrays_are_read_lazily(large):
-    values, places = large
-    for source in LARGE:
-        checkpoint = ostraka.open(places[source])
+@pytest.mark.parametrize(
+    ("where", "sources"),
+    [("disk", LARGE), *((server, ["8 by rows", "4x2 replicated"]) for server in SERVERS)],
+)
+def test_parts_of_large_arrays_are_read_lazily(large, where, sources):
+    values, save = large
+    for source in sources:
+        checkpoint = ostraka.open(save(where, source))
         rows = values["boxes above 16 MiB"]
         assert_bits(checkpoint["boxes above 16 MiB"][1000:1100, ::7], rows[1000:1100, ::7])
         assert_bits(checkpoint["packed"][-3:, 17:3001], values["packed"][-3:, 17:3001])
@@ -757,11 +808,12 @@ def test_restored_arrays_survive_donation_of_their_neighbours(place, shape):
         assert_bits(np.asarray(second[key]), value)
 
 
-def test_restored_arrays_outlive_the_checkpoint(tmp_path):
+def test_restored_arrays_outlive_the_checkpoint(new_place):
+    folder = new_place("outlived")
     value = random_bits("float32", (512, 512))
-    ostraka.save(tmp_path / "c", {"a": jax.device_put(value, SHARDINGS["4x2"]())})
-    found = ostraka.restore(tmp_path / "c")["a"]
-    for file in (tmp_path / "c").rglob("*"):
+    ostraka.save(folder / "c", {"a": jax.device_put(value, SHARDINGS["4x2"]())})
+    found = ostraka.restore(folder / "c")["a"]
+    for file in (folder / "c").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
     assert_placed(found, value, found.sharding)
@@ -786,8 +838,9 @@ def test_a_step_runs_on_restored_arrays(place):
     assert float(jax.jit(lambda w: (w @ w.T).sum())(found)) == float((value @ value.T).sum())
 
 
-def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
+def test_a_run_with_fewer_devices_needs_no_template(new_place):
     """Eight devices saved it, three restore it: onto one device, or onto any mesh of theirs."""
+    folder = new_place("fewer")
     mesh = mesh_of((4, 2), ("x", "y"))
     value = np.arange(96, dtype=np.int32).reshape(8, 12)
     tree = {
@@ -796,7 +849,7 @@ def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
         "key": jax.device_put(jax.random.key(3), NamedSharding(mesh, P())),
         "step": 7,
     }
-    ostraka.save(tmp_path / "c", tree)
+    ostraka.save(folder / "c", tree)
     script = """
 import sys
 import jax, numpy as np, ostraka
@@ -817,7 +870,7 @@ np.testing.assert_array_equal(found["w"], value)
 """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c")],
+        [sys.executable, "-c", script, str(folder / "c")],
         env={**os.environ, **flags},
         capture_output=True,
         text=True,

@@ -1,6 +1,5 @@
 """What is one object at several places of a tree is written once, and comes back as one."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from flax import nnx
 
 import ostraka
 from ostraka.errors import Mismatch, PartialRestore
+from places import Place
 
 
 class Net(nnx.Module):
@@ -58,11 +58,11 @@ def assert_tied(tree: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, list[float]]:
+def saved(place: Place) -> tuple[Place, list[float]]:
     tree = make()
     train(tree, 2)
-    ostraka.save(tmp_path / "c", tree)
-    return tmp_path / "c", train(tree, 3)
+    ostraka.save(place / "c", tree)
+    return place / "c", train(tree, 3)
 
 
 def test_it_is_written_once(saved: Any):
@@ -121,51 +121,51 @@ def test_two_variables_of_a_template_that_were_one(saved: Any):
     assert np.array_equal(restored["inner"].kernel[...], restored["model"].inner.kernel[...])
 
 
-def test_one_variable_of_a_template_that_was_two(tmp_path: Path):
+def test_one_variable_of_a_template_that_was_two(place: Place):
     first, second = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.ones(2))
-    ostraka.save(tmp_path / "c", {"a": first, "b": second})
+    ostraka.save(place / "c", {"a": first, "b": second})
     one = nnx.Param(jnp.full(2, 5.0))
     with pytest.raises(Mismatch, match="'b': `like` has the same variable here as at 'a'"):
-        ostraka.restore(tmp_path / "c", into={"a": one, "b": one})
+        ostraka.restore(place / "c", into={"a": one, "b": one})
     assert one[...].tolist() == [5, 5]
-    restored = ostraka.restore(tmp_path / "c", like={"a": one, "b": one}, only="!a")
+    restored = ostraka.restore(place / "c", like={"a": one, "b": one}, only="!a")
     assert restored["a"] is restored["b"]
     assert restored["a"][...].tolist() == [1, 1]
-    ostraka.restore(tmp_path / "c", into={"a": one, "b": one}, only="a")
+    ostraka.restore(place / "c", into={"a": one, "b": one}, only="a")
     assert one[...].tolist() == [0, 0]
 
 
-def test_plain_arrays(tmp_path: Path):
+def test_plain_arrays(place: Place):
     jax_array, numpy_array = jnp.arange(3.0), np.arange(4)
     tree = {"a": jax_array, "b": [jax_array, numpy_array], "c": numpy_array}
-    ostraka.save(tmp_path / "c", tree)
+    ostraka.save(place / "c", tree)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree["a"])
     for restored in (
-        ostraka.restore(tmp_path / "c"),
-        ostraka.restore(tmp_path / "c", like=tree),
-        ostraka.restore(tmp_path / "c", into=tree),
-        ostraka.restore(tmp_path / "c", like={**tree, "a": shapes, "b": [shapes, numpy_array]}),
+        ostraka.restore(place / "c"),
+        ostraka.restore(place / "c", like=tree),
+        ostraka.restore(place / "c", into=tree),
+        ostraka.restore(place / "c", like={**tree, "a": shapes, "b": [shapes, numpy_array]}),
     ):
         assert restored["a"] is restored["b"][0]
         assert restored["c"] is restored["b"][1]
     # A template with arrays of their own gets arrays of their own, which may be donated apart.
     own = {"a": jnp.zeros(3), "b": [jnp.zeros(3), np.zeros(4, int)], "c": np.zeros(4, int)}
-    restored = ostraka.restore(tmp_path / "c", like=own)
+    restored = ostraka.restore(place / "c", like=own)
     assert restored["a"] is not restored["b"][0]
     assert restored["c"] is not restored["b"][1]
     assert np.array_equal(restored["b"][0], jax_array)
     assert np.array_equal(restored["c"], numpy_array)
 
 
-def test_arrays_that_a_template_shares_and_the_run_does_not_any_more(tmp_path: Path):
+def test_arrays_that_a_template_shares_and_the_run_does_not_any_more(place: Place):
     start = jnp.zeros(2)
-    ostraka.save(tmp_path / "c", {"params": jnp.ones(2), "ema": jnp.full(2, 0.5)})
-    restored = ostraka.restore(tmp_path / "c", like={"params": start, "ema": start})
+    ostraka.save(place / "c", {"params": jnp.ones(2), "ema": jnp.full(2, 0.5)})
+    restored = ostraka.restore(place / "c", like={"params": start, "ema": start})
     assert restored["params"].tolist() == [1, 1]
     assert restored["ema"].tolist() == [0.5, 0.5]
 
 
-def test_a_module_that_refers_to_itself(tmp_path: Path):
+def test_a_module_that_refers_to_itself(place: Place):
     class Node(nnx.Module):
         def __init__(self, value: float):
             self.value = nnx.Param(jnp.full(2, value))
@@ -173,19 +173,19 @@ def test_a_module_that_refers_to_itself(tmp_path: Path):
 
     node = Node(3.0)
     tree = {"node": node, "again": node}
-    ostraka.save(tmp_path / "c", tree)
+    ostraka.save(place / "c", tree)
     other = Node(0.0)
-    restored = ostraka.restore(tmp_path / "c", like={"node": other, "again": other})
+    restored = ostraka.restore(place / "c", like={"node": other, "again": other})
     assert restored["node"] is restored["again"]
     assert restored["node"].peers[0] is restored["node"]
     assert restored["node"].value[...].tolist() == [3, 3]
 
 
-def test_a_plan_counts_it_once(tmp_path: Path):
+def test_a_plan_counts_it_once(place: Place):
     tree = make()
     planned = ostraka.plan(tree)
-    ostraka.save(tmp_path / "c", tree)
-    assert planned.data_bytes == ostraka.open(tmp_path / "c").nbytes
+    ostraka.save(place / "c", tree)
+    assert planned.data_bytes == ostraka.open(place / "c").nbytes
     assert planned.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(tree["model"])))
 
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,21 @@ import numpy as np
 import pytest
 
 from ostraka import testing
-from ostraka.testing import ProcessesFailed, _processes, free_port, kill_when, run_processes
+from ostraka.testing import (
+    ProcessesFailed,
+    _processes,
+    free_port,
+    kill_when,
+    preloaded,
+    run_processes,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh() -> Iterator[None]:
+    """Processes that start from nothing; `test_testing_preload.py` has those that don't."""
+    with preloaded():
+        yield
 
 
 @dataclass

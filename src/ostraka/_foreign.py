@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 
 from ostraka._format import METADATA_NAME, is_shards_directory
 from ostraka._step_names import list_steps, step_of, steps_among
@@ -35,7 +36,8 @@ def not_a_checkpoint(store: Store) -> CheckpointNotFound | NotACheckpoint:
     if is_directory:
         found = _something_else(store, names)
     else:
-        found = _file(where) if isinstance(store, LocalStore) and os.path.exists(where) else None
+        start = _start_of_file(store)
+        found = None if start is None else _file(where, start)
     if found is not None:
         return NotACheckpoint(f"{where} {found}")
     if not is_directory:
@@ -97,11 +99,8 @@ def _is_orbax(names: Sequence[str]) -> bool:
 def _hint_beside(where: str) -> str:
     """The steps beside a step that is not there, or the name that is most like it."""
     above, _, name = where.rpartition("/")
-    if not above or above.endswith(":/"):
-        return ""
-    try:
-        root = open_store(above)
-    except UnsupportedFormat:  # The place of a store that was given as such: no path leads there.
+    root = _store_above(where)
+    if root is None:
         return ""
     names = names_in(root)
     steps = [
@@ -114,22 +113,42 @@ def _hint_beside(where: str) -> str:
     return nearest(name, names[:_MOST_NAMES])
 
 
-def _file(where: str) -> str:
+def _store_above(where: str) -> Store | None:
+    """The place that a place is in, if there is one that a path leads to."""
+    above = where.rpartition("/")[0]
+    if not above or above.endswith(":/"):
+        return None
+    try:
+        return open_store(above)
+    except UnsupportedFormat:  # The place of a store that was given as such.
+        return None
+
+
+def _start_of_file(store: Store) -> bytes | None:
+    """The first bytes of what lies where a directory was meant; None if there is nothing."""
+    where = store.location
+    if isinstance(store, LocalStore):
+        if not os.path.isfile(where):  # to open a pipe would take for ever
+            return b"" if os.path.exists(where) else None
+    above, name = _store_above(where), where.rpartition("/")[2]
+    start = bytearray(9)
+    try:
+        if above is None or above.look(name) is None:
+            return None
+        with closing(above.open(name)) as file:
+            file.read_into(0, [start])
+    except OSError:
+        return b""
+    return bytes(start)
+
+
+def _file(where: str, start: bytes) -> str:
     above, name = os.path.split(where)
     if is_shards_directory(os.path.basename(above)):
         above, name = os.path.dirname(above), METADATA_NAME
     if name == METADATA_NAME:
         return f"is a file, not a checkpoint directory: it is a part of {above}; give that"
-    if os.path.isfile(where) and _is_safetensors(where):  # to open a pipe would take for ever
+    # With a length and a JSON object, as these begin.
+    if start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES:
         return f"is a safetensors file, not a checkpoint directory; {_USE_SAFETENSORS}"
     return "is a file, not a checkpoint directory; give the directory that a save was given"
-
-
-def _is_safetensors(path: str) -> bool:
-    """Whether a file begins with a length and a JSON object, as these do."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(9)
-    except OSError:
-        return path.endswith(_SAFETENSORS)
-    return start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES

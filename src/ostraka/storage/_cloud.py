@@ -30,6 +30,8 @@ _CLIENT = {"connect_timeout": "5s", "timeout": "60s"}
 
 def open_url(url: str) -> ObjectStore:
     """The store that a URL names. Nothing is asked of the network yet."""
+    if any(character in url for character in "\t\r\n"):  # which the next line would leave out
+        raise ValueError(f"{url!r} has a line break or a tab in it")
     parts = urlsplit(url)
     if (
         parts.query

@@ -30,6 +30,7 @@ from ostraka.testing._processes import (
     ProcessResult,
     free_port,
     kill_when,
+    preloaded,
     run_processes,
 )
 from ostraka.testing._stores import FaultyStore
@@ -40,5 +41,6 @@ __all__ = [
     "ProcessesFailed",
     "free_port",
     "kill_when",
+    "preloaded",
     "run_processes",
 ]

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
+from ostraka.testing._preload import serve
 
 # JAX aborts every process as soon as process 0 is gone. When the function fails on all of
 # them, process 0 stays this long, so that the others come to report their own errors.
@@ -26,10 +27,19 @@ _JAX_SHUTDOWN_TIMEOUT_S = 100
 
 
 def main(arguments: list[str]) -> int:
-    """Be one of the processes of a `run_processes`, which alone calls this."""
-    job_dir, index = Path(arguments[0]), int(arguments[1])
+    """Be one of the processes of a `run_processes`, or the one that they are forked from."""
+    if arguments[0] == "--preload":
+        _die_with_parent(int(arguments[1]))
+        parent_pid = os.getpid()
+        forked_for = serve(arguments[2:])
+        if forked_for is None:
+            return 0
+        job_dir, index = forked_for
+        sys.argv[1:] = [str(job_dir), str(index), str(parent_pid)]
+    else:
+        job_dir, index, parent_pid = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    _die_with_parent(parent_pid)
     job: Job = pickle.loads((job_dir / "job").read_bytes())
-    _die_with_parent(job.parent_pid)
     faulthandler.enable()
     stacks = (job_dir / f"stacks.{index}").open("wb")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -30,7 +30,6 @@ class Job:
     port: int | None  # None: no jax.distributed
     heartbeat_timeout_s: int
     init_timeout_s: int
-    parent_pid: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
+from ostraka.testing._preload import Nursery
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TAIL_LINES = 40
@@ -135,7 +136,6 @@ def run_processes(
         port=None,
         heartbeat_timeout_s=heartbeat_timeout_s,
         init_timeout_s=int(timeout_s) + 1,
-        parent_pid=os.getpid(),
     )
     arguments = pickle.dumps(args)
     child_env = _child_environment(env or {}, devices_per_process)
@@ -259,21 +259,69 @@ def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]
     return env
 
 
+_preloading: list[tuple[str, ...]] = []
+"""The modules of each `preloaded` that lasts."""
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Generator[None]:
+    """Let `run_processes` fork its processes from some that have imported these modules.
+
+    To import JAX and Flax takes seconds in each process, and so most of the time of a short test.
+    The processes are as good as fresh ones: they are forked before JAX has a backend or a thread,
+    and from two others in turn, whose sets of text differ in their order. Modules must not start
+    threads when they are imported. Where `env` has variables that count at an import (`JAX_…`,
+    `PYTHON…` and others), or `sys.path` has changed, processes start afresh all the same; so they
+    do in a block within this one that names no modules.
+
+    Example:
+        @pytest.fixture(scope="session", autouse=True)
+        def _preloaded():
+            with ostraka.testing.preloaded("jax", "flax.nnx", "optax"):
+                yield
+    """
+    _preloading.append(modules)
+    try:
+        yield
+    finally:
+        _preloading.remove(modules)
+        if modules not in _preloading and modules in _nurseries:
+            _nurseries.pop(modules).close()
+
+
+def _find_nursery(env: Mapping[str, str]) -> Nursery | None:
+    modules = _preloading[-1] if _preloading else ()
+    if not modules:
+        return None
+    if modules not in _nurseries:
+        _nurseries[modules] = Nursery(modules, env)
+    return _nurseries[modules] if _nurseries[modules].suits(env) else None
+
+
 def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
+    started_s = time.monotonic()
+    nursery = _find_nursery(env)
+    if nursery is not None:
+        forked: Any = nursery.start(job_dir, index, env)
+        return _Child(index=index, popen=forked, started_s=started_s)
     # Files, not pipes: a pipe that nobody empties would stop the process.
     with (
         (job_dir / f"stdout.{index}").open("wb") as out,
         (job_dir / f"stderr.{index}").open("wb") as err,
     ):
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ostraka.testing", str(job_dir), str(index)],
+            [
+                *(sys.executable, "-P", "-m", "ostraka.testing"),
+                *(str(job_dir), str(index), str(os.getpid())),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             env=env,
             start_new_session=True,
         )
-    return _Child(index=index, popen=popen, started_s=time.monotonic())
+    return _Child(index=index, popen=popen, started_s=started_s)
 
 
 def _supervise(

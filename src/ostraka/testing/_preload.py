@@ -1,0 +1,195 @@
+"""Processes that start quickly: forked from one that has imported what they need.
+
+Such a process, the nurse, imports modules, and starts no backend of JAX's and no thread. On request
+it forks, and its child becomes one of the processes of a `run_processes`. There are two nurses, so
+that processes differ as fresh interpreters do: in the order of sets of text, for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ostraka.testing._job import POLL_S
+
+_NURSES = 2
+_READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "GRPC_")
+"""How the names of variables begin that count when modules are imported, and not later."""
+
+
+class Nursery:
+    """Forks processes of one environment."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
+        self._env = _of_import(env)
+        self._lock = threading.Lock()
+        self._nurses = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "ostraka.testing"),
+                    *("--preload", str(os.getpid()), *modules),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(env),
+            )
+            for _ in range(_NURSES)
+        ]
+
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Whether its modules would be the same, had they been imported in this environment."""
+        return self._env == _of_import(env)
+
+    def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> Forked:
+        nurse = self._nurses[index % _NURSES]
+        assert nurse.stdin is not None
+        assert nurse.stdout is not None
+        request = pickle.dumps((str(job_dir), index, dict(env), os.getcwd()))
+        with self._lock:
+            nurse.stdin.write(struct.pack("<Q", len(request)) + request)
+            nurse.stdin.flush()
+            answer = nurse.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that preloads modules ended with {nurse.wait()}")
+        return Forked(int(answer), _exit_file(job_dir, int(answer)))
+
+    def close(self) -> None:
+        for nurse in self._nurses:
+            assert nurse.stdin is not None
+            assert nurse.stdout is not None
+            nurse.stdin.close()
+            nurse.wait()
+            nurse.stdout.close()
+
+
+class Forked:
+    """A process that a nurse has forked, with the methods of a Popen."""
+
+    def __init__(self, pid: int, exit_file: Path):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exit_file = exit_file
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.returncode = int(self._exit_file.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end_s is not None and time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
+    """Be a nurse until its caller is gone; returns in each child, with the job that it is for."""
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # for what modules print
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that the children's collections leave these pages alone
+    awake, wake = os.pipe()  # by which `select` hears of a child that ended
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, Path] = {}
+    while True:
+        readable, _, _ = select.select([requests, awake], [], [])
+        if awake in readable:
+            os.read(awake, 4096)
+            _note_ended(children)
+        if requests not in readable:
+            continue
+        request = _receive(requests)
+        if request is None:
+            return None
+        job_dir, index, env, cwd = request
+        child = os.fork()
+        if not child:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, before)
+            for opened in (awake, wake, answers):
+                os.close(opened)
+            requests.close()
+            _become(Path(job_dir), index, env, cwd)
+            return Path(job_dir), index
+        children[child] = Path(job_dir)
+        os.write(answers, f"{child}\n".encode())
+
+
+def _become(job_dir: Path, index: int, env: Mapping[str, str], cwd: str) -> None:
+    """What a fresh process would have from its start."""
+    os.setsid()
+    for descriptor, file, flags in (
+        (0, Path(os.devnull), os.O_RDONLY),
+        (1, job_dir / f"stdout.{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (2, job_dir / f"stderr.{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        opened = os.open(file, flags, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+
+
+def _receive(requests: Any) -> Any:
+    head = _read(requests, 8)
+    return pickle.loads(_read(requests, struct.unpack("<Q", head)[0])) if head else None
+
+
+def _read(source: BinaryIO, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := source.read(size - len(data))):
+        data += more
+    return data
+
+
+def _note_ended(children: dict[int, Path]) -> None:
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        job_dir = children.pop(child)
+        with contextlib.suppress(FileNotFoundError):  # nobody asks any more
+            partial = job_dir / f"partial-exit.{child}"
+            partial.write_text(str(os.waitstatus_to_exitcode(status)))
+            partial.rename(_exit_file(job_dir, child))
+
+
+def _exit_file(job_dir: Path, pid: int) -> Path:
+    return job_dir / f"exit.{pid}"
+
+
+def _of_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}

@@ -1,0 +1,167 @@
+"""Processes that are forked from one that has imported what they need."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostraka.testing import ProcessesFailed, kill_when, preloaded, run_processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded_here() -> Iterator[None]:
+    with preloaded("jax", "json.tool"):
+        yield
+
+
+def describe() -> dict[str, Any]:
+    loaded = sorted({"jax", "json.tool", "jax.experimental.pallas"} & set(sys.modules))
+    print("said aloud")
+    return {
+        "loaded": loaded,
+        "order": list({"a", "b", "c", "d", "e", "f", "g", "h"}),
+        "directory": os.getcwd(),
+        "variable": os.environ.get("OSTRAKA_TEST_MARK"),
+        "session": os.getsid(0) == os.getpid(),
+        "open": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in (0, 1, 2)),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "group": os.getpgid(0) == os.getpid(),
+        "sigchld": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+        "parent": os.getppid(),
+    }
+
+
+def test_they_are_as_fresh_ones_but_for_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    mark = {"OSTRAKA_TEST_MARK": "here"}
+    results = run_processes(describe, processes=4, env=mark, distributed=False)
+    for result in results:
+        assert result.stdout == "said aloud\n"
+        assert result.stderr == ""
+        found = result.value
+        assert found["loaded"] == ["jax", "json.tool"]
+        assert found["directory"] == str(tmp_path)
+        assert found["variable"] == "here"
+        assert found["session"]
+        assert found["group"]
+        assert found["sigchld"]
+        assert "/dev/null" in found["open"]
+        assert found["parent"] != os.getpid()
+    with preloaded():
+        (fresh,) = run_processes(describe, processes=1, env=mark)
+    assert fresh.value["loaded"] == []
+    assert fresh.value["parent"] == os.getpid()
+    assert {result.value["descriptors"] for result in results} == {fresh.value["descriptors"]}
+    # Some sets have the same order by chance.
+    assert results[0].value["order"] == results[2].value["order"]
+    assert len({result.value["parent"] for result in results}) == 2
+
+
+def sum_over_all() -> tuple[int, float]:
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return jax.device_count(), float(multihost_utils.process_allgather(np.arange(3)).sum())
+
+
+def test_they_are_jax_processes():
+    for devices in (1, 3):
+        results = run_processes(sum_over_all, processes=2, devices_per_process=devices)
+        assert [result.value for result in results] == [(2 * devices, 6.0)] * 2
+
+
+def read_config() -> tuple[bool, int]:
+    import jax
+
+    return jax.config.read("jax_enable_x64"), os.getppid()
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_what_counts_at_an_import_is_not_too_late(value: str):
+    (result,) = run_processes(read_config, processes=1, env={"JAX_ENABLE_X64": value})
+    assert result.value == (value == "1", os.getpid())
+
+
+def fail_or_wait(mark: str) -> None:
+    if not mark:
+        raise ValueError("odd")
+    Path(mark).touch()
+    time.sleep(1000)
+
+
+def test_failures_and_kills_are_told(tmp_path: Path):
+    with pytest.raises(ProcessesFailed, match="process 0 failed: ValueError: odd"):
+        run_processes(fail_or_wait, "", processes=1)
+    mark = tmp_path / "here"
+    (result,) = run_processes(
+        fail_or_wait, str(mark), processes=1, check=False, on_start=kill_when(0, appears=mark)
+    )
+    assert result.exit_code == -signal.SIGKILL
+    with pytest.raises(ProcessesFailed, match=r"(?s)had to be killed.*in fail_or_wait"):
+        run_processes(fail_or_wait, str(mark), processes=1, timeout_s=1)
+
+
+def test_they_end_with_the_caller(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, sys, time
+            from ostraka.testing import preloaded, run_processes
+
+            def wait():
+                print(os.getpid(), os.getppid(), file=open(sys.argv[1] + "/../pids", "w"))
+                os.rename(sys.argv[1] + "/../pids", os.environ["OSTRAKA_TEST_MARK"])
+                time.sleep(1000)
+
+            if __name__ == "__main__":
+                with preloaded("json"):
+                    run_processes(wait, processes=1)
+        """)
+    )
+    mark = tmp_path / "pids"
+    caller = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OSTRAKA_TEST_MARK": str(mark),
+            "TMPDIR": str(tmp_path),
+        },
+    )
+    deadline = time.monotonic() + 60
+    while not mark.exists():
+        assert caller.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    caller.kill()
+    caller.wait()
+    for pid in map(int, mark.read_text().split()):
+        while is_running(pid):
+            assert time.monotonic() < deadline, pid
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_modules_that_are_not_there():
+    with (
+        preloaded("no_such_module"),
+        pytest.raises(RuntimeError, match="the process that preloads modules ended with 1"),
+    ):
+        run_processes(read_config, processes=1)
