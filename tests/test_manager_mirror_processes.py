@@ -1,6 +1,7 @@
 """A manager's mirror on several real processes: each copies its own, and all agree."""
 
 import random
+import re
 import shutil
 import threading
 import time
@@ -235,8 +236,8 @@ def leave_one(root: str, mirror: str) -> str:
 def test_a_process_that_leaves_after_an_error(tmp_path: Path):
     args = (leave_one, str(tmp_path / "runs"), str(tmp_path / "mirror"))
     said = [r.value for r in run_processes(*args, processes=3)]
-    assert "process 1" in said[0]
-    assert "left its manager" in said[0]
+    # Between two copies, or in one.
+    assert re.search("process 1(: Stopped: its manager was left| has left its manager)", said[0])
     assert steps_in(tmp_path / "mirror") == []
 
 
