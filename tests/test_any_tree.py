@@ -280,9 +280,26 @@ REFUSED = "two leaves have the path|has a key|has the key"
 )
 @given(trees())
 def test_a_save_refuses_it_or_every_restore_gives_it_back(drawn: tuple[Any, list[Any]]):
-    tree, variables = drawn
     name = uuid.uuid4().hex
-    place = f"memory://{name}"
+    save_and_restore(f"memory://{name}", drawn)
+    MemoryStore(name).delete("")
+
+
+@pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
+@settings(
+    max_examples=15,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    deadline=None,
+)
+@given(trees())
+def test_a_save_to_a_bucket_refuses_it_or_every_restore_gives_it_back(
+    new_bucket: Callable[[str], Any], drawn: tuple[Any, list[Any]]
+):
+    save_and_restore(str(new_bucket("moto")), drawn)
+
+
+def save_and_restore(place: str, drawn: tuple[Any, list[Any]]) -> None:
+    tree, variables = drawn
     expected, as_dicts = describe(tree), Describer(as_dicts=True).describe(tree)
     try:
         ostraka.save(place, tree)
@@ -290,11 +307,8 @@ def test_a_save_refuses_it_or_every_restore_gives_it_back(drawn: tuple[Any, list
         if not re.search(REFUSED, str(error)):
             raise
         return
-    try:
-        assert ostraka.verify(place).ok
-        assert describe(ostraka.restore(place, like=tree)) == expected
-        assert Describer(as_dicts=True).describe(ostraka.restore(place)) == as_dicts
-        blank(variables)
-        assert describe(ostraka.restore(place, into=tree)) == expected
-    finally:
-        MemoryStore(name).delete("")
+    assert ostraka.verify(place).ok
+    assert describe(ostraka.restore(place, like=tree)) == expected
+    assert Describer(as_dicts=True).describe(ostraka.restore(place)) == as_dicts
+    blank(variables)
+    assert describe(ostraka.restore(place, into=tree)) == expected

@@ -1,6 +1,7 @@
 """A manager's mirror on several real processes: each copies its own, and all agree."""
 
 import random
+import re
 import shutil
 import threading
 import time
@@ -108,6 +109,16 @@ def test_each_process_copies_what_it_wrote(tmp_path: Path):
     assert steps_in(mirror) == [*copied, 10]
 
 
+def test_processes_that_copy_to_a_bucket(tmp_path: Path, bucket: str):
+    root, mirror = tmp_path / "runs", f"{bucket}/mirror"
+    results = run_processes(train, str(root), mirror, [1, 2], processes=2)
+    assert all(result.value["made"] for result in results)
+    assert steps_in(mirror) == [2]
+    shutil.rmtree(root)
+    for result in run_processes(train, str(root), mirror, [3], processes=2):
+        assert (result.value["begun"], result.value["restored"]) == (2, 2)
+
+
 def test_steps_that_more_processes_wrote(tmp_path: Path):
     """What was not copied by them is copied by fewer, each a part."""
     root, mirror = tmp_path / "runs", tmp_path / "mirror"
@@ -202,17 +213,17 @@ def leave_one(root: str, mirror: str) -> str:
     manager = Manager(root, mirror=mirror)
     manager.save(2, tree_of(2))
     manager.wait()
+    deadline = time.monotonic() + LONG_S
     if jax.process_index() == 1:
         manager.__exit__(RuntimeError, RuntimeError("here alone"), None)
-        # The others have to notice while it lives.
-        deadline = time.monotonic() + LONG_S
+    if jax.process_index() > 0:
+        # Process 0 has to notice while they live.
         while not Path(mirror, "noticed").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         return ""
-    deadline = time.monotonic() + LONG_S
     said = ""
-    while jax.process_index() == 0 and not said and time.monotonic() < deadline:
-        # As a save would, on process 0: a step that the others know nothing of.
+    while not said and time.monotonic() < deadline:
+        # As if it was saved again; the others know nothing of it.
         mirrors = manager._mirror  # pyright: ignore
         assert mirrors is not None
         shutil.rmtree(Path(mirror, "step_00000002"), ignore_errors=True)
@@ -225,8 +236,8 @@ def leave_one(root: str, mirror: str) -> str:
 def test_a_process_that_leaves_after_an_error(tmp_path: Path):
     args = (leave_one, str(tmp_path / "runs"), str(tmp_path / "mirror"))
     said = [r.value for r in run_processes(*args, processes=3)]
-    assert "process 1" in said[0]
-    assert "left its manager" in said[0]
+    # Between two copies, or in one.
+    assert re.search("process 1(: Stopped: its manager was left| has left its manager)", said[0])
     assert steps_in(tmp_path / "mirror") == []
 
 

@@ -502,7 +502,7 @@ def restore_leaves(path: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
+@pytest.mark.parametrize("bucket", ["seaweed", "azurite"], indirect=True)
 def test_four_processes_save_and_others_restore(bucket: str):
     path = f"{bucket}/c"
     run_processes(save_leaves, path, processes=4, devices_per_process=2)
