@@ -123,7 +123,7 @@ def test_moments_of_adam_from_bfloat16_gradients():
     """After the first step; later ones fill the mantissa, and what is left is that of weights."""
     weights = jnp.zeros(BLOCK // 4, jnp.bfloat16)
     optimizer = optax.adam(1e-3, mu_dtype=jnp.float32)
-    state = optimizer.init(weights)
+    state: Any = optimizer.init(weights)
     gradients = jax.random.normal(jax.random.key(0), weights.shape, jnp.bfloat16)
     _, state = optimizer.update(gradients, state, weights)
     moments = state[0].mu

@@ -699,7 +699,7 @@ def test_compressed_blocks(tmp_path: Path, mesh: Mesh):
 
 
 def test_the_example_of_groups():
-    data = np.float32([1, 2, -3]).tobytes()
+    data = np.array([1, 2, -3], np.float32).tobytes()
     groups = [data[place::4].hex(" ") for place in range(4)]
     text = (Path(__file__).parents[1] / "docs" / "format.md").read_text("utf-8")
     assert ", ".join(f"`{group}`" for group in groups) in text

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -533,7 +533,7 @@ def live_threads() -> list[str]:
 
 
 @contextmanager
-def opened_when_left(gate: Gate) -> Iterator[None]:
+def opened_when_left(gate: Gate) -> Generator[None]:
     """A verb that hangs does not end before it is let go."""
     timer = threading.Timer(0.5, gate.open)
     timer.start()
