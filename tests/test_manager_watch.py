@@ -413,7 +413,13 @@ def race(store: Store, deletes_before: int, reads: int) -> tuple[int | None, boo
             reached[1] = not got
 
     keep = check_keep(1, None, None, None, None)
-    retain(Root(FaultyStore(store, before=before)), keep, just_saved=2, ignore=(), held=lambda steps: ())
+    retain(
+        Root(FaultyStore(store, before=before)),
+        keep,
+        just_saved=2,
+        ignore=(),
+        held=lambda steps: (),
+    )
     if not reached[0]:
         return None, False, False
     permits.release(1000)
