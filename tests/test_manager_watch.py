@@ -569,8 +569,9 @@ def test_every_step_of_a_long_run_is_seen(tmp_path: Path):
     assert reader.read_up_to(200) == list(range(1, 201))
     reader.watched.close()
     reader.run.end()
-    # The last save found that 198 was being read.
-    assert sorted(os.listdir(tmp_path)) == [f"step_{step:08d}" for step in (198, 199, 200)]
+    # The last save may have found that 198 was being read.
+    left = set(os.listdir(tmp_path)) - {"step_00000198"}
+    assert left == {"step_00000199", "step_00000200"}
 
 
 def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
@@ -584,7 +585,8 @@ def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
     assert reader.read_up_to(12) == [6, 7, 8, 9, 10, 11, 12]
     reader.watched.close()
     reader.run.end()
-    assert sorted(os.listdir(tmp_path)) == [f"step_{step:08d}" for step in (10, 11, 12)]
+    left = set(os.listdir(tmp_path)) - {"step_00000010"}
+    assert left == {"step_00000011", "step_00000012"}
 
 
 READ_AND_HANG = """
