@@ -81,7 +81,7 @@ def test_keys_of_old_operations_are_deleted():
         left = members[0].client.key_value_dir_get("ostraka/")
     numbers = {int(key.split("/")[1]) for key, _ in left}
     assert max(numbers) == 60
-    assert len(numbers) <= 18
+    assert len(numbers) <= 40  # Those that one was late to leave are deleted later.
 
 
 def test_an_operation_that_one_has_not_left_keeps_its_keys():

@@ -94,10 +94,13 @@ print(manager.steps(), os.getpid())
 
 
 DIE_IN_A_SAVE = """
+files = []
+
 def fork(verb, name):
     if verb != "finish":
         return
-    if os.fork() == 0:
+    files.append(name)
+    if name == files[0] and os.fork() == 0:
         print("forked", flush=True)  # by now it has let go of what its parent holds
         os.close(1)
         time.sleep(600)

@@ -87,6 +87,52 @@ def test_requests_of_a_thousand_leaves(
     print(f"save {saved}, restore {restored}, save again {again} requests")
 
 
+@pytest.mark.parametrize("rows", [4, 3 << 20])
+def test_requests_are_as_planned(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, rows: int
+):
+    """For files that are one request, and for those that are uploaded in parts."""
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    tree = sharded_tree(2, rows)
+    plan = ostraka.plan(tree)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        path = f"{server.url}/planned-{rows}"
+        ostraka.save(path, tree)
+        assert without_renewals(proxy.requests) == sum(plan.requests_by_process)
+        proxy.requests.clear()
+        assert_same(ostraka.restore(path), tree)
+        assert proxy.requests.total() == plan.restore().requests.most
+
+
+def test_requests_of_several_processes_are_as_planned(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        path = f"{server.url}/planned-by-two"
+        results = run_processes(save_planned, path, processes=2, devices_per_process=2)
+        planned = results[0].value
+        assert planned[1] < planned[0]  # The first one commits.
+        assert without_renewals(proxy.requests) == sum(planned)
+
+
+def save_planned(path: str) -> list[int]:
+    tree = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
+    ostraka.save(path, tree)
+    return ostraka.plan(tree).requests_by_process
+
+
+def without_renewals(requests: Counter[str]) -> int:
+    """A save looks at its marker and renews it once; each time more is one because it lasted."""
+    return requests.total() - 2 * (requests["HEAD"] - 1)
+
+
 # Faults on the way
 
 
@@ -226,6 +272,25 @@ def test_a_store_of_obstore_is_a_path(servers: Callable[[str], Server]):
     assert open_store(store).location == f"s3://{BUCKET}/given/below"
     keys = [file["path"] for file in obstore.list(store).collect()]
     assert "_METADATA" in keys
+
+
+@pytest.mark.parametrize(
+    ("settings", "signs"),
+    [
+        ({}, False),
+        ({"AWS_ENDPOINT_URL": "https://store.example"}, False),
+        ({"AWS_ENDPOINT_URL": "http://store.example"}, True),
+        ({"AWS_UNSIGNED_PAYLOAD": "false"}, True),
+    ],
+)
+def test_what_tls_protects_is_not_signed(
+    settings: dict[str, str], signs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for name, value in (KEYS | settings).items():
+        monkeypatch.setenv(name, value)
+    store: Any = open_store("s3://bucket/run")
+    assert store._bucket.config.get("unsigned_payload", "false") == str(not signs).lower()
 
 
 def test_any_store_of_obstore_is_a_path():

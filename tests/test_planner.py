@@ -429,4 +429,4 @@ def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str
     text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text("utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     exec(compile(block, "docs/planner.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 8
+    assert len(capsys.readouterr().out.splitlines()) == 9

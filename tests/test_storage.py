@@ -858,6 +858,14 @@ def test_an_unknown_store_is_named_with_those_there_are():
         open_store("ftp://host/run")
 
 
+@pytest.mark.parametrize(
+    "path", [Path("s3://bucket/run"), Path("gs://bucket/run"), os.path.abspath("az://bucket/run")]
+)
+def test_a_url_that_became_a_path_is_refused(path: Path | str):
+    with pytest.raises(ValueError, match=r"makes of a URL.*pass it as text: '(s3|gs|az)://bucket"):
+        open_store(path)
+
+
 def test_an_empty_path_is_refused():
     with pytest.raises(ValueError, match="path is empty"):
         open_store("")

@@ -149,6 +149,9 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     if save["save_async_blocked_s"] is not None:
         seconds = _seconds(save["save_async_blocked_s"])
         yield "blocked by save_async", seconds, "until all is copied to host memory"
+    requests = save["requests"]
+    note = f"in a bucket; {requests['in_all']:,} in all"
+    yield "requests of a host", f"{requests['most']:,}", note
     yield from _peak_rows(save)
 
 
@@ -172,6 +175,7 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
         f"{work['ranges']['most']:,}",
         f"in {count_of(work['files']['most'], 'file')}",
     )
+    yield "requests of a host", f"{work['requests']['most']:,}", "in a bucket"
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
     yield "time", _seconds(work["time_s"]), _hint(work["time_s"])
     yield from _peak_rows(work)

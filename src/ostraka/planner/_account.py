@@ -30,6 +30,12 @@ from ostraka._spec import (
     largest_cell_bytes,
     partition_grid,
 )
+from ostraka.storage._requests import (
+    COMMIT_REQUESTS,
+    JOIN_REQUESTS,
+    OPEN_REQUESTS,
+    upload_requests,
+)
 
 _NO_ID = "0" * 16
 _NO_DIGEST = "0" * 32
@@ -71,6 +77,19 @@ def file_bytes_by_process(plan: WritePlan) -> list[int]:
     totals = [0] * (max(plan.process_of) + 1)
     for file in plan.files:
         totals[plan.process_of[file.device]] += file.size
+    return totals
+
+
+def requests_by_process(plan: WritePlan, index_bytes: Mapping[int, int]) -> list[int]:
+    """The requests of each process for a save to a new place in a bucket.
+
+    While a save lasts, its marker costs a few more.
+    """
+    totals = [COMMIT_REQUESTS, *[JOIN_REQUESTS] * max(plan.process_of)]
+    for file in plan.files:
+        totals[plan.process_of[file.device]] += upload_requests(file.size)
+    for process, size in index_bytes.items():
+        totals[process] += upload_requests(size)
     return totals
 
 
@@ -290,6 +309,11 @@ class ReadAccount:
     files: int
     index_processes: tuple[int, ...] = field(repr=False)
     """Whose indexes are read, too."""
+
+    @property
+    def requests(self) -> int:
+        """What it costs in a bucket, where opening a file is a request, too."""
+        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.ranges
 
     @property
     def over_read_bytes(self) -> int:

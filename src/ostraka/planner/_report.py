@@ -8,7 +8,7 @@ from typing import Any
 
 from ostraka._spec import MeshSpec
 from ostraka.errors import InvalidSharding
-from ostraka.planner._account import Spread
+from ostraka.planner._account import Spread, spread_of
 from ostraka.planner._save_plan import Plan, RestorePlan
 from ostraka.planner._time import Bandwidths, Times
 
@@ -103,9 +103,14 @@ def _describe_save(plan: Plan, bandwidths: Bandwidths, times: Times) -> Document
         "time_s": times.save_s,
         "blocked_s": times.save_s,
         "save_async_blocked_s": times.save_async_blocked_s,
+        "requests": _describe_requests(plan.requests_by_process),
         "peak_bytes_per_second_host": bandwidths.host_write,
         "peak_bytes_per_second": bandwidths.peak_write(plan.process_count),
     }
+
+
+def _describe_requests(requests: Sequence[int]) -> Document:
+    return {**_describe_spread(spread_of(requests)), "in_all": sum(requests)}
 
 
 def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
@@ -118,6 +123,7 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
         "over_read": restore.over_read,
         "ranges": _describe_spread(restore.ranges),
         "files": _describe_spread(restore.files),
+        "requests": _describe_spread(restore.requests),
         "opening_bytes": max(restore.opening_bytes),
         "time_s": restore.time_s_at(bandwidths),
         "peak_bytes_per_second_host": bandwidths.host_read,

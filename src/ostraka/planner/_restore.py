@@ -66,6 +66,11 @@ class RestorePlan:
         return _account.spread_of([account.ranges for account in self.processes])
 
     @property
+    def requests(self) -> Spread:
+        """What each process asks of a bucket."""
+        return _account.spread_of([account.requests for account in self.processes])
+
+    @property
     def files(self) -> Spread:
         return _account.spread_of([account.files for account in self.processes])
 

@@ -127,6 +127,14 @@ class Plan:
         return _account.spread_of(self.bytes_by_process)
 
     @property
+    def requests_by_process(self) -> list[int]:
+        """The requests of each process for a save to a new place in a bucket.
+
+        Retries, and the marker that is renewed every 5 s while a save lasts, are not counted.
+        """
+        return _account.requests_by_process(self.write, self.index_bytes)
+
+    @property
     def shard_spread(self) -> Spread:
         """The data bytes that the devices contribute."""
         return _account.spread_of(_account.bytes_by_device(self.write))

@@ -1,4 +1,4 @@
-"""Where bytes live: a directory or memory; `open_store` picks by path."""
+"""Where bytes live: a directory, a bucket or memory; `open_store` picks by path."""
 
 from ostraka.storage._base import (
     ANYTHING,

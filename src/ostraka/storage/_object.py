@@ -32,11 +32,8 @@ from ostraka.storage._refusals import (
     is_transient,
     refusal,
 )
+from ostraka.storage._requests import PART_BYTES, part_bytes_of
 
-_PART_BYTES = 8 << 20
-"""Of a multipart upload. A file up to this size is one request."""
-_MAX_PARTS = 9_000
-"""Of a multipart upload; stores allow 10,000."""
 _PARTS_IN_FLIGHT = 24
 """Of all uploads of a process: they are in memory, so this bounds it."""
 _QUEUED_BYTES = 16 << 20
@@ -148,10 +145,10 @@ class ObjectStore:
             raise _not_found(self._path(name))
 
     def create(self, name: str, size: int, *, beside: int = 1) -> _Upload | _SmallFile:
-        if size <= _PART_BYTES:
+        if size <= PART_BYTES:
             return _SmallFile(self, name, size)
-        part_bytes = max(_PART_BYTES, -(-size // _MAX_PARTS))
-        at_once = max(_PARTS_IN_FLIGHT * _PART_BYTES // part_bytes // beside, 2)
+        part_bytes = part_bytes_of(size)
+        at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
         return _Upload(self._bucket, self._start + name, self._path(name), part_bytes, at_once)
 
     def open(self, name: str) -> _ObjectReader:

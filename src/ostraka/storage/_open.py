@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 else:
     PathLike = str | os.PathLike[str] | Store
 _CLOUD = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+_FOLDED_URL = re.compile(rf"(?:^|/)((?:{'|'.join((*_CLOUD, 'gcs', 'file', 'memory'))}):)/(.*)")
+"""What pathlib and os.path make of a URL."""
 
 
 def open_store(path: PathLike) -> Store:
@@ -40,6 +43,7 @@ def open_store(path: PathLike) -> Store:
         raise ValueError("the checkpoint's path is empty")
     scheme, separator, _ = text.partition("://")
     if not separator:
+        _refuse_folded_url(text)
         return LocalStore(os.path.abspath(os.path.expanduser(text)))
     if scheme == "memory":
         return MemoryStore(text.partition("://")[2])
@@ -51,6 +55,17 @@ def open_store(path: PathLike) -> Store:
         f"can't open {text}: this version of Ostraka has no store for {scheme}://; "
         "use a local path, file://, memory://, s3://, gs:// or az://"
     )
+
+
+def _refuse_folded_url(path: str) -> None:
+    """Raise for `Path("s3://bucket/run")`: it would be a directory `s3:` on the local disk."""
+    folded = _FOLDED_URL.search(path)
+    if folded is not None:
+        scheme, rest = folded.groups()
+        raise ValueError(
+            f"{path!r} is what pathlib or os.path makes of a URL, and would be a local directory; "
+            f"pass it as text: '{scheme}//{rest}'"
+        )
 
 
 def _cloud(what: str) -> Any:
