@@ -127,8 +127,8 @@ def _store_above(where: str) -> Store | None:
 def _start_of_file(store: Store) -> bytes | None:
     """The first bytes of what lies where a directory was meant; None if there is nothing."""
     where = store.location
-    if isinstance(store, LocalStore) and not os.path.isfile(where):  # a pipe would take for ever
-        return b"" if os.path.exists(where) else None
+    if isinstance(store, LocalStore) and not os.path.isfile(where):
+        return b"" if os.path.exists(where) else None  # to open a pipe would take for ever
     above, name = _store_above(where), where.rpartition("/")[2]
     start = bytearray(9)
     try:
