@@ -125,7 +125,7 @@ def show(
 
 def normal(nbytes: int, dtype: Any) -> dict[str, jax.Array]:
     placed = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
-    columns = nbytes // LEAVES // 1024 // np.dtype(dtype).itemsize
+    columns = nbytes // LEAVES // 1024 // np.dtype(dtype).itemsize // 64 * 64
     numbers = [np.random.default_rng(n) for n in range(LEAVES)]
     return {
         f"w{n}": jax.device_put(

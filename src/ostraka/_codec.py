@@ -29,6 +29,7 @@ _IS_COMPRESSED = 1 << 31
 """Set in the length of a group that is compressed."""
 _LEAST_SAVED = 16
 """A group is compressed if that saves a 16th of it: less is not worth the time of every restore."""
+_INTEGERS = {width: np.dtype(f"<u{width}") for width in (2, 4, 8)}
 _SAMPLES, _SAMPLE_BYTES = 4, 4096
 """What is tried of a group before all of it is."""
 
@@ -152,7 +153,10 @@ def decode(stored: Array, out: Array) -> None:
             group = np.frombuffer(_thread.decompress(group, count), np.uint8)
         if group.size != count:
             raise Undecodable(f"a group has {group.size:,} bytes, not {count:,}")
-        out[place::width] = group
+        if place == 0 and width in _INTEGERS:
+            out.view(_INTEGERS[width])[:] = group  # The others follow; whole elements are quicker.
+        else:
+            out[place::width] = group
         position += length
     if position != stored.size:
         raise Undecodable(f"it has {stored.size:,} bytes, and its groups {position:,}")
