@@ -141,7 +141,9 @@ def test_a_root_that_was_removed_is_made_again(root: Any):
 def test_the_commands_in_memory():
     root = f"memory://{uuid.uuid4().hex}"
     fill(root, 1, 2, 3)
-    open_store(root).at("4").create("shards-0123456789abcdef/shard", 7).finish()
+    writer = open_store(root).at("4").create("shards-0123456789abcdef/shard", 7)
+    writer.write(0, [b"1234567"])
+    writer.finish()
     listed = json.loads(run("ls", root, "--json").stdout)
     assert [step["step"] for step in listed["steps"]] == [1, 2, 3]
     assert all(step["bytes"] for step in listed["steps"])
@@ -179,7 +181,7 @@ def rewrite(place: Store, change: Callable[[dict[str, Any]], None]) -> None:
 
 def make_newer(root: Any, step: int) -> None:
     place = open_store(root).at(f"step_{step:08d}")
-    rewrite(place, lambda document: document.update(version=2))
+    rewrite(place, lambda document: document.update(version=3))
 
 
 NEWER = "install a newer ostraka"
