@@ -350,3 +350,38 @@ def test_a_process_that_is_killed(tmp_path: Path, at: str):
     if at == "read":
         assert all("process 2" in error for error in errors), results
     assert all(errors), results
+
+
+# Which reads are shared by default
+
+
+def read_on_hosts(path: str, host_of: list[str]) -> tuple[int, int]:
+    """By default, from a directory: the bytes read, if all need all, and if two need each half."""
+    host = host_of[jax.process_index()]
+    with pytest.MonkeyPatch.context() as patch, small_stages():
+        patch.setattr("socket.gethostname", lambda: host)
+        counts: list[int] = []
+        for shardings in (by_rows(mesh_of(data=4)), by_rows(mesh_of(replica=2, fsdp=2), "fsdp")):
+            tree = place(make_values(32), shardings)
+            store = CountingStore(path)
+            assert_same(ostraka.restore(store, like=tree), tree)
+            counts.append(store.nbytes)
+        return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "most"),
+    [
+        ("aabb", (4.0, 2.0)),  # Two hosts: each process reads all that it needs.
+        ("abcd", (1.1, 2.1)),  # Four need the same, or only two do.
+    ],
+)
+def test_what_many_hosts_need_is_shared_from_a_directory(
+    tmp_path: Path, hosts: str, most: tuple[float, float]
+):
+    ostraka.save(tmp_path / "c", make_values(32))
+    nbytes = sum(f.stat().st_size for f in (tmp_path / "c").rglob("*") if f.is_file())
+    results = run_processes(read_on_hosts, str(tmp_path / "c"), list(hosts), processes=4)
+    for number, times in enumerate(most):
+        read = sum(result.value[number] for result in results) / nbytes
+        assert times - 0.3 < read < times + 0.3, (number, read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,7 +24,15 @@ from ostraka._nodes import Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
 from ostraka._place import Destination
 from ostraka._record import OnRecord, Stopwatch, report, summarize
-from ostraka._share import Agreement, Reader, Replaced, ShareReads, find_needs, is_wanted
+from ostraka._share import (
+    Agreement,
+    Reader,
+    Replaced,
+    ShareReads,
+    agree_on_sharing,
+    find_needs,
+    least_hosts,
+)
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, numpy_dtype
 from ostraka._tree import parse
@@ -76,7 +85,8 @@ def restore(
 
     With `share_reads`, what several processes need is read once: each reads a part and gets the
     rest from the others, by JAX's collectives. `True` needs all processes to call this, whatever
-    is restored; "auto" is for arrays that span several processes, from object stores.
+    is restored; "auto" is for arrays that span several processes, from object stores, and from
+    directories if at least four hosts need the same.
 
     Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
     bytes that are not as written; with arrays that span several processes, the others raise
@@ -151,12 +161,12 @@ class _Restore:
         for attempt in range(ATTEMPTS):
             source = open_at(self.path)
             self.location = source.location
-            found = [source.saved.id, is_wanted(self.share_reads, source)]
-            is_same, is_sharing = operation.exchange(f"open-{attempt}", found, _compare)
+            found = [source.saved.id, least_hosts(self.share_reads, source), socket.gethostname()]
+            is_same, least, hosts = operation.exchange(f"open-{attempt}", found, _compare)
             self.watch.lap("open")
             if not is_same:
                 continue
-            agreement = Agreement(operation, str(attempt), is_sharing and operation.count > 1)
+            agreement = Agreement(operation, str(attempt), least, hosts)
             result: Any = None
             replaced = False
             try:
@@ -220,10 +230,10 @@ class _Restore:
         self.bytes_read += nbytes
 
 
-def _compare(posts: list[Any]) -> tuple[bool, bool]:
-    """Whether all have opened the same checkpoint, and whether all would share their reads."""
-    ids, is_sharing = zip(*posts, strict=True)
-    return len(set(ids)) == 1, all(is_sharing)
+def _compare(posts: list[Any]) -> tuple[bool, int | None, list[str]]:
+    """Whether all have opened the same checkpoint, and how they share their reads."""
+    ids, least, hosts = zip(*posts, strict=True)
+    return len(set(ids)) == 1, agree_on_sharing(least, hosts), list(hosts)
 
 
 def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:

@@ -48,11 +48,29 @@ _LEAST_STEP_BITS = 16
 """Parts have few lengths, since the collective is compiled for each: 8 in an octave."""
 
 
-def is_wanted(share_reads: ShareReads, source: Source) -> bool:
-    """Whether this process would share what it reads of a checkpoint."""
+_MANY_HOSTS = 4
+"""So many that need the same bytes are served better by one another than by a file server."""
+
+
+def least_hosts(share_reads: ShareReads, source: Source) -> int | None:
+    """On how many hosts the same bytes must be needed for this process to share them.
+
+    None if it shares nothing. Processes of one host share what the system has read for one of them
+    anyway, and a directory that many hosts see is one of a file server.
+    """
     if share_reads == "auto":
-        return source.store.parts.is_remote and _has_collectives()
-    return share_reads
+        if not _has_collectives():
+            return None
+        return 1 if source.store.parts.is_remote else _MANY_HOSTS
+    return 1 if share_reads else None
+
+
+def agree_on_sharing(least: Sequence[int | None], hosts: Sequence[str]) -> int | None:
+    """What `least_hosts` is for all, None where that shares nothing."""
+    known = [number for number in least if number is not None]
+    if len(known) < len(least) or len(least) == 1 or len(set(hosts)) < max(known):
+        return None
+    return max(known)
 
 
 def _has_collectives() -> bool:
@@ -72,7 +90,10 @@ class Agreement:
     operation: Operation
     name: str
     """Of this attempt at restoring."""
-    is_sharing: bool
+    least_hosts: int | None
+    """None if nothing is shared."""
+    hosts: Sequence[str]
+    """By process."""
     stages: int = 0
     passed: int = 0
     """How many of the stages all processes have read their parts of."""
@@ -97,10 +118,10 @@ def find_needs(
     source: Source, destinations: Sequence[Destination], agreement: Agreement
 ) -> list[Need]:
     """What this process needs of each leaf, shared as far as all processes see the same needs."""
-    if not agreement.is_sharing:
+    if agreement.least_hosts is None:
         return [Need(found.number, found.boxes) for found in destinations]
     operation = agreement.operation
-    finder = _Finder(source.saved.leaves, operation.process, operation.count)
+    finder = _Finder(source.saved.leaves, agreement, agreement.least_hosts)
     seen = [finder.find(destination) for destination in destinations]
     by_all = digest("\n".join(need.text for need in seen if need.by_all).encode())
     everything = digest("\n".join(need.text for need in seen).encode())
@@ -146,10 +167,12 @@ class _Cells(NamedTuple):
 class _Finder:
     """Finds what this process needs of each leaf, and who else needs it."""
 
-    def __init__(self, leaves: Sequence[LeafSpec], process: int, process_count: int):
+    def __init__(self, leaves: Sequence[LeafSpec], agreement: Agreement, least_hosts: int):
         self._leaves = leaves
-        self._process = process
-        self._everybody = tuple(range(process_count))
+        self._process = agreement.operation.process
+        self._everybody = tuple(range(agreement.operation.count))
+        self._hosts = agreement.hosts
+        self._least_hosts = least_hosts
         self._devices = Devices()
         self._cells: dict[Any, _Cells] = {}
 
@@ -183,16 +206,25 @@ class _Finder:
         if found is None:
             mesh, partition = describe_sharding(destination.path, key[0], self._devices)
             cells = processes_by_cell(mesh, partition, rank, self._devices.process_of)
-            shared = Counter(p for members in cells if len(members) > 1 for p in members)
+            shared = [members for members in cells if self._is_shared(members)]
+            counts = Counter(process for members in shared for process in members)
             found = self._cells[key] = _Cells(
                 len(cells),
                 {process for members in cells for process in members},
-                tuple(members for members in cells if self._process in members),
-                max(shared.values(), default=0),
-                max(map(len, cells)),
+                tuple(
+                    members if self._is_shared(members) else (self._process,)
+                    for members in cells
+                    if self._process in members
+                ),
+                max(counts.values(), default=0),
+                max(map(len, shared), default=1),
                 digest(repr((partition_grid(mesh, partition, rank), cells)).encode()),
             )
         return found
+
+    def _is_shared(self, members: tuple[int, ...]) -> bool:
+        hosts = {self._hosts[process] for process in members}
+        return len(members) > 1 and len(hosts) >= self._least_hosts
 
 
 class Reader:
@@ -206,7 +238,7 @@ class Reader:
         self._agreement = agreement
         self._process = agreement.operation.process
         self._stages: list[list[Gather]] = []
-        if agreement.is_sharing:
+        if agreement.least_hosts is not None:
             stored = [
                 StoredCells(self._leaves[n], source.grid_of(n), source.files_of(n))
                 for n in (need.leaf for need in needs)
