@@ -1,8 +1,8 @@
 """Processes that start quickly: forked from one that has imported what they need.
 
-Such a process, the nurse, imports modules, and starts no backend of JAX's and no thread. On request
-it forks, and its child becomes one of the processes of a `run_processes`. There are two nurses, so
-that processes differ as fresh interpreters do: in the order of sets of text, for one.
+Such a process, the fork server, imports modules, and starts no backend of JAX's and no thread. On
+request it forks, and its child becomes one of the processes of a `run_processes`. There are two of
+them, so that processes differ as fresh interpreters do: in the order of sets of text, for one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any, BinaryIO
 
 from ostraka.testing._job import POLL_S
 
-_NURSES = 2
+_SERVERS = 2
 _READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "GRPC_")
 """How the names of variables begin that count when modules are imported, and not later."""
 
 
-class Nursery:
+class ForkServers:
     """Forks processes of one environment."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
         self._env = _of_import(env)
         self._lock = threading.Lock()
-        self._nurses = [
+        self._servers = [
             subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "ostraka.testing"),
@@ -46,7 +46,7 @@ class Nursery:
                 stdout=subprocess.PIPE,
                 env=dict(env),
             )
-            for _ in range(_NURSES)
+            for _ in range(_SERVERS)
         ]
 
     def suits(self, env: Mapping[str, str]) -> bool:
@@ -54,29 +54,29 @@ class Nursery:
         return self._env == _of_import(env)
 
     def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> Forked:
-        nurse = self._nurses[index % _NURSES]
-        assert nurse.stdin is not None
-        assert nurse.stdout is not None
+        server = self._servers[index % _SERVERS]
+        assert server.stdin is not None
+        assert server.stdout is not None
         request = pickle.dumps((str(job_dir), index, dict(env), os.getcwd()))
         with self._lock:
-            nurse.stdin.write(struct.pack("<Q", len(request)) + request)
-            nurse.stdin.flush()
-            answer = nurse.stdout.readline()
+            server.stdin.write(struct.pack("<Q", len(request)) + request)
+            server.stdin.flush()
+            answer = server.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that preloads modules ended with {nurse.wait()}")
+            raise RuntimeError(f"the process that preloads modules ended with {server.wait()}")
         return Forked(int(answer), _exit_file(job_dir, int(answer)))
 
     def close(self) -> None:
-        for nurse in self._nurses:
-            assert nurse.stdin is not None
-            assert nurse.stdout is not None
-            nurse.stdin.close()
-            nurse.wait()
-            nurse.stdout.close()
+        for server in self._servers:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.close()
+            server.wait()
+            server.stdout.close()
 
 
 class Forked:
-    """A process that a nurse has forked, with the methods of a Popen."""
+    """A process that a server has forked, with the methods of a Popen."""
 
     def __init__(self, pid: int, exit_file: Path):
         self.pid = pid
@@ -110,7 +110,7 @@ class Forked:
 
 
 def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
-    """Be a nurse until its caller is gone; returns in each child, with the job that it is for."""
+    """Be a server until its caller is gone; returns in each child, with the job that it is for."""
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     answers = os.dup(1)
     os.dup2(2, 1)  # for what modules print

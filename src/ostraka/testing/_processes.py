@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
-from ostraka.testing._preload import Nursery
+from ostraka.testing._preload import ForkServers
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TAIL_LINES = 40
@@ -261,7 +261,7 @@ def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]
 
 _preloading: list[tuple[str, ...]] = []
 """The modules of each `preloaded` that lasts."""
-_nurseries: dict[tuple[str, ...], Nursery] = {}
+_fork_servers: dict[tuple[str, ...], ForkServers] = {}
 
 
 @contextlib.contextmanager
@@ -286,24 +286,24 @@ def preloaded(*modules: str) -> Generator[None]:
         yield
     finally:
         _preloading.remove(modules)
-        if modules not in _preloading and modules in _nurseries:
-            _nurseries.pop(modules).close()
+        if modules not in _preloading and modules in _fork_servers:
+            _fork_servers.pop(modules).close()
 
 
-def _find_nursery(env: Mapping[str, str]) -> Nursery | None:
+def _find_fork_servers(env: Mapping[str, str]) -> ForkServers | None:
     modules = _preloading[-1] if _preloading else ()
     if not modules:
         return None
-    if modules not in _nurseries:
-        _nurseries[modules] = Nursery(modules, env)
-    return _nurseries[modules] if _nurseries[modules].suits(env) else None
+    if modules not in _fork_servers:
+        _fork_servers[modules] = ForkServers(modules, env)
+    return _fork_servers[modules] if _fork_servers[modules].suits(env) else None
 
 
 def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
     started_s = time.monotonic()
-    nursery = _find_nursery(env)
-    if nursery is not None:
-        forked: Any = nursery.start(job_dir, index, env)
+    servers = _find_fork_servers(env)
+    if servers is not None:
+        forked: Any = servers.start(job_dir, index, env)
         return _Child(index=index, popen=forked, started_s=started_s)
     # Files, not pipes: a pipe that nobody empties would stop the process.
     with (
