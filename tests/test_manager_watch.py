@@ -159,7 +159,7 @@ def test_damage_is_found_by_the_restore(tmp_path: Path):
 def test_a_step_of_a_newer_version(tmp_path: Path):
     fill(tmp_path, 1)
     path = tmp_path / "step_00000001" / "_METADATA"
-    text = path.read_bytes().replace(b'"version":1,', b'"version":2,', 1)
+    text = path.read_bytes().replace(b'"version":1,', b'"version":3,', 1)
     text = text[: text.rindex(b',"digest":')]
     path.write_bytes(text + b',"digest":"' + _format.digest(text).encode() + b'"}\n')
     with pytest.raises(UnsupportedFormat, match="install a newer ostraka"):

@@ -72,7 +72,7 @@ def codecs_of(rule: CompressRule, leaves: Sequence[LeafSpec]) -> dict[int, Zstd]
     """
     codecs: dict[int, Zstd] = {}
     for number, leaf in enumerate(leaves):
-        if rule is None or leaf.nbytes < LEAST_COMPRESSED_BYTES:
+        if leaf.nbytes < LEAST_COMPRESSED_BYTES:
             continue
         table = cast("dict[str, Any]", rule)
         codec = _codec(_pattern.lookup(table, leaf.path) if isinstance(rule, dict) else rule)

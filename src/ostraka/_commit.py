@@ -141,7 +141,9 @@ def commit(
         indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
         if operation.count > 1:
             _check_visible(place.store, indexes, agreed.save_id)
-        files = _with_sizes(plan, list(map(itemgetter("sizes"), reports)))
+        files = plan.files
+        if plan.compressed:
+            files = _with_sizes(plan, list(map(itemgetter("sizes"), reports)))
         summary = summarize(list(map(itemgetter("written"), reports)))
         hosts = list(map(itemgetter("host"), reports))
         metadata = Metadata(
@@ -174,8 +176,6 @@ def commit(
 
 def _with_sizes(plan: WritePlan, sizes_by_process: list[Any]) -> tuple[FileEntry, ...]:
     """The files, with what was stored where that is known only now."""
-    if not plan.compressed:
-        return plan.files
     sizes = [iter(decode_runs(sizes)) for sizes in sizes_by_process]
     return tuple(
         replace(file, size=next(sizes[plan.process_of[file.device]])) for file in plan.files

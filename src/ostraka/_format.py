@@ -168,7 +168,8 @@ def block_lengths(
     lengths = [header_bytes]
     gathered = 0
     for entry in entries:
-        if not has_own_blocks(entry, compressed):
+        # As `has_own_blocks`, which would be called for every leaf of a save.
+        if entry.nbytes < (LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES):
             if gathered + entry.nbytes > BLOCK_BYTES:
                 lengths.append(gathered)
                 gathered = 0

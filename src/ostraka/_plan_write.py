@@ -57,10 +57,7 @@ class WritePlan:
     process_of: tuple[int, ...]
     compressed: frozenset[int] = frozenset()
     """The leaves that are to be compressed. Sizes of files are those without."""
-
-    @property
-    def version(self) -> int:
-        return _format.COMPRESSED_VERSION if self.compressed else _format.VERSION
+    version: int = _format.VERSION
 
     def files_of(self, process: int) -> list[FileEntry]:
         return [file for file in self.files if self.process_of[file.device] == process]
@@ -95,6 +92,7 @@ def plan_write(
         files=files,
         process_of=tuple(process_of),
         compressed=numbers,
+        version=_format.COMPRESSED_VERSION if numbers else _format.VERSION,
     )
 
 

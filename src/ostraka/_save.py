@@ -178,7 +178,8 @@ class Save:
         self._user = _json_only(self.metadata) if self.metadata else {}
         if self.dtype is not None:
             check_dtype_rule(self.dtype, captured.leaves)
-        check_compress(self.compress, captured.leaves)
+        if self.compress is not None:
+            check_compress(self.compress, captured.leaves)
         self.watch.lap("capture")
         return captured
 
@@ -199,7 +200,7 @@ class Save:
         self._values.append(agreed.values)
         watch.lap("agree")
         with paused_gc():
-            codecs = codecs_of(self.compress, agreed.leaves)
+            codecs = {} if self.compress is None else codecs_of(self.compress, agreed.leaves)
             plan = plan_write(
                 agreed.leaves,
                 agreed.meshes,

@@ -126,7 +126,7 @@ def write_shards(
     index = _format.encode_index(save_id, operation.process, digests, version=plan.version)
     name = _format.index_name(operation.process)
     store.put(f"{_format.shards_directory(save_id)}/{name}", index)
-    sizes = tuple(file.size for file in digests.values())
+    sizes = tuple(map(attrgetter("size"), digests.values()))
     return Written(IndexEntry(len(index), _format.digest(index)), sizes)
 
 
@@ -163,11 +163,15 @@ class _Shard:
         self.entries = entries
         self._job = job
         self._lengths = _format.block_lengths(file.header_bytes, entries, job.codecs)
-        codecs = {
-            leaf: (element_bytes(job.leaves[leaf].spec.dtype), job.codecs[leaf])
-            for leaf, _, _, nbytes in entries
-            if leaf in job.codecs and nbytes >= _format.LEAST_COMPRESSED_BYTES
-        }
+        codecs = (
+            {
+                leaf: (element_bytes(job.leaves[leaf].spec.dtype), job.codecs[leaf])
+                for leaf, _, _, nbytes in entries
+                if leaf in job.codecs and nbytes >= _format.LEAST_COMPRESSED_BYTES
+            }
+            if job.codecs
+            else {}
+        )
         self._has_header_first = not codecs
         self._target = (
             CompressedFile(entries, self._lengths, codecs, self._header, self._create, job.check)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any, Final, Protocol, runtime_checkable
 
 
@@ -221,4 +222,5 @@ def is_temporary(name: str, of: str) -> bool:
 
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
     """Buffers of any shape as flat bytes; empty ones are left out."""
-    return [view.cast("B") for buffer in buffers if (view := memoryview(buffer)).nbytes]
+    views = filter(attrgetter("nbytes"), map(memoryview, buffers))
+    return list(map(methodcaller("cast", "B"), views))

@@ -107,7 +107,7 @@ class Claim:
 
     def _mark(self, *, wait: bool) -> None:
         scope = NO_SCOPE if self._lock is None else self._lock.scope
-        self._marker = Marker(self._store, f"{_PREFIX}{scope}{os.urandom(8).hex()}")
+        self._marker.name = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         self._marker.put()
         names = self._store.list()
         for pause_s in _PAUSES_S:
@@ -168,7 +168,7 @@ class Claim:
         except OSError:
             pass  # The next save removes it.
         finally:
-            self._marker = Marker(self._store, "")
+            self._marker.name = ""
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()

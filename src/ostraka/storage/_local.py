@@ -320,10 +320,13 @@ def _write_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
     """Write every byte, however the kernel cuts the calls short; returns the offset after them."""
     for at in range(0, len(buffers), _MAX_BUFFERS):
         pending = byte_views(buffers[at : at + _MAX_BUFFERS])
-        while pending:
+        left = sum(map(attrgetter("nbytes"), pending))
+        while left:
             written = os.pwritev(file, pending, offset)
             offset += written
-            pending = _skip(pending, written)
+            left -= written
+            if left:
+                pending = _skip(pending, written)
     return offset
 
 

@@ -43,7 +43,8 @@ def open_store(path: PathLike) -> Store:
         raise ValueError("the checkpoint's path is empty")
     scheme, separator, _ = text.partition("://")
     if not separator:
-        _refuse_folded_url(text)
+        if ":/" in text:
+            _refuse_folded_url(text)
         return LocalStore(os.path.abspath(os.path.expanduser(text)))
     if scheme == "memory":
         return MemoryStore(text.partition("://")[2])
