@@ -24,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format bench torch azurite soak shake world newest clean
+.PHONY: help venv demo test buckets check format bench torch azurite soak shake world newest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ demo: $(LIGHT) ## a short tour, on this machine's CPU
 
 test: $(FULL) ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -k "bucket or seaweed or azurite" -m "not soak" \
+	  $(PYTEST_ARGS) $(TESTS)
 
 # Each test may take an hour, and runs alone: soak tests kill processes and fill disks.
 soak: $(FULL) ## the long tests: kills, faults, many rounds

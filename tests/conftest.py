@@ -66,6 +66,52 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
+_LONG_IN_BUCKETS = {
+    "test_any_tree",
+    "test_async",
+    "test_async_processes",
+    "test_cli_compare",
+    "test_cli_diff",
+    "test_damage",
+    "test_differences",
+    "test_errors",
+    "test_failures",
+    "test_kill",
+    "test_lazy",
+    "test_leftovers",
+    "test_manager",
+    "test_manager_faults",
+    "test_manager_keep",
+    "test_manager_processes",
+    "test_nnx",
+    "test_nnx_restore",
+    "test_place",
+    "test_processes",
+    "test_shared",
+    "test_values",
+}
+_IN_THE_SUITE = 5
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most of what takes long in a bucket to `make buckets`: all of it does not fit.
+
+    The suite has every fifth test function of each of these modules in a bucket, too.
+    """
+    functions: dict[str, list[str]] = {}
+    for item in items:
+        module, name = item.path.stem, getattr(item, "originalname", item.name)
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        kinds = {params.get(fixture) for fixture in ("place", "new_place")}
+        if module in _LONG_IN_BUCKETS and "bucket" in kinds:
+            known = functions.setdefault(module, [])
+            if name not in known:
+                known.append(name)
+            if known.index(name) % _IN_THE_SUITE:
+                item.add_marker(pytest.mark.buckets)
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
     """Object stores by name, each started when it is first asked for."""
