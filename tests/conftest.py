@@ -84,20 +84,21 @@ _LONG_IN_BUCKETS = {
     "test_manager_keep",
     "test_manager_processes",
     "test_nnx",
+    "test_nnx_processes",
     "test_nnx_restore",
     "test_place",
     "test_processes",
     "test_shared",
     "test_values",
 }
-_IN_THE_SUITE = 5
+_IN_THE_SUITE = 8
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of what takes long in a bucket to `make buckets`: all of it does not fit.
 
-    The suite has every fifth test function of each of these modules in a bucket, too.
+    The suite has every eighth test function of each of these modules in a bucket, too.
     """
     functions: dict[str, list[str]] = {}
     for item in items:

@@ -301,7 +301,7 @@ def train_large(root: str, mirror: str, first: int) -> str:
     return said
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_process_is_killed_while_it_copies(tmp_path: Path, victim: int):
     root, mirror = tmp_path / "runs", tmp_path / "mirror"
     chance = random.Random(victim)

@@ -349,7 +349,8 @@ class Mirror:
     # The thread of any other process
 
     def _follow(self, copier: StepCopier) -> None:
-        while True:
+        is_left = False
+        while not is_left:
             try:
                 copier.follow()
             except Ended:
@@ -357,7 +358,9 @@ class Mirror:
             except Exception as error:
                 # Process 0 has it in its own log, if it lives.
                 log.info("a copy to %s failed: %s", self._place.location, _reason(error))
-                time.sleep(_LOOK_EVERY_S)
+                with self._changed:
+                    # The service may be gone, and nobody there to announce the end.
+                    is_left = self._changed.wait_for(lambda: self._is_left, _LOOK_EVERY_S)
 
 
 _live: weakref.WeakSet[Mirror] = weakref.WeakSet()
