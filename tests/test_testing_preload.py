@@ -7,12 +7,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ostraka.testing import ProcessesFailed, kill_when, preloaded, run_processes
+from ostraka.testing import ProcessesFailed, _processes, kill_when, preloaded, run_processes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,3 +166,19 @@ def test_modules_that_are_not_there():
         pytest.raises(RuntimeError, match="the process that preloads modules ended with 1"),
     ):
         run_processes(read_config, processes=1)
+
+
+def test_threads_that_begin_together_have_the_same_fork_servers(monkeypatch: pytest.MonkeyPatch):
+    started: list[Any] = []
+
+    class Slow(_processes.ForkServers):
+        def __init__(self, *args: Any):
+            started.append(self)
+            time.sleep(0.5)
+            super().__init__(*args)
+
+    monkeypatch.setattr(_processes, "ForkServers", Slow)
+    with preloaded("json.tool", "jax"), ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_processes, describe, processes=1) for _ in range(2)]
+        assert [len(run.result()) for run in runs] == [1, 1]
+    assert len(started) == 1

@@ -262,6 +262,7 @@ def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]
 _preloading: list[tuple[str, ...]] = []
 """The modules of each `preloaded` that lasts."""
 _fork_servers: dict[tuple[str, ...], ForkServers] = {}
+_starting_servers = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -294,8 +295,9 @@ def _find_fork_servers(env: Mapping[str, str]) -> ForkServers | None:
     modules = _preloading[-1] if _preloading else ()
     if not modules:
         return None
-    if modules not in _fork_servers:
-        _fork_servers[modules] = ForkServers(modules, env)
+    with _starting_servers:
+        if modules not in _fork_servers:
+            _fork_servers[modules] = ForkServers(modules, env)
     return _fork_servers[modules] if _fork_servers[modules].suits(env) else None
 
 
