@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from ostraka.storage import Store, open_store
+import pytest
+
+from ostraka.storage import MemoryStore, Store, open_store
+from ostraka.testing import FaultyStore
 
 
 @dataclass(frozen=True, order=True)
@@ -169,3 +173,16 @@ def in_the_way(path: Place) -> Place:
     path.mkdir(parents=True)
     (path / "_METADATA").write_text("{}")
     return path
+
+
+def place_of_kind(kind: str, name: str, request: pytest.FixtureRequest, directory: Path) -> Any:
+    """What a Manager may be given as a place, by kind, for the parameters of a fixture."""
+    if kind == "bucket":
+        return f"{request.getfixturevalue('bucket')}/{name}"
+    unique = uuid.uuid4().hex
+    return {
+        "directory": directory / name,
+        "memory": f"memory://{unique}/{name}",
+        "store": MemoryStore(f"{unique}/{name}"),
+        "without locks": FaultyStore(directory / name, has_locks=False),
+    }[kind]

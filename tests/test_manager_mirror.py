@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,9 @@ from ostraka import Manager
 from ostraka._leftovers import find_leftovers
 from ostraka._record import Record
 from ostraka.errors import CheckpointNotFound, Damaged, PathInTheWay, StoreError
-from ostraka.storage import MemoryStore, _claim, open_store
+from ostraka.storage import _claim, open_store
 from ostraka.testing import FaultyStore
+from places import place_of_kind
 
 LONG_S = 120.0
 
@@ -67,14 +67,7 @@ def spoil(root: Path, step: int, *, name: str = "shards-*/*.safetensors") -> Non
 
 @pytest.fixture(params=["directory", "memory", "store", "bucket"])
 def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    name = uuid.uuid4().hex
-    if request.param == "bucket":
-        return f"{request.getfixturevalue('bucket')}/mirror"
-    return {
-        "directory": tmp_path / "mirror",
-        "memory": f"memory://{name}/mirror",
-        "store": MemoryStore(f"{name}/mirror"),
-    }[request.param]
+    return place_of_kind(request.param, "mirror", request, tmp_path)
 
 
 # What is copied

@@ -13,22 +13,14 @@ import ostraka
 from cli_runs import run
 from ostraka import Best, Manager, _format, _leftovers, _metadata
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay, UnsupportedFormat
-from ostraka.storage import MemoryStore, Store, _claim, open_store
-from ostraka.testing import FaultyStore
+from ostraka.storage import Store, _claim, open_store
+from places import place_of_kind
 
 
 @pytest.fixture(params=["directory", "memory", "store", "without locks", "bucket"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """What a Manager may be given."""
-    name = uuid.uuid4().hex
-    if request.param == "bucket":
-        return f"{request.getfixturevalue('bucket')}/runs"
-    return {
-        "directory": tmp_path / "runs",
-        "memory": f"memory://{name}/runs",
-        "store": MemoryStore(f"{name}/runs"),
-        "without locks": FaultyStore(tmp_path / "runs", has_locks=False),
-    }[request.param]
+    return place_of_kind(request.param, "runs", request, tmp_path)
 
 
 def tree_of(step: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ostraka.manager._steps import Root
 from ostraka.manager._watch import Watch
 from ostraka.storage import MemoryStore, Store, _claim, open_store
 from ostraka.testing import FaultyStore, run_processes
+from places import place_of_kind
 from programs import run_quietly
 
 LONG_S = 120.0
@@ -33,13 +34,7 @@ LONG_S = 120.0
 
 @pytest.fixture(params=["directory", "memory", "without locks", "bucket"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    if request.param == "bucket":
-        return f"{request.getfixturevalue('bucket')}/runs"
-    return {
-        "directory": tmp_path / "runs",
-        "memory": f"memory://{uuid.uuid4().hex}/runs",
-        "without locks": FaultyStore(tmp_path / "runs", has_locks=False),
-    }[request.param]
+    return place_of_kind(request.param, "runs", request, tmp_path)
 
 
 def tree_of(step: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ GONE_AFTER_S = 300.0
 
 _HEAD = re.compile(
     rb'\{"format":"ostraka","version":[%d-%d],"id":"(%b)"[,}]'
-    % (*_format.VERSIONS, _format.ID_PATTERN.pattern.encode())
+    % (_format.VERSIONS[0], _format.VERSIONS[-1], _format.ID_PATTERN.pattern.encode())
 )
 """How our `_METADATA` begins, with the id: the rest need not be decoded to know it."""
 

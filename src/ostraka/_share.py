@@ -46,8 +46,6 @@ _LOOK_EVERY_S = 0.2
 """How often to look whether others have failed, while waiting for them."""
 _LEAST_STEP_BITS = 16
 """Parts have few lengths, since the collective is compiled for each: 8 in an octave."""
-
-
 _MANY_HOSTS = 4
 """So many that need the same bytes are served better by one another than by a file server."""
 
