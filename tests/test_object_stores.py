@@ -213,6 +213,23 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
         ostraka.restore(f"s3://{BUCKET}/c")
 
 
+@pytest.mark.parametrize(
+    ("path", "variable"),
+    [
+        ("az://container/run", "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("abfs://container/run", "AZURE_STORAGE_ACCOUNT_NAME"),
+    ],
+)
+def test_what_is_missing_is_named_as_that_store_calls_it(
+    path: str, variable: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match=f"no credentials were found; set {variable}") as refused:
+        ostraka.open(path)
+    assert "\n" not in str(refused.value)
+
+
 def test_nothing_is_there(bucket: str):
     with pytest.raises(CheckpointNotFound, match=f"{bucket}/nothing"):
         ostraka.restore(f"{bucket}/nothing")

@@ -89,7 +89,7 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
     try:
         return from_url(root, **options)
     except Exception as error:
-        raise StoreError(f"can't open {root}: {error}") from error
+        raise refusal("open", root, error) from error
 
 
 _AWS_OWN = {

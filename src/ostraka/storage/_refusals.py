@@ -25,7 +25,7 @@ _KNOWN = _refusals(
     (
         r"169\.254\.(169\.254|170\.2)|metadata\.google\.internal|[Nn]o credential|Missing[AS]",
         errno.EACCES,
-        "no credentials were found; set what the store's own tools expect, as AWS_ACCESS_KEY_ID",
+        "no credentials were found; set {credentials}",
     ),
     (
         "NoSuchBucket|ContainerNotFound|[Bb]ucket does not exist",
@@ -64,6 +64,16 @@ _KNOWN = _refusals(
     ),
 )
 _NO_BUCKET = _KNOWN[1]
+_AWS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+_AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+_CREDENTIALS = {
+    "s3": _AWS,
+    "s3a": _AWS,
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud",
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+}
 _STATUS = re.compile(r"status code: (\d{3})")
 _TEMPORARY = ("408", "429")
 
@@ -74,7 +84,9 @@ def refusal(action: str, path: str, error: Exception) -> StoreError:
     known = next((known for known in _KNOWN if known.pattern.search(text)), None)
     if known is None:
         return StoreError(f"can't {action} {path}: {_first_line(text)}", errno=errno.EIO)
-    return StoreError(f"can't {action} {path}: {known.sentence}", errno=known.errno)
+    credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
+    sentence = known.sentence.format(credentials=credentials)
+    return StoreError(f"can't {action} {path}: {sentence}", errno=known.errno)
 
 
 def is_missing(error: Exception) -> bool:
