@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from ostraka import _format
 from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
@@ -70,22 +70,33 @@ class Shards:
     def name_of_index(self, process: int) -> str:
         return f"{self._directory}/{_format.index_name(process)}"
 
-    def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
-        """The digests of a file that holds so much. Raises Damaged if its index is."""
-        process = self.metadata.process_of[file.device]
-        name = self.name_of_index(process)
+    def host_of(self, process: int) -> str | None:
+        """The host of a process, as the save noted it."""
+        hosts: Any = self.metadata.writer.get("hosts")
+        if not isinstance(hosts, list) or process >= len(cast(list[Any], hosts)):
+            return None
+        host = cast(list[Any], hosts)[process]
+        return host if isinstance(host, str) else None
+
+    def listed_by(self, process: int) -> dict[str, FileDigests]:
+        """All files that the index of a process describes. Raises Damaged if the index is."""
         with self._reading.lock:
             index = self._indexes.get(process)
             if index is None:
-                index = self._indexes[process] = self._decode_index(process, name)
-        found = index.get(file.name)
+                index = self._indexes[process] = self._decode_index(process)
+        return index
+
+    def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
+        """The digests of a file that holds so much. Raises Damaged if its index is."""
+        process = self.metadata.process_of[file.device]
+        found = self.listed_by(process).get(file.name)
         if (
             found is None
             or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,))
             or found.data_bytes != data_bytes
         ):
             what = f"it does not describe {file.name} as {METADATA_NAME} does"
-            raise damaged(self.store, name, what)
+            raise self._index_damaged(process, what)
         return found
 
     def read_index(self, process: int) -> bytes:
@@ -94,20 +105,48 @@ class Shards:
         expected = self.metadata.indexes.get(process)
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
-        with damage_on_loss(partial(damaged, self.store, name)):
+        with damage_on_loss(partial(self._index_damaged, process)):
             data = self.store.get(name)
         if len(data) != expected.size:
-            raise damaged(self.store, name, _other_size(len(data), expected.size))
+            raise self._index_damaged(process, _other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
-            raise damaged(self.store, name, NOT_AS_WRITTEN)
+            raise self._index_damaged(process, NOT_AS_WRITTEN)
         return data
 
-    def _decode_index(self, process: int, name: str) -> dict[str, FileDigests]:
+    def _decode_index(self, process: int) -> dict[str, FileDigests]:
         data = self.read_index(process)
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise damaged(self.store, name, f"it can't be read ({error})") from error
+            raise self._index_damaged(process, f"it can't be read ({error})") from error
+
+    def _index_damaged(self, process: int, found: str) -> Damaged:
+        name = self.name_of_index(process)
+        problem = Problem(name, found, process=process, host=self.host_of(process))
+        return Damaged(self.store.location, [problem])
+
+
+def lost_in(
+    shards: Shards,
+    file: FileEntry,
+    contents: Sequence[Entry],
+    found: str,
+    start: int,
+    stop: int,
+    span: tuple[int, int] | None = None,
+) -> Problem:
+    """What is wrong with `[start, stop)` of the data of a shard file, with all that lies there."""
+    boxes = _format.boxes_between(shards.metadata.leaves, contents, start, stop)
+    process = shards.metadata.process_of[file.device]
+    return Problem(
+        shards.name_of(file),
+        found,
+        tuple(lost.leaf for lost in boxes),
+        boxes,
+        span,
+        process,
+        shards.host_of(process),
+    )
 
 
 class ShardFile:
@@ -209,10 +248,10 @@ class ShardFile:
             _codec.decode(stored, data)
         except _codec.Undecodable as error:
             found += f" can't be decompressed: {error}"
-            raise self.damaged(found, block.start, block.stop) from error
+            raise self._block_damaged(found, block) from error
         if _format.block_digest([data]) != block.result:
             found += " do not decompress to what was saved"
-            raise self.damaged(found, block.start, block.stop)
+            raise self._block_damaged(found, block)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and keep nothing of it.
@@ -268,10 +307,15 @@ class ShardFile:
                 self._compare(block, [memory[block.file_start - start : block.file_stop - start]])
             write(start, memory)
 
-    def damaged(self, found: str, start: int = 0, stop: int = 0) -> Damaged:
-        """The error for `[start, stop)` of its data; an empty range is in no leaf."""
-        leaves = _format.paths_between(self._shards.metadata.leaves, self._contents, start, stop)
-        return damaged(self._shards.store, self.name, found, leaves)
+    def damaged(
+        self, found: str, start: int = 0, stop: int = 0, span: tuple[int, int] | None = None
+    ) -> Damaged:
+        """The error for `[start, stop)` of its data; an empty range is in no leaf.
+
+        `span` are the bytes of the file, if not all of it is meant.
+        """
+        problem = lost_in(self._shards, self.entry, self._contents, found, start, stop, span)
+        return Damaged(self._shards.store.location, [problem])
 
     def _open(self) -> FileReader:
         size, end = self.entry.size, self.blocks[-1].stop
@@ -279,28 +323,34 @@ class ShardFile:
             reader = self._shards.store.open(self.name)
         if reader.size != size:
             reader.close()
-            first = min(reader.size, size - 1)
+            if reader.size > size:  # All bytes of all leaves are there.
+                raise self.damaged(_other_size(reader.size, size), span=(size, reader.size))
+            first = reader.size
             lost = next(block for block in self.blocks if block.file_stop > first)
             at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
-            raise self.damaged(_other_size(reader.size, size), at, end)
+            raise self.damaged(_other_size(reader.size, size), at, end, (first, size))
         return reader
 
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:
         """Read a range of the file, which is that of `blocks` or a part of it."""
         assert self._reader is not None
         first, last = blocks[0].start, blocks[-1].stop
-        with damage_on_loss(lambda found: self.damaged(found, first, last)):
+        with damage_on_loss(lambda found: self.damaged(found, first, last, (start, stop))):
             count = self._reader.read_into(start, buffers)
         if count != stop - start:
             lost = next((b.start for b in blocks if b.file_stop > start + count), first)
-            raise self.damaged(f"it ends at byte {start + count:,}", lost, last)
+            span = (start + count, stop)
+            raise self.damaged(f"it ends at byte {start + count:,}", lost, last, span)
+
+    def _block_damaged(self, found: str, block: Block) -> Damaged:
+        return self.damaged(found, block.start, block.stop, (block.file_start, block.file_stop))
 
     def _compare(self, block: Block, pieces: Any) -> None:
         if _format.block_digest(pieces) != block.digest:
             what = f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were"
             if block.file_start == 0:
                 what = "its header is not as it was"
-            raise self.damaged(f"{what} written", block.start, block.stop)
+            raise self._block_damaged(f"{what} written", block)
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:

@@ -21,6 +21,7 @@ import xxhash
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._spec import DTYPES, Layout, StoredLeaf
+from ostraka.errors import LostBox
 
 METADATA_NAME = "_METADATA"
 FORMAT = "ostraka"
@@ -194,15 +195,21 @@ def block_bytes(entry: Entry) -> int:
     return BLOCK_BYTES
 
 
-def paths_between(
+def boxes_between(
     leaves: Sequence[StoredLeaf], entries: Iterable[Entry], start: int, stop: int
-) -> tuple[str, ...]:
-    """The leaves that have bytes in `[start, stop)` of a file's data."""
-    return tuple(
-        leaves[entry.leaf].spec.path
-        for entry in entries
-        if entry.offset < stop and entry.offset + entry.nbytes > start
-    )
+) -> tuple[LostBox, ...]:
+    """What of each leaf lies in `[start, stop)` of a file's data."""
+    found: list[LostBox] = []
+    for leaf, box, offset, nbytes in entries:
+        first, last = max(start, offset) - offset, min(stop, offset + nbytes) - offset
+        if first >= last:
+            continue
+        spec = leaves[leaf].spec
+        bits = DTYPES[spec.dtype].bits
+        last_element = min(-(-last * 8 // bits), _box.count(box))
+        lost = _box.around_span(first * 8 // bits, last_element, box)
+        found.append(LostBox(spec.path, lost, spec.shape))
+    return tuple(found)
 
 
 # Process indexes

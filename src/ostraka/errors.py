@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Damaged",
     "InvalidSharding",
     "InvalidTree",
+    "LostBox",
     "Mismatch",
     "NotACheckpoint",
     "OstrakaError",
@@ -127,16 +129,67 @@ class PartialRestore(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
+class LostBox:
+    """What of a leaf is lost or can't be trusted: the smallest box around those elements.
+
+    `str` of it is what Python would call it: `'params/w'[0:128, :]`.
+    """
+
+    leaf: str
+    box: tuple[tuple[int, int], ...]
+    """`(start, stop)` in every dimension."""
+    shape: tuple[int, ...]
+    """Of the whole leaf."""
+
+    @property
+    def elements(self) -> int:
+        return prod(stop - start for start, stop in self.box)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box == tuple((0, extent) for extent in self.shape)
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return repr(self.leaf)
+        ranges = zip(self.box, self.shape, strict=True)
+        texts = [":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in ranges]
+        return f"{self.leaf!r}[{', '.join(texts)}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a checkpoint's bytes."""
 
     file: str
     found: str
     leaves: tuple[str, ...] = ()
+    boxes: tuple[LostBox, ...] = ()
+    """What of each leaf lies there."""
+    span: tuple[int, int] | None = None
+    """The bytes of the file that it is about, `[start, stop)`; None if that is all of it."""
+    process: int | None = None
+    """Which process wrote the file; None if none did alone."""
+    host: str | None = None
+    """The host of that process, if it is known."""
+
+    @property
+    def writer(self) -> str:
+        """The process with its host, for a message; empty if it is not known."""
+        if self.process is None:
+            return ""
+        return f"process {self.process}" + (f" on {self.host}" if self.host else "")
 
     def __str__(self) -> str:
         where = f" (leaf {name_few(self.leaves)})" if self.leaves else ""
         return f"{self.file}{where}: {self.found}"
+
+    def explain(self) -> str:
+        """As `str`, with the box of each leaf, how much of it that is, and who wrote the file."""
+        leaves = _few_boxes(self.boxes) if self.boxes else name_few(self.leaves)
+        where = f" (leaf {leaves})" if leaves else ""
+        by = f", written by {self.writer}" if self.process is not None else ""
+        return f"{self.file}{where}{by}: {self.found}"
 
 
 class Damaged(OstrakaError, ValueError):
@@ -236,6 +289,18 @@ def name_few(names: Sequence[str], limit: int = 3) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(repr(n) for n in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _few_boxes(boxes: Sequence[LostBox], limit: int = 3) -> str:
+    shown = ", ".join(f"{box}{_share_of(box)}" for box in boxes[:limit])
+    return shown if len(boxes) <= limit else f"{shown} and {len(boxes) - limit} more"
+
+
+def _share_of(box: LostBox) -> str:
+    if box.is_whole:
+        return ""
+    share = 100 * box.elements / prod(box.shape)
+    return f" ({share:.0f} % of it)" if share >= 1 else " (less than 1 % of it)"
 
 
 def headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
