@@ -65,6 +65,9 @@ class SavePlace:
             self._claim.check()
             self._check_files(directory, sizes)
 
+        if sizes:
+            # Not synced: no promise depends on it, and small saves would wait for it.
+            self.store.put(f"{directory}/{_format.METADATA_COPY}", metadata, durable=False)
         # The shards must not be lost to a crash that keeps the commit.
         self.store.sync("")
         try:

@@ -24,6 +24,8 @@ from ostraka._spec import DTYPES, Layout, StoredLeaf
 from ostraka.errors import LostBox
 
 METADATA_NAME = "_METADATA"
+METADATA_COPY = "metadata.json"
+"""In the shards directory: the same bytes once more, for `repair`. Nothing else reads it."""
 FORMAT = "ostraka"
 VERSION = 1
 COMPRESSED_VERSION = 2

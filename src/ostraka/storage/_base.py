@@ -154,8 +154,12 @@ class Store(Protocol):
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         """Write a small file as one atomic, durable event.
+
+        Without `durable` it is a new file that nothing depends on: neither atomic nor synced, so
+        that it costs next to nothing, and a crash of the machine may take some or all of it.
 
         `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
         `errors.Busy`. `check` is called when all is ready but for the event itself, and may raise.
@@ -174,9 +178,14 @@ class Store(Protocol):
         """
         ...
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> FileWriter:
         """Begin a new file; its directory comes into being with it.
 
+        With `replace` it appears when it is finished, in one atomic and durable event, in the place
+        of what is there under its name; until then that stays as it is, and so it does if the
+        writer dies. What a dead one leaves is temporary by its name (`is_temporary`).
         Where `parts` allow any order, `size` is only the most that is written, and the file ends
         where its last byte was written; elsewhere it is exact.
         `beside` is how many files this process writes at the same time, this one among them.

@@ -84,8 +84,12 @@ class LocalStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         path = self._start + name
+        if not durable:
+            _write_new(path, data)
+            return
         temporary = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
             try:
@@ -136,14 +140,17 @@ class LocalStore:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
             raise store_error("write", path, error) from error
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> _LocalWriter:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> _LocalWriter:
         path = self._start + name
+        writer = _ReplacingWriter if replace else _LocalWriter
         try:
             try:
-                return _LocalWriter(path, size)
+                return writer(path, size)
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                return _LocalWriter(path, size)
+                return writer(path, size)
         except OSError as error:
             raise _explain("create", path, size, error) from error
 
@@ -267,6 +274,31 @@ class _LocalWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class _ReplacingWriter(_LocalWriter):
+    """Writes under a temporary name, which is exchanged for the file's own at the end."""
+
+    def __init__(self, path: str, size: int):
+        self._name = path
+        super().__init__(f"{path}.{os.urandom(8).hex()}.tmp", size)
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+            try:
+                os.replace(self._path, self._name)
+                _sync_directory(os.path.dirname(self._name))
+            except OSError as error:
+                raise _explain("replace", self._name, self._size, error) from error
+        except BaseException:
+            _unlink_quietly(self._path)
+            raise
+
+    def abandon(self) -> None:
+        if self._file >= 0:
+            _unlink_quietly(self._path)
+        super().abandon()
 
 
 class _LocalReader:
@@ -439,6 +471,19 @@ def _create(temporary: str, path: str) -> None:
 
 def _replaced_meanwhile(path: str) -> Busy:
     return Busy(f"another save has replaced {path} meanwhile, or is about to; try again")
+
+
+def _write_new(path: str, data: bytes) -> None:
+    """Write a file that nothing depends on, without any promise."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise _explain("write", path, len(data), error) from error
 
 
 def _unlink_quietly(path: str) -> None:

@@ -77,6 +77,7 @@ class MemoryStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         with _guard:
             there = self.look(name)
@@ -95,10 +96,13 @@ class MemoryStore:
             else:
                 self._add(name, bytearray())
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> _MemoryWriter:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> _MemoryWriter:
         data = bytearray(size)
-        self._add(name, data)
-        return _MemoryWriter(data)
+        if not replace:
+            self._add(name, data)
+        return _MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
 
     def open(self, name: str) -> _MemoryReader:
         return _MemoryReader(self._find(name).data)
@@ -179,9 +183,10 @@ class _MemoryLock:
 
 
 class _MemoryWriter:
-    def __init__(self, data: bytearray):
+    def __init__(self, data: bytearray, publish: Callable[[], None] | None):
         self._data = data
         self._end = 0
+        self._publish = publish
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         for view in byte_views(buffers):
@@ -192,6 +197,8 @@ class _MemoryWriter:
 
     def finish(self) -> None:
         del self._data[self._end :]
+        if self._publish is not None:
+            self._publish()
 
     def abandon(self) -> None:
         pass

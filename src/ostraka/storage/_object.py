@@ -102,6 +102,7 @@ class ObjectStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         if check is not None:
             check()
@@ -149,7 +150,10 @@ class ObjectStore:
         ):
             raise _not_found(self._path(name))
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> _Upload | _SmallFile:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> _Upload | _SmallFile:
+        # With `replace` or without: an upload appears when it is complete, whatever was there.
         if size <= PART_BYTES:
             return _SmallFile(self, name, size)
         part_bytes = part_bytes_of(size)

@@ -117,6 +117,7 @@ class FaultyStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         self.call("put", name)
         self._unsynced.directory(self._below, name, self._whole(name))
@@ -126,8 +127,11 @@ class FaultyStore:
                 check()
             self.call("publish", name)
 
-        self._below.put(name, data, replaces=replaces, check=check_and_publish)
-        self._unsynced.synced(self._whole(name))
+        self._below.put(name, data, replaces=replaces, check=check_and_publish, durable=durable)
+        if durable:
+            self._unsynced.synced(self._whole(name))
+        else:
+            self._unsynced.made(self._below, name, self._whole(name))
 
     def touch(self, name: str, *, create: bool) -> None:
         self.call("touch", name)
@@ -135,11 +139,14 @@ class FaultyStore:
         if create:
             self._unsynced.made(self._below, name, self._whole(name))
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> FileWriter:
         self.call("create", name)
         self._unsynced.directory(self._below, name, self._whole(name))
-        writer = self._below.create(name, size, beside=beside)
-        self._unsynced.made(self._below, name, self._whole(name))
+        writer = self._below.create(name, size, beside=beside, replace=replace)
+        if not replace:  # else its name is synced when it is finished
+            self._unsynced.made(self._below, name, self._whole(name))
         return _Writer(self, name, writer)
 
     def open(self, name: str) -> FileReader:

@@ -101,6 +101,9 @@ class CopyPlace:
                     "was: another save or program has changed it; copy again"
                 )
 
+        if self._source.metadata.files:
+            name = f"{self._directory}/{_format.METADATA_COPY}"
+            self._target.put(name, self._metadata, durable=False)
         self._target.sync("")  # The shards must not be lost to a crash that keeps the commit.
         replaces = self._seen.version
         self._target.put(METADATA_NAME, self._metadata, replaces=replaces, check=check)
