@@ -935,7 +935,7 @@ def test_the_tree_of_exceptions():
             rf"[├└]── {kind.__name__} .*\(.*{builtin.__name__}\)", errors.__doc__ or ""
         )
     classes = {getattr(errors, name) for name in errors.__all__}
-    assert classes == {*BUILTIN, OstrakaError, Problem, errors.PartialRestore}
+    assert classes == {*BUILTIN, OstrakaError, Problem, errors.LostBox, errors.PartialRestore}
 
 
 @pytest.mark.parametrize("name", examples())

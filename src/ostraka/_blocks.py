@@ -108,7 +108,7 @@ class Shards:
         with damage_on_loss(partial(self._index_damaged, process)):
             data = self.store.get(name)
         if len(data) != expected.size:
-            raise self._index_damaged(process, _other_size(len(data), expected.size))
+            raise self._index_damaged(process, other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
             raise self._index_damaged(process, NOT_AS_WRITTEN)
         return data
@@ -324,11 +324,11 @@ class ShardFile:
         if reader.size != size:
             reader.close()
             if reader.size > size:  # All bytes of all leaves are there.
-                raise self.damaged(_other_size(reader.size, size), span=(size, reader.size))
+                raise self.damaged(other_size(reader.size, size), span=(size, reader.size))
             first = reader.size
             lost = next(block for block in self.blocks if block.file_stop > first)
             at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
-            raise self.damaged(_other_size(reader.size, size), at, end, (first, size))
+            raise self.damaged(other_size(reader.size, size), at, end, (first, size))
         return reader
 
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:
@@ -365,5 +365,5 @@ def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         yield run
 
 
-def _other_size(found: int, written: int) -> str:
+def other_size(found: int, written: int) -> str:
     return f"it has {found:,} bytes where {written:,} were written"

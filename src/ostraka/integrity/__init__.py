@@ -1,5 +1,6 @@
 """Find damage."""
 
-from ostraka.integrity._verify import Report, verify
+from ostraka.integrity._report import Note, Report
+from ostraka.integrity._verify import verify
 
-__all__ = ["Report", "verify"]
+__all__ = ["Note", "Report", "verify"]

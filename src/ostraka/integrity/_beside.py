@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ostraka._format import METADATA_NAME, is_shards_directory, shards_directory
+from ostraka._format import is_shards_directory, shards_directory
 from ostraka._leftovers import is_of_a_save
 from ostraka.errors import count_of
 from ostraka.integrity._report import Note
@@ -14,7 +14,7 @@ from ostraka.storage import Store, is_claim
 def find_foreign(store: Store, save_id: str, own: Collection[str]) -> list[Note]:
     """What lies at a checkpoint and is not in `own`, the names of its files.
 
-    Nothing of that is damage: readers never look at it.
+    Nothing of that is damage: readers never look at it. A directory is one note, with its files.
     """
     mine = shards_directory(save_id)
     found: dict[str, int] = {}
@@ -29,14 +29,13 @@ def find_foreign(store: Store, save_id: str, own: Collection[str]) -> list[Note]
 
 
 def _describe(name: str, count: int, is_claimed: bool) -> str:
+    top = name.rstrip("/")
     if is_claim(name):
         return "a save is under way here, or died here"
-    if is_of_a_save(name.rstrip("/")):
-        files = f"{count_of(count, 'file')} of " if is_shards_directory(name.rstrip("/")) else "of "
+    if is_of_a_save(top):
+        what = f"{count_of(count, 'file')} of a save" if is_shards_directory(top) else "of a save"
         if is_claimed:
-            return f"{files}a save that is under way, or died"
-        return f"{files}a save that died, which the next save or `ostraka gc` removes"
-    files = f"{count_of(count, 'file')} that " if name.endswith("/") else ""
-    return f"{files}{'are' if count > 1 else 'is'} not part of the checkpoint ({METADATA_NAME} " + (
-        "does not name it)"
-    )
+            return f"{what} that is under way, or died"
+        return f"{what} that died; the next save to this path, or ostraka gc, removes it"
+    files = f"{count_of(count, 'file')} that" if name.endswith("/") else "a file that"
+    return f"{files} the checkpoint does not know"
