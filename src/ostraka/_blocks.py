@@ -162,7 +162,7 @@ class ShardFile:
         """How many times it will be opened; after the last of them it is closed."""
         self._contents = contents
         data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
-        self._digests = shards.digests_of(entry, data_bytes)
+        self.digests = shards.digests_of(entry, data_bytes)
         self._shards = shards
         self.name = shards.name_of(entry)
         self._reader: FileReader | None = None
@@ -172,7 +172,7 @@ class ShardFile:
     @cached_property
     def blocks(self) -> list[Block]:
         """The header, then the blocks of its data."""
-        return self._digests.blocks()
+        return self.digests.blocks()
 
     @contextmanager
     def opened(self) -> Generator[None]:

@@ -251,6 +251,10 @@ class FileDigests:
     """If blocks are compressed: of the data in each, which of those is longer than `lengths`."""
     results: tuple[str, ...] = ()
     """The digest of the data of each compressed block, in order."""
+    identity: str = ""
+    """What the store called the file when it was written; empty if it has no names for that."""
+    place: str = ""
+    """The digest of the location that `identity` holds for, if it is known."""
 
     @property
     def data_bytes(self) -> int:
@@ -300,16 +304,24 @@ def planned_digests(file: FileEntry, entries: Sequence[Entry]) -> FileDigests:
 
 
 def encode_index(
-    save_id: str, process: int, files: Mapping[str, FileDigests], *, version: int = VERSION
+    save_id: str,
+    process: int,
+    files: Mapping[str, FileDigests],
+    *,
+    version: int = VERSION,
+    location: str = "",
 ) -> bytes:
+    """The index of a process; `location` is where the identities of its files hold."""
+    head: dict[str, Any] = {
+        "format": f"{FORMAT}-index",
+        "version": version,
+        "id": save_id,
+        "process": process,
+    }
+    if any(file.identity for file in files.values()):
+        head["place"] = digest(location.encode())
     return dumps(
-        {
-            "format": f"{FORMAT}-index",
-            "version": version,
-            "id": save_id,
-            "process": process,
-            "files": {name: _encode_digests(file) for name, file in files.items()},
-        }
+        {**head, "files": {name: _encode_digests(file) for name, file in files.items()}}
     ).encode()
 
 
@@ -322,22 +334,27 @@ def _encode_digests(file: FileDigests) -> dict[str, Any]:
     if file.results:
         described["data"] = encode_runs(file.data_lengths)
         described["results"] = "".join(file.results)
+    if file.identity:
+        described["e_tag"] = file.identity
     return described
 
 
 def decode_index(data: bytes) -> dict[str, FileDigests]:
-    described: dict[str, Any] = dict(json.loads(data)["files"])
-    return {name: _decode_digests(name, file) for name, file in described.items()}
+    body: dict[str, Any] = json.loads(data)
+    place = str(body.get("place", ""))
+    described: dict[str, Any] = dict(body["files"])
+    return {name: _decode_digests(name, file, place) for name, file in described.items()}
 
 
-def _decode_digests(name: str, file: Mapping[str, Any]) -> FileDigests:
+def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDigests:
     lengths = decode_runs(file["blocks"])
     digests = _cut_digests(file["digests"])
     adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
     if not adds_up or len(digests) != len(lengths):
         raise ValueError(f"the blocks of {name} do not add up to its size")
+    known = (str(file.get("e_tag", "")), place)
     if "data" not in file:
-        return FileDigests(file["size"], lengths, digests)
+        return FileDigests(file["size"], lengths, digests, (), (), *known)
     data_lengths, results = decode_runs(file["data"]), _cut_digests(file["results"])
     pairs = list(zip(lengths, data_lengths, strict=True))
     compressed = [length for stored, length in pairs if stored != length]
@@ -346,7 +363,7 @@ def _decode_digests(name: str, file: Mapping[str, Any]) -> FileDigests:
         raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
     if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
         raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
-    return FileDigests(file["size"], lengths, digests, data_lengths, results)
+    return FileDigests(file["size"], lengths, digests, data_lengths, results, *known)
 
 
 def _cut_digests(text: Any) -> tuple[str, ...]:

@@ -123,7 +123,9 @@ def write_shards(
             shard.abandon()
         raise
     digests = {shard.file.name: shard.digests() for shard in shards}
-    index = _format.encode_index(save_id, operation.process, digests, version=plan.version)
+    index = _format.encode_index(
+        save_id, operation.process, digests, version=plan.version, location=store.location
+    )
     name = _format.index_name(operation.process)
     store.put(f"{_format.shards_directory(save_id)}/{name}", index)
     sizes = tuple(map(attrgetter("size"), digests.values()))
@@ -236,6 +238,7 @@ class _PlainFile:
         self._blocks_left = len(lengths)
         self._create = create
         self._writer: FileWriter | None = None
+        self._identity = ""
         self._lock = threading.Lock()
 
     def write(self, number: int, pieces: list[Array]) -> int:
@@ -250,7 +253,7 @@ class _PlainFile:
             self._blocks_left -= 1
             is_last = self._blocks_left == 0
         if is_last:
-            writer.finish()
+            self._identity = writer.finish() or ""
         return self._lengths[number]
 
     def abandon(self) -> None:
@@ -258,7 +261,12 @@ class _PlainFile:
             self._writer.abandon()
 
     def digests(self) -> FileDigests:
-        return FileDigests(self._offsets[-1], tuple(self._lengths), tuple(self._digests))
+        return FileDigests(
+            self._offsets[-1],
+            tuple(self._lengths),
+            tuple(self._digests),
+            identity=self._identity,
+        )
 
 
 def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]:

@@ -186,16 +186,28 @@ class Check:
     # Without reading
 
     def _look_at_all(self, contents: Sequence[tuple[FileEntry, list[Entry]]]) -> None:
+        directory = _format.shards_directory(self.source.metadata.id)
+        there = {info.name: info for info in self.source.store.files(f"{directory}/")}
         for entry, entries in contents:
+            name = self.source.shards.name_of(entry)
             try:
-                ShardFile(self.source.shards, entry, entries)
+                file = ShardFile(self.source.shards, entry, entries)
             except Damaged as error:
                 self._set_aside(error, entry, entries)
                 continue
-            problems = _look_at(self.source, entry, entries)
-            self.problems += problems
-            if not problems:
-                self.notes.append(Note(self.source.shards.name_of(entry), UNPROVEN))
+            if problems := _look_at(self.source, entry, entries):
+                self.problems += problems
+                continue
+            digests = file.digests
+            if not digests.identity or digests.place != _format.digest(
+                self.source.location.encode()
+            ):
+                self.notes.append(Note(name, UNPROVEN))
+            elif there[name].identity == digests.identity:
+                self.proven += 1
+            else:
+                found = f"it was written again since it was saved; {UNPROVEN}"
+                self.problems.append(_problem(self.source, entry, entries, found))
 
 
 class _Scratch(threading.local):
@@ -265,13 +277,20 @@ def _compare_header(
         raise Damaged(source.location, [problem]) from error
 
 
+def _problem(
+    source: OstrakaSource, file: FileEntry, entries: Sequence[Entry], found: str
+) -> Problem:
+    """What is wrong with all of a file."""
+    end = entries[-1].offset + entries[-1].nbytes
+    return lost_in(source.shards, file, entries, found, 0, end)
+
+
 def _look_at(source: OstrakaSource, file: FileEntry, entries: list[Entry]) -> list[Problem]:
     """Whether a file is there, and has its size."""
     problems: list[Problem] = []
-    end = entries[-1].offset + entries[-1].nbytes
 
     def damaged(found: str) -> Damaged:
-        return Damaged(source.location, [lost_in(source.shards, file, entries, found, 0, end)])
+        return Damaged(source.location, [_problem(source, file, entries, found)])
 
     with _collected(problems), damage_on_loss(damaged):
         info = source.store.look(source.shards.name_of(file))

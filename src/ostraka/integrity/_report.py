@@ -81,8 +81,12 @@ class Report:
         return f"all files are there, {self.proven} proven to be as they were saved"
 
     def _in_brief(self) -> str:
-        """`3 problems: 2 of 8 files, process 2 on node7, 12 of 40 leaves hurt`."""
-        said = [f"{len(self.damaged_files)} of {count_of(self.files, 'file')}"]
+        """`3 problems: 2 of 8 shard files, written by process 2 on node7, 12 of 40 leaves hurt`."""
+        names = [file.rpartition("/")[2] for file in self.damaged_files]
+        others = [name for name in names if not name.startswith("shard_")]
+        said = others[:2] + ([f"{len(others) - 2} more"] if len(others) > 2 else [])
+        if hurt_files := len(names) - len(others):
+            said.insert(0, f"{hurt_files} of {count_of(self.files, 'shard file')}")
         if writers := list(dict.fromkeys(p.writer for p in self.problems if p.writer)):
             more = f" and {len(writers) - 3} more" if len(writers) > 3 else ""
             said.append(f"written by {', '.join(writers[:3])}{more}")

@@ -25,6 +25,8 @@ class FileInfo:
     version: Any
     """Equal for two looks at a file if, and only if, other bytes have not replaced it between
     them."""
+    identity: str = ""
+    """In a bucket the object's ETag, as `FileWriter.finish` gives it; empty elsewhere."""
 
 
 USUAL_WRITERS = max(4, min(os.cpu_count() or 1, 16))
@@ -65,8 +67,12 @@ class FileWriter(Protocol):
         """
         ...
 
-    def finish(self) -> None:
-        """Make the file's bytes durable and close it."""
+    def finish(self) -> str | None:
+        """Make the file's bytes durable and close it.
+
+        Returns the `identity` that looks at the file will give while nobody writes it again; None
+        where the store has none.
+        """
         ...
 
     def abandon(self) -> None:

@@ -111,6 +111,15 @@ class ObjectStore:
         elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
 
+    def upload(self, name: str, data: memoryview) -> str | None:
+        """Write a file as one object; returns its identity."""
+        _refuse_after_fork()
+        try:
+            done = obstore.put(self._bucket, self._start + name, data, use_multipart=False)
+        except (BaseError, FileNotFoundError) as error:
+            raise refusal("write", self._path(name), error) from error
+        return _identity(done)
+
     def _put(self, name: str, data: bytes, mode: Any) -> bool:
         """Returns whether the condition of `mode` was met."""
         _refuse_after_fork()
@@ -259,8 +268,8 @@ class _SmallFile:
             self._data[offset : offset + view.nbytes] = view
             offset += view.nbytes
 
-    def finish(self) -> None:
-        self._store.put(self._name, memoryview(self._data))  # pyright: ignore[reportArgumentType]
+    def finish(self) -> str | None:
+        return self._store.upload(self._name, memoryview(self._data))
 
     def abandon(self) -> None:
         pass
@@ -278,6 +287,7 @@ class _Upload:
         self._queued_bytes = 0
         self._written_bytes = 0
         self._is_complete = False
+        self._identity: str | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
@@ -301,12 +311,13 @@ class _Upload:
                 self._changed.notify_all()
             self._written_bytes += view.nbytes
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
         self._thread.join()
         self._raise_error()
+        return self._identity
 
     def abandon(self) -> None:
         with self._changed:
@@ -323,7 +334,7 @@ class _Upload:
 
     def _run(self, bucket: Any, key: str, part_bytes: int, at_once: int) -> None:
         try:
-            obstore.put(
+            done = obstore.put(
                 bucket,
                 key,
                 self._pull(),
@@ -331,6 +342,7 @@ class _Upload:
                 chunk_size=part_bytes,
                 max_concurrency=at_once,
             )
+            self._identity = _identity(done)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
@@ -384,7 +396,14 @@ def _info(name: str, meta: Any) -> FileInfo:
     if "e_tag" in version:  # Azure's lists have it without quotes.
         version["e_tag"] = f'"{version["e_tag"].strip(chr(34))}"'
     changed_s = meta["last_modified"].timestamp()
-    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())))
+    known = _identity(meta) or ""
+    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())), known)
+
+
+def _identity(meta: Any) -> str | None:
+    """The ETag, without its quotes, which Azure's lists lack."""
+    e_tag = meta.get("e_tag")
+    return None if e_tag is None else e_tag.strip('"')
 
 
 def _not_found(path: str) -> FileNotFoundError:

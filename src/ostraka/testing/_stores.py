@@ -197,9 +197,9 @@ class _Writer:
         self._store.call("write", self._name)
         self._writer.write(offset, buffers)
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         self._store.call("finish", self._name)
-        self._writer.finish()
+        return self._writer.finish()
 
     def abandon(self) -> None:
         self._writer.abandon()
