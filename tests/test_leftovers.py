@@ -14,6 +14,7 @@ import pytest
 
 import ostraka
 from cli_runs import run
+from figures import Figures
 from ostraka import Manager, _format, _metadata
 from ostraka._leftovers import UNKNOWN, committed_directory, find_leftovers
 from ostraka.errors import Damaged, PathInTheWay, SaveFailed
@@ -133,12 +134,16 @@ def test_no_flipped_bit_of_the_id_has_shards_deleted(step: Place, caplog: pytest
 @pytest.mark.soak
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_no_flipped_bit_has_shards_deleted(
-    step: Place, attempt: Callable[[Place], None], caplog: pytest.LogCaptureFixture
+    step: Place,
+    attempt: Callable[[Place], None],
+    caplog: pytest.LogCaptureFixture,
+    figures: Figures,
 ):
     """Every bit of `_METADATA`, through everything that deletes."""
     caplog.set_level(logging.CRITICAL)
     for damaged in bit_flips((step / "_METADATA").read_bytes()):
         assert_nothing_is_deleted(step, damaged, [attempt])
+        figures.add("flipped bits")
         for left in sorted(step.glob("shards-*"))[1:]:
             remove_tree(left)
 

@@ -21,6 +21,7 @@ from obstore.store import MemoryStore as ObstoreMemory
 from obstore.store import S3Store
 
 import ostraka
+from figures import Figures
 from ostraka import Manager, _leftovers
 from ostraka._leftovers import collect_garbage
 from ostraka.errors import (
@@ -358,7 +359,7 @@ def alone(number: int, function: str, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.soak)])
-def test_two_runs_save_to_one_path(bucket: str, rounds: int):
+def test_two_runs_save_to_one_path(bucket: str, rounds: int, figures: Figures):
     outcomes: dict[int, list[str]] = {}
 
     def run(number: int) -> None:
@@ -375,6 +376,7 @@ def test_two_runs_save_to_one_path(bucket: str, rounds: int):
     pairs = list(zip(outcomes[0], outcomes[1], strict=True))
     assert len(pairs) == rounds
     assert all("saved" in pair for pair in pairs), pairs
+    figures.add("rounds of two runs that save to one path", rounds)
 
 
 def save_forever(path: str) -> None:
@@ -527,7 +529,9 @@ def save_number(path: str, number: int, mark: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
-def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kill_any_process_of_four(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Figures
+):
     """With -9, at any moment: the old or the new checkpoint is whole, the next save cleans up."""
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)
     path, rng, tally = f"{bucket}/c", random.Random(0), Counter[str]()
@@ -550,9 +554,9 @@ def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pyte
         assert found["number"] in (before, number)
         assert_same(found["a"], np.full((8, 1 << 19), found["number"], np.float32))
         tally["new" if found["number"] == number else "old"] += 1
+        figures.add("processes of four killed while saving to a bucket")
         before = -number
         ostraka.save(path, {"a": np.full((8, 1 << 19), before, np.float32), "number": before})
         names = [n for n in open_store(path).list() if open_store(path).files(n)]
         assert sorted(name.split("-")[0] for name in names) == ["_METADATA", "shards"]
-    print(tally)
-    assert tally["old"]
+    assert tally["old"], tally

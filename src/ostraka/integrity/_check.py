@@ -188,6 +188,7 @@ class Check:
     def _look_at_all(self, contents: Sequence[tuple[FileEntry, list[Entry]]]) -> None:
         directory = _format.shards_directory(self.source.metadata.id)
         there = {info.name: info for info in self.source.store.files(f"{directory}/")}
+        place = _format.digest(self.source.location.encode())
         for entry, entries in contents:
             name = self.source.shards.name_of(entry)
             try:
@@ -199,9 +200,7 @@ class Check:
                 self.problems += problems
                 continue
             digests = file.digests
-            if not digests.identity or digests.place != _format.digest(
-                self.source.location.encode()
-            ):
+            if not digests.identity or digests.place != place:
                 self.notes.append(Note(name, UNPROVEN))
             elif there[name].identity == digests.identity:
                 self.proven += 1
