@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "soak.json"
 TABLE = RESULTS.with_suffix(".md")
-QUOTED_IN = (ROOT / "README.md", ROOT / "docs" / "durability.md")
+QUOTED_IN = {ROOT / "README.md": True, ROOT / "docs" / "durability.md": False}
+"""And whether in brief."""
 BEGIN, END = "<!-- figures of make soak: written by tests/figures.py -->", "<!-- end of figures -->"
 PROPERTY = "figures"
 
@@ -89,34 +92,43 @@ def table(results: Results) -> list[str]:
         rows.setdefault(re.sub(r"\[.*\]$", "", test).replace(".py::", "."), []).append(result)
     lines = ["| test | counted | seconds | runs | failed |", "| --- | --- | ---: | ---: | ---: |"]
     for test, found in rows.items():
-        counts: Counter[str] = Counter()
-        for result in found:
-            counts.update(result["counts"])
-        counted = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "–"
+        counted = ", ".join(f"{count:,} {what}" for what, count in totals(found)) or "–"
         seconds = sum(result["seconds"] for result in found)
         failed = sum(not result["passed"] for result in found)
         lines.append(f"| `{test}` | {counted} | {seconds:,.0f} | {len(found)} | {failed} |")
     return lines
 
 
-def quote(text: str, results: Results) -> str:
-    """A document with the table of what passed; what failed or was not run is not quoted."""
+def quote(text: str, results: Results, *, brief: bool) -> str:
+    """A document with the figures of what passed; what failed or was not run is not quoted."""
     passed = {test: result for test, result in results.items() if result["passed"]}
     days = sorted({result["day"] for result in passed.values()})
     said = ["Nothing has been run yet."]
     if passed:
         span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        said = [f"Run on {span}, on two cores:", "", *table(passed)]
+        if brief:
+            counts = ", ".join(f"{count:,} {what}" for what, count in totals(passed.values()))
+            said = textwrap.wrap(f"`make soak`, {span}, without a failure: {counts}.", 99)
+        else:
+            said = [f"Run on {span}, on two cores:", "", *table(passed)]
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     return "\n".join([f"{before}{BEGIN}", *said, f"{END}{after}"])
 
 
+def totals(results: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    counts: Counter[str] = Counter()
+    for result in results:
+        counts.update(result["counts"])
+    return list(counts.items())
+
+
 def main() -> None:
     results = load(RESULTS)
     save(RESULTS, results)
-    for document in QUOTED_IN:
-        document.write_text(quote(document.read_text("utf-8"), results), "utf-8")
+    for document, brief in QUOTED_IN.items():
+        text = document.read_text("utf-8")
+        document.write_text(quote(text, results, brief=brief), "utf-8")
 
 
 if __name__ == "__main__":
