@@ -57,7 +57,7 @@ class DamageMap:
         for name in self.indexes:
             index = json.loads((path / name).read_bytes())
             names = [f"{name.rpartition('/')[0]}/{file}" for file in index["files"]]
-            self.process_of |= dict.fromkeys([name, *names], index["process"])
+            self.process_of.update((file, index["process"]) for file in [name, *names])
 
     def leaves_in(self, file: str, start: int = 0, stop: int = 1 << 62) -> set[str]:
         """The leaves that have bytes in a range of a file."""
