@@ -54,6 +54,25 @@ def damaged(store: Store, name: str, found: str, leaves: tuple[str, ...] = ()) -
     return Damaged(store.location, [Problem(name, found, leaves)])
 
 
+def check_metadata_copy(store: Store, metadata: Metadata) -> None:
+    """Raise Damaged if the second copy of `_METADATA` has something else in it.
+
+    That it is missing or ends early, perhaps in zeros, is no damage: older checkpoints have none,
+    and it is not synced, so that a crash of the machine may take it. Nothing but `repair` reads it.
+    """
+    name = f"{_format.shards_directory(metadata.id)}/{_format.METADATA_COPY}"
+    try:
+        found = store.get(name).rstrip(b"\0")
+    except FileNotFoundError:
+        return
+    except StoreError as error:
+        if error.loss is None:
+            raise
+        raise damaged(store, name, error.loss) from error
+    if not store.get(METADATA_NAME).startswith(found):
+        raise damaged(store, name, f"it is not the copy of {METADATA_NAME} that was written")
+
+
 class Shards:
     """All shard files of a checkpoint. Process indexes are read when they are first needed."""
 
@@ -88,6 +107,10 @@ class Shards:
             raise damaged(self.store, name, what)
         return found
 
+    def provide_index(self, process: int, data: bytes) -> None:
+        """Take the index of a process from elsewhere: the bytes that were written."""
+        self._indexes[process] = self._decoded(data, self.name_of_index(process))
+
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
         name = self.name_of_index(process)
@@ -103,7 +126,9 @@ class Shards:
         return data
 
     def _decode_index(self, process: int, name: str) -> dict[str, FileDigests]:
-        data = self.read_index(process)
+        return self._decoded(self.read_index(process), name)
+
+    def _decoded(self, data: bytes, name: str) -> dict[str, FileDigests]:
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from ostraka._blocks import ShardFile, damage_on_contradiction
+from ostraka._blocks import ShardFile, check_metadata_copy, damage_on_contradiction
 from ostraka._checkpoint import open_at
 from ostraka._format import Block
 from ostraka._metadata import shard_contents
@@ -101,6 +101,9 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
     def tasks() -> Iterator[_Task]:
         with _collected(problems):
             _ = source.tree  # What can't be decoded can't be restored.
+        if source.metadata.files:
+            with _collected(problems):
+                check_metadata_copy(source.store, source.metadata)
         with _collected(problems), damage_on_contradiction(source.store):
             for entry, contents in shard_contents(source.metadata).values():
                 with _collected(problems):

@@ -83,7 +83,7 @@ def _describe_files(plan: Plan) -> Document:
     largest = plan.largest_file
     return {
         "shards": len(plan.write.files),
-        "in_all": len(plan.write.files) + len(plan.index_bytes) + 1,
+        "in_all": len(plan.write.files) + len(plan.index_bytes) + plan.metadata_files,
         "largest": None if largest is None else {"name": largest.name, "bytes": largest.size},
     }
 

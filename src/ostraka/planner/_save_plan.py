@@ -78,7 +78,7 @@ class Plan:
         names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
         processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
         return (
-            f"<Plan: {human_bytes(self.total_bytes)} in {len(self.files) + 1:,} files, "
+            f"<Plan: {human_bytes(self.total_bytes)} in {len(self.files) + self.metadata_files:,} files, "
             f"{len(self.write.leaves):,} arrays ({names}), {processes}>"
         )
 
@@ -98,9 +98,14 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """All that is written: shards, indexes and `_METADATA`."""
+        """All that is written: shards, indexes and `_METADATA`, which is there twice."""
         shards = sum(file.size for file in self.write.files)
-        return shards + sum(self.index_bytes.values()) + self.metadata_bytes
+        return shards + sum(self.index_bytes.values()) + self.metadata_bytes * self.metadata_files
+
+    @property
+    def metadata_files(self) -> int:
+        """How many times `_METADATA` is written: there is a copy of it among shards."""
+        return 2 if self.write.files else 1
 
     @property
     def bytes_by_group(self) -> dict[str, dict[str, int]]:
