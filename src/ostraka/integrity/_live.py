@@ -63,7 +63,7 @@ class LiveOrigin:
         expected = block.result or block.digest
         if _format.block_digest([data]) != expected:
             leaves = [self._spec(entry).path for entry in _within(shard, number)]
-            raise Absent(f"{TRAINED_ON} (leaf {name_few(leaves)})")
+            raise Absent(f"{TRAINED_ON} (leaf {name_few(leaves, 8)})")
         return self._compress(shard, number, data) if block.result else data
 
     def covered_bytes(self, shard: Shard, numbers: Sequence[int]) -> int:

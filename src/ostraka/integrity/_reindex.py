@@ -20,6 +20,7 @@ from ostraka import _codec, _format
 from ostraka._codec import element_bytes
 from ostraka._format import Entry, FileDigests, FileEntry
 from ostraka._metadata import Metadata
+from ostraka._parallel import StopSignal, run_all
 from ostraka.integrity._lost import open_or_say
 from ostraka.integrity._repair_report import Tally
 from ostraka.storage import FileReader, Store
@@ -48,15 +49,40 @@ def prove_index(metadata: Metadata, process: int, candidates: Candidates) -> byt
     return None
 
 
-def digest_again(
-    store: Store,
-    name: str,
+def find_candidates(
+    stores: Sequence[Store],
     metadata: Metadata,
-    file: FileEntry,
-    contents: list[Entry],
+    files: Sequence[tuple[FileEntry, list[Entry]]],
+    live: Sequence[Mapping[str, str]],
     tally: Tally,
+) -> dict[str, list[FileDigests]]:
+    """What an index may have said of each file, by the files that the stores have.
+
+    `live` has the digests that a file of live values would have, one after the other, by its name,
+    as several processes say.
+    """
+
+    def look(file: FileEntry, contents: list[Entry]) -> list[FileDigests]:
+        found: dict[FileDigests, None] = {}
+        for store in stores:
+            found.update(dict.fromkeys(_digest_again(store, metadata, file, contents, tally)))
+        lengths = tuple(_format.block_lengths(file.header_bytes, contents))
+        for text in (texts[file.name] for texts in live if file.name in texts):
+            digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
+            found[FileDigests(file.size, lengths, digests)] = None
+        return list(found)
+
+    threads = stores[0].parts.reads_at_once
+    results = run_all(lambda pair: look(*pair), files, threads=threads, stop=StopSignal())
+    names = (file.name for file, _ in files)
+    return dict(zip(names, results, strict=True))
+
+
+def _digest_again(
+    store: Store, metadata: Metadata, file: FileEntry, contents: list[Entry], tally: Tally
 ) -> list[FileDigests]:
     """What an index may have said of a file that is there; nothing if it is not whole."""
+    name = f"{_format.shards_directory(metadata.id)}/{file.name}"
     opened = open_or_say(store, name)
     if isinstance(opened, str):
         return []
@@ -64,11 +90,8 @@ def digest_again(
         if reader.size != file.size:
             return []
         shard = _Found(reader, metadata, file, contents, tally)
-        found: dict[FileDigests, None] = {}
-        for asked in _asked(metadata, shard):
-            if (digests := _digest_file(shard, asked)) is not None:
-                found[digests] = None
-        return list(found)
+        found = [_digest_file(shard, asked) for asked in _asked(metadata, shard)]
+        return [digests for digests in found if digests is not None]
 
 
 class _Found(NamedTuple):
@@ -100,10 +123,7 @@ def _asked(metadata: Metadata, shard: _Found) -> list[frozenset[int]]:
         for number, leaf in enumerate(metadata.leaves)
         if leaf.spec.nbytes >= _format.LEAST_COMPRESSED_BYTES
     )
-    seen = frozenset(
-        leaf for leaf, (start, stop) in _stored_ranges(shard).items() if start <= stop
-    ) & _compressed_leaves(shard)
-    return list(dict.fromkeys([large, seen, frozenset[int]()]))
+    return list(dict.fromkeys([large, _compressed_leaves(shard), frozenset[int]()]))
 
 
 def _header(shard: _Found) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ostraka._format import METADATA_NAME
 from ostraka._step_names import steps_among
 from ostraka.errors import CheckpointNotFound, Damaged
 from ostraka.integrity._repair_place import RepairPlace
-from ostraka.integrity._repair_report import RepairReport
+from ostraka.integrity._repair_report import OnBytes, RepairReport, Tally
 from ostraka.integrity._repair_run import Repair
 from ostraka.storage import PathLike, Store, open_store
 
@@ -25,6 +25,7 @@ def repair(
     from_: PathLike | Sequence[PathLike] | None = None,
     dry_run: bool = False,
     raises: bool = True,
+    on_bytes: OnBytes | None = None,
 ) -> RepairReport:
     """Find what a checkpoint has lost (bytes, files, indexes, `_METADATA`) and rewrite just that.
 
@@ -48,7 +49,8 @@ def repair(
     says what would be. Without `tree`, one process calls this.
 
     Raises Damaged for what can't be mended, saying why; with `raises=False` the report has it. What
-    can be mended is mended in either case.
+    can be mended is mended in either case. `on_bytes` is called now and then, from threads, with
+    the bytes read so far and the bytes that there are.
 
     >>> print(ostraka.repair("runs/7", {"model": model}, from_="s3://bucket/runs"))
     """
@@ -58,9 +60,10 @@ def repair(
         raise CheckpointNotFound(f"there is no checkpoint at {store.location}")
     copies = _copies(store, from_)
     place = RepairPlace(store, dry_run=dry_run)
+    tally = Tally(on_bytes)
 
     def run(team: Any, make_live: Callable[[Any], Any] | None) -> RepairReport:
-        return Repair(store, team, place, copies, make_live, dry_run).run()
+        return Repair(store, team, place, copies, make_live, dry_run, tally).run()
 
     try:
         if tree is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,18 +11,27 @@ from ostraka._units import human_bytes
 from ostraka.errors import Problem, count_of, name_few
 
 
+OnBytes = Callable[[int, int], None]
+"""Told of progress: the bytes that have been read so far, and those that there are in all."""
+
+
 class Tally:
     """Bytes that were read and written; any thread may add to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_bytes: OnBytes | None = None) -> None:
         self.read = 0
         self.written = 0
+        self.expected = 0
+        """How many bytes will be read, if nothing is to be mended."""
+        self._on_bytes = on_bytes
         self._lock = threading.Lock()
 
     def add(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
             self.read += read
             self.written += written
+            if self._on_bytes is not None:
+                self._on_bytes(min(self.read, self.expected), self.expected)
 
 
 @dataclass(frozen=True, slots=True)

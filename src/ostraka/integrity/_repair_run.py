@@ -23,7 +23,7 @@ from ostraka.integrity._find_metadata import FoundMetadata, find_metadata, load_
 from ostraka.integrity._lost import LostFile, find_lost
 from ostraka.integrity._mend import MendJob, mend
 from ostraka.integrity._origins import CopyOrigin, Origin, Shard
-from ostraka.integrity._reindex import digest_again, prove_index
+from ostraka.integrity._reindex import find_candidates, prove_index
 from ostraka.integrity._repair_place import RepairPlace
 from ostraka.integrity._repair_report import (
     MendedFile,
@@ -74,7 +74,7 @@ class Repair:
     copies: Sequence[Store]
     make_live: Callable[[Metadata], Live] | None
     dry_run: bool
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally
     mended: list[MendedFile] = field(default_factory=list[MendedFile])
     problems: list[Problem] = field(default_factory=list[Problem])
     notes: list[str] = field(default_factory=list[str])
@@ -112,6 +112,7 @@ class Repair:
             self.metadata = decode_metadata(self._metadata_bytes)
             contents = shard_contents(self.metadata)
         self._contents = contents
+        self.tally.expected = sum(file.size for file in self.metadata.files)
         self._shards = Shards(self.store, self.metadata)
         return found
 
@@ -180,29 +181,12 @@ class Repair:
         for copy in self._copies:
             if (data := copy.read_index(process, expected)) is not None:
                 return self._put_index(name, found, data, copy.name)
-        candidates: dict[str, list[FileDigests]] = {}
-        origins = {"its shards": None}
-        for file, contents in self._files_of(process):
-            shard = self._shards.name_of(file)
-            stores = [self.store, *self.copies]
-            of_file = [
-                digests
-                for store in stores
-                for digests in digest_again(store, shard, self.metadata, file, contents, self.tally)
-            ]
-            if not of_file:
-                origins["the live tree"] = None
-            lengths = tuple(_format.block_lengths(file.header_bytes, contents))
-            for texts in (of_process[str(process)] for of_process in live):
-                if file.name in texts:
-                    text = texts[file.name]
-                    digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
-                    of_file.append(FileDigests(file.size, lengths, digests))
-            candidates[file.name] = list(dict.fromkeys(of_file))
+        stores = [self.store, *self.copies]
+        texts = [of_process[str(process)] for of_process in live]
+        files = self._files_of(process)
+        candidates = find_candidates(stores, self.metadata, files, texts, self.tally)
         data = prove_index(self.metadata, process, candidates)
-        if data is None:
-            return None
-        return self._put_index(name, found, data, *origins)
+        return None if data is None else self._put_index(name, found, data, "its shards")
 
     def _put_index(self, name: str, found: str, data: bytes, *origins: str) -> str:
         self._put(name, data)

@@ -77,8 +77,9 @@ class Plan:
         dtypes = sorted({leaf.spec.dtype for leaf in self.write.leaves})
         names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
         processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
+        files = len(self.files) + self.metadata_files
         return (
-            f"<Plan: {human_bytes(self.total_bytes)} in {len(self.files) + self.metadata_files:,} files, "
+            f"<Plan: {human_bytes(self.total_bytes)} in {files:,} files, "
             f"{len(self.write.leaves):,} arrays ({names}), {processes}>"
         )
 
