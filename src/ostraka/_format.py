@@ -48,6 +48,10 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+new_block_digest = xxhash.xxh3_64
+"""A digest of a block that comes bit by bit: `update`, then `hexdigest`."""
+
+
 def block_digest(buffers: Iterable[Any]) -> str:
     """The digest of one block, given as the pieces it is made of: xxh3, 64 bits."""
     state = xxhash.xxh3_64()

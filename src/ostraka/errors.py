@@ -34,6 +34,7 @@ __all__ = [
     "Busy",
     "CheckpointNotFound",
     "Damaged",
+    "DegradedRead",
     "InvalidSharding",
     "InvalidTree",
     "Mismatch",
@@ -126,6 +127,10 @@ class Busy(OstrakaError, OSError):
 
 class PartialRestore(UserWarning):
     """A restore with `strict=False` found leaves missing or unexpected, and says which."""
+
+
+class DegradedRead(UserWarning):
+    """A checkpoint is damaged, and what is lost of it was taken from its parity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 from ostraka._units import human_bytes
 from ostraka.errors import Problem, count_of, name_few
 
-
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that have been read so far, and those that there are in all."""
 
