@@ -18,12 +18,15 @@ from ostraka._format import METADATA_COPY, METADATA_NAME, Entry, FileDigests, Fi
 from ostraka._memory import Scratch
 from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka._parallel import StopSignal, run_all
+from ostraka._parity_format import ParityFile
 from ostraka.errors import Damaged, Problem
 from ostraka.integrity._find_metadata import FoundMetadata, find_metadata, load_metadata
 from ostraka.integrity._lost import LostFile, find_lost
 from ostraka.integrity._mend import MendJob, mend
 from ostraka.integrity._origins import CopyOrigin, Origin, Shard
 from ostraka.integrity._reindex import find_candidates, prove_index
+from ostraka.integrity._repair_parity import ORIGIN as PARITY
+from ostraka.integrity._repair_parity import ParityOrigin, find_lost_parity, mend_parity
 from ostraka.integrity._repair_place import RepairPlace
 from ostraka.integrity._repair_report import (
     MendedFile,
@@ -90,6 +93,8 @@ class Repair:
             self._prepare()
             self._mend_indexes()
             self._mend_files(self._find_lost())
+            if self._shards.parities is not None:
+                self._mend_parity(self._shards.parities.files)
             return self._end(found)
         finally:
             for origin in self._origins:
@@ -122,6 +127,8 @@ class Repair:
             self._live = self.make_live(self.metadata)
             self._origins.append(self._live)
         self._origins += self._copies
+        if self._shards.parities is not None:
+            self._origins.append(ParityOrigin(self._shards, self.tally))
         if self.team.process == 0:
             self.place.clear(_format.shards_directory(self.metadata.id))
 
@@ -181,6 +188,10 @@ class Repair:
         for copy in self._copies:
             if (data := copy.read_index(process, expected)) is not None:
                 return self._put_index(name, found, data, copy.name)
+        if self._shards.parities is not None:
+            data = self._shards.parities.index_copy(process)
+            if data is not None:
+                return self._put_index(name, found, data, PARITY)
         stores = [self.store, *self.copies]
         texts = [of_process[str(process)] for of_process in live]
         files = self._files_of(process)
@@ -241,10 +252,37 @@ class Repair:
             threads=self.store.parts.at_once,
             stop=StopSignal(),
         ):
-            if isinstance(result, Problem):
-                self.problems.append(result)
-            else:
-                self.mended.append(result)
+            self._add(result)
+
+    def _mend_parity(self, files: Sequence[ParityFile]) -> None:
+        """Last of the files: parity is made of indexes and shards."""
+        # They are whole once every process has mended its own, and only then.
+        left = self.team.exchange("shards", len(self.problems), sum)
+        tally = self.tally
+        for file in files:
+            if not self._is_mine(file.process):
+                continue
+            self.team.check()
+            found = find_lost_parity(self._shards, file, tally)
+            if not found:
+                continue
+            if self.dry_run and not left:
+                name, origins = self._shards.name_of(file), ("its group",)
+                mended = MendedFile(name, found, (), origins, file.size, self.team.process)
+                self.mended.append(mended)
+                continue
+            if self.dry_run:
+                self.problems.append(Problem(self._shards.name_of(file), found))
+                continue
+            self._add(
+                mend_parity(self._shards, file, found, self.team.process, tally, self.team.check)
+            )
+
+    def _add(self, result: MendedFile | Problem) -> None:
+        if isinstance(result, Problem):
+            self.problems.append(result)
+        else:
+            self.mended.append(result)
 
     def _is(self, process: int) -> bool:
         return process == self.team.process
