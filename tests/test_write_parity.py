@@ -43,7 +43,7 @@ def tree_on_all(rows: int = 512) -> dict[str, Any]:
     }
 
 
-def shapes_in(path: Any) -> dict[str, bytes]:
+def files_in(path: Any) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.glob("shards-*/*")}
 
 
@@ -52,7 +52,7 @@ def shapes_in(path: Any) -> dict[str, bytes]:
 
 def saved_files(path: Path, store: Any, **options: Any) -> dict[str, bytes]:
     ostraka.save(store, tree_on_all(8 * 4000), parity=2, **options)
-    return {name: data for name, data in shapes_in(path).items() if "parity" in name}
+    return {name: data for name, data in files_in(path).items() if "parity" in name}
 
 
 def test_read_back_or_from_memory_it_is_the_same(
@@ -181,7 +181,7 @@ def test_a_power_failure_after_the_save_loses_nothing(tmp_path: Path) -> None:
 # Four processes
 
 
-def save_and_restore_among_four(path: str) -> int:
+def save_and_restore_among_four(path: str) -> list[tuple[dict[str, int], list[int]]]:
     tree = tree_on_all()
     ostraka.save(f"{path}/one", tree, parity=1)
     ostraka.save(f"{path}/two", tree, parity=2)
@@ -200,7 +200,13 @@ def save_and_restore_among_four(path: str) -> int:
                 assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
         else:
             assert np.array_equal(one, other)
-    return 1
+    planned: list[tuple[dict[str, int], list[int]]] = []
+    alike = {name: tree[name] for name in ("sharded", "replicated")}
+    for count in (1, 2):
+        ostraka.save(f"{path}/planned_{count}", alike, parity=count)
+        plan = ostraka.plan(alike, parity=count)
+        planned.append((plan.files, plan.bytes_by_process))
+    return planned
 
 
 def read_all(path: Any) -> dict[str, bytes]:
@@ -222,7 +228,16 @@ def lose_process(path: Place, *processes: int) -> None:
 
 
 def test_all_files_of_a_process_may_be_lost(tmp_path: Path) -> None:
-    run_processes(save_and_restore_among_four, str(tmp_path), processes=4, devices_per_process=2)
+    results = run_processes(
+        save_and_restore_among_four, str(tmp_path), processes=4, devices_per_process=2
+    )
+    for result in results:
+        for count, (files, by_process) in enumerate(result.value, 1):
+            path = tmp_path / f"planned_{count}"
+            assert files == {name: len(data) for name, data in files_in(path).items()}
+            for process, size in enumerate(by_process):
+                names = files_of_process(path, process)
+                assert size == sum((path / name).stat().st_size for name in names)
     for name, count in (("one", 1), ("two", 2), ("packed", 1)):
         expected = read_all(tmp_path / name)
         assert ostraka.verify(tmp_path / name).ok
