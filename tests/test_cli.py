@@ -21,7 +21,19 @@ from cli_runs import flip, run, run_without, save_model
 from ostraka import integrity
 from ostraka.cli import main
 
-COMMANDS = ("completion", "copy", "diff", "gc", "ls", "plan", "rm", "show", "verify", "watch")
+COMMANDS = (
+    "completion",
+    "copy",
+    "diff",
+    "gc",
+    "ls",
+    "plan",
+    "repair",
+    "rm",
+    "show",
+    "verify",
+    "watch",
+)
 PROGRAM = "from ostraka.cli import main; main()"
 
 

@@ -94,7 +94,8 @@ class Shards:
         self._indexes: dict[int, dict[str, FileDigests]] = {}
         self._reading = RenewedLock()
         self._warning = RenewedLock()
-        self._has_warned = False
+        self.has_warned = False
+        """Whether it has been said that it is read by its parity; that is said once."""
 
     @cached_property
     def parities(self) -> Parities | None:
@@ -175,9 +176,9 @@ class Shards:
     def warn_of(self, found: Damaged) -> None:
         """Say, once, that this checkpoint is read by its parity, and what is damaged."""
         with self._warning.lock:
-            if self._has_warned or not self._is_there():
+            if self.has_warned or not self._is_there():
                 return
-            self._has_warned = True
+            self.has_warned = True
         problems = dict.fromkeys(found.problems)
         there = {file.name: file.size for file in self.store.files(f"{self._directory}/")}
         named = {problem.file for problem in problems}
@@ -214,8 +215,8 @@ class Shards:
             raise damaged(self.store, name, NOT_AS_WRITTEN)
         return data
 
-    def _find_index(self, process: int) -> bytes:
-        """The index of a process, or the copy that a parity file has of it."""
+    def find_index(self, process: int) -> bytes:
+        """The index of a process, or the copy that a parity file has of it. Raises Damaged."""
         try:
             return self.read_index(process)
         except Damaged as error:
@@ -227,7 +228,7 @@ class Shards:
             return copy
 
     def _decode_index(self, process: int) -> dict[str, FileDigests]:
-        return self._decoded(process, self._find_index(process))
+        return self._decoded(process, self.find_index(process))
 
     def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         name = self.name_of_index(process)

@@ -66,26 +66,24 @@ def solve(
     `members` are by their place in the group, `sums` by number: 0 for P, 1 for Q. More sums than
     are needed are ignored.
     """
-    used = [0] if 0 in sums and len(lost) == 1 else sorted(sums)[: len(lost)]
-    if len(used) < len(lost) or len(lost) > MOST_PARITY:
+    if len(lost) > min(len(sums), MOST_PARITY):
         raise ValueError(f"{len(lost)} members can't be found from {len(sums)} sums")
-    length = len(next(iter(sums.values()))) if sums else 0
-    # What is missing of each sum.
-    rests = [np.empty(length, np.uint8) for _ in range(max(used, default=-1) + 1)]
-    if rests:
-        places = range(max(members, default=-1) + 1)
-        encode([members.get(place, ()) for place in places], rests)
-    rest = {number: rests[number] for number in used}
-    for number in used:
-        _add(rest[number], sums[number])
-    if len(lost) == 0:
+    if not lost:
         return []
+    length = len(next(iter(sums.values())))
+    if len(lost) == 1 and 0 in sums:
+        found = np.empty(length, np.uint8)
+        encode([*members.values(), [sums[0]]], [found])
+        return [found]
+    # What is missing of each sum.
+    p, q = np.empty(length, np.uint8), np.empty(length, np.uint8)
+    encode([members.get(place, ()) for place in range(max(members, default=0) + 1)], [p, q])
+    _add(q, sums[1])
     if len(lost) == 1:
-        found = rest[used[0]]
-        return [found if used[0] == 0 else scale(found, inverse(power(lost[0])))]
+        return [scale(q, inverse(power(lost[0])))]
     # D_a + D_b = p and 2^a·D_a + 2^b·D_b = q, so D_a = (q + 2^b·p) / (2^a + 2^b).
     one, other = lost
-    p, q = rest[0], rest[1]
+    _add(p, sums[0])
     _add(q, scale(p, power(other)))
     first = scale(q, inverse(power(one) ^ power(other)))
     _add(p, first)

@@ -7,9 +7,9 @@ processes stand for hosts, and in one process files.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,13 +66,12 @@ def plan_parity(
     if covers != "files":
         limit = min(limit, (len(set(hosts)) if covers == "hosts" else len(hosts)) - count)
     writers = _Writers(hosts, covers)
-    groups = [
-        ParityGroup(
-            tuple(members),
-            writers.choose({keys[row] for row in members}, count, files[members[0]].size),
-        )
-        for members in _groups_of(by_size, keys, limit)
-    ]
+    groups: list[ParityGroup] = []
+    for members in _groups_of(by_size, keys, limit):
+        used = () if covers == "files" else {keys[row] for row in members}
+        last = process_of[files[members[-1]].device]
+        after = hosts[last] if covers == "hosts" else last
+        groups.append(ParityGroup(tuple(members), writers.choose(used, after, count)))
     return ParityPlan(count, tuple(groups), covers)
 
 
@@ -117,36 +116,42 @@ def _groups_of(rows: Sequence[int], keys: Mapping[int, Hashable], limit: int) ->
 
 
 class _Writers:
-    """Shares the parity files out: the one with the least to write so far has the next."""
+    """Shares the parity files out: whoever has the fewest so far has the next.
+
+    Among several of these it is the next one after the last member: members go round all hosts, and
+    so do writers then, without any being left over that can't take the last ones.
+    """
 
     def __init__(self, hosts: Sequence[int], covers: Covers):
-        processes = range(len(hosts))
-        owner = hosts if covers == "hosts" else processes
-        self._are_exclusive = covers != "files"
-        self._processes: dict[int, list[tuple[int, int]]] = {}
-        for process in processes:
-            self._processes.setdefault(owner[process], []).append((0, process))
-        self._loads = [(0, key) for key in sorted(self._processes)]
+        owner = hosts if covers == "hosts" else range(len(hosts))
+        self._processes: dict[int, deque[int]] = {}
+        for process, key in enumerate(owner):
+            self._processes.setdefault(key, deque()).append(process)
+        self._by_load = [sorted(self._processes)]
+        """By the number of files that they have: hosts, or processes, in order."""
 
-    def choose(self, used: set[Any], count: int, size: int) -> tuple[int, ...]:
-        """The processes that write the parity files of a group, none of a member's if possible."""
-        skipped: list[tuple[int, int]] = []
-        chosen: list[tuple[int, int]] = []
-        while self._loads and len(chosen) < count:
-            load, key = heapq.heappop(self._loads)
-            is_free = not self._are_exclusive or key not in used
-            (chosen if is_free else skipped).append((load, key))
-        writers: list[int] = []
-        for load, key in chosen:
-            writers.append(self._take_process(key, size))
-            heapq.heappush(self._loads, (load + size, key))
-        for entry in skipped:
-            heapq.heappush(self._loads, entry)
-        # Fewer processes than parity files: some write several.
-        missing = count - len(writers)
-        return (*writers, *self.choose(used, missing, size)) if missing else tuple(writers)
+    def choose(self, used: Collection[Any], after: int, count: int) -> tuple[int, ...]:
+        """The processes that write the parity files of a group; those of `used` do not."""
+        chosen: list[int] = []
+        while len(chosen) < count:
+            # Fewer than parity files: some write several.
+            taken = {*used, *chosen} if len(chosen) < len(self._processes) else used
+            chosen.append(self._take(taken, chosen[-1] if chosen else after))
+        return tuple(self._next_process(key) for key in chosen)
 
-    def _take_process(self, key: int, size: int) -> int:
-        load, process = heapq.heappop(self._processes[key])
-        heapq.heappush(self._processes[key], (load + size, process))
-        return process
+    def _take(self, taken: Collection[Any], after: int) -> int:
+        for load, keys in enumerate(self._by_load):
+            start = bisect_right(keys, after)
+            for key in (*keys[start:], *keys[:start]):
+                if key not in taken:
+                    keys.remove(key)
+                    if load + 1 == len(self._by_load):
+                        self._by_load.append([])
+                    insort(self._by_load[load + 1], key)
+                    return key
+        raise AssertionError("a group has files of all hosts")
+
+    def _next_process(self, key: int) -> int:
+        processes = self._processes[key]
+        processes.rotate(-1)
+        return processes[-1]

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +16,7 @@ from ostraka._checkpoint import open_at
 from ostraka._format import Block
 from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._parity_format import ParityFile
 from ostraka.errors import Damaged, Problem, UnsupportedFormat, count_of
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.storage import PathLike
@@ -75,6 +76,7 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
                 f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
                 "to compare with"
             )
+        source.shards.has_warned = True  # What is damaged comes into the report.
         bytes_read, problems = _check_all(source, on_bytes)
         # A save to the same path may have replaced the files under our hands.
         if not problems or source.is_current():
@@ -84,7 +86,7 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
     return Report(
         path=source.location,
         leaves=len(source.metadata.leaves),
-        files=len(source.metadata.files),
+        files=len(source.metadata.files) + len(_parity_of(source)),
         bytes_read=bytes_read,
         time_s=time.perf_counter() - begin,
         problems=tuple(problems),
@@ -94,7 +96,7 @@ def verify(path: PathLike, *, raises: bool = True, on_bytes: OnBytes | None = No
 def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, list[Problem]]:
     """Returns how many bytes were read, and what is wrong with them, in the order of the files."""
     bytes_read = source.metadata_bytes
-    total = bytes_read + sum(file.size for file in source.metadata.files)
+    total = bytes_read + sum(file.nbytes for file in source.files())
     problems: list[Problem] = []
     found: dict[int, list[Problem]] = {}
 
@@ -108,6 +110,14 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
             for entry, contents in shard_contents(source.metadata).values():
                 with _collected(problems):
                     yield from _tasks(ShardFile(source.shards, entry, contents))
+        for file in _parity_of(source):
+            with _collected(problems):
+                yield from _tasks(ShardFile(source.shards, file, ()))
+        if source.metadata.parity is not None:
+            # Whoever reads files takes a copy of a lost index from there.
+            for process in source.metadata.indexes:
+                with _collected(problems):
+                    source.shards.read_index(process)
 
     scratch = _Scratch()
     for number, (nbytes, here) in run_as_completed(
@@ -123,6 +133,10 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
     for number in sorted(found):
         problems += found[number]
     return bytes_read, list(dict.fromkeys(problems))
+
+
+def _parity_of(source: OstrakaSource) -> Sequence[ParityFile]:
+    return () if source.metadata.parity is None else source.metadata.parity.files
 
 
 class _Scratch(threading.local):

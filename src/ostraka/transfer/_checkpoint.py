@@ -162,11 +162,13 @@ def copy_shards(
     devices = {device for device, of in enumerate(metadata.process_of) if of % count == process}
 
     def copy_index(of: int) -> None:
-        data = shards.read_index(of)
+        data = shards.find_index(of)
         target.put(shards.name_of_index(of), data)
         tally.add(copied=len(data))
 
-    copy_files(source, target, devices, tally)
+    known = () if metadata.parity is None else metadata.parity.files
+    parity = [file for file in known if file.process % count == process]
+    copy_files(source, target, devices, parity, tally)
     # After the files: with them the directory came, whose names a `put` makes durable.
     indexes = [of for of in metadata.indexes if of % count == process]
     run_all(copy_index, indexes, threads=target.parts.at_once, stop=StopSignal())
@@ -204,5 +206,6 @@ def find_lost(source: OstrakaSource, target: Store) -> list[Problem]:
 def _sizes_of(source: OstrakaSource) -> dict[str, int]:
     """All files of a checkpoint but `_METADATA`."""
     metadata, shards = source.metadata, source.shards
-    sizes = {shards.name_of(file): file.size for file in metadata.files}
+    parity = () if metadata.parity is None else metadata.parity.files
+    sizes = {shards.name_of(file): file.size for file in (*metadata.files, *parity)}
     return sizes | {shards.name_of_index(p): index.size for p, index in metadata.indexes.items()}
