@@ -21,7 +21,19 @@ from cli_runs import flip, run, run_without, save_model
 from ostraka import integrity
 from ostraka.cli import main
 
-COMMANDS = ("completion", "copy", "diff", "gc", "ls", "plan", "rm", "show", "verify", "watch")
+COMMANDS = (
+    "completion",
+    "copy",
+    "diff",
+    "gc",
+    "ls",
+    "plan",
+    "repair",
+    "rm",
+    "show",
+    "verify",
+    "watch",
+)
 PROGRAM = "from ostraka.cli import main; main()"
 
 
@@ -133,7 +145,8 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     result = run("show", checkpoint)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "damaged" in result.stderr
-    assert result.stderr.endswith("; ostraka verify tells of all damage\n")
+    remedy = "; ostraka verify tells of all damage, ostraka repair mends what can be\n"
+    assert result.stderr.endswith(remedy)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +398,9 @@ def test_a_shell_takes_its_script(tmp_path: Path, shell: str, line: str, expecte
 # What is not imported
 
 
-@pytest.mark.parametrize("command", ["show", "leaf", "verify", "diff", "ls", "rm", "gc", "root"])
+@pytest.mark.parametrize(
+    "command", ["show", "leaf", "verify", "repair", "diff", "ls", "rm", "gc", "root"]
+)
 def test_jax_is_not_imported(tmp_path: Path, command: str):
     path = save_model(tmp_path / "100")
     save_model(tmp_path / "200")
@@ -393,6 +408,7 @@ def test_jax_is_not_imported(tmp_path: Path, command: str):
         "show": ["show", path],
         "leaf": ["show", path, "kernel", "--stats", "--slice", "0"],
         "verify": ["verify", path],
+        "repair": ["repair", path, "--from", tmp_path / "200"],
         "diff": ["diff", path, path],
         "ls": ["ls", tmp_path, "--verify"],
         "rm": ["rm", tmp_path, 100, "--yes"],

@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def files(self) -> list[str]:
-        """All but the second copy of `_METADATA`, which no reader touches."""
+        """All that a restore may read: not the second copy of `_METADATA`."""
         found = [p for p in self.path.rglob("*") if p.is_file() and p.name != "metadata.json"]
         return sorted(str(file.relative_to(self.path)) for file in found)
 

@@ -30,6 +30,7 @@ from ostraka.errors import (
     OstrakaError,
     PathInTheWay,
     Problem,
+    RepairFailed,
     RestoreFailed,
     SaveFailed,
     StoreError,
@@ -900,6 +901,7 @@ BUILTIN = {
     Damaged: ValueError,
     SaveFailed: RuntimeError,
     RestoreFailed: RuntimeError,
+    RepairFailed: RuntimeError,
 }
 
 
@@ -921,6 +923,7 @@ def examples() -> dict[str, OstrakaError]:
         "save": SaveFailed("/x", 3, "StoreError: no space"),
         "save, one process": SaveFailed("/x", None, "StoreError: no space"),
         "restore": RestoreFailed("/x", 0, "it is gone"),
+        "repair": RepairFailed("/x", 1, "it is gone"),
     }
 
 

@@ -123,15 +123,44 @@ def test_requests_of_several_processes_are_as_planned(
         assert without_renewals(proxy.requests) == sum(planned)
 
 
+def test_requests_with_parity_are_as_planned(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    """One process reads nothing back; of two, each reads what it makes parity of."""
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    tree = sharded_tree(2, 4)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        ostraka.save(f"{server.url}/planned-parity", tree, parity=2)
+        planned = ostraka.plan(tree, parity=2).requests_by_process
+        assert without_renewals(proxy.requests) == sum(planned)
+        proxy.requests.clear()
+        path = f"{server.url}/planned-parity-by-two"
+        results = run_processes(save_planned_parity, path, processes=2, devices_per_process=2)
+        planned, opened = results[0].value
+        assert opened == 4  # a file of each device, by the other process
+        assert without_renewals(proxy.requests, heads=1 + opened) == sum(planned)
+
+
+def save_planned_parity(path: str) -> tuple[list[int], int]:
+    tree = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
+    ostraka.save(path, tree, parity=1)
+    planned = ostraka.plan(tree, parity=1)
+    assert planned.parity is not None
+    return planned.requests_by_process, sum(map(len, planned.parity.table.groups))
+
+
 def save_planned(path: str) -> list[int]:
     tree = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
     ostraka.save(path, tree)
     return ostraka.plan(tree).requests_by_process
 
 
-def without_renewals(requests: Counter[str]) -> int:
+def without_renewals(requests: Counter[str], heads: int = 1) -> int:
     """A save looks at its marker and renews it once; each time more is one because it lasted."""
-    return requests.total() - 2 * (requests["HEAD"] - 1)
+    return requests.total() - 2 * (requests["HEAD"] - heads)
 
 
 # Faults on the way

@@ -16,7 +16,18 @@ from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
 from ostraka._parallel import with_full_stack
-from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, UnsupportedFormat
+from ostraka._parity_format import ParityFile
+from ostraka._rebuild import Parities, Rebuild
+from ostraka.errors import (
+    Damaged,
+    DegradedRead,
+    OstrakaError,
+    Problem,
+    StoreError,
+    UnsupportedFormat,
+    headed_list,
+    warn_caller,
+)
 from ostraka.storage import FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
@@ -54,6 +65,25 @@ def damaged(store: Store, name: str, found: str, leaves: tuple[str, ...] = ()) -
     return Damaged(store.location, [Problem(name, found, leaves)])
 
 
+def check_metadata_copy(store: Store, metadata: Metadata) -> None:
+    """Raise Damaged if the second copy of `_METADATA` has something else in it.
+
+    That it is missing or ends early, perhaps in zeros, is no damage: older checkpoints have none,
+    and it is not synced, so that a crash of the machine may take it. Nothing but `repair` reads it.
+    """
+    name = f"{_format.shards_directory(metadata.id)}/{_format.METADATA_COPY}"
+    try:
+        found = store.get(name).rstrip(b"\0")
+    except FileNotFoundError:
+        return
+    except StoreError as error:
+        if error.loss is None:
+            raise
+        raise damaged(store, name, error.loss) from error
+    if not store.get(METADATA_NAME).startswith(found):
+        raise damaged(store, name, f"it is not the copy of {METADATA_NAME} that was written")
+
+
 class Shards:
     """All shard files of a checkpoint. Process indexes are read when they are first needed."""
 
@@ -63,8 +93,20 @@ class Shards:
         self._directory = _format.shards_directory(metadata.id)
         self._indexes: dict[int, dict[str, FileDigests]] = {}
         self._reading = RenewedLock()
+        self._warning = RenewedLock()
+        self.has_warned = False
+        """Whether it has been said that it is read by its parity; that is said once."""
 
-    def name_of(self, file: FileEntry) -> str:
+    @cached_property
+    def parities(self) -> Parities | None:
+        """What can bring lost files back, if it was saved with parity."""
+        parity = self.metadata.parity
+        return None if parity is None else Parities(self, parity)
+
+    def path_of(self, name: str) -> str:
+        return f"{self._directory}/{name}"
+
+    def name_of(self, file: FileEntry | ParityFile) -> str:
         return f"{self._directory}/{file.name}"
 
     def name_of_index(self, process: int) -> str:
@@ -86,18 +128,89 @@ class Shards:
                 index = self._indexes[process] = self._decode_index(process)
         return index
 
-    def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
+    def digests_of(self, file: FileEntry | ParityFile, data_bytes: int) -> FileDigests:
         """The digests of a file that holds so much. Raises Damaged if its index is."""
+        if isinstance(file, ParityFile):
+            assert self.parities is not None
+            return self.parities.digests_of(file)
+        found = self.stored_digests(file)
+        if found.data_bytes != data_bytes:
+            raise self._is_other(file)
+        return found
+
+    def stored_digests(self, file: FileEntry) -> FileDigests:
+        """The digests of a shard file, whatever it holds. Raises Damaged if its index is."""
         process = self.metadata.process_of[file.device]
         found = self.listed_by(process).get(file.name)
-        if (
-            found is None
-            or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,))
-            or found.data_bytes != data_bytes
-        ):
-            what = f"it does not describe {file.name} as {METADATA_NAME} does"
-            raise self._index_damaged(process, what)
+        if found is None or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,)):
+            raise self._is_other(file)
         return found
+
+    def provide_index(self, process: int, data: bytes) -> None:
+        """Take the index of a process from elsewhere: the bytes that were written."""
+        self._indexes[process] = self._decoded(process, data)
+
+    def _is_other(self, file: FileEntry) -> Damaged:
+        what = f"it does not describe {file.name} as {METADATA_NAME} does"
+        return self._index_damaged(self.metadata.process_of[file.device], what)
+
+    def files_of_parity(self) -> list[ShardFile]:
+        """The parity files, to be read block by block. Raises Damaged for the first that is lost.
+
+        For each of them alone, `ShardFile(shards, file, ())`.
+        """
+        return (
+            [] if self.parities is None else [ShardFile(self, f, ()) for f in self.parities.files]
+        )
+
+    def rebuild(self, file: FileEntry, start: int, stop: int) -> Any:
+        """Bytes `[start, stop)` of a shard file as it was stored, from the others of its group.
+
+        A numpy array of uint8. They are compared with the digests of the file; if its index is
+        lost, and every copy of it, all that they are made of is compared instead. Raises Damaged,
+        naming what else is lost, if parity can't do it.
+        """
+        rebuild = self.open_rebuild(file)
+        if rebuild is None:
+            raise damaged(self.store, self.name_of(file), "no parity was saved for it")
+        try:
+            return rebuild.read(start, stop)
+        finally:
+            rebuild.close()
+
+    def open_rebuild(self, file: FileEntry | ParityFile) -> Rebuild | None:
+        """As `rebuild`, for many ranges of one file; None if it has no parity."""
+        if isinstance(file, ParityFile) or self.parities is None or not self.parities.covers(file):
+            return None
+        return Rebuild(self, self.parities, file)
+
+    def warn_of(self, found: Damaged) -> None:
+        """Say, once, that this checkpoint is read by its parity, and what is damaged."""
+        with self._warning.lock:
+            if self.has_warned or not self._is_there():
+                return
+            self.has_warned = True
+        problems = dict.fromkeys(found.problems)
+        there = {file.name: file.size for file in self.store.files(f"{self._directory}/")}
+        named = {problem.file for problem in problems}
+        for file in self.metadata.files:
+            name = self.name_of(file)
+            if name not in named and there.get(name) != file.size:
+                found_size = there.get(name)
+                what = "it is missing" if found_size is None else other_size(found_size, file.size)
+                problems[Problem(name, what)] = None
+        where = self.store.location
+        head = f"checkpoint {where} is read with the help of its parity"
+        head += f" (`ostraka repair {where}` mends it)"
+        warn_caller(DegradedRead(headed_list(head, list(map(str, problems)))))
+
+    def _is_there(self) -> bool:
+        """Whether no other save has replaced this checkpoint, whose files are gone then."""
+        try:
+            head = self.store.get(METADATA_NAME)[:200]
+        except OSError:
+            return False
+        return self.metadata.id.encode() in head
 
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
@@ -113,8 +226,22 @@ class Shards:
             raise self._index_damaged(process, NOT_AS_WRITTEN)
         return data
 
+    def find_index(self, process: int) -> bytes:
+        """The index of a process, or the copy that a parity file has of it. Raises Damaged."""
+        try:
+            return self.read_index(process)
+        except Damaged as error:
+            known = process in self.metadata.indexes and self.parities is not None
+            copy = self.parities.index_copy(process) if known and self.parities else None
+            if copy is None:
+                raise
+            self.warn_of(error)
+            return copy
+
     def _decode_index(self, process: int) -> dict[str, FileDigests]:
-        data = self.read_index(process)
+        return self._decoded(process, self.find_index(process))
+
+    def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -128,7 +255,7 @@ class Shards:
 
 def lost_in(
     shards: Shards,
-    file: FileEntry,
+    file: FileEntry | ParityFile,
     contents: Sequence[Entry],
     found: str,
     start: int,
@@ -137,7 +264,8 @@ def lost_in(
 ) -> Problem:
     """What is wrong with `[start, stop)` of the data of a shard file, with all that lies there."""
     boxes = _format.boxes_between(shards.metadata.leaves, contents, start, stop)
-    process = shards.metadata.process_of[file.device]
+    is_parity = isinstance(file, ParityFile)
+    process = file.process if is_parity else shards.metadata.process_of[file.device]
     return Problem(
         shards.name_of(file),
         found,
@@ -153,10 +281,11 @@ class ShardFile:
     """One shard file. Several threads may read it; every byte is checked before it is handed out.
 
     Every method raises Damaged for bytes that are missing or not as written, and names the leaves
-    that they belong to.
+    that they belong to. If the file has parity, `read`, `check_header` and `pass_on` take from that
+    what is lost, with a warning; `check` never does.
     """
 
-    def __init__(self, shards: Shards, entry: FileEntry, contents: Sequence[Entry]):
+    def __init__(self, shards: Shards, entry: FileEntry | ParityFile, contents: Sequence[Entry]):
         self.entry = entry
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
@@ -166,6 +295,9 @@ class ShardFile:
         self._shards = shards
         self.name = shards.name_of(entry)
         self._reader: FileReader | None = None
+        self._lost: Damaged | None = None
+        """Why it can't be opened, if all of it can be rebuilt."""
+        self._rebuild: Rebuild | None = None
         self._lock = threading.Lock()
         self._is_header_checked = False
 
@@ -178,8 +310,13 @@ class ShardFile:
     def opened(self) -> Generator[None]:
         """Have it open, of the right size; closed when the last of `reads_left` is done."""
         with self._lock:
-            if self._reader is None:
-                self._reader = self._open()
+            if self._reader is None and self._lost is None:
+                try:
+                    self._reader = self._open()
+                except Damaged as error:
+                    if not self._has_parity:
+                        raise
+                    self._lost = error
         yield
         with self._lock:
             self.reads_left -= 1
@@ -190,14 +327,38 @@ class ShardFile:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if self._rebuild is not None:
+            self._rebuild.close()
+
+    @cached_property
+    def _has_parity(self) -> bool:
+        parities, entry = self._shards.parities, self.entry
+        return parities is not None and isinstance(entry, FileEntry) and parities.covers(entry)
+
+    def _rebuilt(self, start: int, stop: int, lost: Damaged) -> Any:
+        """The range of whole blocks, which are lost, from parity. Raises Damaged."""
+        if not self._has_parity:
+            raise lost
+        if self._rebuild is None:
+            self._rebuild = self._shards.open_rebuild(self.entry)
+        assert self._rebuild is not None
+        try:
+            found = self._rebuild.read(start, stop)
+        except Damaged as more:
+            raise Damaged(lost.path, [*lost.problems, *more.problems]) from more
+        self._shards.warn_of(lost)
+        return found
 
     def check_header(self) -> None:
         """Compare the header with its digest, once."""
         with self._lock:
             if not self._is_header_checked:
                 header = bytearray(self.entry.header_bytes)
-                self._fill(0, len(header), [header], self.blocks[:1])
-                self._compare(self.blocks[0], [header])
+                try:
+                    self._fill(0, len(header), [header], self.blocks[:1])
+                    self._compare(self.blocks[0], [header])
+                except Damaged as error:
+                    self._rebuilt(0, len(header), error)
                 self._is_header_checked = True
 
     def read(
@@ -209,6 +370,21 @@ class ShardFile:
         of the file that took.
         """
         blocks = self.blocks[first:last]
+        try:
+            return self._read(blocks, buffers, take_memory)
+        except Damaged as error:
+            start, stop = blocks[0].file_start, blocks[-1].file_stop
+            stored = self._rebuilt(start, stop, error)
+            lengths = [block.stop - block.start for block in blocks]
+            places = zip(blocks, _format.regroup(iter(buffers), lengths), strict=True)
+            for block, pieces in places:
+                of_block = stored[block.file_start - start : block.file_stop - start]
+                self._unpack(block, of_block, pieces)
+            return stop - start
+
+    def _read(
+        self, blocks: Sequence[Block], buffers: Sequence[Any], take_memory: Callable[[int], Any]
+    ) -> int:
         start, stop = blocks[0].file_start, blocks[-1].file_stop
         lengths = [block.stop - block.start for block in blocks]
         places = zip(blocks, _format.regroup(iter(buffers), lengths), strict=True)
@@ -302,9 +478,13 @@ class ShardFile:
             if stop - start > PIECE_BYTES:
                 self._compare(run[0], pieces(start, stop))
                 continue
-            memory = read(start, stop)
-            for block in run:
-                self._compare(block, [memory[block.file_start - start : block.file_stop - start]])
+            try:
+                memory = read(start, stop)
+                for block in run:
+                    stored = memory[block.file_start - start : block.file_stop - start]
+                    self._compare(block, [stored])
+            except Damaged as error:
+                memory = self._rebuilt(start, stop, error)
             write(start, memory)
 
     def damaged(
@@ -333,6 +513,8 @@ class ShardFile:
 
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:
         """Read a range of the file, which is that of `blocks` or a part of it."""
+        if self._lost is not None:
+            raise Damaged(self._lost.path, self._lost.problems)
         assert self._reader is not None
         first, last = blocks[0].start, blocks[-1].stop
         with damage_on_loss(lambda found: self.damaged(found, first, last, (start, stop))):

@@ -49,6 +49,10 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+new_block_digest = xxhash.xxh3_64
+"""A digest of a block that comes bit by bit: `update`, then `hexdigest`."""
+
+
 def block_digest(buffers: Iterable[Any]) -> str:
     """The digest of one block, given as the pieces it is made of: xxh3, 64 bits."""
     state = xxhash.xxh3_64()
@@ -311,18 +315,22 @@ def encode_index(
     version: int = VERSION,
     location: str = "",
 ) -> bytes:
-    """The index of a process; `location` is where the identities of its files hold."""
+    """The index of a process; `location` is where the identities of its files hold.
+
+    Without one they are left out.
+    """
     head: dict[str, Any] = {
         "format": f"{FORMAT}-index",
         "version": version,
         "id": save_id,
         "process": process,
     }
-    if any(file.identity for file in files.values()):
+    described = {name: _encode_digests(file) for name, file in files.items()}
+    if location and any(map(attrgetter("identity"), files.values())):
         head["place"] = digest(location.encode())
-    return dumps(
-        {**head, "files": {name: _encode_digests(file) for name, file in files.items()}}
-    ).encode()
+        for name, file in files.items():
+            described[name]["e_tag"] = file.identity
+    return dumps({**head, "files": described}).encode()
 
 
 def _encode_digests(file: FileDigests) -> dict[str, Any]:
@@ -334,8 +342,6 @@ def _encode_digests(file: FileDigests) -> dict[str, Any]:
     if file.results:
         described["data"] = encode_runs(file.data_lengths)
         described["results"] = "".join(file.results)
-    if file.identity:
-        described["e_tag"] = file.identity
     return described
 
 

@@ -34,6 +34,10 @@ _HEAD = re.compile(
 """How our `_METADATA` begins, with the id: the rest need not be decoded to know it."""
 
 
+_REPAIRED = re.compile(r".*\.(safetensors|json)\.[0-9a-f]{8,16}\.tmp")
+"""A file of a checkpoint that a repair was writing anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What was in a place when its claim was taken."""
@@ -76,7 +80,17 @@ def find_leftovers(store: Store) -> list[str]:
     Raises PathInTheWay if another program wrote the `_METADATA` that is there.
     """
     names = store.list()
-    return _look_at(store, names).leftovers if any(map(is_of_a_save, names)) else []
+    if not any(map(is_of_a_save, names)):
+        return []
+    seen = _look_at(store, names)
+    return [*seen.leftovers, *find_temporaries(store, seen.kept)]
+
+
+def find_temporaries(store: Store, directory: str | None) -> list[str]:
+    """What repairs that died left in a shards directory, beside its files."""
+    if directory is None or directory == UNKNOWN:
+        return []
+    return [file.name for file in store.files(f"{directory}/") if _REPAIRED.fullmatch(file.name)]
 
 
 def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bool]:
@@ -90,10 +104,12 @@ def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bo
     if not remove:
         refuse_claimed(store)
         seen = _look_at(store, names)
-        return seen.leftovers, seen.kept is not None
+        temporaries = find_temporaries(store, seen.kept)
+        return [*seen.leftovers, *temporaries], seen.kept is not None
     with claimed(store) as claim:
         seen = take_over(store, claim.names)
         leftovers = [name for name in seen.leftovers if _is_gone(store, claim, name)]
+        leftovers += find_temporaries(store, seen.kept)
         for name in leftovers:
             store.delete(name)
         if leftovers:
@@ -163,6 +179,12 @@ def committed_directory(store: Store, names: Sequence[str] | None = None) -> str
         return UNKNOWN
     directory = _format.shards_directory(metadata.id)
     return directory if not metadata.files or directory in names else UNKNOWN
+
+
+def id_in(data: bytes) -> str | None:
+    """The id with which a `_METADATA` of ours begins, however the rest of it is."""
+    head = _HEAD.match(data)
+    return None if head is None else head[1].decode()
 
 
 def is_of_a_save(name: str) -> bool:

@@ -12,7 +12,8 @@ OstrakaError
 ├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
-└── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
+├── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
+└── RepairFailed           a process failed, died or timed out during a repair (RuntimeError)
 
 In brackets: the builtin error that each is too. A message is one sentence that says what, where,
 what was expected and found, and what to do.
@@ -34,6 +35,7 @@ __all__ = [
     "Busy",
     "CheckpointNotFound",
     "Damaged",
+    "DegradedRead",
     "InvalidSharding",
     "InvalidTree",
     "LostBox",
@@ -43,6 +45,7 @@ __all__ = [
     "PartialRestore",
     "PathInTheWay",
     "Problem",
+    "RepairFailed",
     "RestoreFailed",
     "SaveFailed",
     "StoreError",
@@ -126,6 +129,10 @@ class Busy(OstrakaError, OSError):
 
 class PartialRestore(UserWarning):
     """A restore with `strict=False` found leaves missing or unexpected, and says which."""
+
+
+class DegradedRead(UserWarning):
+    """A checkpoint is damaged, and what is lost of it was taken from its parity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +240,15 @@ class RestoreFailed(_ProcessFailure):
     """A restore failed on some process, so it failed on all; `process` and `cause` say why."""
 
     verb = "restoring"
+
+
+class RepairFailed(_ProcessFailure):
+    """A repair failed on some process, so it failed on all; `process` and `cause` say why.
+
+    Files that were mended before stay so.
+    """
+
+    verb = "repairing"
 
 
 def describe(error: BaseException) -> str:

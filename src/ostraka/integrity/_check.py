@@ -14,6 +14,7 @@ from itertools import groupby
 from ostraka import _format
 from ostraka._blocks import (
     ShardFile,
+    check_metadata_copy,
     damage_on_contradiction,
     damage_on_loss,
     lost_in,
@@ -21,8 +22,9 @@ from ostraka._blocks import (
 )
 from ostraka._box import Box
 from ostraka._format import Block, Entry, FileDigests, FileEntry
-from ostraka._metadata import metadata_is_intact, shard_contents
+from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._parity_format import ParityFile
 from ostraka.errors import Damaged, Problem
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.integrity._beside import find_foreign
@@ -72,7 +74,7 @@ class Check:
         self.unchecked: list[str] = []
         self.proven = 0
         self._on_bytes = on_bytes
-        self._total = self.bytes_read + sum(file.size for file in source.metadata.files)
+        self._total = self.bytes_read + sum(file.nbytes for file in source.files())
         self._own = {_format.METADATA_NAME}
         """The names of the checkpoint's own files."""
         self._boxes: dict[int, list[Box]] = {}
@@ -93,7 +95,7 @@ class Check:
                 self._look_at_all(list(contents.values()))
         self._check_copy()
         self.problems = list(dict.fromkeys(self.problems))
-        own = self._own | {self.source.shards.name_of(file) for file in self.source.metadata.files}
+        own = self._own | {file.name for file in self.source.files()}
         own |= {self.source.shards.name_of_index(p) for p in self.source.metadata.indexes}
         self.notes += find_foreign(self.source.store, self.source.metadata.id, own)
 
@@ -134,8 +136,14 @@ class Check:
                 self._set_aside(error, entry, entries)
             else:
                 yield from _tasks(file, self.source, entries)
+        for file in parity_of(self.source):
+            with self._collected():
+                yield from _tasks(ShardFile(self.source.shards, file, ()), self.source, [])
         known = {entry.name for entry, _ in contents}
         for process in self.source.metadata.indexes:
+            with self._collected():
+                # Whoever reads files takes a copy of a lost index from parity.
+                self.source.shards.read_index(process)
             yield from self._tasks_for_listed(process, known)
 
     def _set_aside(self, error: Damaged, file: FileEntry, entries: list[Entry]) -> None:
@@ -171,17 +179,18 @@ class Check:
                 self.problems.append(Problem(_format.METADATA_NAME, found, (leaf.spec.path,)))
 
     def _check_copy(self) -> None:
-        """The second copy of `_METADATA` is what repair needs, and nobody else."""
-        directory = _format.shards_directory(self.source.metadata.id)
-        name = f"{directory}/{_format.METADATA_COPY}"
-        self._own.add(name)
-        try:
-            data = self.source.store.get(name)
-        except OSError:
+        """The second copy of `_METADATA`: what else is in it is damage, what is lost a note."""
+        source = self.source
+        if not source.metadata.files:
             return
-        if not metadata_is_intact(data) or self.source.metadata.id.encode() not in data[:128]:
-            found = f"the second copy of {_format.METADATA_NAME} is not as it was written"
-            self.notes.append(Note(name, f"{found}; only a repair would need it"))
+        name = source.shards.path_of(_format.METADATA_COPY)
+        self._own.add(name)
+        with self._collected():
+            check_metadata_copy(source.store, source.metadata)
+            there = source.store.look(name)
+            if there is not None and there.size != source.metadata_bytes:
+                found = f"this copy of {_format.METADATA_NAME} is not complete"
+                self.notes.append(Note(name, f"{found}; only a repair would need it"))
 
     # Without reading
 
@@ -189,6 +198,8 @@ class Check:
         directory = _format.shards_directory(self.source.metadata.id)
         there = {info.name: info for info in self.source.store.files(f"{directory}/")}
         place = _format.digest(self.source.location.encode())
+        for file in parity_of(self.source):
+            self.problems += _look_at(self.source, file, ())
         for entry, entries in contents:
             name = self.source.shards.name_of(entry)
             try:
@@ -251,7 +262,7 @@ def _check_blocks(
         for block in blocks:
             with _collected(found.problems):
                 length = block.file_stop - block.file_start
-                if block.file_start == 0 and length <= MAX_HEADER_BYTES:
+                if entries and block.file_start == 0 and length <= MAX_HEADER_BYTES:
                     header = memoryview(bytearray(length))
                     file.check(block, header)
                     found.boxes = _compare_header(file, header, source, entries)
@@ -276,15 +287,21 @@ def _compare_header(
         raise Damaged(source.location, [problem]) from error
 
 
+def parity_of(source: OstrakaSource) -> Sequence[ParityFile]:
+    return () if source.metadata.parity is None else source.metadata.parity.files
+
+
 def _problem(
-    source: OstrakaSource, file: FileEntry, entries: Sequence[Entry], found: str
+    source: OstrakaSource, file: FileEntry | ParityFile, entries: Sequence[Entry], found: str
 ) -> Problem:
     """What is wrong with all of a file."""
-    end = entries[-1].offset + entries[-1].nbytes
+    end = entries[-1].offset + entries[-1].nbytes if entries else 0
     return lost_in(source.shards, file, entries, found, 0, end)
 
 
-def _look_at(source: OstrakaSource, file: FileEntry, entries: list[Entry]) -> list[Problem]:
+def _look_at(
+    source: OstrakaSource, file: FileEntry | ParityFile, entries: Sequence[Entry]
+) -> list[Problem]:
     """Whether a file is there, and has its size."""
     problems: list[Problem] = []
 

@@ -74,6 +74,7 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
                 f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
                 "to compare with"
             )
+        source.shards.has_warned = True  # What is damaged comes into the report.
         check = Check(source, on_bytes)
         check.run(read=read)
         # A save to the same path may have replaced the files under our hands.
@@ -82,7 +83,7 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
     return Report(
         path=source.location,
         leaves=len(source.metadata.leaves),
-        files=len(source.metadata.files),
+        files=len(source.files()),
         bytes_read=check.bytes_read,
         time_s=time.perf_counter() - begin,
         problems=tuple(check.problems),

@@ -184,9 +184,7 @@ class Store(Protocol):
         """
         ...
 
-    def create(
-        self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> FileWriter:
+    def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         """Begin a new file; its directory comes into being with it.
 
         With `replace` it appears when it is finished, in one atomic and durable event, in the place

@@ -139,9 +139,7 @@ class FaultyStore:
         if create:
             self._unsynced.made(self._below, name, self._whole(name))
 
-    def create(
-        self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> FileWriter:
+    def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         self.call("create", name)
         self._unsynced.directory(self._below, name, self._whole(name))
         writer = self._below.create(name, size, beside=beside, replace=replace)
