@@ -48,7 +48,7 @@ class DamageMap:
         self.files = [name for name in names if not name.endswith("/metadata.json")]
         """All but the second copy of `_METADATA`, which no reader touches."""
         self.sizes = {name: (path / name).stat().st_size for name in self.files}
-        self.shards = [name for name in self.files if name.endswith(".safetensors")]
+        self.shards = [name for name in self.files if "/shard_" in name]
         self.indexes = [name for name in self.files if name.endswith(".json")]
         self.boxes = {name: read_boxes(path / name) for name in self.shards}
         """Of each shard, those that have any bytes."""

@@ -24,7 +24,7 @@ import ostraka
 from damage_map import DamageMap
 from figures import Figures
 from nnx_models import Block
-from ostraka.errors import CheckpointNotFound, Damaged, Problem
+from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem
 from ostraka.testing import run_processes
 from places import flip
 
@@ -36,10 +36,11 @@ FLIPS = {
     "many": 150,
     "nnx": 100,
     "large": 50,
+    "parity": 150,
 }
 """Of each kind, so many that they take about as long."""
 KINDS = tuple(FLIPS)
-SOAK_TIMES = 100_000 // sum(FLIPS.values())
+SOAK_TIMES = 50
 
 
 def on_mesh(value: np.ndarray, *axes: Any) -> jax.Array:
@@ -106,11 +107,14 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "many": make_many,
     "nnx": make_nnx,
     "large": make_large,
+    "parity": make_plain,
 }
 
 
 def save(path: str, kind: str, seed: int) -> None:
-    ostraka.save(path, MAKERS[kind](seed), compress="zstd" if kind == "compressed" else None)
+    compress = "zstd" if kind == "compressed" else None
+    parity = 1 if kind == "parity" else 0
+    ostraka.save(path, MAKERS[kind](seed), compress=compress, parity=parity)
 
 
 def save_kind(path: Path, kind: str, seed: int = 1) -> None:
@@ -187,7 +191,7 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
         where = (subject.kind, file, position, mask, problems)
         (problem,) = problems
         assert problem.file == file, where
-        if file.endswith(".safetensors"):
+        if file in subject.map.boxes:
             assert problem.process == subject.map.process_of[file], where
             start, stop = problem.span
             assert start <= position < stop, where
@@ -195,9 +199,19 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
             assert [lost.leaf for lost in problem.boxes] == list(problem.leaves), where
         if box is not None:
             assert_box_named(problem, box.leaf, box.index_at(position), where)
-        if read_back:
+        if read_back and subject.kind == "parity" and file != "_METADATA":
+            if box is not None:
+                assert_read_degraded(subject, box.leaf)
+        elif read_back:
             error = damage_when_read(subject, box.leaf if box else None, file)
             assert error.problems[0].file == file, where
+
+
+def assert_read_degraded(subject: Subject, leaf: str) -> None:
+    """What parity brings back is right, and is warned of."""
+    with pytest.warns(DegradedRead, match=str(subject.path)):
+        found = read(ostraka.open(subject.path), leaf)
+    assert found == subject.values[leaf]
 
 
 def assert_box_named(
@@ -338,7 +352,7 @@ def find_lost_metadata(subject: Subject) -> None:
         ostraka.open(subject.path)
 
 
-SMALL = tuple(kind for kind in KINDS if kind not in ("large", "nnx"))
+SMALL = tuple(kind for kind in KINDS if kind not in ("large", "nnx", "parity"))
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -446,3 +460,20 @@ def test_rows_of_a_block_are_named(subjects: Callable[[str], Subject]):
     assert 0 < start < 96
     assert problem.span[1] - problem.span[0] == (stop - start) * (3 << 14) * 4
     assert str(lost) == f"'rows'[{start}:96, :]"
+
+
+def test_lost_files_of_a_checkpoint_with_parity(subjects: Callable[[str], Subject]):
+    """All are told, whatever a read would bring back."""
+    subject = subjects("parity")
+    files = [file for file in subject.map.files if file != "_METADATA"]
+    assert sum("/parity_" in file for file in files) >= 1
+    for file, change in product(files, CHANGES):
+        with changed(subject.path / file, CHANGES[change]):
+            problems = ostraka.verify(subject.path, raises=False).problems
+            assert {problem.file for problem in problems} == {file}, (change, problems)
+            if change == "deleted":
+                ((found,),) = [{problem.found for problem in problems}]
+                assert found == "it is missing"
+                named = {leaf for problem in problems for leaf in problem.leaves}
+                assert named == subject.map.leaves_in(file)
+    subject.assert_whole()
