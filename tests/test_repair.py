@@ -521,3 +521,65 @@ def test_the_command(path: Path, made: Path):
     assert contents(path) == contents(made)
     remove_tree(path)
     assert run().exit_code == 2
+
+
+# Without any copy of `_METADATA`
+
+
+def lose_metadata(path: Path) -> None:
+    (path / "_METADATA").unlink()
+    metadata_copy(path).unlink()
+
+
+@pytest.mark.parametrize("made", ["plain", "compressed"], indirect=True)
+@pytest.mark.parametrize("index_is_lost", [False, True])
+def test_a_tree_from_headers(path: Path, tree: Any, index_is_lost: bool):
+    shards = {file: file.read_bytes() for file in path.glob("shards-*/*.safetensors")}
+    lose_metadata(path)
+    if index_is_lost:
+        index(path).unlink()
+    with pytest.raises(Damaged, match="no copy of it was found.*rebuild_tree=True"):
+        ostraka.repair(path)
+    assert not (path / "_METADATA").exists()
+    result = CliRunner().invoke(main, ["repair", str(path), "--rebuild-tree", "--json"])
+    assert result.exit_code == 0, result.output
+    notes = json.loads(result.output)["notes"]
+    assert "that are no arrays" in notes[0]
+    assert any("'int4' is int4, packed" in note for note in notes)
+    assert any("unproved" in note for note in notes) == index_is_lost
+    assert {file: file.read_bytes() for file in shards} == shards
+    assert ostraka.verify(path).ok
+    back = ostraka.restore(path)
+    assert back.keys() == tree.keys() - {"step"}
+    for name in ("large", "replicated", "numpy", "empty"):
+        np.testing.assert_array_equal(back[name], np.asarray(tree[name]))
+    np.testing.assert_array_equal(back["key"], jax.random.key_data(tree["key"]))
+    assert back["scalar"] == 0.0
+    like = {name: tree[name] for name in ("large", "replicated", "numpy")}
+    again = ostraka.restore(path, like=like, only=[*like])
+    assert again["large"].sharding.is_equivalent_to(tree["large"].sharding, 2)
+
+
+def test_keys_of_all_kinds_from_headers(tmp_path: Path):
+    tree = {"a": [np.zeros(3), {"": np.ones(2)}], "b/c": {"~": np.full(4, 2.0)}, "": np.zeros(1)}
+    ostraka.save(tmp_path / "c", tree, max_file_bytes=8192)
+    lose_metadata(tmp_path / "c")
+    assert ostraka.repair(tmp_path / "c", rebuild_tree=True).ok
+    back = ostraka.restore(tmp_path / "c")
+    assert back["a"]["1"][""].tolist() == [1, 1]
+    assert back["b/c"]["~"].tolist() == [2] * 4
+    assert back[""].tolist() == [0]
+
+
+@pytest.mark.parametrize("index_is_lost", [False, True])
+def test_leaves_that_headers_do_not_tell(path: Path, index_is_lost: bool):
+    lose_metadata(path)
+    shard(path, 3).unlink()
+    if index_is_lost:
+        index(path).unlink()
+    message = r"'large'.*box \(\(3, 4\)|shard_00003.*is missing"
+    with pytest.raises(Damaged, match=message):
+        ostraka.repair(path, rebuild_tree=True)
+    assert not (path / "_METADATA").exists()
+    with pytest.raises(ValueError, match="rebuild_tree makes a tree"):
+        ostraka.repair(path, {"a": 1}, rebuild_tree=True)

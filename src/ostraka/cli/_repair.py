@@ -22,11 +22,21 @@ from ostraka.cli._text import printable
     multiple=True,
     help="Take lost bytes from this checkpoint, or this directory of steps; may be repeated.",
 )
+@click.option(
+    "--rebuild-tree",
+    is_flag=True,
+    help="If no copy of _METADATA is left, make one from the headers of the shards.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, sizes in bytes.")
 @click.pass_context
 def repair(
-    context: click.Context, path: str, sources: tuple[str, ...], dry_run: bool, as_json: bool
+    context: click.Context,
+    path: str,
+    sources: tuple[str, ...],
+    rebuild_tree: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Repair the checkpoint at PATH.
 
@@ -40,6 +50,9 @@ def repair(
     If _METADATA is gone, PATH may be what a save left that died just before its commit: it becomes
     a checkpoint if every byte of it is there, and a line says so.
 
+    With --rebuild-tree it is made from the headers of the shards if no copy is left: a tree of
+    dicts with all arrays. All else that a tree may have is lost then.
+
     A line tells of each file that was mended and of each problem that is left; with these the exit
     code is 1.
 
@@ -51,7 +64,12 @@ def repair(
     """
     with progress(f"repairing {printable(path)}") as bar:
         report = integrity.repair(
-            path, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar.move_to
+            path,
+            from_=list(sources),
+            dry_run=dry_run,
+            rebuild_tree=rebuild_tree,
+            raises=False,
+            on_bytes=bar.move_to,
         )
     if as_json:
         click.echo(json.dumps(report.describe(), indent=1))

@@ -22,6 +22,8 @@ from ostraka.storage import Store
 
 OWN = -1
 """Instead of the number of a copy: the checkpoint itself."""
+NOWHERE = -2
+"""No copy is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class FoundMetadata:
     """Where a `_METADATA` was found, and what is wrong with the one of the checkpoint."""
 
     copy: int
-    """OWN, or the number of the other copy that has it."""
+    """OWN, NOWHERE, or the number of the other copy that has it."""
     name: str
     found: str
     """What is wrong with the checkpoint's own; empty if it is whole."""
@@ -37,9 +39,12 @@ class FoundMetadata:
     """Whether it is known that the save was: a `_METADATA` with its id is there."""
 
 
-def find_metadata(store: Store, copies: Sequence[Store]) -> FoundMetadata:
-    """Find it. Raises Damaged if there is none, CheckpointNotFound and others for what is no
-    checkpoint, PathInTheWay if there are those of several saves."""
+def find_metadata(store: Store, copies: Sequence[Store], *, required: bool) -> FoundMetadata:
+    """Find it.
+
+    Raises CheckpointNotFound and others for what is no checkpoint, PathInTheWay if there are those
+    of several saves, and if it is `required` and there is none Damaged.
+    """
     data, found = _look(store)
     if not found:
         return FoundMetadata(OWN, METADATA_NAME, "", True)
@@ -53,6 +58,8 @@ def find_metadata(store: Store, copies: Sequence[Store]) -> FoundMetadata:
         if metadata.id in ({wanted} if wanted else ids):
             candidate = FoundMetadata(copy, name, found, wanted == metadata.id)
             of_id.setdefault(metadata.id, candidate)
+    if not of_id and not required:
+        return FoundMetadata(NOWHERE, "the headers of its shards", found, False)
     if not of_id:
         advice = "rebuild_tree=True makes one from the headers of the shards, as far as they tell"
         what = f"{found}, and no copy of it was found; give one with from_=, or {advice}"

@@ -140,8 +140,8 @@ def _stored_ranges(shard: _Found) -> dict[int, tuple[int, int]]:
     """By leaf, where the header says that its box is stored."""
     header, ranges = _header(shard), dict[int, tuple[int, int]]()
     for entry in shard.contents:
-        described = header.get(shard.metadata.leaves[entry.leaf].spec.path)
         try:
+            described = header[shard.metadata.leaves[entry.leaf].spec.path]
             start, stop = described["data_offsets"]
             if 0 <= start <= stop <= shard.file.size:
                 ranges[entry.leaf] = (int(start), int(stop))

@@ -15,6 +15,7 @@ from ostraka.errors import CheckpointNotFound, Damaged
 from ostraka.integrity._repair_place import RepairPlace
 from ostraka.integrity._repair_report import OnBytes, RepairReport, Tally
 from ostraka.integrity._repair_run import Repair
+from ostraka.integrity._repair_team import Alone
 from ostraka.storage import PathLike, Store, open_store
 
 
@@ -24,6 +25,7 @@ def repair(
     *,
     from_: PathLike | Sequence[PathLike] | None = None,
     dry_run: bool = False,
+    rebuild_tree: bool = False,
     raises: bool = True,
     on_bytes: OnBytes | None = None,
 ) -> RepairReport:
@@ -43,6 +45,11 @@ def repair(
     written only if all that it names is there: the path may also be that of a save which died just
     before its commit, and becomes a checkpoint by this.
 
+    If no copy of `_METADATA` is left either, `rebuild_tree=True` makes one from the headers of the
+    shards, all of which must be there: a tree of dicts with the paths, dtypes and shapes of all
+    arrays. What they don't tell (containers, values that are no arrays, meshes) is lost, and the
+    report says so.
+
     A file is replaced as a whole, in one event, and all others are not touched. Whoever kills a
     repair leaves every file as it was or mended; the next repair does the rest. Raises Busy while a
     save or another repair is under way there. With `dry_run` nothing is written, and the report
@@ -54,6 +61,8 @@ def repair(
 
     >>> print(ostraka.repair("runs/7", {"model": model}, from_="s3://bucket/runs"))
     """
+    if rebuild_tree and tree is not None:
+        raise ValueError("rebuild_tree makes a tree; give it without one, from one process")
     begin = time.perf_counter()
     store = locate(path)
     if not store.exists():
@@ -63,11 +72,11 @@ def repair(
     tally = Tally(on_bytes)
 
     def run(team: Any, make_live: Callable[[Any], Any] | None) -> RepairReport:
-        return Repair(store, team, place, copies, make_live, dry_run, tally).run()
+        return Repair(store, team, place, copies, make_live, dry_run, rebuild_tree, tally).run()
 
     try:
         if tree is None:
-            report = run(_Alone(), None)
+            report = run(Alone(), None)
         else:
             from ostraka.integrity._repair_together import repair_together  # needs JAX
 
@@ -102,23 +111,3 @@ def _copies(store: Store, given: PathLike | Sequence[PathLike] | None) -> list[S
         if not copy.exists():
             raise CheckpointNotFound(f"there is nothing at {copy.location}, given as from_")
     return [copy for copy in found if copy.location != store.location]
-
-
-class _Alone:
-    """The only process."""
-
-    process = 0
-    count = 1
-
-    def exchange(
-        self,
-        stage: str,
-        payload: Any,
-        decide: Callable[[list[Any]], Any],
-        *,
-        is_last: bool = False,
-    ) -> Any:
-        return decide([payload])
-
-    def check(self) -> None:
-        pass

@@ -10,20 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ostraka import _format
 from ostraka._blocks import Shards, damage_on_contradiction, damaged
-from ostraka._format import METADATA_COPY, METADATA_NAME, Entry, FileDigests, FileEntry
+from ostraka._format import METADATA_COPY, METADATA_NAME, Entry, FileEntry
 from ostraka._memory import Scratch
-from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
+from ostraka._metadata import (
+    Metadata,
+    decode_metadata,
+    encode_metadata,
+    metadata_is_intact,
+    shard_contents,
+)
 from ostraka._parallel import StopSignal, run_all
 from ostraka._parity_format import ParityFile
 from ostraka.errors import Damaged, Problem
-from ostraka.integrity._find_metadata import FoundMetadata, find_metadata, load_metadata
+from ostraka.integrity._find_metadata import (
+    NOWHERE,
+    FoundMetadata,
+    find_metadata,
+    load_metadata,
+)
 from ostraka.integrity._lost import LostFile, find_lost
 from ostraka.integrity._mend import MendJob, mend
 from ostraka.integrity._origins import CopyOrigin, Origin, Shard
+from ostraka.integrity._rebuild_tree import rebuild_metadata
 from ostraka.integrity._reindex import find_candidates, prove_index
 from ostraka.integrity._repair_parity import ORIGIN as PARITY
 from ostraka.integrity._repair_parity import ParityOrigin, find_lost_parity, mend_parity
@@ -35,36 +47,11 @@ from ostraka.integrity._repair_report import (
     decode_mended,
     encode_mended,
 )
+from ostraka.integrity._repair_team import Live, Team
 from ostraka.storage import Store
 
 Key = tuple[int, int]
 """A file: its device and its part."""
-
-
-class Team(Protocol):
-    """The processes that repair together, as one of them sees it."""
-
-    process: int
-    count: int
-
-    def exchange(
-        self,
-        stage: str,
-        payload: Any,
-        decide: Callable[[list[Any]], Any],
-        *,
-        is_last: bool = False,
-    ) -> Any: ...
-
-    def check(self) -> None: ...
-
-
-class Live(Origin, Protocol):
-    """The live tree, as far as this process holds it."""
-
-    def covered_bytes(self, shard: Shard, numbers: Sequence[int]) -> int: ...
-
-    def digest_file(self, file: FileEntry, contents: Sequence[Entry]) -> FileDigests | None: ...
 
 
 @dataclass
@@ -77,6 +64,7 @@ class Repair:
     copies: Sequence[Store]
     make_live: Callable[[Metadata], Live] | None
     dry_run: bool
+    rebuild_tree: bool
     tally: Tally
     mended: list[MendedFile] = field(default_factory=list[MendedFile])
     problems: list[Problem] = field(default_factory=list[Problem])
@@ -85,6 +73,7 @@ class Repair:
     _live: Live | None = None
     _unproved: set[int] = field(default_factory=set[int])
     """Processes whose index is lost for good: nothing can be said of their files."""
+    _rebuilt_indexes: dict[int, bytes] = field(default_factory=dict[int, bytes])
 
     def run(self) -> RepairReport:
         """Go through all stages."""
@@ -105,11 +94,14 @@ class Repair:
     def _agree_on_metadata(self) -> FoundMetadata:
         def decide(_: list[Any]) -> list[Any]:
             self.place.take()
-            found = find_metadata(self.store, self.copies)
+            found = find_metadata(self.store, self.copies, required=not self.rebuild_tree)
             return [found.copy, found.name, found.found, found.was_committed]
 
         found = FoundMetadata(*self.team.exchange("metadata", None, decide))
-        self._metadata_bytes = load_metadata(self.store, self.copies, found)
+        if found.copy == NOWHERE:
+            self._metadata_bytes = self._rebuild_metadata()
+        else:
+            self._metadata_bytes = load_metadata(self.store, self.copies, found)
         self.tally.add(read=len(self._metadata_bytes))
         if not metadata_is_intact(self._metadata_bytes):
             raise damaged(self.store, found.name, "it has changed during the repair")
@@ -119,7 +111,19 @@ class Repair:
         self._contents = contents
         self.tally.expected = sum(file.size for file in self.metadata.files)
         self._shards = Shards(self.store, self.metadata)
+        for process, data in self._rebuilt_indexes.items():
+            self._shards.provide_index(process, data)
         return found
+
+    def _rebuild_metadata(self) -> bytes:
+        """Without any copy of it: from the headers of the shards."""
+        rebuilt = rebuild_metadata(self.store, self.tally)
+        self.notes += rebuilt.notes
+        shards = Shards(self.store, rebuilt.metadata)
+        for process, data in rebuilt.indexes.items():
+            self._put_index(shards.name_of_index(process), "it is lost", data, "its shards")
+            self._rebuilt_indexes[process] = data
+        return encode_metadata(rebuilt.metadata)
 
     def _prepare(self) -> None:
         self._copies = [CopyOrigin(copy, self.metadata, self.tally) for copy in self.copies]
@@ -162,6 +166,8 @@ class Repair:
     def _lost_indexes(self) -> list[Any]:
         lost: list[Any] = []
         for process in filter(self._is_mine, sorted(self.metadata.indexes)):
+            if process in self._rebuilt_indexes:
+                continue
             try:
                 self.tally.add(read=len(self._shards.read_index(process)))
             except Damaged as error:
@@ -354,7 +360,7 @@ class Repair:
         """On process 0, last of all: nothing is a checkpoint that is not whole."""
         data = self._metadata_bytes
         if found.found:
-            origin = found.name if found.copy < 0 else self.copies[found.copy].location
+            origin = self.copies[found.copy].location if found.copy >= 0 else found.name
             if problems and not found.was_committed:
                 what = "is not written, since not all of what it names is there"
                 problems.append(Problem(METADATA_NAME, f"{found.found}, and {what}"))
