@@ -329,12 +329,17 @@ def _tasks(
     for group in groups:
         if parts.in_any_order:
             # After as many shards as it sums up, whose blocks are then in a cache still.
-            of_views.append((group, [block]) for block in group.blocks())
+            of_views.append(_one_by_one(group))
         else:
             yield group, group.blocks()
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         job.check()
         yield task
+
+
+def _one_by_one(group: GroupOfViews) -> Iterator[_Task]:
+    for block in group.blocks():
+        yield group, [block]
 
 
 def _in_parts(shard: _Shard, least_bytes: int) -> Iterator[_Task]:
