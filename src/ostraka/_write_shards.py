@@ -27,7 +27,7 @@ from ostraka._parity_format import ParityFile
 from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
-from ostraka._values import Value, flat_bytes
+from ostraka._values import HostValue, Value, flat_bytes
 from ostraka._write_compressed import CompressedFile, SpooledFile
 from ostraka._write_parity import GroupOfViews, groups_of_views
 from ostraka.storage import FileWriter, Parts, Store
@@ -152,7 +152,8 @@ def _plan_groups(
     if job.operation.count > 1 or job.codecs:
         return []
     for value in job.values:
-        if value.may_change and value.whole().nbytes <= _HELD_BYTES:
+        is_live = isinstance(value, HostValue) and value.may_change
+        if is_live and value.whole().nbytes <= _HELD_BYTES:
             value.hold()
     unfit = {number for number, value in enumerate(job.values) if value.may_change} | job.copied
     index_bytes = _planned_index_bytes(job, shards)
@@ -186,7 +187,8 @@ def _write_all(
 ) -> None:
     if len(shards) == 1 and progress.total <= _SMALL_BYTES:
         for target in (*shards, *groups):
-            for number, pieces in target.blocks():
+            blocks: Iterator[tuple[int, Any]] = target.blocks()
+            for number, pieces in blocks:
                 target.write(number, pieces)
         progress.written = progress.total
         return
