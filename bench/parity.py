@@ -135,7 +135,7 @@ def rebuilds(place: Path) -> Contest:
 
             def put(start: int) -> None:
                 piece = opened.read(start, min(start + PIECE_BYTES, file.size))
-                os.pwrite(write.fileno(), piece, start)
+                os.pwrite(write.fileno(), piece.data, start)
 
             run_all(put, range(0, file.size, PIECE_BYTES), threads=2, stop=StopSignal())
             os.fsync(write.fileno())

@@ -42,6 +42,7 @@ LAYERS = (
     "_document",
     "_source",
     "_foreign",
+    "_columns",
     "_rebuild",
     "_blocks",
     "_memory",

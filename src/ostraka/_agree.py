@@ -63,12 +63,12 @@ def agree(
         for path in captured.states:
             states[path] = [mine["states"][path] for mine in described]
         take_place()
-        answer = {"id": secrets.token_hex(8), "joined": joined}
+        answer: dict[str, Any] = {"id": secrets.token_hex(8), "joined": joined}
         if parity:
             answer["hosts"] = _number([mine["host"] for mine in described])
         return answer
 
-    mine = {"states": captured.states}
+    mine: dict[str, Any] = {"states": captured.states}
     if several:
         rest = (user, repr(dtype), repr(compress), parity)
         mine |= _describe(captured, location, rest, operation.process)

@@ -175,7 +175,7 @@ def commit(
         return summary
 
     index = written.index
-    mine = {
+    mine: dict[str, Any] = {
         "index": None if index is None else [index.size, index.digest],
         "sizes": encode_runs(written.sizes) if plan.compressed else [],
         "written": [sum(written.sizes), watch.phases["write"]],

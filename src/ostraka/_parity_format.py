@@ -220,9 +220,10 @@ def decode_parity(body: Mapping[str, Any]) -> Parity:
     places = [(group, number) for group in range(len(groups)) for number in range(count)]
     if next(rows, None) is not None:
         raise ValueError("the groups of parity have other members than were listed")
+    rows_of_files = zip(places, *columns, digests, strict=True)
     files = [
-        ParityFile(*place, *row, digest)
-        for place, *row, digest in zip(places, *columns, digests, strict=True)
+        ParityFile(group, number, process, header_bytes, size, digest)
+        for (group, number), process, header_bytes, size, digest in rows_of_files
     ]
     return Parity(count, groups, tuple(files))
 

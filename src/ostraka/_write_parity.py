@@ -19,6 +19,7 @@ import numpy as np
 
 from ostraka import _format, _parity
 from ostraka._blocks import Shards
+from ostraka._columns import sum_up
 from ostraka._coordinate import Operation
 from ostraka._format import BLOCK_BYTES, FileEntry, decode_runs, encode_runs
 from ostraka._memory import Scratch, aligned
@@ -33,7 +34,6 @@ from ostraka._parity_format import (
 )
 from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import WritePlan
-from ostraka._rebuild import sum_up
 from ostraka.errors import Damaged, StoreError
 from ostraka.storage import FileWriter, Store
 

@@ -27,7 +27,7 @@ from ostraka._parity_format import ParityFile
 from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
-from ostraka._values import Value, flat_bytes
+from ostraka._values import HostValue, Value, flat_bytes
 from ostraka._write_compressed import CompressedFile, SpooledFile
 from ostraka._write_parity import GroupOfViews, groups_of_views
 from ostraka.storage import FileWriter, Parts, Store
@@ -156,7 +156,8 @@ def _plan_groups(
     if job.operation.count > 1 or job.codecs:
         return []
     for value in job.values:
-        if value.may_change and value.whole().nbytes <= _HELD_BYTES:
+        is_live = isinstance(value, HostValue) and value.may_change
+        if is_live and value.whole().nbytes <= _HELD_BYTES:
             value.hold()
     unfit = {number for number, value in enumerate(job.values) if value.may_change} | job.copied
     index_bytes = _planned_index_bytes(job, shards)
@@ -190,7 +191,8 @@ def _write_all(
 ) -> None:
     if len(shards) == 1 and progress.total <= _SMALL_BYTES:
         for target in (*shards, *groups):
-            for number, pieces in target.blocks():
+            blocks: Iterator[tuple[int, Any]] = target.blocks()
+            for number, pieces in blocks:
                 target.write(number, pieces)
         progress.written = progress.total
         return
@@ -339,12 +341,17 @@ def _tasks(
     for group in groups:
         if parts.in_any_order:
             # After as many shards as it sums up, whose blocks are then in a cache still.
-            of_views.append((group, [block]) for block in group.blocks())
+            of_views.append(_one_by_one(group))
         else:
             yield group, group.blocks()
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         job.check()
         yield task
+
+
+def _one_by_one(group: GroupOfViews) -> Iterator[_Task]:
+    for block in group.blocks():
+        yield group, [block]
 
 
 def _in_parts(shard: _Shard, least_bytes: int) -> Iterator[_Task]:
