@@ -298,6 +298,7 @@ class ShardFile:
         self._lost: Damaged | None = None
         """Why it can't be opened, if all of it can be rebuilt."""
         self._rebuild: Rebuild | None = None
+        self._rebuilding = threading.Lock()
         self._lock = threading.Lock()
         self._is_header_checked = False
 
@@ -339,8 +340,8 @@ class ShardFile:
         """The range of whole blocks, which are lost, from parity. Raises Damaged."""
         if not self._has_parity:
             raise lost
-        if self._rebuild is None:
-            self._rebuild = self._shards.open_rebuild(self.entry)
+        with self._rebuilding:
+            self._rebuild = self._rebuild or self._shards.open_rebuild(self.entry)
         assert self._rebuild is not None
         try:
             found = self._rebuild.read(start, stop)
