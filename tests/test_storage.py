@@ -720,7 +720,7 @@ def test_a_full_disk_is_told_with_what_was_needed_and_what_is_free(local, monkey
 
 def test_refusals_are_sentences_with_the_path(local, tmp_path):
     os.mkdir(tmp_path / "place" / "dir")
-    with pytest.raises(StoreError, match="can't read .*/place/dir: Is a directory"):
+    with pytest.raises(StoreError, match="can't read .*/place/dir: it is a directory, not a file"):
         local.get("dir")
     with pytest.raises(StoreError, match="can't write .*/no/such: No such file or directory"):
         local.put("no/such", b"1")

@@ -16,8 +16,15 @@ from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
 from ostraka._parallel import with_full_stack
-from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, UnsupportedFormat
-from ostraka.storage import FileReader, Store
+from ostraka.errors import (
+    Damaged,
+    OstrakaError,
+    Problem,
+    StoreError,
+    TooLarge,
+    UnsupportedFormat,
+)
+from ostraka.storage import MOST_BYTES, FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
 PIECE_BYTES = 8 << 20
@@ -95,7 +102,13 @@ class Shards:
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
         with damage_on_loss(partial(damaged, self.store, name)):
-            data = self.store.get(name)
+            try:
+                data = self.store.get(name, min(expected.size, MOST_BYTES))
+            except TooLarge as error:
+                if expected.size > MOST_BYTES:
+                    raise
+                found = _other_size(error.size, expected.size)
+                raise damaged(self.store, name, found) from error
         if len(data) != expected.size:
             raise damaged(self.store, name, _other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
