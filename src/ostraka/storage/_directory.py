@@ -156,8 +156,11 @@ def open_below(path: str, above: int | None, start: str, *, make: bool = False) 
 
 def _make_or_refuse(name: str, above: int | None, start: str, error: OSError, *, make: bool) -> int:
     if make and error.errno == errno.ENOENT:
-        with suppress(FileExistsError):  # Then another process was faster.
-            os.mkdir(name, dir_fd=above)
+        if above is None:
+            os.makedirs(name, exist_ok=True)
+        else:
+            with suppress(FileExistsError):  # Then another process was faster.
+                os.mkdir(name, dir_fd=above)
         return os.open(name, BELOW, dir_fd=above)
     if error.errno in _IS_A_LINK:
         refuse_other_kinds(name, above, name if above is None else start + name)

@@ -161,12 +161,12 @@ class LocalStore:
     def create(self, name: str, size: int, *, beside: int = 1) -> LocalWriter:
         path = self._start + name
         try:
-            above, leaf = self._find(name, to_write=True)
+            above, leaf = self._find(name, to_write=True, make=True)
             try:
                 file = os.open(leaf, CREATE, 0o666, dir_fd=above.file)
             except FileNotFoundError:  # Its directory was deleted since it was last written to.
                 self._written = None
-                above, leaf = self._find(name, to_write=True)
+                above, leaf = self._find(name, to_write=True, make=True)
                 file = os.open(leaf, CREATE, 0o666, dir_fd=above.file)
         except OstrakaError:
             raise
@@ -268,11 +268,13 @@ class LocalStore:
         except OSError as error:
             raise store_error("delete", self._start + name, error) from error
 
-    def _find(self, name: str, *, to_write: bool = False) -> tuple[Directory, str]:
+    def _find(
+        self, name: str, *, to_write: bool = False, make: bool = False
+    ) -> tuple[Directory, str]:
         """Where a name is: the handle of its directory, and what it is called there.
 
         Without a handle it is called by its whole path; `to_write` there is always one, since the
-        directory has to be synced then, and the directory is made if it is below the place.
+        directory has to be synced then. With `make` a directory below the place is made.
         """
         directory, _, leaf = name.rpartition("/")
         place = BY_PATH if self._lock is None else self._lock.directory
@@ -286,7 +288,7 @@ class LocalStore:
             return Directory(open_below(directory, place.file, self._start)), leaf
         written = self._written
         if written is None or written[0] != directory:
-            below = Directory(open_below(directory, place.file, self._start, make=True))
+            below = Directory(open_below(directory, place.file, self._start, make=make))
             written = self._written = (directory, below)
         return written[1], leaf
 
