@@ -118,13 +118,17 @@ def remove_leftovers(store: Store, seen: Seen) -> None:
     """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
     foreign = [name for name in seen.names if not is_of_a_save(name)]
     if seen.version is None and foreign:
+        few = ", ".join(map(_readable, foreign[:3])) + (", …" if len(foreign) > 3 else "")
         raise PathInTheWay(
-            f"{store.location} is a directory with other things in it "
-            f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
+            f"{store.location} is a directory with other things in it ({few}); save to a path of "
             "its own"
         )
     if store.parts.deletes_fence and seen.leftovers:
         _delete_all(store, seen.leftovers)
+
+
+def _readable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
 def _delete_all(store: Store, leftovers: Sequence[str]) -> None:
