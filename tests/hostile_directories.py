@@ -351,15 +351,16 @@ def main(folder: Path) -> None:
     todo = functions()
     # A file of 30 GiB that is read whole shall end this program alone.
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (2 << 30),) * 2)
+    limit_bytes = used_bytes + (2 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     every = int(sys.argv[2])
     for number, (where, what) in enumerate(kinds()):
+        base = folder / str(number)
         for turn, (name, work) in enumerate(todo.items()):
             if (number + turn) % every or (where == "the step" and "link" in what and name in OWN):
                 continue
             print(f"begin\t{name}: {what} in the place of {where}", flush=True)
-            base = folder / str(number)
             root, step = build(template, base, where, what)
             wrong, said = attempt(work, root, step, folder / "outside")
             print(f"end\t{wrong!r}\t{said[:300]!r}", flush=True)

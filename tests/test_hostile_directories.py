@@ -7,34 +7,18 @@ others of its root as they were. `hostile_directories.py` has the kinds and what
 import ast
 import os
 import selectors
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import hostile_directories
+from mounts import in_memory
 
 WITHIN_S = 60.0
 """For what takes milliseconds: a busy machine, or a hang."""
-
-
-@contextmanager
-def quick_folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory, where there is such a place: thousands of syncs are waited for elsewhere."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    folder = Path(tempfile.mkdtemp(dir=memory))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
@@ -73,7 +57,7 @@ def run_all(folder: Path, every: int) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_hostile_directories(tmp_path: Path, every: int):
-    with quick_folder(tmp_path) as folder:
+    with in_memory(tmp_path) as folder:
         wrong, last = run_all(folder, every)
     assert not wrong, "\n".join(wrong)
     _, kinds, functions = last.split("\t")

@@ -731,6 +731,15 @@ def test_refusals_are_sentences_with_the_path(local, tmp_path):
         local.put("n" * 300, b"1")
 
 
+def test_a_file_that_is_too_large_is_not_read(store):
+    store.prepare()
+    store.put("file", b"x" * 1000)
+    assert len(store.get("file", 1000)) == 1000
+    with pytest.raises(StoreError, match="can't read .*file: it has 1,000 bytes, and may have 999"):
+        store.get("file", 999)
+    again(store).delete("file")
+
+
 @pytest.mark.parametrize("below", ["", "/below", "/below/deeper"])
 def test_a_file_in_the_way_is_named(tmp_path, below):
     (tmp_path / "file").write_text("mine")

@@ -139,6 +139,7 @@ class LocalStore:
             raise
         except OSError as error:
             raise explain("write", path, len(data), error) from error
+        assert above.file is not None
         try:
             _sync_directory(above.file)
         except OSError as error:
