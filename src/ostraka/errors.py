@@ -202,7 +202,11 @@ class _ProcessFailure(OstrakaError, RuntimeError):
 
 
 class SaveFailed(_ProcessFailure):
-    """A save did not commit, on any process; `process` and `cause` say where and why."""
+    """A save failed, on all processes; `process` and `cause` say where and why.
+
+    What was there before is still there, unless `cause` says that the new checkpoint is in place,
+    or may be.
+    """
 
     verb = "saving"
 
