@@ -24,11 +24,12 @@ from ostraka.errors import (
     OstrakaError,
     Problem,
     StoreError,
+    TooLarge,
     UnsupportedFormat,
     headed_list,
     warn_caller,
 )
-from ostraka.storage import FileReader, Store
+from ostraka.storage import MOST_BYTES, FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
 PIECE_BYTES = 8 << 20
@@ -219,7 +220,13 @@ class Shards:
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
         with damage_on_loss(partial(self._index_damaged, process)):
-            data = self.store.get(name)
+            try:
+                data = self.store.get(name, min(expected.size, MOST_BYTES))
+            except TooLarge as error:
+                if expected.size > MOST_BYTES:
+                    raise
+                found = other_size(error.size, expected.size)
+                raise self._index_damaged(process, found) from error
         if len(data) != expected.size:
             raise self._index_damaged(process, other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
