@@ -54,9 +54,12 @@ buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, an
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -k "bucket or seaweed or azurite" -m "not soak" \
 	  $(PYTEST_ARGS) $(TESTS)
 
-# Each test may take an hour, and runs alone: soak tests kill processes and fill disks.
-soak: $(FULL) ## the long tests: kills, faults, many rounds
-	@OSTRAKA_NEW_EXAMPLES=1 $(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS)
+# Each test may take an hour, and runs alone: soak tests kill processes and fill disks. The figures
+# end in bench/results, and in the documents that quote them.
+soak: $(FULL) ## the long tests: kills, faults, many rounds; one table of what was counted
+	@OSTRAKA_NEW_EXAMPLES=1 OSTRAKA_FIGURES=bench/results/soak.json \
+	  $(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS); \
+	  status=$$?; $(BIN)/python tests/figures.py && exit $$status
 
 # A test that fails here is right only if nobody is late.
 shake: $(FULL) ## the test suite, its processes stopped for moments at random (SHAKE_ARGS=--seed 1)

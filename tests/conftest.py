@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from figures import FiguresPlugin
+from figures import figures as figures
 from ostraka.testing import preloaded
 from places import BucketPath, Place
 from servers import KINDS, Server
@@ -38,6 +40,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ostraka")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """OSTRAKA_FIGURES names the file for what soak tests count (`make soak`)."""
+    file = os.environ.get("OSTRAKA_FIGURES")
+    config.pluginmanager.register(FiguresPlugin(Path(file) if file else None))
 
 
 @pytest.fixture(scope="module")

@@ -232,3 +232,19 @@ def test_bands_end_where_blocks_of_rows_end():
     bands = list(_box.bands(box, whole, 45 * 16, 21 * 16))
     assert [band[0] for band in bands] == [(128, 168), (168, 210), (210, 252), (252, 256)]
     assert {band[1] for band in bands} == {(3, 9)}
+
+
+@given(st.data())
+def test_around_span_is_the_smallest_box_around_a_run_of_elements(data):
+    shape = data.draw(shapes())
+    within = data.draw(box_in(shape))
+    count = _box.count(within)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    inside = np.argwhere(
+        (numbered(_box.shape_of(within)) >= start) & (numbered(_box.shape_of(within)) < stop)
+    )
+    offsets = [low for low, _ in within]
+    low = (inside.min(0) + offsets).tolist() if shape else []
+    high = (inside.max(0) + offsets + 1).tolist() if shape else []
+    assert _box.around_span(start, stop, within) == tuple(zip(low, high, strict=True))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ostraka
+from figures import Figures
 from ostraka.errors import Busy, SaveFailed
 from ostraka.storage import Claim, LocalStore, MemoryStore, _claim, claimed, is_claim
 from ostraka.testing import FaultyStore
@@ -165,7 +166,7 @@ def test_a_save_that_is_slow_at_any_step_is_not_taken_for_dead(
 
 @pytest.mark.parametrize("verb", ["create", "publish", pytest.param("", marks=pytest.mark.soak)])
 def test_two_saves_that_are_suspended_at_any_two_steps(
-    fast: Path, hurried: pytest.MonkeyPatch, verb: str
+    fast: Path, hurried: pytest.MonkeyPatch, verb: str, figures: Figures
 ):
     """The first stands still, then the second; the first goes on to its end, then the second."""
     ostraka.save(fast / "counted", tree_of(0))
@@ -185,6 +186,7 @@ def test_two_saves_that_are_suspended_at_any_two_steps(
             first.finish()
             second.finish()
             assert_consistent(path, [first, second], 0)
+            figures.add("pairs of saves, each suspended at one of its steps")
 
 
 def test_a_save_whose_shards_are_gone_is_not_committed(tmp_path: Path):

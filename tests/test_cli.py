@@ -21,7 +21,19 @@ from cli_runs import flip, run, run_without, save_model
 from ostraka import integrity
 from ostraka.cli import main
 
-COMMANDS = ("completion", "copy", "diff", "gc", "ls", "plan", "rm", "show", "verify", "watch")
+COMMANDS = (
+    "completion",
+    "copy",
+    "diff",
+    "gc",
+    "ls",
+    "plan",
+    "repair",
+    "rm",
+    "show",
+    "verify",
+    "watch",
+)
 PROGRAM = "from ostraka.cli import main; main()"
 
 
@@ -95,7 +107,7 @@ def test_verify_of_several(checkpoint: Path, tmp_path: Path):
 
 
 def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka.integrity._check._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka._format.BLOCK_BYTES", 1 << 18)
     monkeypatch.setattr("ostraka._format.GATHER_BYTES", 1 << 18)
     ostraka.save(tmp_path / "c", {"x": np.zeros((64, 1 << 16), np.uint8)})
@@ -109,7 +121,7 @@ def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_problems_of_a_file_in_several_parts_are_told_in_order_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka.integrity._check._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka._format.BLOCK_BYTES", 1 << 18)
     ostraka.save(tmp_path / "c", {"x": jnp.zeros((64, 1 << 16), jnp.uint8)})
     shard = min((tmp_path / "c").glob("shards-*/*.safetensors"))
@@ -133,7 +145,8 @@ def test_show_of_damaged_metadata_ends_with_1(checkpoint: Path):
     result = run("show", checkpoint)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "damaged" in result.stderr
-    assert result.stderr.endswith("; ostraka verify tells of all damage\n")
+    remedy = "; ostraka verify tells of all damage, ostraka repair mends what can be\n"
+    assert result.stderr.endswith(remedy)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +285,10 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
     fifo = tmp_path / "checkpoint" / "_METADATA"
     fifo.parent.mkdir()
     os.mkfifo(fifo)
-    waits = "import os; from ostraka.storage import _local; _local._open_file = os.open"
+    waits = (
+        "import os; from ostraka.storage import _local; "
+        "_local.open_file = lambda name, above, path: (os.open(path, os.O_RDONLY), 1)"
+    )
     # Whoever runs the tests in the background has interrupts ignored, and so would this program.
     program = f"import signal; signal.signal(2, signal.default_int_handler); {waits}; {PROGRAM}"
     process = subprocess.Popen(
@@ -385,7 +401,9 @@ def test_a_shell_takes_its_script(tmp_path: Path, shell: str, line: str, expecte
 # What is not imported
 
 
-@pytest.mark.parametrize("command", ["show", "leaf", "verify", "diff", "ls", "rm", "gc", "root"])
+@pytest.mark.parametrize(
+    "command", ["show", "leaf", "verify", "repair", "diff", "ls", "rm", "gc", "root"]
+)
 def test_jax_is_not_imported(tmp_path: Path, command: str):
     path = save_model(tmp_path / "100")
     save_model(tmp_path / "200")
@@ -393,6 +411,7 @@ def test_jax_is_not_imported(tmp_path: Path, command: str):
         "show": ["show", path],
         "leaf": ["show", path, "kernel", "--stats", "--slice", "0"],
         "verify": ["verify", path],
+        "repair": ["repair", path, "--from", tmp_path / "200"],
         "diff": ["diff", path, path],
         "ls": ["ls", tmp_path, "--verify"],
         "rm": ["rm", tmp_path, 100, "--yes"],

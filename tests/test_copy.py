@@ -237,7 +237,9 @@ def test_a_power_failure_after_a_copy(made: Path, tmp_path: Path):
     ostraka.copy(made, there)
     assert there.calls.index(("sync", "")) < there.calls.index(("put", "_METADATA"))
     there.lose_unsynced()
-    assert contents(made).items() <= contents(tmp_path / "there").items()
+    # But for the second copy of `_METADATA`, which no promise depends on.
+    safe = {name: data for name, data in contents(made).items() if "metadata.json" not in name}
+    assert safe.items() <= contents(tmp_path / "there").items()
     assert ostraka.verify(tmp_path / "there").ok
 
 
@@ -457,7 +459,7 @@ def test_files_that_another_removes_before_the_commit(made: Path):
 
     def remove(verb: str, name: str) -> None:
         if (verb, name) == ("put", "_METADATA"):
-            below.delete(next(file.name for file in below.files("shards-")))
+            below.delete(below.files("shards-")[-1].name)
 
     with pytest.raises(Busy, match="which was just copied, is not as it was"):
         ostraka.copy(made, FaultyStore(below, before=remove))

@@ -30,6 +30,7 @@ from ostraka.errors import (
     OstrakaError,
     PathInTheWay,
     Problem,
+    RepairFailed,
     RestoreFailed,
     SaveFailed,
     StoreError,
@@ -900,6 +901,7 @@ BUILTIN = {
     Damaged: ValueError,
     SaveFailed: RuntimeError,
     RestoreFailed: RuntimeError,
+    RepairFailed: RuntimeError,
 }
 
 
@@ -921,6 +923,7 @@ def examples() -> dict[str, OstrakaError]:
         "save": SaveFailed("/x", 3, "StoreError: no space"),
         "save, one process": SaveFailed("/x", None, "StoreError: no space"),
         "restore": RestoreFailed("/x", 0, "it is gone"),
+        "repair": RepairFailed("/x", 1, "it is gone"),
     }
 
 
@@ -935,7 +938,7 @@ def test_the_tree_of_exceptions():
             rf"[├└]── {kind.__name__} .*\(.*{builtin.__name__}\)", errors.__doc__ or ""
         )
     classes = {getattr(errors, name) for name in errors.__all__}
-    assert classes == {*BUILTIN, OstrakaError, Problem, errors.PartialRestore}
+    assert classes == {*BUILTIN, OstrakaError, Problem, errors.LostBox, errors.PartialRestore}
 
 
 @pytest.mark.parametrize("name", examples())

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from figures import Figures
 from mounts import mounted
 from ostraka import _commit, _coordinate, _format, _save, _service, _write_shards
 from ostraka.errors import Busy, Damaged, RestoreFailed, SaveFailed, store_error
@@ -947,7 +948,7 @@ def read_number(path: str) -> int | str:
 
 
 @pytest.mark.parametrize("trials", [25, pytest.param(500, marks=pytest.mark.soak)])
-def test_an_interrupt_at_any_moment(place: Place, trials: int):
+def test_an_interrupt_at_any_moment(place: Place, trials: int, figures: Figures):
     if isinstance(place, BucketPath):
         trials //= 3  # 32 MiB are much for moto
     path = str(place / "checkpoint")
@@ -959,6 +960,8 @@ def test_an_interrupt_at_any_moment(place: Place, trials: int):
     assert outcome["last"] == -1
     assert outcome["names"] == CLEAN
     assert outcome["interrupted"] > trials // 5
+    figures.add("saves with a Ctrl-C", trials)
+    figures.add("interrupted by it", outcome["interrupted"])
 
 
 ERRORS = [KeyboardInterrupt(), eio("directory"), RuntimeError("odd")]
@@ -1197,7 +1200,7 @@ def take_turn(root: str) -> int:
     ],
 )
 def test_reading_while_another_process_overwrites(
-    place: Place, tmp_path: Path, leaves: int, nbytes: int, seconds: float
+    place: Place, tmp_path: Path, leaves: int, nbytes: int, seconds: float, figures: Figures
 ):
     results = run_processes(
         overwrite_or_read,
@@ -1218,6 +1221,8 @@ def test_reading_while_another_process_overwrites(
         assert reader["wrong"] == [], (reader, writer)
         assert reader["count"] > 3
     assert writer["count"] > 3
+    figures.add("saves over what is being read", writer["count"])
+    figures.add("reads", sum(reader["count"] for reader in readers))
 
 
 def test_the_index_of_a_failed_save_is_gone(place: Place):

@@ -299,10 +299,14 @@ def test_the_leaves_between_two_offsets_are_named():
     leaves = [LeafSpec(name, "jax", "uint8", (10,), 2) for name in "abc"]
     plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
     entries = _format.entries_by_file(plan.leaves, plan.layouts)[2, 0]
-    assert _format.paths_between(plan.leaves, entries, 0, 10) == ("a",)
-    assert _format.paths_between(plan.leaves, entries, 9, 11) == ("a", "b")
-    assert _format.paths_between(plan.leaves, entries, 25, 30) == ("c",)
-    assert _format.paths_between(plan.leaves, entries, 10, 10) == ()
+
+    def named(start: int, stop: int) -> list[str]:
+        return list(map(str, _format.boxes_between(plan.leaves, entries, start, stop)))
+
+    assert named(0, 10) == ["'a'"]
+    assert named(9, 11) == ["'a'[9:10]", "'b'[0:1]"]
+    assert named(25, 30) == ["'c'[5:10]"]
+    assert named(10, 10) == []
 
 
 # Process indexes

@@ -326,6 +326,126 @@ class Reader:
         return dict(zip(keys, items, strict=True)) | static
 
 
+def times_two(element: int) -> int:
+    return (element << 1 & 0xFF) ^ (0x1D if element & 0x80 else 0)
+
+
+def times(one: int, other: int) -> int:
+    product = 0
+    for bit in range(8):
+        if other >> bit & 1:
+            shifted = one
+            for _ in range(bit):
+                shifted = times_two(shifted)
+            product ^= shifted
+    return product
+
+
+def scaled(data: np.ndarray, factor: int) -> np.ndarray:
+    return np.array([times(element, factor) for element in range(256)], np.uint8)[data]
+
+
+def divided(data: np.ndarray, factor: int) -> np.ndarray:
+    return scaled(data, next(e for e in range(1, 256) if times(e, factor) == 1))
+
+
+class ParityReader:
+    """The parity of a checkpoint that has lost files: needs `_METADATA` and what is there."""
+
+    def __init__(self, path: Path):
+        self.metadata = json.loads((path / "_METADATA").read_bytes())
+        self.directory = path / f"shards-{self.metadata['id']}"
+        table, files = self.metadata["parity"], self.metadata["files"]
+        names = ("device", "part", "size")
+        rows = list(zip(*(read_runs(files[name]) for name in names), strict=True))
+        self.count = table["count"]
+        assert self.count in (1, 2)
+        members, self.groups = iter(read_runs(table["members"])), []
+        for length in read_runs(table["lengths"]):
+            assert 1 <= length <= 255
+            self.groups.append([rows[next(members)] for _ in range(length)])
+        assert sorted(row for group in self.groups for row in group) == sorted(rows)
+        places = [(g, s) for g in range(len(self.groups)) for s in range(self.count)]
+        columns = [read_runs(table[name]) for name in ("process", "header_bytes", "size")]
+        digests = re.findall("[0-9a-f]{16}", table["digests"])
+        self.files = dict(zip(places, zip(*columns, digests, strict=True), strict=True))
+        process_of = read_runs(self.metadata["process_of"])
+        self.copied: list[list[int]] = []
+        for group in self.groups:
+            of = {process_of[device] for device, _, _ in group}
+            self.copied.append(sorted(of - {p for before in self.copied for p in before}))
+
+    @staticmethod
+    def name_of(device: int, part: int) -> str:
+        return f"shard_{device:05d}{f'-{part:05d}' if part else ''}.safetensors"
+
+    def read_sum(self, group: int, number: int) -> tuple[np.ndarray, dict[str, bytes]] | None:
+        """The sum of a parity file and its copies of indexes, all compared; None if it is lost."""
+        name = f"parity_{group:05d}{f'-{number:05d}' if number else ''}.safetensors"
+        if not (self.directory / name).exists():
+            return None
+        _, header_bytes, size, digest = self.files[group, number]
+        data = (self.directory / name).read_bytes()
+        assert len(data) == size
+        longest = max(size for _, _, size in self.groups[group])
+        indexes = {p: s for p, s, _ in self.metadata["indexes"] if p in self.copied[group]}
+        blocks = [*[4 << 20] * (longest // (4 << 20)), longest % (4 << 20)]
+        lengths = [header_bytes, *filter(None, blocks), *indexes.values()]
+        table = data[sum(lengths) :]
+        assert len(table) == 16 * len(lengths)
+        assert xxhash.xxh3_64_hexdigest(table) == digest
+        for place, (length, stop) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+            found = xxhash.xxh3_64_hexdigest(data[stop - length : stop])
+            assert found.encode() == table[16 * place : 16 * place + 16]
+        copies, at = {}, header_bytes + longest
+        for process, length in indexes.items():
+            copies[f"process_{process:05d}.json"] = data[at : at + length]
+            at += length
+        header = json.loads(data[8:header_bytes])
+        about = json.loads(header["__metadata__"]["ostraka_parity"])
+        assert (about["group"], about["number"]) == (group, number)
+        assert about["members"] == [[self.name_of(d, p), s] for d, p, s in self.groups[group]]
+        assert list(header) == ["__metadata__", "parity", *copies, "digests"]
+        assert header["parity"] == {"dtype": "U8", "shape": [longest], "data_offsets": [0, longest]}
+        return np.frombuffer(data, np.uint8, longest, header_bytes), copies
+
+    def lost_files(self) -> dict[str, bytes]:
+        """All that is lost, whole."""
+        found: dict[str, bytes] = {}
+        for number, group in enumerate(self.groups):
+            read = {s: self.read_sum(number, s) for s in range(self.count)}
+            sums = {s: both[0].copy() for s, both in read.items() if both is not None}
+            for both in read.values():
+                copies = {} if both is None else both[1]
+                found |= {n: c for n, c in copies.items() if not (self.directory / n).exists()}
+            lost: list[tuple[str, int, int]] = []
+            factor = 1
+            for device, part, size in group:
+                file = self.directory / self.name_of(device, part)
+                if file.exists():
+                    data = np.fromfile(file, np.uint8)
+                    for s, rest in sums.items():
+                        rest[: len(data)] ^= scaled(data, factor) if s else data
+                else:
+                    lost.append((file.name, size, factor))
+                factor = times_two(factor)
+            for (name, size, _), data in zip(lost, self._solve(lost, sums), strict=True):
+                found[name] = data[:size].tobytes()
+        return found
+
+    @staticmethod
+    def _solve(lost: list[tuple[str, int, int]], sums: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """The lost members, from what is left of the sums without all others."""
+        assert len(lost) <= len(sums)
+        if len(lost) == 2:
+            one, other = lost[0][2], lost[1][2]
+            first = divided(sums[1] ^ scaled(sums[0], other), one ^ other)
+            return [first, sums[0] ^ first]
+        if len(lost) == 1:
+            return [sums[0] if 0 in sums else divided(sums[1], lost[0][2])]
+        return []
+
+
 def decode_key(key: Any) -> Any:
     return decode_value(key) if isinstance(key, dict) else key
 
@@ -696,6 +816,37 @@ def test_compressed_blocks(tmp_path: Path, mesh: Mesh):
     large = {"rows", "whole", "bfloat16", "complex128", "int4", "float8", "partly"}
     assert shown - {"large and replicated"} == large
     assert any(place.result is None for places in reader.places.values() for place in places)
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "zstd"}, {"max_file_bytes": 9000}], ids=str)
+def test_parity(tmp_path: Path, mesh: Mesh, options: dict[str, Any]):
+    tree = make_sharded(mesh) | {"large": jnp.arange(3 << 20, dtype=jnp.float32)}
+    del tree["big-endian"]
+    if "max_file_bytes" in options:
+        del tree["large"]
+    ostraka.save(tmp_path / "c", tree, parity=2, **options)
+    check(tmp_path / "c", tree)
+    shards = next((tmp_path / "c").glob("shards-*"))
+    files = {file.name: file.read_bytes() for file in shards.iterdir()}
+    names = sorted(name for name in files if name.startswith("shard_"))
+    for lost in (
+        [names[0], names[-1]],
+        [names[2], "process_00000.json"],
+        [names[1], "parity_00000.safetensors"],
+        ["parity_00000-00001.safetensors", "process_00000.json"],
+    ):
+        for name in lost:
+            (shards / name).unlink()
+        found = ParityReader(tmp_path / "c").lost_files()
+        wanted = [name for name in lost if not name.startswith("parity")]
+        assert found == {name: files[name] for name in wanted}
+        for name in lost:
+            (shards / name).write_bytes(files[name])
+
+
+def test_the_examples_of_the_field():
+    assert times_two(0x80) == 0x1D
+    assert times(0x80, 0x80) == 0x13
 
 
 def test_the_example_of_groups():

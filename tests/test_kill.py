@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import ostraka
+from figures import Figures
 from ostraka.errors import CheckpointNotFound, SaveFailed
 from ostraka.storage import _claim
 from ostraka.testing import FaultyStore, run_processes
@@ -241,7 +242,7 @@ def run_trials(root: str, trials: int, nbytes: int, seed: int) -> dict[str, Any]
         pytest.param(250, 96 << 20, marks=pytest.mark.soak),
     ],
 )
-def test_kill_a_single_process(place: Place, trials: int, nbytes: int):
+def test_kill_a_single_process(place: Place, trials: int, nbytes: int, figures: Figures):
     if isinstance(place, BucketPath):
         trials, nbytes = trials // 2, nbytes // 4
     (result,) = run_processes(
@@ -257,6 +258,7 @@ def test_kill_a_single_process(place: Place, trials: int, nbytes: int):
     tally = result.value
     assert sum(tally.values()) == trials
     assert tally["kept"] > 0, tally
+    figures.add("saves killed with -9", trials)
 
 
 # Four processes
@@ -373,7 +375,7 @@ def test_kill_some_of_four_processes(
 
 
 @pytest.mark.soak
-def test_kill_some_of_four_processes_again_and_again(tmp_path: Path):
+def test_kill_some_of_four_processes_again_and_again(tmp_path: Path, figures: Figures):
     path = str(tmp_path / "checkpoint")
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -382,3 +384,5 @@ def test_kill_some_of_four_processes_again_and_again(tmp_path: Path):
     for _ in range(100):
         victims = rng.sample(range(4), rng.randint(1, 4))
         kill_among_four(path, marks, victims, nbytes, rng.uniform(0, 0.8))
+        figures.add("saves of four processes")
+        figures.add("processes killed with -9", len(victims))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import ostraka
+from figures import Figures
 from ostraka import Manager
 from ostraka._leftovers import find_leftovers
 from ostraka._record import Record
@@ -688,9 +689,10 @@ def test_killed_while_it_copies_to_a_bucket(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(40))
-def test_killed_again_and_again(tmp_path: Path, seed: int):
+def test_killed_again_and_again(tmp_path: Path, seed: int, figures: Figures):
     chance = random.Random(f"soak {seed}")
     kill_and_go_on(tmp_path, tmp_path / "mirror", [chance.randint(1, 90) for _ in range(5)])
+    figures.add("kills while copying to a mirror", 5)
 
 
 def test_nothing_is_logged_when_all_is_well(tmp_path: Path, caplog: Any):

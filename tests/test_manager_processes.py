@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
+from figures import Figures
 from nnx_models import ADAM, train
 from ostraka import Best, Manager, sharding
 from ostraka.errors import Busy, CheckpointNotFound, Damaged, OstrakaError, SaveFailed
@@ -434,7 +435,7 @@ def test_training_killed_and_resumed(place: Place, tmp_path: Path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(5))
-def test_training_killed_and_resumed_again_and_again(tmp_path: Path, part: int):
+def test_training_killed_and_resumed_again_and_again(tmp_path: Path, part: int, figures: Figures):
     """300 steps each time, of which four rounds are killed; 200 rounds in five parts."""
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -445,6 +446,7 @@ def test_training_killed_and_resumed_again_and_again(tmp_path: Path, part: int):
         directory = tmp_path / str(number)
         directory.mkdir()
         kill_and_resume(directory, marks, expected, rounds=4, stride=60, every=5, seed=number)
+        figures.add("rounds of killed trainings", 4)
         remove_tree(directory)
 
 

@@ -21,6 +21,7 @@ from obstore.store import MemoryStore as ObstoreMemory
 from obstore.store import S3Store
 
 import ostraka
+from figures import Figures
 from ostraka import Manager, _leftovers
 from ostraka._leftovers import collect_garbage
 from ostraka.errors import (
@@ -122,15 +123,44 @@ def test_requests_of_several_processes_are_as_planned(
         assert without_renewals(proxy.requests) == sum(planned)
 
 
+def test_requests_with_parity_are_as_planned(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    """One process reads nothing back; of two, each reads what it makes parity of."""
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    tree = sharded_tree(2, 4)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        ostraka.save(f"{server.url}/planned-parity", tree, parity=2)
+        planned = ostraka.plan(tree, parity=2).requests_by_process
+        assert without_renewals(proxy.requests) == sum(planned)
+        proxy.requests.clear()
+        path = f"{server.url}/planned-parity-by-two"
+        results = run_processes(save_planned_parity, path, processes=2, devices_per_process=2)
+        planned, opened = results[0].value
+        assert opened == 4  # a file of each device, by the other process
+        assert without_renewals(proxy.requests, heads=1 + opened) == sum(planned)
+
+
+def save_planned_parity(path: str) -> tuple[list[int], int]:
+    tree = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
+    ostraka.save(path, tree, parity=1)
+    planned = ostraka.plan(tree, parity=1)
+    assert planned.parity is not None
+    return planned.requests_by_process, sum(map(len, planned.parity.table.groups))
+
+
 def save_planned(path: str) -> list[int]:
     tree = leaves_of(jax.make_mesh((jax.device_count(),), ("data",)))
     ostraka.save(path, tree)
     return ostraka.plan(tree).requests_by_process
 
 
-def without_renewals(requests: Counter[str]) -> int:
+def without_renewals(requests: Counter[str], heads: int = 1) -> int:
     """A save looks at its marker and renews it once; each time more is one because it lasted."""
-    return requests.total() - 2 * (requests["HEAD"] - 1)
+    return requests.total() - 2 * (requests["HEAD"] - heads)
 
 
 # Faults on the way
@@ -375,7 +405,7 @@ def alone(number: int, function: str, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.soak)])
-def test_two_runs_save_to_one_path(bucket: str, rounds: int):
+def test_two_runs_save_to_one_path(bucket: str, rounds: int, figures: Figures):
     outcomes: dict[int, list[str]] = {}
 
     def run(number: int) -> None:
@@ -392,6 +422,7 @@ def test_two_runs_save_to_one_path(bucket: str, rounds: int):
     pairs = list(zip(outcomes[0], outcomes[1], strict=True))
     assert len(pairs) == rounds
     assert all("saved" in pair for pair in pairs), pairs
+    figures.add("rounds of two runs that save to one path", rounds)
 
 
 def save_forever(path: str) -> None:
@@ -544,7 +575,9 @@ def save_number(path: str, number: int, mark: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
-def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kill_any_process_of_four(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Figures
+):
     """With -9, at any moment: the old or the new checkpoint is whole, the next save cleans up."""
     monkeypatch.setattr(_claim, "DEAD_AFTER_S", 3.0)
     path, rng, tally = f"{bucket}/c", random.Random(0), Counter[str]()
@@ -567,9 +600,9 @@ def test_kill_any_process_of_four(bucket: str, tmp_path: Path, monkeypatch: pyte
         assert found["number"] in (before, number)
         assert_same(found["a"], np.full((8, 1 << 19), found["number"], np.float32))
         tally["new" if found["number"] == number else "old"] += 1
+        figures.add("processes of four killed while saving to a bucket")
         before = -number
         ostraka.save(path, {"a": np.full((8, 1 << 19), before, np.float32), "number": before})
         names = [n for n in open_store(path).list() if open_store(path).files(n)]
         assert sorted(name.split("-")[0] for name in names) == ["_METADATA", "shards"]
-    print(tally)
-    assert tally["old"]
+    assert tally["old"], tally

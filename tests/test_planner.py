@@ -23,7 +23,7 @@ from ostraka import _checkpoint, _metadata, sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.planner import Plan, plan
 from ostraka.planner._save_plan import plan_checkpoint
-from ostraka.storage import LocalStore
+from ostraka.storage import MOST_BYTES, LocalStore
 from ostraka.testing import run_processes
 
 ZEROS = nnx.initializers.zeros_init()
@@ -127,9 +127,14 @@ def plan_abstract(
 
 
 def written(path: Path) -> dict[str, int]:
-    """Every file that is there, by its name in its directory."""
+    """Every file that is there, by its name in its directory.
+
+    But for the second copy of `_METADATA`.
+    """
     (shards,) = path.glob("shards-*")
-    return {file.name: file.stat().st_size for file in shards.iterdir()}
+    found = {file.name: file.stat().st_size for file in shards.iterdir()}
+    assert found.pop("metadata.json") == (path / "_METADATA").stat().st_size
+    return found
 
 
 def assert_metadata_as_planned(planned: Plan, data: bytes) -> None:
@@ -148,7 +153,7 @@ def assert_as_planned(planned: Plan, path: Path) -> None:
     found = written(path)
     assert planned.files == found
     assert_metadata_as_planned(planned, (path / "_METADATA").read_bytes())
-    assert planned.total_bytes == sum(found.values()) + planned.metadata_bytes
+    assert planned.total_bytes == sum(found.values()) + 2 * planned.metadata_bytes
     process_of = plan_checkpoint(path).write.process_of
     totals = [0] * (max(process_of) + 1)
     for name, size in found.items():
@@ -284,8 +289,8 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, name: str) -> bytes:
-        data = self._store.get(name)
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        data = self._store.get(name, most_bytes)
         with self._lock:
             self.other_bytes += len(data)
         return data

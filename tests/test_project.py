@@ -18,6 +18,7 @@ IMPORTED_AS = {"orbax-checkpoint": "orbax"}
 TESTED_IN = {
     "_blocks": "fetch",
     "_capture": "roundtrip",
+    "_columns": "rebuild",
     "_commit": "failures",
     "_document": "restorable",
     "_foreign": "errors",

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka._lazy import Checkpoint
 from ostraka.formats import open_source
-from ostraka.storage import open_store
+from ostraka.storage import MOST_BYTES, open_store
 from places import Place
 
 HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
@@ -61,6 +61,7 @@ def test_the_public_names():
         "Manager",
         "Plan",
         "Record",
+        "RepairReport",
         "Report",
         "SaveHandle",
         "__version__",
@@ -69,6 +70,7 @@ def test_the_public_names():
         "exercises",
         "open",
         "plan",
+        "repair",
         "restore",
         "save",
         "save_async",
@@ -396,9 +398,9 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         self.gotten.append(name)
-        return self._store.get(name)
+        return self._store.get(name, most_bytes)
 
     def open(self, name: str) -> CountingReader:
         self.opened.append(name)

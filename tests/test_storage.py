@@ -21,7 +21,7 @@ import pytest
 import ostraka
 from mounts import mounted
 from ostraka.errors import Busy, PathInTheWay, StoreError, UnsupportedFormat
-from ostraka.storage import LocalStore, MemoryStore, Parts, claimed, open_store
+from ostraka.storage import LocalStore, MemoryStore, Parts, claimed, is_temporary, open_store
 from ostraka.storage._object import ObjectStore
 from ostraka.testing import FaultyStore
 from servers import KINDS
@@ -170,6 +170,43 @@ def test_a_directory_comes_with_its_first_file_and_is_listed_once(store):
     store.put("b/index", b"0")
     store.put("a", b"a")
     assert store.list() == ["a", "b"]
+
+
+@pytest.mark.parametrize("size", [10_000, 20 << 20])
+def test_a_file_is_replaced_as_one_event(store, size):
+    store.prepare()
+    old, new = b"what was there", os.urandom(size)
+    write_file(store, "dir/file", old)
+    for finish in (False, True):
+        writer = store.create("dir/file", size, replace=True)
+        writer.write(0, [new[: size // 2]])
+        assert read_file(store, "dir/file") == old
+        writer.write(size // 2, [new[size // 2 :]])
+        assert store.get("dir/file") == old
+        writer.finish() if finish else writer.abandon()
+        assert store.get("dir/file") == (new if finish else old)
+        assert [file.name for file in store.files("dir/")] == ["dir/file"]
+    before = store.look("dir/file").version
+    write_file_over(store, "dir/file", old)
+    assert read_file(again(store), "dir/file") == old
+    assert store.look("dir/file").version != before
+    write_file_over(store, "new/file", new[:100])  # and if there is nothing
+    assert store.get("new/file") == new[:100]
+
+
+def write_file_over(store, name, data):
+    writer = store.create(name, len(data), replace=True)
+    writer.write(0, [data])
+    writer.finish()
+
+
+def test_a_small_file_that_nothing_depends_on(store):
+    store.prepare()
+    write_file(store, "dir/file", b"")
+    for data in (b"", b"some text", os.urandom(100_000)):
+        store.put("dir/note", data, durable=False)
+        assert store.get("dir/note") == data
+        store.delete("dir/note")
 
 
 @pytest.mark.parametrize(
@@ -720,7 +757,7 @@ def test_a_full_disk_is_told_with_what_was_needed_and_what_is_free(local, monkey
 
 def test_refusals_are_sentences_with_the_path(local, tmp_path):
     os.mkdir(tmp_path / "place" / "dir")
-    with pytest.raises(StoreError, match="can't read .*/place/dir: Is a directory"):
+    with pytest.raises(StoreError, match="can't read .*/place/dir: it is a directory, not a file"):
         local.get("dir")
     with pytest.raises(StoreError, match="can't write .*/no/such: No such file or directory"):
         local.put("no/such", b"1")
@@ -729,6 +766,15 @@ def test_refusals_are_sentences_with_the_path(local, tmp_path):
         local.create("file/below", 1)
     with pytest.raises(StoreError, match="can't write .*n{300}: File name too long"):
         local.put("n" * 300, b"1")
+
+
+def test_a_file_that_is_too_large_is_not_read(store):
+    store.prepare()
+    store.put("file", b"x" * 1000)
+    assert len(store.get("file", 1000)) == 1000
+    with pytest.raises(StoreError, match="can't read .*file: it has 1,000 bytes, and may have 999"):
+        store.get("file", 999)
+    again(store).delete("file")
 
 
 @pytest.mark.parametrize("below", ["", "/below", "/below/deeper"])
@@ -814,6 +860,22 @@ def test_a_link_is_deleted_and_what_it_points_to_is_not(local, tmp_path):
     local.delete("link")
     assert local.list() == []
     assert (target / "kept").read_text() == "mine"
+
+
+def test_a_replacement_that_is_not_finished(local):
+    write_file(local, "d/file", b"old")
+    writer = local.create("d/file", 3, replace=True)
+    writer.write(0, [b"new"])
+    (left,) = [file.name for file in local.files("d/") if file.name != "d/file"]
+    assert is_temporary(left, "d/file")  # As after a kill.
+    assert local.get("d/file") == b"old"
+    with (
+        patch("os.replace", side_effect=OSError(errno.EIO, "Input/output error")),
+        pytest.raises(StoreError, match="can't replace .*d/file: Input/output error"),
+    ):
+        writer.finish()
+    assert [file.name for file in local.files("d/")] == ["d/file"]
+    assert local.get("d/file") == b"old"
 
 
 # From paths to stores

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ostraka._read import restore
     from ostraka._record import Record
     from ostraka._save import save, save_async
-    from ostraka.integrity import Report, verify
+    from ostraka.integrity import RepairReport, Report, repair, verify
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
     from ostraka.transfer import CopyReport, copy
@@ -29,6 +29,7 @@ __all__ = [
     "Manager",
     "Plan",
     "Record",
+    "RepairReport",
     "Report",
     "SaveHandle",
     "__version__",
@@ -37,6 +38,7 @@ __all__ = [
     "exercises",
     "open",
     "plan",
+    "repair",
     "restore",
     "save",
     "save_async",
@@ -56,11 +58,13 @@ _HOMES = {
     "Manager": ("ostraka.manager", "Manager"),
     "Plan": ("ostraka.planner", "Plan"),
     "Record": ("ostraka._record", "Record"),
+    "RepairReport": ("ostraka.integrity", "RepairReport"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "copy": ("ostraka.transfer", "copy"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "plan": ("ostraka.planner", "plan"),
+    "repair": ("ostraka.integrity", "repair"),
     "restore": ("ostraka._read", "restore"),
     "save": ("ostraka._save", "save"),
     "save_async": ("ostraka._save", "save_async"),

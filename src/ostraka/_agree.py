@@ -7,6 +7,7 @@ one array if all processes have it alike, and one array with a process dimension
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,8 @@ class Agreed:
     meshes: Sequence[MeshSpec]
     process_of: tuple[int, ...]
     user: Mapping[str, Any]
+    hosts: tuple[int, ...] = ()
+    """The host of each process, numbered; only if asked for."""
 
 
 def agree(
@@ -42,13 +45,15 @@ def agree(
     location: str,
     dtype: DtypeRule,
     compress: CompressRule,
+    parity: int,
     user: Mapping[str, Any],
     take_place: Callable[[], None],
 ) -> Agreed:
     """Have all processes agree on the tree, on the place and on a new save's id.
 
-    `take_place` is called on process 0 once all trees are known to be alike, and may refuse. Raises
-    ProcessFailed on all processes, naming one whose tree differs.
+    With `parity`, they learn who is on which host, too. `take_place` is called on process 0 once
+    all trees are known to be alike, and may refuse. Raises ProcessFailed on all processes, naming
+    one whose tree differs.
     """
     several = operation.count > 1
     states: dict[str, list[Any]] = {}
@@ -58,13 +63,17 @@ def agree(
         for path in captured.states:
             states[path] = [mine["states"][path] for mine in described]
         take_place()
-        return {"id": secrets.token_hex(8), "joined": joined}
+        answer: dict[str, Any] = {"id": secrets.token_hex(8), "joined": joined}
+        if parity:
+            answer["hosts"] = _number([mine["host"] for mine in described])
+        return answer
 
-    mine = {"states": captured.states}
+    mine: dict[str, Any] = {"states": captured.states}
     if several:
-        mine |= _describe(
-            captured, location, (user, repr(dtype), repr(compress)), operation.process
-        )
+        rest = (user, repr(dtype), repr(compress), parity)
+        mine |= _describe(captured, location, rest, operation.process)
+    if parity:
+        mine["host"] = socket.gethostname()
     answer = operation.exchange("begin", mine, decide)
     leaves, meshes = captured.leaves, captured.meshes
     values = list(captured.values)
@@ -83,7 +92,14 @@ def agree(
             for leaf, value in zip(leaves, values, strict=True)
         ]
     tree = with_states(captured.tree, states) if states else captured.tree
-    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of, user)
+    hosts = tuple(answer["hosts"]) if parity else ()
+    return Agreed(answer["id"], tree, leaves, written, meshes, captured.process_of, user, hosts)
+
+
+def _number(names: Sequence[str]) -> list[int]:
+    """Names as numbers, in the order in which they first come."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _describe(captured: Captured, location: str, rest: Any, process: int) -> dict[str, Any]:

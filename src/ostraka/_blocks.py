@@ -9,15 +9,27 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from ostraka import _format
 from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
 from ostraka._parallel import with_full_stack
-from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, UnsupportedFormat
-from ostraka.storage import FileReader, Store
+from ostraka._parity_format import ParityFile
+from ostraka._rebuild import Parities, Rebuild
+from ostraka.errors import (
+    Damaged,
+    DegradedRead,
+    OstrakaError,
+    Problem,
+    StoreError,
+    TooLarge,
+    UnsupportedFormat,
+    headed_list,
+    warn_caller,
+)
+from ostraka.storage import MOST_BYTES, FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
 PIECE_BYTES = 8 << 20
@@ -54,6 +66,25 @@ def damaged(store: Store, name: str, found: str, leaves: tuple[str, ...] = ()) -
     return Damaged(store.location, [Problem(name, found, leaves)])
 
 
+def check_metadata_copy(store: Store, metadata: Metadata) -> None:
+    """Raise Damaged if the second copy of `_METADATA` has something else in it.
+
+    That it is missing or ends early, perhaps in zeros, is no damage: older checkpoints have none,
+    and it is not synced, so that a crash of the machine may take it. Nothing but `repair` reads it.
+    """
+    name = f"{_format.shards_directory(metadata.id)}/{_format.METADATA_COPY}"
+    try:
+        found = store.get(name).rstrip(b"\0")
+    except FileNotFoundError:
+        return
+    except StoreError as error:
+        if error.loss is None:
+            raise
+        raise damaged(store, name, error.loss) from error
+    if not store.get(METADATA_NAME).startswith(found):
+        raise damaged(store, name, f"it is not the copy of {METADATA_NAME} that was written")
+
+
 class Shards:
     """All shard files of a checkpoint. Process indexes are read when they are first needed."""
 
@@ -63,30 +94,124 @@ class Shards:
         self._directory = _format.shards_directory(metadata.id)
         self._indexes: dict[int, dict[str, FileDigests]] = {}
         self._reading = RenewedLock()
+        self._warning = RenewedLock()
+        self.has_warned = False
+        """Whether it has been said that it is read by its parity; that is said once."""
 
-    def name_of(self, file: FileEntry) -> str:
+    @cached_property
+    def parities(self) -> Parities | None:
+        """What can bring lost files back, if it was saved with parity."""
+        parity = self.metadata.parity
+        return None if parity is None else Parities(self, parity)
+
+    def path_of(self, name: str) -> str:
+        return f"{self._directory}/{name}"
+
+    def name_of(self, file: FileEntry | ParityFile) -> str:
         return f"{self._directory}/{file.name}"
 
     def name_of_index(self, process: int) -> str:
         return f"{self._directory}/{_format.index_name(process)}"
 
-    def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
-        """The digests of a file that holds so much. Raises Damaged if its index is."""
-        process = self.metadata.process_of[file.device]
-        name = self.name_of_index(process)
+    def host_of(self, process: int) -> str | None:
+        """The host of a process, as the save noted it."""
+        hosts: Any = self.metadata.writer.get("hosts")
+        if not isinstance(hosts, list) or process >= len(cast(list[Any], hosts)):
+            return None
+        host = cast(list[Any], hosts)[process]
+        return host if isinstance(host, str) else None
+
+    def listed_by(self, process: int) -> dict[str, FileDigests]:
+        """All files that the index of a process describes. Raises Damaged if the index is."""
         with self._reading.lock:
             index = self._indexes.get(process)
             if index is None:
-                index = self._indexes[process] = self._decode_index(process, name)
-        found = index.get(file.name)
-        if (
-            found is None
-            or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,))
-            or found.data_bytes != data_bytes
-        ):
-            what = f"it does not describe {file.name} as {METADATA_NAME} does"
-            raise damaged(self.store, name, what)
+                index = self._indexes[process] = self._decode_index(process)
+        return index
+
+    def digests_of(self, file: FileEntry | ParityFile, data_bytes: int) -> FileDigests:
+        """The digests of a file that holds so much. Raises Damaged if its index is."""
+        if isinstance(file, ParityFile):
+            assert self.parities is not None
+            return self.parities.digests_of(file)
+        found = self.stored_digests(file)
+        if found.data_bytes != data_bytes:
+            raise self._is_other(file)
         return found
+
+    def stored_digests(self, file: FileEntry) -> FileDigests:
+        """The digests of a shard file, whatever it holds. Raises Damaged if its index is."""
+        process = self.metadata.process_of[file.device]
+        found = self.listed_by(process).get(file.name)
+        if found is None or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,)):
+            raise self._is_other(file)
+        return found
+
+    def provide_index(self, process: int, data: bytes) -> None:
+        """Take the index of a process from elsewhere: the bytes that were written."""
+        self._indexes[process] = self._decoded(process, data)
+
+    def _is_other(self, file: FileEntry) -> Damaged:
+        what = f"it does not describe {file.name} as {METADATA_NAME} does"
+        return self._index_damaged(self.metadata.process_of[file.device], what)
+
+    def files_of_parity(self) -> list[ShardFile]:
+        """The parity files, to be read block by block. Raises Damaged for the first that is lost.
+
+        For each of them alone, `ShardFile(shards, file, ())`.
+        """
+        return (
+            [] if self.parities is None else [ShardFile(self, f, ()) for f in self.parities.files]
+        )
+
+    def rebuild(self, file: FileEntry, start: int, stop: int) -> Any:
+        """Bytes `[start, stop)` of a shard file as it was stored, from the others of its group.
+
+        A numpy array of uint8. They are compared with the digests of the file; if its index is
+        lost, and every copy of it, all that they are made of is compared instead. Raises Damaged,
+        naming what else is lost, if parity can't do it.
+        """
+        rebuild = self.open_rebuild(file)
+        if rebuild is None:
+            raise damaged(self.store, self.name_of(file), "no parity was saved for it")
+        try:
+            return rebuild.read(start, stop)
+        finally:
+            rebuild.close()
+
+    def open_rebuild(self, file: FileEntry | ParityFile) -> Rebuild | None:
+        """As `rebuild`, for many ranges of one file; None if it has no parity."""
+        if isinstance(file, ParityFile) or self.parities is None or not self.parities.covers(file):
+            return None
+        return Rebuild(self, self.parities, file)
+
+    def warn_of(self, found: Damaged) -> None:
+        """Say, once, that this checkpoint is read by its parity, and what is damaged."""
+        with self._warning.lock:
+            if self.has_warned or not self._is_there():
+                return
+            self.has_warned = True
+        problems = dict.fromkeys(found.problems)
+        there = {file.name: file.size for file in self.store.files(f"{self._directory}/")}
+        named = {problem.file for problem in problems}
+        for file in self.metadata.files:
+            name = self.name_of(file)
+            if name not in named and there.get(name) != file.size:
+                found_size = there.get(name)
+                what = "it is missing" if found_size is None else other_size(found_size, file.size)
+                problems[Problem(name, what)] = None
+        where = self.store.location
+        head = f"checkpoint {where} is read with the help of its parity"
+        head += f" (`ostraka repair {where}` mends it)"
+        warn_caller(DegradedRead(headed_list(head, list(map(str, problems)))))
+
+    def _is_there(self) -> bool:
+        """Whether no other save has replaced this checkpoint, whose files are gone then."""
+        try:
+            head = self.store.get(METADATA_NAME)[:200]
+        except OSError:
+            return False
+        return self.metadata.id.encode() in head
 
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
@@ -94,53 +219,112 @@ class Shards:
         expected = self.metadata.indexes.get(process)
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
-        with damage_on_loss(partial(damaged, self.store, name)):
-            data = self.store.get(name)
+        with damage_on_loss(partial(self._index_damaged, process)):
+            try:
+                data = self.store.get(name, min(expected.size, MOST_BYTES))
+            except TooLarge as error:
+                if expected.size > MOST_BYTES:
+                    raise
+                found = other_size(error.size, expected.size)
+                raise self._index_damaged(process, found) from error
         if len(data) != expected.size:
-            raise damaged(self.store, name, _other_size(len(data), expected.size))
+            raise self._index_damaged(process, other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
-            raise damaged(self.store, name, NOT_AS_WRITTEN)
+            raise self._index_damaged(process, NOT_AS_WRITTEN)
         return data
 
-    def _decode_index(self, process: int, name: str) -> dict[str, FileDigests]:
-        data = self.read_index(process)
+    def find_index(self, process: int) -> bytes:
+        """The index of a process, or the copy that a parity file has of it. Raises Damaged."""
+        try:
+            return self.read_index(process)
+        except Damaged as error:
+            known = process in self.metadata.indexes and self.parities is not None
+            copy = self.parities.index_copy(process) if known and self.parities else None
+            if copy is None:
+                raise
+            self.warn_of(error)
+            return copy
+
+    def _decode_index(self, process: int) -> dict[str, FileDigests]:
+        return self._decoded(process, self.find_index(process))
+
+    def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:
             return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise damaged(self.store, name, f"it can't be read ({error})") from error
+            raise self._index_damaged(process, f"it can't be read ({error})") from error
+
+    def _index_damaged(self, process: int, found: str) -> Damaged:
+        name = self.name_of_index(process)
+        problem = Problem(name, found, process=process, host=self.host_of(process))
+        return Damaged(self.store.location, [problem])
+
+
+def lost_in(
+    shards: Shards,
+    file: FileEntry | ParityFile,
+    contents: Sequence[Entry],
+    found: str,
+    start: int,
+    stop: int,
+    span: tuple[int, int] | None = None,
+) -> Problem:
+    """What is wrong with `[start, stop)` of the data of a shard file, with all that lies there."""
+    boxes = _format.boxes_between(shards.metadata.leaves, contents, start, stop)
+    is_parity = isinstance(file, ParityFile)
+    process = file.process if is_parity else shards.metadata.process_of[file.device]
+    return Problem(
+        shards.name_of(file),
+        found,
+        tuple(lost.leaf for lost in boxes),
+        boxes,
+        span,
+        process,
+        shards.host_of(process),
+    )
 
 
 class ShardFile:
     """One shard file. Several threads may read it; every byte is checked before it is handed out.
 
     Every method raises Damaged for bytes that are missing or not as written, and names the leaves
-    that they belong to.
+    that they belong to. If the file has parity, `read`, `check_header` and `pass_on` take from that
+    what is lost, with a warning; `check` never does.
     """
 
-    def __init__(self, shards: Shards, entry: FileEntry, contents: Sequence[Entry]):
+    def __init__(self, shards: Shards, entry: FileEntry | ParityFile, contents: Sequence[Entry]):
         self.entry = entry
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
         self._contents = contents
         data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
-        self._digests = shards.digests_of(entry, data_bytes)
+        self.digests = shards.digests_of(entry, data_bytes)
         self._shards = shards
         self.name = shards.name_of(entry)
         self._reader: FileReader | None = None
+        self._lost: Damaged | None = None
+        """Why it can't be opened, if all of it can be rebuilt."""
+        self._rebuild: Rebuild | None = None
+        self._rebuilding = threading.Lock()
         self._lock = threading.Lock()
         self._is_header_checked = False
 
     @cached_property
     def blocks(self) -> list[Block]:
         """The header, then the blocks of its data."""
-        return self._digests.blocks()
+        return self.digests.blocks()
 
     @contextmanager
     def opened(self) -> Generator[None]:
         """Have it open, of the right size; closed when the last of `reads_left` is done."""
         with self._lock:
-            if self._reader is None:
-                self._reader = self._open()
+            if self._reader is None and self._lost is None:
+                try:
+                    self._reader = self._open()
+                except Damaged as error:
+                    if not self._has_parity:
+                        raise
+                    self._lost = error
         yield
         with self._lock:
             self.reads_left -= 1
@@ -151,14 +335,38 @@ class ShardFile:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if self._rebuild is not None:
+            self._rebuild.close()
+
+    @cached_property
+    def _has_parity(self) -> bool:
+        parities, entry = self._shards.parities, self.entry
+        return parities is not None and isinstance(entry, FileEntry) and parities.covers(entry)
+
+    def _rebuilt(self, start: int, stop: int, lost: Damaged) -> Any:
+        """The range of whole blocks, which are lost, from parity. Raises Damaged."""
+        if not self._has_parity:
+            raise lost
+        with self._rebuilding:
+            self._rebuild = self._rebuild or self._shards.open_rebuild(self.entry)
+        assert self._rebuild is not None
+        try:
+            found = self._rebuild.read(start, stop)
+        except Damaged as more:
+            raise Damaged(lost.path, [*lost.problems, *more.problems]) from more
+        self._shards.warn_of(lost)
+        return found
 
     def check_header(self) -> None:
         """Compare the header with its digest, once."""
         with self._lock:
             if not self._is_header_checked:
                 header = bytearray(self.entry.header_bytes)
-                self._fill(0, len(header), [header], self.blocks[:1])
-                self._compare(self.blocks[0], [header])
+                try:
+                    self._fill(0, len(header), [header], self.blocks[:1])
+                    self._compare(self.blocks[0], [header])
+                except Damaged as error:
+                    self._rebuilt(0, len(header), error)
                 self._is_header_checked = True
 
     def read(
@@ -170,6 +378,21 @@ class ShardFile:
         of the file that took.
         """
         blocks = self.blocks[first:last]
+        try:
+            return self._read(blocks, buffers, take_memory)
+        except Damaged as error:
+            start, stop = blocks[0].file_start, blocks[-1].file_stop
+            stored = self._rebuilt(start, stop, error)
+            lengths = [block.stop - block.start for block in blocks]
+            places = zip(blocks, _format.regroup(iter(buffers), lengths), strict=True)
+            for block, pieces in places:
+                of_block = stored[block.file_start - start : block.file_stop - start]
+                self._unpack(block, of_block, pieces)
+            return stop - start
+
+    def _read(
+        self, blocks: Sequence[Block], buffers: Sequence[Any], take_memory: Callable[[int], Any]
+    ) -> int:
         start, stop = blocks[0].file_start, blocks[-1].file_stop
         lengths = [block.stop - block.start for block in blocks]
         places = zip(blocks, _format.regroup(iter(buffers), lengths), strict=True)
@@ -209,10 +432,10 @@ class ShardFile:
             _codec.decode(stored, data)
         except _codec.Undecodable as error:
             found += f" can't be decompressed: {error}"
-            raise self.damaged(found, block.start, block.stop) from error
+            raise self._block_damaged(found, block) from error
         if _format.block_digest([data]) != block.result:
             found += " do not decompress to what was saved"
-            raise self.damaged(found, block.start, block.stop)
+            raise self._block_damaged(found, block)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and keep nothing of it.
@@ -263,15 +486,24 @@ class ShardFile:
             if stop - start > PIECE_BYTES:
                 self._compare(run[0], pieces(start, stop))
                 continue
-            memory = read(start, stop)
-            for block in run:
-                self._compare(block, [memory[block.file_start - start : block.file_stop - start]])
+            try:
+                memory = read(start, stop)
+                for block in run:
+                    stored = memory[block.file_start - start : block.file_stop - start]
+                    self._compare(block, [stored])
+            except Damaged as error:
+                memory = self._rebuilt(start, stop, error)
             write(start, memory)
 
-    def damaged(self, found: str, start: int = 0, stop: int = 0) -> Damaged:
-        """The error for `[start, stop)` of its data; an empty range is in no leaf."""
-        leaves = _format.paths_between(self._shards.metadata.leaves, self._contents, start, stop)
-        return damaged(self._shards.store, self.name, found, leaves)
+    def damaged(
+        self, found: str, start: int = 0, stop: int = 0, span: tuple[int, int] | None = None
+    ) -> Damaged:
+        """The error for `[start, stop)` of its data; an empty range is in no leaf.
+
+        `span` are the bytes of the file, if not all of it is meant.
+        """
+        problem = lost_in(self._shards, self.entry, self._contents, found, start, stop, span)
+        return Damaged(self._shards.store.location, [problem])
 
     def _open(self) -> FileReader:
         size, end = self.entry.size, self.blocks[-1].stop
@@ -279,28 +511,36 @@ class ShardFile:
             reader = self._shards.store.open(self.name)
         if reader.size != size:
             reader.close()
-            first = min(reader.size, size - 1)
+            if reader.size > size:  # All bytes of all leaves are there.
+                raise self.damaged(other_size(reader.size, size), span=(size, reader.size))
+            first = reader.size
             lost = next(block for block in self.blocks if block.file_stop > first)
             at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
-            raise self.damaged(_other_size(reader.size, size), at, end)
+            raise self.damaged(other_size(reader.size, size), at, end, (first, size))
         return reader
 
     def _fill(self, start: int, stop: int, buffers: Sequence[Any], blocks: Sequence[Block]) -> None:
         """Read a range of the file, which is that of `blocks` or a part of it."""
+        if self._lost is not None:
+            raise Damaged(self._lost.path, self._lost.problems)
         assert self._reader is not None
         first, last = blocks[0].start, blocks[-1].stop
-        with damage_on_loss(lambda found: self.damaged(found, first, last)):
+        with damage_on_loss(lambda found: self.damaged(found, first, last, (start, stop))):
             count = self._reader.read_into(start, buffers)
         if count != stop - start:
             lost = next((b.start for b in blocks if b.file_stop > start + count), first)
-            raise self.damaged(f"it ends at byte {start + count:,}", lost, last)
+            span = (start + count, stop)
+            raise self.damaged(f"it ends at byte {start + count:,}", lost, last, span)
+
+    def _block_damaged(self, found: str, block: Block) -> Damaged:
+        return self.damaged(found, block.start, block.stop, (block.file_start, block.file_stop))
 
     def _compare(self, block: Block, pieces: Any) -> None:
         if _format.block_digest(pieces) != block.digest:
             what = f"bytes {block.file_start:,} to {block.file_stop:,} are not as they were"
             if block.file_start == 0:
                 what = "its header is not as it was"
-            raise self.damaged(f"{what} written", block.start, block.stop)
+            raise self._block_damaged(f"{what} written", block)
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
@@ -315,5 +555,5 @@ def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         yield run
 
 
-def _other_size(found: int, written: int) -> str:
+def other_size(found: int, written: int) -> str:
     return f"it has {found:,} bytes where {written:,} were written"

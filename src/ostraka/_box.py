@@ -83,6 +83,23 @@ def flat_span(box: Box, within: Box) -> tuple[int, int]:
     return first, last + 1
 
 
+def around_span(start: int, stop: int, within: Box) -> Box:
+    """The smallest box that has the row-major elements `[start, stop)` of `within` in it.
+
+    The span must not be empty.
+    """
+    box: list[tuple[int, int]] = []
+    row = count(within)
+    for low, high in within:
+        row //= high - low
+        first, last = start // row, (stop - 1) // row
+        box.append((low + first, low + last + 1))
+        if first != last:  # It goes from the end of one row to the beginning of another.
+            return (*box, *within[len(box) :])
+        start, stop = start - first * row, stop - first * row
+    return tuple(box)
+
+
 def rows_around(box: Box, within: Box) -> Box:
     """The smallest box around `box` that is one run of the elements of `within`."""
     rows: list[tuple[int, int]] = []

@@ -6,9 +6,9 @@ import platform
 import socket
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import astuple
 from datetime import UTC, datetime
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import jax
@@ -16,15 +16,18 @@ import jax
 from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._format import FileEntry, decode_runs, encode_runs
+from ostraka._format import encode_runs
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all
+from ostraka._parity_format import Parity, ParityFile
+from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
+from ostraka._write_parity import with_sizes
 from ostraka._write_shards import Written
-from ostraka.errors import Busy, OutcomeUnknown
+from ostraka.errors import Busy, NotDurable, OutcomeUnknown, TooLarge
 from ostraka.storage import Claim, Store
 
 _LOOKERS = 16
@@ -65,15 +68,23 @@ class SavePlace:
             self._claim.check()
             self._check_files(directory, sizes)
 
+        if sizes:
+            # Not synced: no promise depends on it, and small saves would wait for it.
+            self.store.put(f"{directory}/{_format.METADATA_COPY}", metadata, durable=False)
         # The shards must not be lost to a crash that keeps the commit.
         self.store.sync("")
         try:
             self.store.put(
                 _format.METADATA_NAME, metadata, replaces=self._seen.version, check=check
             )
-        except OutcomeUnknown:
+        except OutcomeUnknown as error:
             self._may_be_there = True
-            raise
+            what = (
+                "the new checkpoint is in place, but may not survive a power failure"
+                if isinstance(error, NotDurable)
+                else "whether the new checkpoint or what was there before is in place can't be told"
+            )
+            raise type(error)(f"{what}: {error}; save again", errno=error.errno) from error
 
     def _check_files(self, directory: str, sizes: Mapping[str, int]) -> None:
         if not sizes:
@@ -134,6 +145,7 @@ def commit(
     plan: WritePlan,
     written: Written,
     watch: Stopwatch,
+    parity: ParityPlan | None = None,
 ) -> list[float]:
     """Report, and commit if every process has reported well; returns what all have done."""
 
@@ -143,7 +155,7 @@ def commit(
             _check_visible(place.store, indexes, agreed.save_id)
         files = plan.files
         if plan.compressed:
-            files = _with_sizes(plan, list(map(itemgetter("sizes"), reports)))
+            files = with_sizes(plan, list(map(itemgetter("sizes"), reports)))
         summary = summarize(list(map(itemgetter("written"), reports)))
         hosts = list(map(itemgetter("host"), reports))
         metadata = Metadata(
@@ -157,29 +169,37 @@ def commit(
             files=files,
             indexes=indexes,
             user=agreed.user,
+            parity=None if parity is None else _join_parity(parity, reports),
             version=plan.version,
         )
         sizes = {file.name: file.size for file in files}
         sizes |= {_format.index_name(process): i.size for process, i in indexes.items()}
+        if metadata.parity is not None:
+            sizes |= {file.name: file.size for file in metadata.parity.files}
         place.commit(encode_metadata(metadata), agreed.save_id, sizes)
         return summary
 
     index = written.index
-    mine = {
+    mine: dict[str, Any] = {
         "index": None if index is None else [index.size, index.digest],
         "sizes": encode_runs(written.sizes) if plan.compressed else [],
         "written": [sum(written.sizes), watch.phases["write"]],
         "host": socket.gethostname(),
     }
+    if parity is not None:
+        mine["parity"] = [astuple(file) for file in written.parity]
+        mine["written"][0] += sum(file.size for file in written.parity)
+        mine["written"][1] += watch.phases["parity"]
     return operation.exchange("commit", mine, decide, is_last=True)
 
 
-def _with_sizes(plan: WritePlan, sizes_by_process: list[Any]) -> tuple[FileEntry, ...]:
-    """The files, with what was stored where that is known only now."""
-    sizes = [iter(decode_runs(sizes)) for sizes in sizes_by_process]
-    return tuple(
-        replace(file, size=next(sizes[plan.process_of[file.device]])) for file in plan.files
+def _join_parity(plan: ParityPlan, reports: list[Any]) -> Parity:
+    """What `_METADATA` says of parity, from what each process has written of it."""
+    files = sorted(
+        (ParityFile(*row) for report in reports for row in report["parity"]),
+        key=attrgetter("group", "number"),
     )
+    return Parity(plan.count, tuple(group.members for group in plan.groups), tuple(files))
 
 
 def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
@@ -188,8 +208,9 @@ def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str
     def look(process: int) -> None:
         name = f"{_format.shards_directory(save_id)}/{_format.index_name(process)}"
         try:
-            seen = _format.digest(store.get(name)) == indexes[process].digest
-        except FileNotFoundError:
+            data = store.get(name, indexes[process].size)
+            seen = _format.digest(data) == indexes[process].digest
+        except (FileNotFoundError, TooLarge):
             seen = False
         if not seen:
             raise ProcessFailed(

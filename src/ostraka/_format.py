@@ -21,8 +21,11 @@ import xxhash
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._spec import DTYPES, Layout, StoredLeaf
+from ostraka.errors import LostBox
 
 METADATA_NAME = "_METADATA"
+METADATA_COPY = "metadata.json"
+"""In the shards directory: the same bytes once more, for `repair`. Nothing else reads it."""
 FORMAT = "ostraka"
 VERSION = 1
 COMPRESSED_VERSION = 2
@@ -44,6 +47,10 @@ _MAX_RUN_NUMBERS = 1 << 26
 def digest(data: Any) -> str:
     """The digest of a whole small file: xxh3, 128 bits, hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+new_block_digest = xxhash.xxh3_64
+"""A digest of a block that comes bit by bit: `update`, then `hexdigest`."""
 
 
 def block_digest(buffers: Iterable[Any]) -> str:
@@ -194,15 +201,21 @@ def block_bytes(entry: Entry) -> int:
     return BLOCK_BYTES
 
 
-def paths_between(
+def boxes_between(
     leaves: Sequence[StoredLeaf], entries: Iterable[Entry], start: int, stop: int
-) -> tuple[str, ...]:
-    """The leaves that have bytes in `[start, stop)` of a file's data."""
-    return tuple(
-        leaves[entry.leaf].spec.path
-        for entry in entries
-        if entry.offset < stop and entry.offset + entry.nbytes > start
-    )
+) -> tuple[LostBox, ...]:
+    """What of each leaf lies in `[start, stop)` of a file's data."""
+    found: list[LostBox] = []
+    for leaf, box, offset, nbytes in entries:
+        first, last = max(start, offset) - offset, min(stop, offset + nbytes) - offset
+        if first >= last:
+            continue
+        spec = leaves[leaf].spec
+        bits = DTYPES[spec.dtype].bits
+        last_element = min(-(-last * 8 // bits), _box.count(box))
+        lost = _box.around_span(first * 8 // bits, last_element, box)
+        found.append(LostBox(spec.path, lost, spec.shape))
+    return tuple(found)
 
 
 # Process indexes
@@ -242,6 +255,10 @@ class FileDigests:
     """If blocks are compressed: of the data in each, which of those is longer than `lengths`."""
     results: tuple[str, ...] = ()
     """The digest of the data of each compressed block, in order."""
+    identity: str = ""
+    """What the store called the file when it was written; empty if it has no names for that."""
+    place: str = ""
+    """The digest of the location that `identity` holds for, if it is known."""
 
     @property
     def data_bytes(self) -> int:
@@ -291,17 +308,29 @@ def planned_digests(file: FileEntry, entries: Sequence[Entry]) -> FileDigests:
 
 
 def encode_index(
-    save_id: str, process: int, files: Mapping[str, FileDigests], *, version: int = VERSION
+    save_id: str,
+    process: int,
+    files: Mapping[str, FileDigests],
+    *,
+    version: int = VERSION,
+    location: str = "",
 ) -> bytes:
-    return dumps(
-        {
-            "format": f"{FORMAT}-index",
-            "version": version,
-            "id": save_id,
-            "process": process,
-            "files": {name: _encode_digests(file) for name, file in files.items()},
-        }
-    ).encode()
+    """The index of a process; `location` is where the identities of its files hold.
+
+    Without one they are left out.
+    """
+    head: dict[str, Any] = {
+        "format": f"{FORMAT}-index",
+        "version": version,
+        "id": save_id,
+        "process": process,
+    }
+    described = {name: _encode_digests(file) for name, file in files.items()}
+    if location and any(map(attrgetter("identity"), files.values())):
+        head["place"] = digest(location.encode())
+        for name, file in files.items():
+            described[name]["e_tag"] = file.identity
+    return dumps({**head, "files": described}).encode()
 
 
 def _encode_digests(file: FileDigests) -> dict[str, Any]:
@@ -317,18 +346,21 @@ def _encode_digests(file: FileDigests) -> dict[str, Any]:
 
 
 def decode_index(data: bytes) -> dict[str, FileDigests]:
-    described: dict[str, Any] = dict(json.loads(data)["files"])
-    return {name: _decode_digests(name, file) for name, file in described.items()}
+    body: dict[str, Any] = json.loads(data)
+    place = str(body.get("place", ""))
+    described: dict[str, Any] = dict(body["files"])
+    return {name: _decode_digests(name, file, place) for name, file in described.items()}
 
 
-def _decode_digests(name: str, file: Mapping[str, Any]) -> FileDigests:
+def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDigests:
     lengths = decode_runs(file["blocks"])
     digests = _cut_digests(file["digests"])
     adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
     if not adds_up or len(digests) != len(lengths):
         raise ValueError(f"the blocks of {name} do not add up to its size")
+    known = (str(file.get("e_tag", "")), place)
     if "data" not in file:
-        return FileDigests(file["size"], lengths, digests)
+        return FileDigests(file["size"], lengths, digests, (), (), *known)
     data_lengths, results = decode_runs(file["data"]), _cut_digests(file["results"])
     pairs = list(zip(lengths, data_lengths, strict=True))
     compressed = [length for stored, length in pairs if stored != length]
@@ -337,7 +369,7 @@ def _decode_digests(name: str, file: Mapping[str, Any]) -> FileDigests:
         raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
     if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
         raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
-    return FileDigests(file["size"], lengths, digests, data_lengths, results)
+    return FileDigests(file["size"], lengths, digests, data_lengths, results, *known)
 
 
 def _cut_digests(text: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 from ostraka import _format
 from ostraka._format import METADATA_NAME, Entry, FileEntry, decode_runs, digest, encode_runs
 from ostraka._parallel import TooDeep, with_full_stack
+from ostraka._parity_format import Parity, check_parity_table, decode_parity, encode_parity
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -51,6 +52,7 @@ class Metadata:
     indexes: Mapping[int, IndexEntry]
     """By process; a process that wrote nothing has none."""
     user: Mapping[str, Any]
+    parity: Parity | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields that a newer writer added; kept as they are."""
     version: int = _format.VERSION
@@ -118,6 +120,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
         "user": metadata.user,
         **metadata.unknown,
     }
+    if metadata.parity is not None:
+        body["parity"] = encode_parity(metadata.parity)
     text = _format.dumps(body).encode()[:-1]
     return text + _seal(text)
 
@@ -155,6 +159,7 @@ def decode_metadata(data: bytes) -> Metadata:
             files=_decode_files(body["files"]),
             indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
             user=dict(body["user"]),
+            parity=decode_parity(body["parity"]) if "parity" in body else None,
             unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
             version=body["version"],
         )
@@ -244,6 +249,9 @@ def check_metadata(metadata: Metadata) -> None:
         _require(fits, f"the file table has an impossible entry for {file.name}")
     for process, index in metadata.indexes.items():
         _require(_are_counts((process, index.size)), "the table of process indexes is malformed")
+    if metadata.parity is not None:
+        sizes = {process: index.size for process, index in metadata.indexes.items()}
+        check_parity_table(metadata.parity, metadata.files, metadata.process_of, sizes)
     checked: set[Any] = set()
     for leaf in metadata.leaves:
         _check_leaf(leaf, metadata, checked)

@@ -46,12 +46,12 @@ class Saved:
 
 
 class StoredFile(NamedTuple):
-    """A file that holds bytes of arrays."""
+    """A file that holds bytes of arrays, or parity of such files."""
 
     name: str
     nbytes: int
-    device: int = 0
-    """The number of the device whose shards it holds."""
+    device: int | None = 0
+    """The number of the device whose shards it holds; None for parity."""
     process: int = 0
 
 

@@ -129,6 +129,10 @@ class ShardedValue:
             whole[_box.slices(box, _box.full(self._at.shape))] = shard
         return whole
 
+    def held_boxes(self) -> dict[Box, int]:
+        """What this process's devices hold, each box once, and the number of one that has it."""
+        return self._device_of_box()
+
     def _by_box(self) -> dict[Box, Array]:
         return {box: self.read(device, box) for box, device in self._device_of_box().items()}
 

@@ -48,6 +48,7 @@ class CompressedFile:
         self._create = create
         self._check = check
         self._writer: FileWriter | None = None
+        self._identity = ""
         count = len(data_lengths)
         self._lengths = [data_lengths[0], *[0] * (count - 1)]
         self._digests = [""] * count
@@ -93,7 +94,7 @@ class CompressedFile:
         if not is_last:
             return self._data_lengths[number]
         self._writer.write(0, [self._header()])
-        self._writer.finish()
+        self._identity = self._writer.finish() or ""
         self._writer = None
         return self._data_lengths[number] + self._data_lengths[0]
 
@@ -140,6 +141,7 @@ class CompressedFile:
             tuple(self._digests),
             tuple(self._data_lengths),
             tuple(filter(None, self._results)),
+            self._identity,
         )
 
 
@@ -169,7 +171,7 @@ class SpooledFile:
             ) from error
         self._size = max(self._size, offset)
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         """Send it."""
         with self._file:
             self._file.seek(0)
@@ -179,7 +181,7 @@ class SpooledFile:
                     self._check()
                     # Fresh memory for each: the writer may keep it until it is sent.
                     writer.write(offset, [self._file.read(_PIECE_BYTES)])
-                writer.finish()
+                return writer.finish()
             except BaseException:
                 writer.abandon()
                 raise

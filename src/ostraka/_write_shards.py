@@ -23,22 +23,27 @@ from ostraka._coordinate import Operation
 from ostraka._format import Entry, FileDigests, FileEntry, StoredRange
 from ostraka._metadata import IndexEntry
 from ostraka._parallel import ByteBudget, StopSignal, in_turn, run_all
+from ostraka._parity_format import ParityFile
+from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import STAGING_BYTES, WritePlan
 from ostraka._spec import DTYPES, StoredLeaf
-from ostraka._values import Value, flat_bytes
+from ostraka._values import HostValue, Value, flat_bytes
 from ostraka._write_compressed import CompressedFile, SpooledFile
+from ostraka._write_parity import GroupOfViews, groups_of_views
 from ostraka.storage import FileWriter, Parts, Store
 
 Array = np.ndarray[Any, Any]
 NumberedBlock = tuple[int, list[Array]]
 """A block's number in its file, and the bytes it is made of."""
-_Task = tuple["_Shard", Iterable[NumberedBlock]]
+_Task = tuple["_Shard | GroupOfViews", Iterable[tuple[int, Any]]]
 
 _OPEN_FILES = 64
 _COPY_BYTES = 16 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
 _SMALL_BYTES = 1 << 20
 """A single file up to this size is written by the caller, without a thread."""
+_HELD_BYTES = 1 << 20
+"""What the program may write to, up to this size, is copied once if it is looked at twice."""
 _LIVE_BYTES = 1 << 20
 """How much of what the program may write to meanwhile is copied at a time."""
 
@@ -89,6 +94,8 @@ class Written:
     """None if it has nothing to write."""
     sizes: tuple[int, ...] = ()
     """Of its files, in the order of the plan."""
+    parity: tuple[ParityFile, ...] = ()
+    """The parity files that it has written so far."""
 
 
 def write_shards(
@@ -99,11 +106,13 @@ def write_shards(
     values: Sequence[Value],
     codecs: Mapping[int, Zstd],
     progress: Progress,
+    parity: ParityPlan | None = None,
 ) -> Written:
     """Write the files of this process, and last its index.
 
-    Between blocks the operation is checked, so that nobody goes on writing for a save that has
-    failed.
+    With them come parity files whose groups can be summed up in memory; others are left to
+    `write_parity`. Between blocks the operation is checked, so that nobody goes on writing for a
+    save that has failed.
     """
     files = plan.files_of(operation.process)
     if not files:
@@ -116,18 +125,57 @@ def write_shards(
     job = _Job(operation, store, save_id, plan.leaves, values, copied, codecs, plan.version, beside)
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
+    groups = [] if parity is None else _plan_groups(job, shards, plan, parity)
     try:
-        _write_all(job, shards, progress)
+        _write_all(job, shards, groups, progress)
+        digests = {shard.file.name: shard.digests() for shard in shards}
+        # Parity has copies of the index, whose length must be known before: not that of identities.
+        where = "" if parity is not None else store.location
+        index = _format.encode_index(
+            save_id, operation.process, digests, version=plan.version, location=where
+        )
+        name = _format.index_name(operation.process)
+        store.put(f"{_format.shards_directory(save_id)}/{name}", index)
+        sums = tuple(file for group in groups for file in group.finish(index))
     except BaseException:
-        for shard in shards:
-            shard.abandon()
+        for target in (*shards, *groups):
+            target.abandon()
         raise
-    digests = {shard.file.name: shard.digests() for shard in shards}
-    index = _format.encode_index(save_id, operation.process, digests, version=plan.version)
-    name = _format.index_name(operation.process)
-    store.put(f"{_format.shards_directory(save_id)}/{name}", index)
     sizes = tuple(map(attrgetter("size"), digests.values()))
-    return Written(IndexEntry(len(index), _format.digest(index)), sizes)
+    return Written(IndexEntry(len(index), _format.digest(index)), sizes, sums)
+
+
+def _plan_groups(
+    job: _Job, shards: Sequence[_Shard], plan: WritePlan, parity: ParityPlan
+) -> list[GroupOfViews]:
+    """The groups of parity that can be summed up from views of what is written.
+
+    Not those of which anything is copied or compressed, or may change meanwhile; nor those of
+    several processes.
+    """
+    if job.operation.count > 1 or job.codecs:
+        return []
+    for value in job.values:
+        is_live = isinstance(value, HostValue) and value.may_change
+        if is_live and value.whole().nbytes <= _HELD_BYTES:
+            value.hold()
+    unfit = {number for number, value in enumerate(job.values) if value.may_change} | job.copied
+    index_bytes = _planned_index_bytes(job, shards)
+    of_views = [unfit.isdisjoint(map(attrgetter("leaf"), shard.entries)) for shard in shards]
+    return groups_of_views(
+        job.store,
+        job.save_id,
+        plan,
+        parity,
+        {0: index_bytes},
+        [shard.stream if fits else None for shard, fits in zip(shards, of_views, strict=True)],
+    )
+
+
+def _planned_index_bytes(job: _Job, shards: Sequence[_Shard]) -> int:
+    """How long the index will be; exact, as long as nothing is compressed."""
+    planned = {s.file.name: _format.planned_digests(s.file, s.entries) for s in shards}
+    return len(_format.encode_index(job.save_id, job.operation.process, planned))
 
 
 def _must_be_copied(leaves: Sequence[StoredLeaf], values: Sequence[Value]) -> frozenset[int]:
@@ -138,10 +186,14 @@ def _must_be_copied(leaves: Sequence[StoredLeaf], values: Sequence[Value]) -> fr
     )
 
 
-def _write_all(job: _Job, shards: Sequence[_Shard], progress: Progress) -> None:
+def _write_all(
+    job: _Job, shards: Sequence[_Shard], groups: Sequence[GroupOfViews], progress: Progress
+) -> None:
     if len(shards) == 1 and progress.total <= _SMALL_BYTES:
-        for number, pieces in shards[0].blocks():
-            shards[0].write(number, pieces)
+        for target in (*shards, *groups):
+            blocks: Iterator[tuple[int, Any]] = target.blocks()
+            for number, pieces in blocks:
+                target.write(number, pieces)
         progress.written = progress.total
         return
 
@@ -152,7 +204,7 @@ def _write_all(job: _Job, shards: Sequence[_Shard], progress: Progress) -> None:
             progress.add(shard.write(number, pieces))
 
     parts = job.store.parts
-    run_all(write, _tasks(job, shards, parts), threads=parts.at_once, stop=job.stop)
+    run_all(write, _tasks(job, shards, groups, parts), threads=parts.at_once, stop=job.stop)
 
 
 class _Shard:
@@ -185,9 +237,12 @@ class _Shard:
     def blocks(self) -> Iterator[NumberedBlock]:
         """The blocks of the file, in order; without the header, where that is written last."""
         if self._has_header_first:
-            header = np.frombuffer(self._header({}), np.uint8)
-            return enumerate(_format.regroup(chain([header], self._stream()), self._lengths))
+            return enumerate(_format.regroup(self.stream(), self._lengths))
         return enumerate(_format.regroup(self._stream(), self._lengths[1:]), 1)
+
+    def stream(self) -> Iterator[Array]:
+        """The whole file in order, where nothing is compressed."""
+        return chain([np.frombuffer(self._header({}), np.uint8)], self._stream())
 
     def _create(self) -> FileWriter:
         job, name = self._job, f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
@@ -236,6 +291,7 @@ class _PlainFile:
         self._blocks_left = len(lengths)
         self._create = create
         self._writer: FileWriter | None = None
+        self._identity = ""
         self._lock = threading.Lock()
 
     def write(self, number: int, pieces: list[Array]) -> int:
@@ -250,7 +306,7 @@ class _PlainFile:
             self._blocks_left -= 1
             is_last = self._blocks_left == 0
         if is_last:
-            writer.finish()
+            self._identity = writer.finish() or ""
         return self._lengths[number]
 
     def abandon(self) -> None:
@@ -258,10 +314,17 @@ class _PlainFile:
             self._writer.abandon()
 
     def digests(self) -> FileDigests:
-        return FileDigests(self._offsets[-1], tuple(self._lengths), tuple(self._digests))
+        return FileDigests(
+            self._offsets[-1],
+            tuple(self._lengths),
+            tuple(self._digests),
+            identity=self._identity,
+        )
 
 
-def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]:
+def _tasks(
+    job: _Job, shards: Sequence[_Shard], groups: Sequence[GroupOfViews], parts: Parts
+) -> Iterator[_Task]:
     """What a thread does at a time: blocks whose views are there, or all of a file.
 
     A file with something in it that must first be copied (from an accelerator, to another dtype)
@@ -275,9 +338,20 @@ def _tasks(job: _Job, shards: Sequence[_Shard], parts: Parts) -> Iterator[_Task]
             of_views.append(_in_parts(shard, parts.size_bytes))
         else:
             yield shard, shard.blocks()
+    for group in groups:
+        if parts.in_any_order:
+            # After as many shards as it sums up, whose blocks are then in a cache still.
+            of_views.append(_one_by_one(group))
+        else:
+            yield group, group.blocks()
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         job.check()
         yield task
+
+
+def _one_by_one(group: GroupOfViews) -> Iterator[_Task]:
+    for block in group.blocks():
+        yield group, [block]
 
 
 def _in_parts(shard: _Shard, least_bytes: int) -> Iterator[_Task]:

@@ -12,7 +12,8 @@ OstrakaError
 ├── Busy                   another save is under way, or came in between       (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
-└── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
+├── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
+└── RepairFailed           a process failed, died or timed out during a repair (RuntimeError)
 
 In brackets: the builtin error that each is too. A message is one sentence that says what, where,
 what was expected and found, and what to do.
@@ -27,20 +28,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 __all__ = [
     "Busy",
     "CheckpointNotFound",
     "Damaged",
+    "DegradedRead",
     "InvalidSharding",
     "InvalidTree",
+    "LostBox",
     "Mismatch",
     "NotACheckpoint",
     "OstrakaError",
     "PartialRestore",
     "PathInTheWay",
     "Problem",
+    "RepairFailed",
     "RestoreFailed",
     "SaveFailed",
     "StoreError",
@@ -114,8 +119,39 @@ class StoreError(OstrakaError, OSError):
         return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
+class Unreadable(StoreError):
+    """What is there can't be a file of ours: a link, a pipe, a device; nothing of it is read."""
+
+    def __init__(self, path: str, found: str):
+        super().__init__(f"can't read {path}: {found}", errno=errno.EINVAL, filename=path)
+        self.found = found
+
+    @property
+    def loss(self) -> str | None:
+        return self.found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.found)
+
+
+class TooLarge(Unreadable):
+    """A file is larger than it may be; nothing of it is read."""
+
+    def __init__(self, path: str, size: int, most_bytes: int):
+        super().__init__(path, f"it has {size:,} bytes, and may have {most_bytes:,} at most")
+        self.size = size
+        self.most_bytes = most_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.size, self.most_bytes)
+
+
 class OutcomeUnknown(StoreError):
     """The store did not answer, and whether it has done what it was asked can't be told."""
+
+
+class NotDurable(OutcomeUnknown):
+    """It was done, and a power failure may undo it."""
 
 
 class Busy(OstrakaError, OSError):
@@ -126,6 +162,39 @@ class PartialRestore(UserWarning):
     """A restore with `strict=False` found leaves missing or unexpected, and says which."""
 
 
+class DegradedRead(UserWarning):
+    """A checkpoint is damaged, and what is lost of it was taken from its parity."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostBox:
+    """What of a leaf is lost or can't be trusted: the smallest box around those elements.
+
+    `str` of it is what Python would call it: `'params/w'[0:128, :]`.
+    """
+
+    leaf: str
+    box: tuple[tuple[int, int], ...]
+    """`(start, stop)` in every dimension."""
+    shape: tuple[int, ...]
+    """Of the whole leaf."""
+
+    @property
+    def elements(self) -> int:
+        return prod(stop - start for start, stop in self.box)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box == tuple((0, extent) for extent in self.shape)
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return repr(self.leaf)
+        ranges = zip(self.box, self.shape, strict=True)
+        texts = [":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in ranges]
+        return f"{self.leaf!r}[{', '.join(texts)}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a checkpoint's bytes."""
@@ -133,10 +202,32 @@ class Problem:
     file: str
     found: str
     leaves: tuple[str, ...] = ()
+    boxes: tuple[LostBox, ...] = ()
+    """What of each leaf lies there."""
+    span: tuple[int, int] | None = None
+    """The bytes of the file that it is about, `[start, stop)`; None if that is all of it."""
+    process: int | None = None
+    """Which process wrote the file; None if none did alone."""
+    host: str | None = None
+    """The host of that process, if it is known."""
+
+    @property
+    def writer(self) -> str:
+        """The process with its host, for a message; empty if it is not known."""
+        if self.process is None:
+            return ""
+        return f"process {self.process}" + (f" on {self.host}" if self.host else "")
 
     def __str__(self) -> str:
         where = f" (leaf {name_few(self.leaves)})" if self.leaves else ""
         return f"{self.file}{where}: {self.found}"
+
+    def explain(self) -> str:
+        """As `str`, with the box of each leaf, how much of it that is, and who wrote the file."""
+        leaves = _few_boxes(self.boxes) if self.boxes else name_few(self.leaves)
+        where = f" (leaf {leaves})" if leaves else ""
+        by = f", written by {self.writer}" if self.process is not None else ""
+        return f"{self.file}{where}{by}: {self.found}"
 
 
 class Damaged(OstrakaError, ValueError):
@@ -171,7 +262,11 @@ class _ProcessFailure(OstrakaError, RuntimeError):
 
 
 class SaveFailed(_ProcessFailure):
-    """A save did not commit, on any process; `process` and `cause` say where and why."""
+    """A save failed, on all processes; `process` and `cause` say where and why.
+
+    What was there before is still there, unless `cause` says that the new checkpoint is in place,
+    or may be.
+    """
 
     verb = "saving"
 
@@ -180,6 +275,15 @@ class RestoreFailed(_ProcessFailure):
     """A restore failed on some process, so it failed on all; `process` and `cause` say why."""
 
     verb = "restoring"
+
+
+class RepairFailed(_ProcessFailure):
+    """A repair failed on some process, so it failed on all; `process` and `cause` say why.
+
+    Files that were mended before stay so.
+    """
+
+    verb = "repairing"
 
 
 def describe(error: BaseException) -> str:
@@ -236,6 +340,18 @@ def name_few(names: Sequence[str], limit: int = 3) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(repr(n) for n in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _few_boxes(boxes: Sequence[LostBox], limit: int = 3) -> str:
+    shown = ", ".join(f"{box}{_share_of(box)}" for box in boxes[:limit])
+    return shown if len(boxes) <= limit else f"{shown} and {len(boxes) - limit} more"
+
+
+def _share_of(box: LostBox) -> str:
+    if box.is_whole:
+        return ""
+    share = 100 * box.elements / prod(box.shape)
+    return f" ({share:.0f} % of it)" if share >= 1 else " (less than 1 % of it)"
 
 
 def headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:

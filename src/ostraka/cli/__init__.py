@@ -20,6 +20,7 @@ _HOMES = {
     "gc": "ostraka.cli._gc",
     "ls": "ostraka.cli._ls",
     "plan": "ostraka.cli._plan",
+    "repair": "ostraka.cli._repair",
     "rm": "ostraka.cli._rm",
     "show": "ostraka.cli._show",
     "verify": "ostraka.cli._verify",
@@ -37,7 +38,7 @@ _HOMES = {
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Plan, show, compare, copy and verify Ostraka checkpoints.
+    """Plan, show, compare, copy, verify and repair Ostraka checkpoints.
 
     \b
     Examples:
@@ -46,6 +47,7 @@ def main(context: click.Context) -> None:
       ostraka diff runs/6 runs/7
       ostraka ls runs
       ostraka copy runs s3://bucket/runs
+      ostraka repair runs/7 --from s3://bucket/runs
       ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
 
     \b

@@ -167,7 +167,7 @@ def _wants_colour() -> bool | None:
 def _remedy(error: OstrakaError) -> str:
     """What to do about an error, where it does not say so itself."""
     if isinstance(error, Damaged):
-        return "; ostraka verify tells of all damage"
+        return "; ostraka verify tells of all damage, ostraka repair mends what can be"
     if isinstance(error, OSError) and error.errno in (EACCES, EPERM):
         return "; look at its permissions, or ask its owner"
     if isinstance(error, CheckpointNotFound) and "; " not in str(error):

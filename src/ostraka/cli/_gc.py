@@ -130,7 +130,7 @@ def _collect(root: Store, name: str, *, remove: bool) -> list[Leftovers]:
         return [Leftovers(name, place.location, (), 0, False, busy=True)]
     except PathInTheWay:
         return []
-    nbytes = sum(size for file, size in sizes.items() if file.split("/")[0] in names)
+    nbytes = sum(size for file, size in sizes.items() if {file, file.split("/")[0]} & {*names})
     return [Leftovers(name, place.location, tuple(names), nbytes, beside)] if names else []
 
 

@@ -50,6 +50,7 @@ LIMIT_EXCEEDED = 3
     "parameters.",
 )
 @click.option("--compress", type=click.Choice(["zstd"]), help="As in save: how small files get.")
+@click.option("--parity", type=click.IntRange(0, 2), default=0, help="As in save: parity files.")
 @click.option(
     "--max-file-bytes", type=parse_size, metavar="SIZE", help="Where files are cut, as in save."
 )
@@ -211,6 +212,7 @@ def _options(given: dict[str, Any]) -> Options:
         dtype=given["dtype"],
         optimizer_dtype=given["optimizer_dtype"],
         compress=given["compress"],
+        parity=given["parity"],
     )
     if given["max_file_bytes"] is None:
         return options

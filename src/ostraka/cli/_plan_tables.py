@@ -125,6 +125,7 @@ def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
         estimate = f"an estimate: {size / variant['total_bytes']:.2f}, for normal weights"
         note = estimate if compressed["is_estimate"] else f"{size:,}"
         yield "compressed", human_bytes(size), note
+    yield from _parity_rows(variant["parity"])
     yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
     if files["largest"] is not None:
         yield "largest file", human_bytes(files["largest"]["bytes"]), files["largest"]["name"]
@@ -138,6 +139,22 @@ def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     exact = "" if variant["index_bytes_are_exact"] else "from the indexes of a few processes"
     yield "metadata", human_bytes(variant["metadata_bytes"]), f"{variant['metadata_bytes']:,}"
     yield "indexes", human_bytes(variant["index_bytes"]), exact
+
+
+def _parity_rows(parity: dict[str, Any] | None) -> Iterator[PlanLine]:
+    if parity is None:
+        return
+    share = f"{parity['share']:.1%} more, in {count_of(parity['files'], 'file')}"
+    yield "parity", human_bytes(parity["bytes"]), share
+    if parity["covers"] is not None:
+        number, what = parity["count"], parity["covers"]
+        lost = {1: {"hosts": "host", "processes": "process", "files": "shard file"}}
+        noun = lost[1][what] if number == 1 else {"files": "shard files"}.get(what, what)
+        note = "all files of it" if what != "files" else "too few hosts to stand the loss of one"
+        yield "  stands the loss of", f"any {number} {noun}", note
+    back = parity["read_back_bytes"]["most"]
+    if back:
+        yield "  a host reads back", human_bytes(back), "before the commit, at most"
 
 
 def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:

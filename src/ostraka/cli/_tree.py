@@ -216,7 +216,8 @@ def files_table(source: Source) -> list[str]:
     for file in files:
         host = printable(host_of(hosts, file.process) or UNKNOWN_HOST)
         name = printable(file.name.rpartition("/")[2])
-        table.add(name, f"{file.device}", f"{file.process}", host, human_bytes(file.nbytes))
+        device = "parity" if file.device is None else f"{file.device}"
+        table.add(name, device, f"{file.process}", host, human_bytes(file.nbytes))
     return [*table.lines(), *where_files_are([file.name for file in files])]
 
 

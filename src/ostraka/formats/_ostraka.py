@@ -109,14 +109,14 @@ class OstrakaSource:
         )
 
     def files(self) -> list[StoredFile]:
+        name_of, process_of = self.shards.name_of, self.metadata.process_of
+        parity = () if self.metadata.parity is None else self.metadata.parity.files
         return [
-            StoredFile(
-                self.shards.name_of(file),
-                file.size,
-                file.device,
-                self.metadata.process_of[file.device],
-            )
-            for file in self.metadata.files
+            *(
+                StoredFile(name_of(file), file.size, file.device, process_of[file.device])
+                for file in self.metadata.files
+            ),
+            *(StoredFile(name_of(file), file.size, None, file.process) for file in parity),
         ]
 
     def is_current(self) -> bool:

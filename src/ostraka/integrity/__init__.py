@@ -1,5 +1,8 @@
-"""Find damage."""
+"""Find damage, and mend it."""
 
-from ostraka.integrity._verify import Report, verify
+from ostraka.integrity._repair import repair
+from ostraka.integrity._repair_report import MendedFile, RepairReport
+from ostraka.integrity._report import Note, Report
+from ostraka.integrity._verify import verify
 
-__all__ = ["Report", "verify"]
+__all__ = ["MendedFile", "Note", "RepairReport", "Report", "repair", "verify"]

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from ostraka._capture import DtypeRule
 from ostraka._codec import CompressRule, check_compress
 from ostraka._pattern import Patterns
+from ostraka._plan_parity import check_parity
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._read import restore
 from ostraka._record import OnRecord, Record, Stopwatch
@@ -63,7 +64,7 @@ class Manager:
     seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
     These conditions are ORed; with none given, everything is kept. The newest step is always kept.
 
-    Saves run in the background unless `asynchronous` is False; `compress` is that of
+    Saves run in the background unless `asynchronous` is False; `compress` and `parity` are those of
     `ostraka.save`. Errors of a background save are raised by the next call, on every process. Only
     one manager writes to a directory at a time: a second raises Busy, or waits (`if_busy="wait"`).
     With `read_only` nothing is ever written, but for the lease of `watch`.
@@ -107,6 +108,7 @@ class Manager:
         mirror_every: int | None = None,
         asynchronous: bool = True,
         compress: CompressRule = None,
+        parity: int = 0,
         read_only: bool = False,
         if_busy: Literal["wait", "refuse"] = "refuse",
         mtbf_s: float | None = None,
@@ -123,6 +125,8 @@ class Manager:
         self._asynchronous = asynchronous
         check_compress(compress)
         self._compress = compress
+        check_parity(parity)
+        self._parity = parity
         self._read_only = read_only
         self._on_record = check_function("on_record", on_record)
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
@@ -193,16 +197,17 @@ class Manager:
         asynchronous: bool | None = None,
         dtype: DtypeRule = None,
         compress: CompressRule = _NOT_GIVEN,
+        parity: int | None = None,
         max_file_bytes: int | str = MAX_FILE_BYTES,
     ) -> bool:
         """Save a step if it is time to, or in any case with `force`; returns whether it is saved.
 
-        `tree`, `dtype`, `compress`, `metadata` and `max_file_bytes` are those of `ostraka.save`;
-        without `compress`, it is that of the manager. `metrics` are numbers, the same on all
-        processes; they are kept in the checkpoint. When it returns, `tree` may be changed. The save
-        goes on in the background, and its error is raised by the next call; with
-        `asynchronous=False`, and when the run is being preempted, the step is on disk when this
-        returns.
+        `tree`, `dtype`, `compress`, `parity`, `metadata` and `max_file_bytes` are those of
+        `ostraka.save`; without `compress` or `parity`, it is that of the manager. `metrics` are
+        numbers, the same on all processes; they are kept in the checkpoint. When it returns, `tree`
+        may be changed. The save goes on in the background, and its error is raised by the next
+        call; with `asynchronous=False`, and when the run is being preempted, the step is on disk
+        when this returns.
 
         A step that is there already is replaced, in one atomic event; one that is a link, or a root
         that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
@@ -219,6 +224,7 @@ class Manager:
                 metadata=with_metrics(metadata, metrics, number),
                 dtype=dtype,
                 compress=self._compress if compress is _NOT_GIVEN else compress,
+                parity=self._parity if parity is None else parity,
                 max_file_bytes=max_file_bytes,
                 force=force,
                 background=self._asynchronous if asynchronous is None else asynchronous,
@@ -466,6 +472,7 @@ class Manager:
             "root": self.root,
             "asynchronous": str(self._asynchronous),
             "compress": repr(self._compress),
+            "parity": str(self._parity),
             "mirror": "None" if self._copies is None else self._copies.location,
             "mirror_every": str(self._mirror_every),
             **self._schedule.when.described(),

@@ -86,6 +86,7 @@ def requests_by_process(plan: WritePlan, index_bytes: Mapping[int, int]) -> list
     While a save lasts, its marker costs a few more.
     """
     totals = [COMMIT_REQUESTS, *[JOIN_REQUESTS] * max(plan.process_of)]
+    totals[0] += bool(plan.files)  # the second copy of `_METADATA`
     for file in plan.files:
         totals[plan.process_of[file.device]] += upload_requests(file.size)
     for process, size in index_bytes.items():

@@ -25,6 +25,7 @@ def plan(
     optimizer_dtype: Any = None,
     dtype: Any = None,
     compress: CompressRule = None,
+    parity: int = 0,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
 ) -> Plan:
@@ -44,10 +45,11 @@ def plan(
     `optimizer`, an optax transformation or the name of one, adds the state that it has for the
     model `tree`, under `optimizer` beside `model`, cut as the parameters are. Its moments have the
     dtype that optax gives them, which is that of the parameters unless `optimizer_dtype` is given.
-    `dtype`, `compress`, `metadata` and `max_file_bytes` are those of `save`; of a known model
-    `dtype` is that of its parameters. How small files get with `compress` depends on the values:
-    `compressed` of the plan is an estimate, for normal weights, and all other sizes are those
-    without.
+    `dtype`, `compress`, `parity`, `metadata` and `max_file_bytes` are those of `save`; of a known
+    model `dtype` is that of its parameters. How small files get with `compress` depends on the
+    values: `compressed` of the plan is an estimate, for normal weights, and all other sizes are
+    those without. With `parity`, processes are taken to be on hosts of their own; `parity` of the
+    plan has its files, and says what may be lost.
 
     Host arrays are assumed to be the same on all processes; `save` compares them.
 
@@ -66,6 +68,7 @@ def plan(
             max_file_bytes=size,
             metadata=metadata,
             compress=compress,
+            parity=parity,
         )
         return plan_source(tree, options)
     # Only trees need JAX.
@@ -81,4 +84,4 @@ def plan(
         dtype=dtype,
         metadata=metadata or {},
     )
-    return plan_state(state, max_file_bytes=size, compress=compress)
+    return plan_state(state, max_file_bytes=size, compress=compress, parity=parity)

@@ -44,6 +44,7 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
         "data_bytes": plan.data_bytes,
         "total_bytes": plan.total_bytes,
         "compressed": None if plan.compressed is None else asdict(plan.compressed),
+        "parity": _describe_parity(plan),
         "groups": {
             name: {"bytes": sum(dtypes.values()), "dtypes": dtypes}
             for name, dtypes in plan.bytes_by_group.items()
@@ -79,11 +80,28 @@ def _describe_spread(spread: Spread) -> Document:
     return {**asdict(spread), "skew": spread.skew}
 
 
+def _describe_parity(plan: Plan) -> Document | None:
+    if plan.parity is None:
+        return None
+    table, size = plan.parity.table, plan.parity.total_bytes
+    return {
+        "count": table.count,
+        "covers": plan.parity.covers,
+        "groups": len(table.groups),
+        "files": len(table.files),
+        "bytes": size,
+        "share": size / max(plan.total_bytes - size, 1),
+        "read_back_bytes": _describe_spread(
+            spread_of(plan.parity.read_bytes_by_process(plan.write))
+        ),
+    }
+
+
 def _describe_files(plan: Plan) -> Document:
     largest = plan.largest_file
     return {
         "shards": len(plan.write.files),
-        "in_all": len(plan.write.files) + len(plan.index_bytes) + 1,
+        "in_all": len(plan.files) + plan.metadata_files,
         "largest": None if largest is None else {"name": largest.name, "bytes": largest.size},
     }
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, cast
 
 from ostraka import _format, _metadata
@@ -17,6 +17,7 @@ from ostraka._codec import CompressRule, check_rule, codecs_of
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
 from ostraka._metadata import Metadata
+from ostraka._plan_parity import check_parity
 from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._source import Saved
@@ -27,6 +28,7 @@ from ostraka.formats._ostraka import OstrakaSource
 from ostraka.planner import _account, _time
 from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
 from ostraka.planner._groups import bytes_by_group, bytes_in_float32
+from ostraka.planner._parity import PlannedParity, plan_parity_files
 from ostraka.planner._rates import bytes_per_second
 from ostraka.planner._restore import RestorePlan, Written, plan_restore
 from ostraka.planner._state import SAMPLED_PROCESSES, State
@@ -72,13 +74,16 @@ class Plan:
     """Whether the optimizer's state is what optax would make, rather than one that is there."""
     compressed: Compressed | None = None
     """What it takes with compression, if it has any. All other sizes are those without."""
+    parity: PlannedParity | None = None
+    """Its parity files, if it has any; all sizes are those with them."""
 
     def __repr__(self) -> str:
         dtypes = sorted({leaf.spec.dtype for leaf in self.write.leaves})
         names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
         processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
+        files = len(self.files) + self.metadata_files
         return (
-            f"<Plan: {human_bytes(self.total_bytes)} in {len(self.files) + 1:,} files, "
+            f"<Plan: {human_bytes(self.total_bytes)} in {files:,} files, "
             f"{len(self.write.leaves):,} arrays ({names}), {processes}>"
         )
 
@@ -89,6 +94,8 @@ class Plan:
         The names are those in the directory of shards, which is named after a random id.
         """
         files = {file.name: file.size for file in self.write.files}
+        if self.parity is not None:
+            files |= {file.name: file.size for file in self.parity.table.files}
         return files | {_format.index_name(p): n for p, n in self.index_bytes.items() if n}
 
     @property
@@ -98,9 +105,16 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """All that is written: shards, indexes and `_METADATA`."""
+        """All that is written: shards, parity, indexes and `_METADATA`, which is there twice."""
         shards = sum(file.size for file in self.write.files)
-        return shards + sum(self.index_bytes.values()) + self.metadata_bytes
+        parity = 0 if self.parity is None else self.parity.total_bytes
+        metadata = self.metadata_bytes * self.metadata_files
+        return shards + parity + sum(self.index_bytes.values()) + metadata
+
+    @property
+    def metadata_files(self) -> int:
+        """How many times `_METADATA` is written: there is a copy of it among shards."""
+        return 2 if self.write.files else 1
 
     @property
     def bytes_by_group(self) -> dict[str, dict[str, int]]:
@@ -130,9 +144,9 @@ class Plan:
 
     @property
     def bytes_by_process(self) -> list[int]:
-        """What each process writes: its shards and its index."""
-        shards = _account.file_bytes_by_process(self.write)
-        return [size + self.index_bytes.get(p, 0) for p, size in enumerate(shards)]
+        """What each process writes: its shards, its parity files and its index."""
+        sizes = _file_bytes(self.write, self.parity)
+        return [size + self.index_bytes.get(p, 0) for p, size in enumerate(sizes)]
 
     @property
     def process_spread(self) -> Spread:
@@ -144,7 +158,10 @@ class Plan:
 
         Retries, and the marker that is renewed every 5 s while a save lasts, are not counted.
         """
-        return _account.requests_by_process(self.write, self.index_bytes)
+        requests = _account.requests_by_process(self.write, self.index_bytes)
+        if self.parity is None:
+            return requests
+        return list(map(add, requests, self.parity.requests_by_process(self.write)))
 
     @property
     def shard_spread(self) -> Spread:
@@ -157,9 +174,14 @@ class Plan:
 
     def staging_bytes(self, *, on_accelerators: bool = True) -> int:
         """The most host memory that a save takes on one host, besides the state itself."""
-        return _account.staging_bytes(
+        staging = _account.staging_bytes(
             self.write, writers=USUAL_WRITERS, on_accelerators=on_accelerators
         )
+        if self.parity is None:
+            return staging
+        parity = self.parity.memory_bytes(USUAL_WRITERS)
+        # What is read back is read when all else is done.
+        return max(staging, parity) if self.parity.is_read_back else staging + parity
 
     def lost_shard(self) -> LostShard | None:
         """What it takes to bring back the largest shard file."""
@@ -247,9 +269,12 @@ class Plan:
         )
 
 
-def plan_state(state: State, *, max_file_bytes: int, compress: CompressRule = None) -> Plan:
+def plan_state(
+    state: State, *, max_file_bytes: int, compress: CompressRule = None, parity: int = 0
+) -> Plan:
     """The plan of a state. Raises InvalidSharding where a spec does not fit."""
     check_rule(compress, state.leaves)
+    check_parity(parity)
     if max_file_bytes < _LEAST_FILE_BYTES:
         raise ValueError(
             f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
@@ -270,9 +295,13 @@ def plan_state(state: State, *, max_file_bytes: int, compress: CompressRule = No
             compressed=codecs_of(compress, state.leaves),
         )
         sizes, exact = _index_bytes(write)
+        sums = plan_parity_files(write, parity, sizes) if parity else None
+    writer = _writer(write, sums)
     metadata = _account.describe_metadata(
-        write, tree=state.tree, user=state.user, writer=_writer(write), indexes=sizes
+        write, tree=state.tree, user=state.user, writer=writer, indexes=sizes
     )
+    if sums is not None:
+        metadata = replace(metadata, parity=sums.table)
     size = len(_metadata.encode_metadata(metadata))
     planned = Plan(
         write=write,
@@ -283,6 +312,7 @@ def plan_state(state: State, *, max_file_bytes: int, compress: CompressRule = No
         parameters=state.parameters,
         findings=state.findings,
         adds_optimizer=state.adds_optimizer,
+        parity=sums,
     )
     if compress is None:
         return planned
@@ -309,7 +339,13 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
     return dict.fromkeys(writing, max(found.values())), False
 
 
-def _writer(write: WritePlan) -> dict[str, Any]:
+def _file_bytes(write: WritePlan, parity: PlannedParity | None) -> list[int]:
+    """The bytes of all shard files and parity files of each process."""
+    sizes = _account.file_bytes_by_process(write)
+    return sizes if parity is None else list(map(add, sizes, parity.bytes_by_process(len(sizes))))
+
+
+def _writer(write: WritePlan, parity: PlannedParity | None) -> dict[str, Any]:
     """What `_METADATA` says of its writer.
 
     The durations and the names of the hosts are placeholders, whose text may be longer or shorter
@@ -321,8 +357,9 @@ def _writer(write: WritePlan) -> dict[str, Any]:
         jax_version = version("jax")
     except PackageNotFoundError:
         jax_version = "0.10.0"
-    sizes = _account.file_bytes_by_process(write)
-    watch = Stopwatch(phases=dict.fromkeys(_PHASES, _SOME_SECONDS))
+    sizes = _file_bytes(write, parity)
+    phases = _PHASES if parity is None else (*_PHASES, "parity")
+    watch = Stopwatch(phases=dict.fromkeys(phases, _SOME_SECONDS))
     written = [(size, _SOME_SECONDS) for size in sizes]
     return {
         "ostraka": __version__,
@@ -347,6 +384,9 @@ def plan_checkpoint(path: PathLike) -> Plan:
     write = WritePlan(found.meshes, found.layouts, found.leaves, files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}
     planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+    if found.parity is not None:
+        is_read_back = found.process_count > 1 or files != found.files
+        planned = replace(planned, parity=PlannedParity(found.parity, None, is_read_back))
     if files == found.files:
         return planned
     saved_bytes = sum(map(attrgetter("size"), files)) - sum(map(attrgetter("size"), found.files))

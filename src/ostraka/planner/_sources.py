@@ -40,6 +40,7 @@ class Options:
     max_file_bytes: int = MAX_FILE_BYTES
     metadata: Mapping[str, Any] | None = None
     compress: CompressRule = None
+    parity: int = 0
 
     @property
     def adds_optimizer(self) -> bool:
@@ -49,6 +50,15 @@ class Options:
         """The rules; without any, what the names of the axes say."""
         is_text = self.rules is None or isinstance(self.rules, str)
         return read_rules(self.rules, mesh) if is_text else self.rules
+
+
+def plan_with(state: State, options: Options) -> Plan:
+    return plan_state(
+        state,
+        max_file_bytes=options.max_file_bytes,
+        compress=options.compress,
+        parity=options.parity,
+    )
 
 
 _DEVICES_PER_HOST = 8
@@ -122,7 +132,7 @@ def _plan_config(config: Mapping[str, Any], options: Options) -> Plan:
             optimizer_dtype=_dtype_name(options.optimizer_dtype),
             metadata=options.metadata,
         )
-    return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
+    return plan_with(state, options)
 
 
 def _dtype_name(dtype: Any) -> str | None:
@@ -172,7 +182,7 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
         findings=findings,
     )
     try:
-        return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
+        return plan_with(state, options)
     except InvalidSharding as error:
         if options.rules is not None:
             raise
@@ -240,4 +250,4 @@ def _plan_factory(source: str, options: Options) -> Plan:
             "without rules arrays are cut as they say themselves: give some (--rules, specs=), or "
             f"a mesh with the axes that they name; {error}"
         ) from error
-    return plan_state(state, max_file_bytes=options.max_file_bytes, compress=options.compress)
+    return plan_with(state, options)

@@ -25,6 +25,8 @@ class FileInfo:
     version: Any
     """Equal for two looks at a file if, and only if, other bytes have not replaced it between
     them."""
+    identity: str = ""
+    """In a bucket the object's ETag, as `FileWriter.finish` gives it; empty elsewhere."""
 
 
 USUAL_WRITERS = max(4, min(os.cpu_count() or 1, 16))
@@ -65,8 +67,12 @@ class FileWriter(Protocol):
         """
         ...
 
-    def finish(self) -> None:
-        """Make the file's bytes durable and close it."""
+    def finish(self) -> str | None:
+        """Make the file's bytes durable and close it.
+
+        Returns the `identity` that looks at the file will give while nobody writes it again; None
+        where the store has none.
+        """
         ...
 
     def abandon(self) -> None:
@@ -99,6 +105,11 @@ class PlaceLock(Protocol):
     def release(self) -> None:
         """Unlock; again is as good as once."""
         ...
+
+
+MOST_BYTES = 1 << 30
+"""What a small file may have, if nothing else is known of it. The `_METADATA` of a model with
+405 billion parameters on 16,384 devices has 1.2 MiB, and one of a million leaves some 200 MiB."""
 
 
 class _Anything:
@@ -145,7 +156,13 @@ class Store(Protocol):
         """
         ...
 
-    def get(self, name: str) -> bytes: ...
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        """All bytes of a small file; raises `errors.TooLarge`, and reads nothing, if it has more.
+
+        What is no file at all (a link, a pipe, a device) raises `errors.Unreadable`, here and in
+        `open`, and is neither followed nor waited for.
+        """
+        ...
 
     def put(
         self,
@@ -154,8 +171,12 @@ class Store(Protocol):
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         """Write a small file as one atomic, durable event.
+
+        Without `durable` it is a new file that nothing depends on: neither atomic nor synced, so
+        that it costs next to nothing, and a crash of the machine may take some or all of it.
 
         `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
         `errors.Busy`. `check` is called when all is ready but for the event itself, and may raise.
@@ -164,6 +185,9 @@ class Store(Protocol):
         directory two writers may fall between the two, unless they hold a Claim: who takes a claim
         over first deletes the temporary files (`is_temporary`) of writers before it, whose `put`
         then raises Busy.
+
+        Raises `errors.NotDurable` if the file is there, but may not survive a power failure, and
+        `errors.OutcomeUnknown` if it can't be told whether it is there.
         """
         ...
 
@@ -174,9 +198,12 @@ class Store(Protocol):
         """
         ...
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
+    def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         """Begin a new file; its directory comes into being with it.
 
+        With `replace` it appears when it is finished, in one atomic and durable event, in the place
+        of what is there under its name; until then that stays as it is, and so it does if the
+        writer dies. What a dead one leaves is temporary by its name (`is_temporary`).
         Where `parts` allow any order, `size` is only the most that is written, and the file ends
         where its last byte was written; elsewhere it is exact.
         `beside` is how many files this process writes at the same time, this one among them.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ostraka.errors import Busy, StoreError
-from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.errors import Busy, StoreError, TooLarge
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
 
 _guard = threading.RLock()
 _files: dict[str, _File] = {}
@@ -67,8 +67,11 @@ class MemoryStore:
     def lock(self) -> _MemoryLock:
         return _MemoryLock(self)
 
-    def get(self, name: str) -> bytes:
-        return bytes(self._find(name).data)
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        data = self._find(name).data
+        if len(data) > most_bytes:
+            raise TooLarge(f"{self.location}/{name}", len(data), most_bytes)
+        return bytes(data)
 
     def put(
         self,
@@ -77,6 +80,7 @@ class MemoryStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         with _guard:
             there = self.look(name)
@@ -95,10 +99,13 @@ class MemoryStore:
             else:
                 self._add(name, bytearray())
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> _MemoryWriter:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> _MemoryWriter:
         data = bytearray(size)
-        self._add(name, data)
-        return _MemoryWriter(data)
+        if not replace:
+            self._add(name, data)
+        return _MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
 
     def open(self, name: str) -> _MemoryReader:
         return _MemoryReader(self._find(name).data)
@@ -179,9 +186,10 @@ class _MemoryLock:
 
 
 class _MemoryWriter:
-    def __init__(self, data: bytearray):
+    def __init__(self, data: bytearray, publish: Callable[[], None] | None):
         self._data = data
         self._end = 0
+        self._publish = publish
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         for view in byte_views(buffers):
@@ -192,6 +200,8 @@ class _MemoryWriter:
 
     def finish(self) -> None:
         del self._data[self._end :]
+        if self._publish is not None:
+            self._publish()
 
     def abandon(self) -> None:
         pass

@@ -23,8 +23,8 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from ostraka.errors import Busy, OutcomeUnknown, StoreError
-from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
 from ostraka.storage._refusals import (
     broke_off,
     is_missing,
@@ -91,9 +91,16 @@ class ObjectStore:
     def lock(self) -> None:
         return None
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         key = self._start + name
-        return self._retry("read", name, lambda: bytes(obstore.get(self._bucket, key).bytes()))
+
+        def read() -> bytes:
+            found = obstore.get(self._bucket, key)
+            if found.meta["size"] > most_bytes:  # told with the answer, before its bytes
+                raise TooLarge(self._path(name), found.meta["size"], most_bytes)
+            return bytes(found.bytes())
+
+        return self._retry("read", name, read)
 
     def put(
         self,
@@ -102,6 +109,7 @@ class ObjectStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         if check is not None:
             check()
@@ -109,6 +117,15 @@ class ObjectStore:
             self._put(name, data, "overwrite")
         elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
+
+    def upload(self, name: str, data: memoryview) -> str | None:
+        """Write a file as one object; returns its identity."""
+        _refuse_after_fork()
+        try:
+            done = obstore.put(self._bucket, self._start + name, data, use_multipart=False)
+        except (BaseError, FileNotFoundError) as error:
+            raise refusal("write", self._path(name), error) from error
+        return _identity(done)
 
     def _put(self, name: str, data: bytes, mode: Any) -> bool:
         """Returns whether the condition of `mode` was met."""
@@ -131,8 +148,8 @@ class ObjectStore:
 
     def _holds(self, name: str, data: bytes) -> bool:
         try:
-            return self.get(name) == data
-        except FileNotFoundError:
+            return self.get(name, len(data)) == data
+        except (FileNotFoundError, TooLarge):
             return False
 
     def touch(self, name: str, *, create: bool) -> None:
@@ -149,7 +166,10 @@ class ObjectStore:
         ):
             raise _not_found(self._path(name))
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> _Upload | _SmallFile:
+    def create(
+        self, name: str, size: int, *, beside: int = 1, replace: bool = False
+    ) -> _Upload | _SmallFile:
+        # With `replace` or without: an upload appears when it is complete, whatever was there.
         if size <= PART_BYTES:
             return _SmallFile(self, name, size)
         part_bytes = part_bytes_of(size)
@@ -255,8 +275,8 @@ class _SmallFile:
             self._data[offset : offset + view.nbytes] = view
             offset += view.nbytes
 
-    def finish(self) -> None:
-        self._store.put(self._name, memoryview(self._data))  # pyright: ignore[reportArgumentType]
+    def finish(self) -> str | None:
+        return self._store.upload(self._name, memoryview(self._data))
 
     def abandon(self) -> None:
         pass
@@ -274,6 +294,7 @@ class _Upload:
         self._queued_bytes = 0
         self._written_bytes = 0
         self._is_complete = False
+        self._identity: str | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
@@ -297,12 +318,13 @@ class _Upload:
                 self._changed.notify_all()
             self._written_bytes += view.nbytes
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
         self._thread.join()
         self._raise_error()
+        return self._identity
 
     def abandon(self) -> None:
         with self._changed:
@@ -319,7 +341,7 @@ class _Upload:
 
     def _run(self, bucket: Any, key: str, part_bytes: int, at_once: int) -> None:
         try:
-            obstore.put(
+            done = obstore.put(
                 bucket,
                 key,
                 self._pull(),
@@ -327,6 +349,7 @@ class _Upload:
                 chunk_size=part_bytes,
                 max_concurrency=at_once,
             )
+            self._identity = _identity(done)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
@@ -380,7 +403,14 @@ def _info(name: str, meta: Any) -> FileInfo:
     if "e_tag" in version:  # Azure's lists have it without quotes.
         version["e_tag"] = f'"{version["e_tag"].strip(chr(34))}"'
     changed_s = meta["last_modified"].timestamp()
-    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())))
+    known = _identity(meta) or ""
+    return FileInfo(name, meta["size"], changed_s, tuple(sorted(version.items())), known)
+
+
+def _identity(meta: Any) -> str | None:
+    """The ETag, without its quotes, which Azure's lists lack."""
+    e_tag = meta.get("e_tag")
+    return None if e_tag is None else e_tag.strip('"')
 
 
 def _not_found(path: str) -> FileNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ostraka.storage import (
     ANYTHING,
+    MOST_BYTES,
     FileInfo,
     FileReader,
     FileWriter,
@@ -106,9 +107,9 @@ class FaultyStore:
         self.call("lock", "")
         return self._below.lock() if self._has_locks else None
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         self.call("get", name)
-        return self._below.get(name)
+        return self._below.get(name, most_bytes)
 
     def put(
         self,
@@ -117,6 +118,7 @@ class FaultyStore:
         *,
         replaces: Any = ANYTHING,
         check: Callable[[], None] | None = None,
+        durable: bool = True,
     ) -> None:
         self.call("put", name)
         self._unsynced.directory(self._below, name, self._whole(name))
@@ -126,8 +128,11 @@ class FaultyStore:
                 check()
             self.call("publish", name)
 
-        self._below.put(name, data, replaces=replaces, check=check_and_publish)
-        self._unsynced.synced(self._whole(name))
+        self._below.put(name, data, replaces=replaces, check=check_and_publish, durable=durable)
+        if durable:
+            self._unsynced.synced(self._whole(name))
+        else:
+            self._unsynced.made(self._below, name, self._whole(name))
 
     def touch(self, name: str, *, create: bool) -> None:
         self.call("touch", name)
@@ -135,11 +140,12 @@ class FaultyStore:
         if create:
             self._unsynced.made(self._below, name, self._whole(name))
 
-    def create(self, name: str, size: int, *, beside: int = 1) -> FileWriter:
+    def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         self.call("create", name)
         self._unsynced.directory(self._below, name, self._whole(name))
-        writer = self._below.create(name, size, beside=beside)
-        self._unsynced.made(self._below, name, self._whole(name))
+        writer = self._below.create(name, size, beside=beside, replace=replace)
+        if not replace:  # else its name is synced when it is finished
+            self._unsynced.made(self._below, name, self._whole(name))
         return _Writer(self, name, writer)
 
     def open(self, name: str) -> FileReader:
@@ -190,9 +196,9 @@ class _Writer:
         self._store.call("write", self._name)
         self._writer.write(offset, buffers)
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         self._store.call("finish", self._name)
-        self._writer.finish()
+        return self._writer.finish()
 
     def abandon(self) -> None:
         self._writer.abandon()

@@ -21,7 +21,8 @@ from ostraka.transfer._files import Tally, copy_files
 
 def total_bytes(source: OstrakaSource) -> int:
     """The bytes of all files of a checkpoint."""
-    return source.metadata_bytes + sum(_sizes_of(source).values())
+    sizes = _sizes_of(source)
+    return source.metadata_bytes * (2 if sizes else 1) + sum(sizes.values())
 
 
 def copy_checkpoint(source: OstrakaSource, target: Store, tally: Tally) -> bool:
@@ -90,7 +91,7 @@ class CopyPlace:
         return True
 
     def commit(self) -> int:
-        """Put `_METADATA`, once all files are there; returns its size. Raises Busy."""
+        """Put `_METADATA`, once all files are there; returns what that took. Raises Busy."""
 
         def check() -> None:
             self._claim.check()
@@ -101,6 +102,11 @@ class CopyPlace:
                     "was: another save or program has changed it; copy again"
                 )
 
+        nbytes = len(self._metadata)
+        if self._source.metadata.files:
+            name = f"{self._directory}/{_format.METADATA_COPY}"
+            self._target.put(name, self._metadata, durable=False)
+            nbytes += len(self._metadata)
         self._target.sync("")  # The shards must not be lost to a crash that keeps the commit.
         replaces = self._seen.version
         self._target.put(METADATA_NAME, self._metadata, replaces=replaces, check=check)
@@ -111,7 +117,7 @@ class CopyPlace:
                 self._target.delete(name)
             if self._claim.found_dead:
                 self._target.discard_uploads()
-        return len(self._metadata)
+        return nbytes
 
     def discard(self) -> None:
         """Delete what was copied: it can't become a checkpoint, so nobody has to clean it up."""
@@ -156,11 +162,13 @@ def copy_shards(
     devices = {device for device, of in enumerate(metadata.process_of) if of % count == process}
 
     def copy_index(of: int) -> None:
-        data = shards.read_index(of)
+        data = shards.find_index(of)
         target.put(shards.name_of_index(of), data)
         tally.add(copied=len(data))
 
-    copy_files(source, target, devices, tally)
+    known = () if metadata.parity is None else metadata.parity.files
+    parity = [file for file in known if file.process % count == process]
+    copy_files(source, target, devices, parity, tally)
     # After the files: with them the directory came, whose names a `put` makes durable.
     indexes = [of for of in metadata.indexes if of % count == process]
     run_all(copy_index, indexes, threads=target.parts.at_once, stop=StopSignal())
@@ -198,5 +206,6 @@ def find_lost(source: OstrakaSource, target: Store) -> list[Problem]:
 def _sizes_of(source: OstrakaSource) -> dict[str, int]:
     """All files of a checkpoint but `_METADATA`."""
     metadata, shards = source.metadata, source.shards
-    sizes = {shards.name_of(file): file.size for file in metadata.files}
+    parity = () if metadata.parity is None else metadata.parity.files
+    sizes = {shards.name_of(file): file.size for file in (*metadata.files, *parity)}
     return sizes | {shards.name_of_index(p): index.size for p, index in metadata.indexes.items()}

@@ -13,6 +13,7 @@ from ostraka._format import Block
 from ostraka._memory import Scratch, aligned
 from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_all
+from ostraka._parity_format import ParityFile
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.storage import FileReader, FileWriter, Parts, Store
 
@@ -43,18 +44,23 @@ class Tally:
 
 
 def copy_files(
-    source: OstrakaSource, target: Store, devices: Collection[int], tally: Tally
+    source: OstrakaSource,
+    target: Store,
+    devices: Collection[int],
+    parity: Sequence[ParityFile],
+    tally: Tally,
 ) -> None:
-    """Have all shard files of some devices of `source` in `target`, each durable.
+    """Have all shard files of some devices of `source`, and some parity files, in `target`.
 
-    Files that an earlier copy left, and that are whole, stay as they are; others are replaced.
-    Raises Damaged, about the source alone.
+    Each is durable. Files that an earlier copy left, and that are whole, stay as they are; others
+    are replaced. Raises Damaged, about the source alone.
     """
     with damage_on_contradiction(source.store):
         contents = shard_contents(source.metadata, devices)
     directory = _format.shards_directory(source.metadata.id)
     there = {file.name: file.size for file in target.files(f"{directory}/")}
     files = [ShardFile(source.shards, *file) for file in contents.values()]
+    files += [ShardFile(source.shards, file, ()) for file in parity]
     candidates = [file for file in files if there.get(file.name) == file.entry.size]
     stop, scratch = StopSignal(), Scratch()
     is_whole = run_all(

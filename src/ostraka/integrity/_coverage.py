@@ -1,0 +1,153 @@
+"""Whether every element of every leaf is in the files exactly once, by their headers. Pure.
+
+What a reader looks for in a file follows from `_METADATA`; what a header says is what every other
+tool goes by. Both are compared, and then the boxes of each leaf, as headers have them, must fill it
+without gaps and overlaps. Nothing here uses the functions that plan or write headers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, cast
+
+from ostraka._box import Box
+from ostraka._format import Block, Entry, stored_range
+from ostraka._parallel import TooDeep, with_full_stack
+from ostraka._spec import DTYPES, StoredLeaf
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors package accepts."""
+
+
+class Contradiction(ValueError):
+    """A header is not that of its file; `leaf` is the path of the leaf that it is wrong about."""
+
+    def __init__(self, found: str, leaf: str | None = None):
+        super().__init__(found)
+        self.leaf = leaf
+
+
+def boxes_in_header(
+    header: bytes | memoryview,
+    leaves: Sequence[StoredLeaf],
+    entries: Sequence[Entry],
+    blocks: Sequence[Block],
+) -> dict[int, Box]:
+    """The box of each leaf that a file holds, as its header has it, by the leaf's number.
+
+    `entries` and `blocks` are what a reader expects in the file. Raises Contradiction where the
+    header says something else. The boxes of packed dtypes, of which a header has only the length,
+    are taken from `entries`.
+    """
+    tensors, about = _parse(header)
+    starts = _table(about, "DCP_SHARDING_INFO")
+    codecs = _table(about, "ostraka_codecs")
+    expected = {leaves[entry.leaf].spec.path: entry for entry in entries}
+    for path in tensors.keys() - expected.keys():
+        raise Contradiction(f"its header has {path!r}, which {_METADATA} puts nowhere into it")
+    boxes: dict[int, Box] = {}
+    for path, entry in expected.items():
+        if path not in tensors:
+            raise Contradiction(f"its header lacks {path!r}", path)
+        is_compressed = path in codecs
+        shown = codecs[path] if is_compressed else tensors[path]
+        begin = shown if is_compressed else starts.get(path)
+        try:
+            offsets = [int(n) for n in tensors[path]["data_offsets"]]
+            box = _box_of(leaves[entry.leaf], entry, shown, begin, is_compressed)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Contradiction(f"its header does not describe {path!r} ({error})", path) from error
+        stored = stored_range(entry, blocks)
+        if (stored.is_compressed, [stored.start, stored.stop]) != (is_compressed, offsets):
+            raise Contradiction(
+                f"its header has {path!r} at {offsets}, where its index has it at "
+                f"{[stored.start, stored.stop]}",
+                path,
+            )
+        if box != entry.box:
+            raise Contradiction(
+                f"its header has the box {box} of {path!r}, where {_METADATA} has {entry.box}", path
+            )
+        boxes[entry.leaf] = entry.box
+    return boxes
+
+
+_METADATA = "_METADATA"
+
+
+def _parse(header: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a header, and what it says about itself."""
+    length = int.from_bytes(header[:8], "little")
+    if length != len(header) - 8:
+        raise Contradiction(f"its header states {length:,} bytes, and has {len(header) - 8:,}")
+    try:
+        loaded = with_full_stack(lambda: json.loads(bytes(header[8:])))
+    except (ValueError, TooDeep) as error:
+        raise Contradiction("its header is not JSON") from error
+    if not isinstance(loaded, dict):
+        raise Contradiction("its header is not a JSON object")
+    tensors = cast(dict[str, Any], loaded)
+    about = tensors.pop("__metadata__", {})
+    if not isinstance(about, dict):
+        raise Contradiction("its header has a `__metadata__` that is not a JSON object")
+    return tensors, cast(dict[str, Any], about)
+
+
+def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
+    text = about.get(key, "{}")
+    try:
+        loaded = with_full_stack(lambda: json.loads(text))
+    except (ValueError, TypeError, TooDeep) as error:
+        raise Contradiction(f"its header has a {key} that is not JSON") from error
+    if not isinstance(loaded, dict):
+        raise Contradiction(f"its header has a {key} that is not a JSON object")
+    return cast(dict[str, Any], loaded)
+
+
+def _box_of(
+    leaf: StoredLeaf, entry: Entry, shown: Any, begin: Any, is_compressed: bool
+) -> Box | None:
+    """The box that a header shows; None if it is of another dtype or size."""
+    dtype = DTYPES[leaf.spec.dtype]
+    starts = [int(n) for n in begin["saved_offsets"]]
+    shape = [int(n) for n in shown["shape"]]
+    if shown["dtype"] != (dtype.name if is_compressed else dtype.code):
+        return None
+    if dtype.packed and not is_compressed:
+        return entry.box if (shape, starts) == ([entry.nbytes], [0]) else None
+    if dtype.opaque and dtype.bits > 8 and not is_compressed:
+        # Shown as bytes, with one more dimension for those of an element.
+        if (shape[-1:], starts[-1:]) != ([dtype.bits // 8], [0]):
+            return None
+        shape, starts = shape[:-1], starts[:-1]
+    return tuple((start, start + n) for start, n in zip(starts, shape, strict=True))
+
+
+def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """How boxes fail to be all of an array, each element once; None if they are.
+
+    Boxes are the cells of a grid: the ranges that occur in a dimension adjoin each other, and every
+    combination of them occurs once.
+    """
+    if len(set(boxes)) != len(boxes):
+        return "a box is there twice"
+    if not prod(shape):
+        return None if boxes else "it is in no file"
+    cells = 1
+    for dimension, extent in enumerate(shape):
+        ranges = sorted({box[dimension] for box in boxes})
+        ends = [(0, 0), *ranges, (extent, extent)]
+        if any(before[1] != after[0] for before, after in pairwise(ends)):
+            return f"dimension {dimension} of {extent} elements is cut into {_few(ranges)}"
+        cells *= len(ranges)
+    if len(boxes) != cells:
+        return f"{len(boxes)} of {cells} boxes are there"
+    return None
+
+
+def _few(ranges: Sequence[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{start}:{stop}" for start, stop in ranges[:8])
+    return f"{shown}, …" if len(ranges) > 8 else shown or "nothing"
