@@ -732,10 +732,11 @@ def test_a_manager_in_a_thread(place: Place, caplog: pytest.LogCaptureFixture):
 def test_what_cannot_be_deleted_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def refuse(path: Any, *args: Any, **options: Any) -> None:
-        if "step_00000001" in str(path):
+    def refuse(path: Any, *args: Any, dir_fd: int | None = None) -> None:
+        above = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        if "step_00000001" in f"{above}/{path}":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        unlink(path, *args, **options)
+        unlink(path, *args, dir_fd=dir_fd)
 
     unlink = os.unlink
     fill(tmp_path, 1, 2)

@@ -23,7 +23,7 @@ from ostraka import _checkpoint, _metadata, sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.planner import Plan, plan
 from ostraka.planner._save_plan import plan_checkpoint
-from ostraka.storage import LocalStore
+from ostraka.storage import MOST_BYTES, LocalStore
 from ostraka.testing import run_processes
 
 ZEROS = nnx.initializers.zeros_init()
@@ -289,8 +289,8 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, name: str) -> bytes:
-        data = self._store.get(name)
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        data = self._store.get(name, most_bytes)
         with self._lock:
             self.other_bytes += len(data)
         return data

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka._lazy import Checkpoint
 from ostraka.formats import open_source
-from ostraka.storage import open_store
+from ostraka.storage import MOST_BYTES, open_store
 from places import Place
 
 HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
@@ -398,9 +398,9 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         self.gotten.append(name)
-        return self._store.get(name)
+        return self._store.get(name, most_bytes)
 
     def open(self, name: str) -> CountingReader:
         self.opened.append(name)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka import _coordinate, _plan_share, _share
 from ostraka.errors import Damaged, RestoreFailed
-from ostraka.storage import Parts
+from ostraka.storage import MOST_BYTES, Parts
 from ostraka.testing import FaultyStore, run_processes
 
 MIB = 1 << 20
@@ -34,8 +34,8 @@ class CountingStore(FaultyStore):
     def open(self, name: str) -> Any:
         return _CountingReader(self, super().open(name))
 
-    def get(self, name: str) -> bytes:
-        data = super().get(name)
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        data = super().get(name, most_bytes)
         self.nbytes += len(data)
         return data
 

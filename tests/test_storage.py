@@ -757,7 +757,7 @@ def test_a_full_disk_is_told_with_what_was_needed_and_what_is_free(local, monkey
 
 def test_refusals_are_sentences_with_the_path(local, tmp_path):
     os.mkdir(tmp_path / "place" / "dir")
-    with pytest.raises(StoreError, match="can't read .*/place/dir: Is a directory"):
+    with pytest.raises(StoreError, match="can't read .*/place/dir: it is a directory, not a file"):
         local.get("dir")
     with pytest.raises(StoreError, match="can't write .*/no/such: No such file or directory"):
         local.put("no/such", b"1")
@@ -766,6 +766,15 @@ def test_refusals_are_sentences_with_the_path(local, tmp_path):
         local.create("file/below", 1)
     with pytest.raises(StoreError, match="can't write .*n{300}: File name too long"):
         local.put("n" * 300, b"1")
+
+
+def test_a_file_that_is_too_large_is_not_read(store):
+    store.prepare()
+    store.put("file", b"x" * 1000)
+    assert len(store.get("file", 1000)) == 1000
+    with pytest.raises(StoreError, match="can't read .*file: it has 1,000 bytes, and may have 999"):
+        store.get("file", 999)
+    again(store).delete("file")
 
 
 @pytest.mark.parametrize("below", ["", "/below", "/below/deeper"])

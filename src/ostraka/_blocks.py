@@ -24,11 +24,12 @@ from ostraka.errors import (
     OstrakaError,
     Problem,
     StoreError,
+    TooLarge,
     UnsupportedFormat,
     headed_list,
     warn_caller,
 )
-from ostraka.storage import FileReader, Store
+from ostraka.storage import MOST_BYTES, FileReader, Store
 
 NOT_AS_WRITTEN = "its digest is not the one that was written"
 PIECE_BYTES = 8 << 20
@@ -219,7 +220,13 @@ class Shards:
         if expected is None:
             raise damaged(self.store, METADATA_NAME, f"it has no digest of {name}")
         with damage_on_loss(partial(self._index_damaged, process)):
-            data = self.store.get(name)
+            try:
+                data = self.store.get(name, min(expected.size, MOST_BYTES))
+            except TooLarge as error:
+                if expected.size > MOST_BYTES:
+                    raise
+                found = other_size(error.size, expected.size)
+                raise self._index_damaged(process, found) from error
         if len(data) != expected.size:
             raise self._index_damaged(process, other_size(len(data), expected.size))
         if _format.digest(data) != expected.digest:
@@ -298,6 +305,7 @@ class ShardFile:
         self._lost: Damaged | None = None
         """Why it can't be opened, if all of it can be rebuilt."""
         self._rebuild: Rebuild | None = None
+        self._rebuilding = threading.Lock()
         self._lock = threading.Lock()
         self._is_header_checked = False
 
@@ -339,8 +347,8 @@ class ShardFile:
         """The range of whole blocks, which are lost, from parity. Raises Damaged."""
         if not self._has_parity:
             raise lost
-        if self._rebuild is None:
-            self._rebuild = self._shards.open_rebuild(self.entry)
+        with self._rebuilding:
+            self._rebuild = self._rebuild or self._shards.open_rebuild(self.entry)
         assert self._rebuild is not None
         try:
             found = self._rebuild.read(start, stop)

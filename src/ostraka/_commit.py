@@ -27,7 +27,7 @@ from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
 from ostraka._write_parity import with_sizes
 from ostraka._write_shards import Written
-from ostraka.errors import Busy, OutcomeUnknown
+from ostraka.errors import Busy, NotDurable, OutcomeUnknown, TooLarge
 from ostraka.storage import Claim, Store
 
 _LOOKERS = 16
@@ -77,9 +77,14 @@ class SavePlace:
             self.store.put(
                 _format.METADATA_NAME, metadata, replaces=self._seen.version, check=check
             )
-        except OutcomeUnknown:
+        except OutcomeUnknown as error:
             self._may_be_there = True
-            raise
+            what = (
+                "the new checkpoint is in place, but may not survive a power failure"
+                if isinstance(error, NotDurable)
+                else "whether the new checkpoint or what was there before is in place can't be told"
+            )
+            raise type(error)(f"{what}: {error}; save again", errno=error.errno) from error
 
     def _check_files(self, directory: str, sizes: Mapping[str, int]) -> None:
         if not sizes:
@@ -203,8 +208,9 @@ def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str
     def look(process: int) -> None:
         name = f"{_format.shards_directory(save_id)}/{_format.index_name(process)}"
         try:
-            seen = _format.digest(store.get(name)) == indexes[process].digest
-        except FileNotFoundError:
+            data = store.get(name, indexes[process].size)
+            seen = _format.digest(data) == indexes[process].digest
+        except (FileNotFoundError, TooLarge):
             seen = False
         if not seen:
             raise ProcessFailed(

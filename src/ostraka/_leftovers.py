@@ -20,7 +20,7 @@ from typing import Any
 
 from ostraka import _format, _metadata
 from ostraka._foreign import looks_like_ours
-from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError
+from ostraka.errors import NotACheckpoint, PathInTheWay, StoreError, Unreadable
 from ostraka.storage import Claim, Store, claimed, is_claim, is_temporary, refuse_claimed
 
 UNKNOWN = "unknown"
@@ -34,7 +34,7 @@ _HEAD = re.compile(
 """How our `_METADATA` begins, with the id: the rest need not be decoded to know it."""
 
 
-_REPAIRED = re.compile(r".*\.(safetensors|json)\.[0-9a-f]{8,16}\.tmp")
+_REPAIRED = re.compile(r".*\.(safetensors|json)\.[0-9a-f]{8,32}\.tmp")
 """A file of a checkpoint that a repair was writing anew."""
 
 
@@ -110,9 +110,8 @@ def collect_garbage(store: Store, *, remove: bool = True) -> tuple[list[str], bo
         seen = take_over(store, claim.names)
         leftovers = [name for name in seen.leftovers if _is_gone(store, claim, name)]
         leftovers += find_temporaries(store, seen.kept)
-        for name in leftovers:
-            store.delete(name)
         if leftovers:
+            _delete_all(store, leftovers)
             store.sync("")
         if claim.found_dead:
             # Not all credentials may do it; then a rule of the bucket must.
@@ -135,30 +134,43 @@ def remove_leftovers(store: Store, seen: Seen) -> None:
     """Clear what dead saves left behind; raise PathInTheWay for what is not ours."""
     foreign = [name for name in seen.names if not is_of_a_save(name)]
     if seen.version is None and foreign:
+        few = ", ".join(map(_readable, foreign[:3])) + (", …" if len(foreign) > 3 else "")
         raise PathInTheWay(
-            f"{store.location} is a directory with other things in it "
-            f"({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); save to a path of "
+            f"{store.location} is a directory with other things in it ({few}); save to a path of "
             "its own"
         )
-    if store.parts.deletes_fence:
-        for name in seen.leftovers:
-            store.delete(name)
+    if store.parts.deletes_fence and seen.leftovers:
+        _delete_all(store, seen.leftovers)
+
+
+def _readable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
+def _delete_all(store: Store, leftovers: Sequence[str]) -> None:
+    # A `_METADATA` that replaced another may not be durable yet: its save was killed, or could not
+    # sync. A power failure must not bring the other one back once its shards are gone.
+    store.sync("")
+    for name in leftovers:
+        store.delete(name)
 
 
 def committed_directory(store: Store, names: Sequence[str] | None = None) -> str | None:
     """The shards directory of the checkpoint that is there now; None if there is no checkpoint.
 
     UNKNOWN if there may be one, and which shards it needs can't be told: its `_METADATA` is damaged
-    or of a newer version, a link that leads nowhere, or names shards that are not there.
+    or of a newer version, or names shards that are not there. Raises StoreError if `_METADATA`
+    can't be read, or is no file.
     """
     names = store.list() if names is None else names
     try:
         data = store.get(_format.METADATA_NAME)
     except FileNotFoundError:
-        # A link that leads nowhere, perhaps to a disk that is not mounted now, has that name, too.
+        # It may have come, or gone, since they were listed.
         return UNKNOWN if _format.METADATA_NAME in names else None
     except StoreError as error:
-        if error.loss is None:
+        # What is no file (a link, a pipe) no save wrote: somebody has to see to it first.
+        if error.loss is None or isinstance(error, Unreadable):
             raise
         return UNKNOWN
     try:

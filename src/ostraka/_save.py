@@ -54,7 +54,8 @@ def save(
     objects that have `get_state` and `set_state`, such as data iterators. Every process of a run
     calls this; each writes its own shards, all at the same time. When it returns the checkpoint is
     complete and on disk, on every process; when it raises, what was at `path` before is still
-    there, unchanged.
+    there, unchanged, unless the error says that the new checkpoint is in place (its directory could
+    not be synced) or may be (a bucket did not answer).
 
     `dtype` writes floating-point arrays as another dtype: `"bfloat16"` for all, or by path,
     `{"model/**": "bfloat16"}`. Integers, keys and scalars stay as they are.

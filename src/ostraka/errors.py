@@ -119,8 +119,39 @@ class StoreError(OstrakaError, OSError):
         return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
+class Unreadable(StoreError):
+    """What is there can't be a file of ours: a link, a pipe, a device; nothing of it is read."""
+
+    def __init__(self, path: str, found: str):
+        super().__init__(f"can't read {path}: {found}", errno=errno.EINVAL, filename=path)
+        self.found = found
+
+    @property
+    def loss(self) -> str | None:
+        return self.found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.found)
+
+
+class TooLarge(Unreadable):
+    """A file is larger than it may be; nothing of it is read."""
+
+    def __init__(self, path: str, size: int, most_bytes: int):
+        super().__init__(path, f"it has {size:,} bytes, and may have {most_bytes:,} at most")
+        self.size = size
+        self.most_bytes = most_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.size, self.most_bytes)
+
+
 class OutcomeUnknown(StoreError):
     """The store did not answer, and whether it has done what it was asked can't be told."""
+
+
+class NotDurable(OutcomeUnknown):
+    """It was done, and a power failure may undo it."""
 
 
 class Busy(OstrakaError, OSError):
@@ -231,7 +262,11 @@ class _ProcessFailure(OstrakaError, RuntimeError):
 
 
 class SaveFailed(_ProcessFailure):
-    """A save did not commit, on any process; `process` and `cause` say where and why."""
+    """A save failed, on all processes; `process` and `cause` say where and why.
+
+    What was there before is still there, unless `cause` says that the new checkpoint is in place,
+    or may be.
+    """
 
     verb = "saving"
 

@@ -21,6 +21,7 @@ from ostraka._metadata import Metadata
 from ostraka._spec import DTYPES, LeafSpec, numpy_dtype
 from ostraka._values import CapturedValue, HostValue, ShardedValue, flat_bytes
 from ostraka.errors import name_few
+from ostraka.integrity._e_tag import usual_e_tag
 from ostraka.integrity._origins import Absent, Shard
 
 Array = np.ndarray[Any, Any]
@@ -75,17 +76,25 @@ class LiveOrigin:
                 total += block.stop - block.start
         return total
 
-    def digest_file(self, file: FileEntry, contents: Sequence[Entry]) -> FileDigests | None:
+    def digest_file(
+        self, file: FileEntry, contents: Sequence[Entry], *, with_e_tag: bool
+    ) -> FileDigests | None:
         """What an index would say of a file that held the live values; None if it can't be told."""
         metadata = self._metadata
         if metadata.version >= _format.COMPRESSED_VERSION or any(map(self._reason, contents)):
             return None
         header = _header.encode_header(contents, metadata.leaves, metadata.id, file.header_bytes)
         lengths = _format.block_lengths(file.header_bytes, contents)
-        data = (self._bytes_of(file.name, entry) for entry in contents if entry.nbytes)
-        views = iter([np.frombuffer(header, np.uint8), *data])
-        digests = [_format.block_digest(pieces) for pieces in _format.regroup(views, lengths)]
-        return FileDigests(file.size, tuple(lengths), tuple(digests))
+
+        def views() -> Iterator[Array]:
+            yield np.frombuffer(header, np.uint8)
+            for entry in contents:
+                if entry.nbytes:
+                    yield self._bytes_of(file.name, entry)
+
+        digests = [_format.block_digest(pieces) for pieces in _format.regroup(views(), lengths)]
+        e_tag = usual_e_tag(views(), file.size) if with_e_tag else ""
+        return FileDigests(file.size, tuple(lengths), tuple(digests), identity=e_tag)
 
     def close(self) -> None:
         self._boxes.clear()

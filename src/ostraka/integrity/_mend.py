@@ -59,8 +59,9 @@ def leaves_of(metadata: Metadata, shard: Shard, blocks: Sequence[int]) -> tuple[
     found: dict[str, None] = {}
     for number in blocks:
         start, stop = shard.blocks[number][:2]
-        paths = _format.paths_between(metadata.leaves, shard.contents, max(start, 0), max(stop, 0))
-        found.update(dict.fromkeys(paths))
+        for entry in shard.contents:
+            if entry.offset < stop and entry.offset + entry.nbytes > max(start, 0):
+                found[metadata.leaves[entry.leaf].spec.path] = None
     return tuple(found)
 
 

@@ -135,7 +135,7 @@ def _leaves(
             continue
         if found.packed:
             what = f"leaf {path!r} is {found.dtype}, packed"
-            notes.append(f"{what}: its shape is lost, and its bytes are there as uint8")
+            notes.append(f"{what}: its shape is lost, and zeros may follow each of its boxes")
         number = layouts.setdefault(layout, len(layouts))
         stored[path] = StoredLeaf(LeafSpec(path, "numpy", dtype, shape, HOST_LOCAL), number, part)
     order = _in_order(shards, [path for path in cells if path in stored])
@@ -164,14 +164,15 @@ def _grid(found: _Cells) -> tuple[str, tuple[int, ...], Layout, int]:
 
 
 def _packed(found: _Cells) -> tuple[str, tuple[int, ...], Layout, int]:
-    """As bytes, one box after the other."""
+    """In one dimension, one box after the other."""
     places = sorted(found.packed)
     total, count = sum(nbytes for _, _, nbytes in places), len(places)
     sizes = [_box.cut(total, count, number) for number in range(count)]
     if [stop - start for start, stop in sizes] != [nbytes for _, _, nbytes in places]:
         raise _Incomplete("it is packed, and its boxes have different sizes")
-    grid = (count,)
-    return "uint8", (total,), *_layout(grid, [(device, part) for device, part, _ in places])
+    elements = total * 8 // DTYPES[found.dtype].bits
+    layout = _layout((count,), [(device, part) for device, part, _ in places])
+    return found.dtype, (elements,), *layout
 
 
 def _layout(grid: tuple[int, ...], places: Sequence[tuple[int, int]]) -> tuple[Layout, int]:

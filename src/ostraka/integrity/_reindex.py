@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice, product
 from typing import Any, NamedTuple, cast
 
@@ -33,8 +34,13 @@ _IS_COMPRESSED = 1 << 31
 _MOST_HEADER_BYTES = 100 << 20
 
 
-def prove_index(metadata: Metadata, process: int, candidates: Candidates) -> bytes | None:
-    """The index of a process, if any choice of the candidates has the digest of `_METADATA`."""
+def prove_index(
+    metadata: Metadata, process: int, candidates: Candidates, location: str
+) -> bytes | None:
+    """The index of a process, if any choice of the candidates has the digest of `_METADATA`.
+
+    `location` is where the checkpoint is: an index may name it, with the ETags of its files.
+    """
     expected = metadata.indexes.get(process)
     files = [file for file in metadata.files if metadata.process_of[file.device] == process]
     choices = [candidates.get(file.name, ()) for file in files]
@@ -43,9 +49,12 @@ def prove_index(metadata: Metadata, process: int, candidates: Candidates) -> byt
     names = [file.name for file in files]
     for chosen in islice(product(*choices), _MOST_TRIED):
         described = dict(zip(names, chosen, strict=True))
-        data = _format.encode_index(metadata.id, process, described, version=metadata.version)
-        if (len(data), _format.digest(data)) == (expected.size, expected.digest):
-            return data
+        for where in ("", location):
+            data = _format.encode_index(
+                metadata.id, process, described, version=metadata.version, location=where
+            )
+            if (len(data), _format.digest(data)) == (expected.size, expected.digest):
+                return data
     return None
 
 
@@ -58,18 +67,23 @@ def find_candidates(
 ) -> dict[str, list[FileDigests]]:
     """What an index may have said of each file, by the files that the stores have.
 
-    `live` has the digests that a file of live values would have, one after the other, by its name,
-    as several processes say.
+    `live` has the digests that a file of live values would have, one after the other, and after a
+    `/` its ETag, by its name, as several processes say. The first store is the checkpoint's own.
     """
+    directory = _format.shards_directory(metadata.id)
+    there = {info.name: info.identity for info in stores[0].files(f"{directory}/")}
 
     def look(file: FileEntry, contents: list[Entry]) -> list[FileDigests]:
         found: dict[FileDigests, None] = {}
+        identity = there.get(f"{directory}/{file.name}", "")
         for store in stores:
-            found.update(dict.fromkeys(_digest_again(store, metadata, file, contents, tally)))
+            for digests in _digest_again(store, metadata, file, contents, tally):
+                found[replace(digests, identity=identity)] = None
         lengths = tuple(_format.block_lengths(file.header_bytes, contents))
         for text in (texts[file.name] for texts in live if file.name in texts):
+            text, _, e_tag = text.partition("/")
             digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
-            found[FileDigests(file.size, lengths, digests)] = None
+            found[FileDigests(file.size, lengths, digests, identity=e_tag)] = None
         return list(found)
 
     threads = stores[0].parts.reads_at_once

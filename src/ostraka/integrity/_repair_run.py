@@ -183,9 +183,10 @@ class Repair:
         found: dict[str, Any] = {}
         for file, contents in self._files_of(process) if self._live is not None else ():
             assert self._live is not None
-            digests = self._live.digest_file(file, contents)
+            e_tag = self.store.parts.is_remote
+            digests = self._live.digest_file(file, contents, with_e_tag=e_tag)
             if digests is not None:
-                found[file.name] = "".join(digests.digests)
+                found[file.name] = f"{''.join(digests.digests)}/{digests.identity}"
         return found
 
     def _mend_index(self, process: int, found: str, live: list[Any]) -> str | None:
@@ -202,7 +203,7 @@ class Repair:
         texts = [of_process[str(process)] for of_process in live]
         files = self._files_of(process)
         candidates = find_candidates(stores, self.metadata, files, texts, self.tally)
-        data = prove_index(self.metadata, process, candidates)
+        data = prove_index(self.metadata, process, candidates, self.store.location)
         return None if data is None else self._put_index(name, found, data, "its shards")
 
     def _put_index(self, name: str, found: str, data: bytes, *origins: str) -> str:

@@ -32,7 +32,9 @@ class Live(Origin, Protocol):
 
     def covered_bytes(self, shard: Shard, numbers: Sequence[int]) -> int: ...
 
-    def digest_file(self, file: FileEntry, contents: Sequence[Entry]) -> FileDigests | None: ...
+    def digest_file(
+        self, file: FileEntry, contents: Sequence[Entry], *, with_e_tag: bool
+    ) -> FileDigests | None: ...
 
 
 class Alone:

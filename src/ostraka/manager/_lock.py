@@ -22,7 +22,9 @@ class RootLock:
 
     def __init__(self, store: Store):
         self._store = store
-        self._claim = Claim(store)
+        # By a store of its own: while a store is locked its names stay those of one directory, and
+        # the root's shall be those of its path.
+        self._claim = Claim(store.at(""))
         # For a manager that is garbage-collected unclosed. Not at exit, where saves may still run.
         weakref.finalize(self, self._claim.release).atexit = False
 

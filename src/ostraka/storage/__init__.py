@@ -2,6 +2,7 @@
 
 from ostraka.storage._base import (
     ANYTHING,
+    MOST_BYTES,
     USUAL_WRITERS,
     FileInfo,
     FileReader,
@@ -18,6 +19,7 @@ from ostraka.storage._open import PathLike, open_store
 
 __all__ = [
     "ANYTHING",
+    "MOST_BYTES",
     "USUAL_WRITERS",
     "Claim",
     "FileInfo",

@@ -107,6 +107,11 @@ class PlaceLock(Protocol):
         ...
 
 
+MOST_BYTES = 1 << 30
+"""What a small file may have, if nothing else is known of it. The `_METADATA` of a model with
+405 billion parameters on 16,384 devices has 1.2 MiB, and one of a million leaves some 200 MiB."""
+
+
 class _Anything:
     """The type of ANYTHING alone."""
 
@@ -151,7 +156,13 @@ class Store(Protocol):
         """
         ...
 
-    def get(self, name: str) -> bytes: ...
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        """All bytes of a small file; raises `errors.TooLarge`, and reads nothing, if it has more.
+
+        What is no file at all (a link, a pipe, a device) raises `errors.Unreadable`, here and in
+        `open`, and is neither followed nor waited for.
+        """
+        ...
 
     def put(
         self,
@@ -174,6 +185,9 @@ class Store(Protocol):
         directory two writers may fall between the two, unless they hold a Claim: who takes a claim
         over first deletes the temporary files (`is_temporary`) of writers before it, whose `put`
         then raises Busy.
+
+        Raises `errors.NotDurable` if the file is there, but may not survive a power failure, and
+        `errors.OutcomeUnknown` if it can't be told whether it is there.
         """
         ...
 

@@ -110,6 +110,8 @@ class Claim:
         self._marker.name = f"{_PREFIX}{scope}{os.urandom(8).hex()}"
         self._marker.put()
         names = self._store.list()
+        if names == [self._marker.name]:
+            return
         for pause_s in _PAUSES_S:
             # Two that begin at the same moment see each other. Both give way, and come back at
             # different times; an owner that was there before is still there then.
@@ -119,11 +121,10 @@ class Claim:
             time.sleep(random.uniform(0, pause_s))
             self._marker.put()
             names = self._store.list()
-        if names != [self._marker.name]:
-            if self._has_others(names):
-                self._remove_dead(wait=wait)
-                names = self._store.list()
-            self.names = [name for name in names if not is_claim(name)]
+        if self._has_others(names):
+            self._remove_dead(wait=wait)
+            names = self._store.list()
+        self.names = [name for name in names if not is_claim(name)]
 
     def _has_rival(self) -> bool:
         """Whether another may have begun just now."""

@@ -6,14 +6,14 @@ import os
 import platform
 import uuid
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
 import xxhash
 
 from ostraka._lifetime import after_fork
-from ostraka.errors import Busy
+from ostraka.errors import Busy, PathInTheWay, store_error
+from ostraka.storage._directory import BELOW, BY_PATH, DIRECTORY, Directory
 
 try:
     import fcntl
@@ -24,10 +24,13 @@ except ImportError:  # pragma: no cover - Windows has no flock
 class DirectoryLock:
     """A lock on the directory itself: no lock file is left behind."""
 
-    def __init__(self, directory: str):
-        self._directory = directory
-        self._file = os.open(directory, os.O_RDONLY)
-        self.scope = _scope(os.fstat(self._file).st_dev)
+    def __init__(self, directory: str, flags: int):
+        self._path = directory
+        file = os.open(directory, flags)
+        self.directory = Directory(file)
+        """No handle any more once it is released."""
+        self._file = file
+        self.scope = _scope(os.fstat(file).st_dev)
         _locks.add(self)
 
     def take(self) -> bool:
@@ -44,35 +47,42 @@ class DirectoryLock:
 
     def is_in_place(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._file), os.stat(self._directory))
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:
             return False
 
     def release(self) -> None:
-        if self._file >= 0 and fcntl is not None:
+        """Unlock it, and let go of the directory as soon as no other thread uses it."""
+        file, self._file = self._file, -1
+        if file >= 0 and fcntl is not None:
             with suppress(OSError):
                 # By name: a process that was forked meanwhile may still have a copy.
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            self.close()
+                fcntl.flock(file, fcntl.LOCK_UN)
+        self.directory = BY_PATH
 
-    def close(self, close_file: Callable[[int], None] = os.close) -> None:
-        """Let go of it, unless another process has a copy: in a child, its parent's lock stays."""
+    def close(self) -> None:
+        """Let go of it at once, without unlocking: in a child, its parent's lock stays."""
         file, self._file = self._file, -1
+        directory, self.directory = self.directory, BY_PATH
         if file >= 0:
-            close_file(file)
-
-    def __del__(self) -> None:
-        # At the very end of a program modules have been emptied, `os` among them: hence the default
-        # argument.
-        self.close()
+            directory.file = -1
+            os.close(file)
 
 
-def lock_directory(directory: str) -> DirectoryLock | None:
+def lock_directory(directory: str, *, follow: bool) -> DirectoryLock | None:
     """Lock a directory; None where the system or the file system has no locks.
 
-    Raises Busy if another process, or another thread, has it; FileNotFoundError if it has gone.
+    Raises Busy if another process, or another thread, has it; FileNotFoundError if it has gone;
+    without `follow` PathInTheWay if it is a link.
     """
-    lock = DirectoryLock(directory)
+    try:
+        lock = DirectoryLock(directory, DIRECTORY if follow else BELOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if not follow and os.path.islink(directory):
+            raise link_in_the_way(directory) from error
+        raise store_error("lock", directory, error) from error
     try:
         if lock.take():
             return lock
@@ -83,6 +93,13 @@ def lock_directory(directory: str) -> DirectoryLock | None:
         ) from error
     lock.close()
     return None
+
+
+def link_in_the_way(directory: str) -> PathInTheWay:
+    return PathInTheWay(
+        f"{directory} is a link, and what it leads to is not written to under this name; give the "
+        "path that it leads to, or remove the link"
+    )
 
 
 @cache

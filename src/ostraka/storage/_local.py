@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
-from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, store_error
-from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
-from ostraka.storage._flock import DirectoryLock, lock_directory
+from ostraka.errors import (
+    Busy,
+    NotDurable,
+    OstrakaError,
+    PathInTheWay,
+    store_error,
+)
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts
+from ostraka.storage._directory import (
+    BY_PATH,
+    CREATE,
+    DIRECTORY,
+    READ,
+    Directory,
+    find_files,
+    open_below,
+    open_file,
+    read_whole,
+    remove_tree,
+)
+from ostraka.storage._file import LocalReader, LocalWriter, explain, write_all
+from ostraka.storage._flock import DirectoryLock, link_in_the_way, lock_directory
 
-_MAX_BUFFERS = 1024
-"""What one vectored call takes (IOV_MAX)."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What file systems without hard links say."""
 
 
 class LocalStore:
-    """Names are files below one directory."""
+    """Names are files below one directory.
+
+    The way to the directory is the user's own, and links in it are followed. Below it nothing is:
+    neither links, nor pipes and devices in the place of files. While the place is locked by `lock`,
+    all names are those in the directory that was locked, wherever its path leads meanwhile.
+
+    A place below another (`at`) is written to only if it is no link itself.
+    """
 
     parts = Parts()
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, *, follow: bool = True):
         self.location = directory
         self._start = directory if directory.endswith(os.sep) else directory + os.sep
+        self._follow = follow
+        self._lock: DirectoryLock | None = None
+        self._written: tuple[str, Directory] | None = None
+        """The directory below that was last written to: a save has one for all of its files."""
 
     def __str__(self) -> str:
         return self.location
 
     def at(self, name: str) -> LocalStore:
-        return LocalStore(self._path(name))
+        return LocalStore(self._start + name, follow=False) if name else LocalStore(self.location)
 
     def prepare(self) -> bool:
         try:
@@ -47,6 +73,8 @@ class LocalStore:
             ) from error
         except OSError as error:
             raise store_error("make the directory", self.location, error) from error
+        if not self._follow and os.path.islink(self.location):
+            raise link_in_the_way(self.location)
         if not os.access(self.location, os.W_OK | os.X_OK):
             reason = errno.EROFS if _is_read_only(self.location) else errno.EACCES
             refused = OSError(reason, os.strerror(reason))
@@ -65,15 +93,22 @@ class LocalStore:
         return os.path.isdir(self.location)
 
     def lock(self) -> DirectoryLock | None:
-        return lock_directory(self.location)
+        self._lock = lock_directory(self.location, follow=self._follow)
+        return self._lock
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         path = self._start + name
         try:
-            with open(path, "rb", opener=_open_file) as file:
-                return file.read()
+            above, leaf = self._find(name)
+            file, size = open_file(leaf, above.file, path)
+            try:
+                return read_whole(file, size, path, most_bytes=most_bytes)
+            finally:
+                os.close(file)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        except OstrakaError:
+            raise
         except OSError as error:
             raise store_error("read", path, error) from error
 
@@ -87,54 +122,42 @@ class LocalStore:
         durable: bool = True,
     ) -> None:
         path = self._start + name
-        if not durable:
-            _write_new(path, data)
-            return
-        temporary = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
+            above, leaf = self._find(name, to_write=True)
+            if not durable:
+                _write_new(leaf, above.file, data, durable=False)
+                return
+            temporary = f"{leaf}.{os.urandom(16).hex()}.tmp"
             try:
-                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-                try:
-                    _write_all(file, 0, [data])
-                    os.fsync(file)
-                finally:
-                    os.close(file)
+                _write_new(temporary, above.file, data)
                 if check is not None:
                     check()
                 if replaces is ANYTHING:
-                    os.replace(temporary, path)
+                    os.replace(temporary, leaf, src_dir_fd=above.file, dst_dir_fd=above.file)
                 else:
-                    self._replace(temporary, name, replaces)
+                    _replace(temporary, leaf, above.file, path, replaces)
             except BaseException:
-                _unlink_quietly(temporary)
+                _unlink_quietly(temporary, above.file)
                 raise
-            _sync_directory(os.path.dirname(path))
         except OstrakaError:
             raise
         except OSError as error:
-            raise _explain("write", path, len(data), error) from error
-
-    def _replace(self, temporary: str, name: str, replaces: Any) -> None:
-        path = self._path(name)
+            raise explain("write", path, len(data), error) from error
+        assert above.file is not None
         try:
-            if replaces is None:
-                _create(temporary, path)
-                return
-            there = self.look(name)
-            if there is None or there.version != replaces:
-                raise _replaced_meanwhile(path)
-            os.replace(temporary, path)
-        except (FileExistsError, FileNotFoundError) as error:
-            # Not found: the next writer, which took this one for dead, has deleted `temporary`.
-            raise _replaced_meanwhile(path) from error
+            _sync_directory(above.file)
+        except OSError as error:
+            refused = store_error("sync the directory of", path, error)
+            raise NotDurable(refused.message, errno=error.errno, filename=path) from error
 
     def touch(self, name: str, *, create: bool) -> None:
         path = self._start + name
         try:
+            above, leaf = self._find(name)
             if create:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                os.close(os.open(leaf, CREATE, 0o666, dir_fd=above.file))
             else:
-                os.utime(path)
+                os.utime(leaf, dir_fd=above.file, follow_symlinks=False)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: another machine has deleted it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
@@ -142,37 +165,47 @@ class LocalStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> _LocalWriter:
+    ) -> LocalWriter:
         path = self._start + name
-        writer = _ReplacingWriter if replace else _LocalWriter
+        suffix = f".{os.urandom(16).hex()}.tmp" if replace else ""
         try:
+            above, leaf = self._find(name, to_write=True, make=True)
             try:
-                return writer(path, size)
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                return writer(path, size)
+                file = os.open(leaf + suffix, CREATE, 0o666, dir_fd=above.file)
+            except FileNotFoundError:  # Its directory was deleted since it was last written to.
+                self._written = None
+                above, leaf = self._find(name, to_write=True, make=True)
+                file = os.open(leaf + suffix, CREATE, 0o666, dir_fd=above.file)
+        except OstrakaError:
+            raise
         except OSError as error:
-            raise _explain("create", path, size, error) from error
+            raise explain("create", path, size, error) from error
+        if replace:
+            return _ReplacingWriter(file, path, size, above, leaf + suffix)
+        return LocalWriter(file, path, size)
 
-    def open(self, name: str) -> _LocalReader:
+    def open(self, name: str) -> LocalReader:
         path = self._start + name
         try:
-            return _LocalReader(path)
+            above, leaf = self._find(name)
+            return LocalReader(*open_file(leaf, above.file, path), path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        except OstrakaError:
+            raise
         except OSError as error:
             raise store_error("open", path, error) from error
 
     def look(self, name: str) -> FileInfo | None:
-        path = self._path(name)
-        # Of a link that leads nowhere, perhaps to a disk that is not mounted now, the link counts.
-        for status_of in (os.stat, os.lstat):
-            try:
-                return _info(name, status_of(path))
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                    raise store_error("look at", path, error) from error
-        return None
+        try:
+            above, leaf = self._find(name)
+            return _info(name, os.stat(leaf, dir_fd=above.file, follow_symlinks=False))
+        except OstrakaError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise store_error("look at", self._start + name, error) from error
 
     def list(self) -> list[str]:
         try:
@@ -184,227 +217,132 @@ class LocalStore:
 
     def files(self, prefix: str) -> list[FileInfo]:
         directory, slash, start = prefix.rpartition("/")
-        found: list[FileInfo] = []
-        self._find_files(directory + slash, start, found)
-        return sorted(found, key=attrgetter("name"))
+        place = BY_PATH if self._lock is None else self._lock.directory
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            if directory:
+                above = open_below(directory, place.file, self._start)
+            else:
+                above = os.open(self.location, DIRECTORY)
+            try:
+                find_files(above, directory + slash, start, found)
+            finally:
+                os.close(above)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OstrakaError:
+            raise
+        except OSError as error:
+            raise store_error("list", self._start + directory, error) from error
+        return [_info(*file) for file in sorted(found, key=itemgetter(0))]
 
     def is_link(self, name: str) -> bool:
-        return os.path.islink(self._path(name))
+        return os.path.islink(self._start + name)
 
     def sync(self, directory: str) -> None:
         try:
-            _sync_directory(self._path(directory))
+            if not directory:
+                held = None if self._lock is None else self._lock.directory
+                _sync_directory(self.location if held is None or held.file is None else held.file)
+                return
+            above, leaf = self._find(directory)
+            file = os.open(leaf, READ, dir_fd=above.file)
+            try:
+                _sync_directory(file)
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return
+        except OstrakaError:
+            raise
         except OSError as error:
-            raise store_error("sync", self._path(directory), error) from error
+            raise store_error("sync", self._start + directory, error) from error
 
     def discard_uploads(self) -> None:
         pass
 
     def delete(self, name: str) -> None:
-        path = self._start + name
+        self._written = None
         try:
-            os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except (IsADirectoryError, PermissionError) as error:
-            self._delete_directory(path, error)
-        except OSError as error:
-            raise store_error("delete", path, error) from error
-
-    def _delete_directory(self, path: str, refused: OSError) -> None:
-        if os.path.islink(path) or not os.path.isdir(path):
-            raise store_error("delete", path, refused) from refused
-        try:
-            shutil.rmtree(path, onerror=_unless_gone)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise store_error("delete", path, error) from error
-
-    def _find_files(self, above: str, start: str, found: list[FileInfo]) -> None:
-        """Add the files whose names begin with `start` in the directory `above`, and below it."""
-        try:
-            with os.scandir(self._path(above)) as entries:
-                for entry in entries:
-                    if not entry.name.startswith(start):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        self._find_files(f"{above}{entry.name}/", "", found)
-                        continue
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue  # deleted meanwhile
-                    found.append(_info(above + entry.name, status))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise store_error("list", self._path(above), error) from error
-
-    def _path(self, name: str) -> str:
-        return self._start + name if name else self.location
-
-
-class _LocalWriter:
-    def __init__(self, path: str, size: int):
-        self._path = path
-        self._size = size
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        try:
-            end = _write_all(self._file, offset, buffers)
-        except OSError as error:
-            raise _explain("write", self._path, self._size, error) from error
-        _start_writing_out(self._file, offset, end - offset)
-
-    def finish(self) -> None:
-        file, self._file = self._file, -1
-        try:
+            above, leaf = self._find(name)
             try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+                os.unlink(leaf, dir_fd=above.file)
+            except (IsADirectoryError, PermissionError):
+                if not stat.S_ISDIR(os.lstat(leaf, dir_fd=above.file).st_mode):
+                    raise
+                remove_tree(leaf, above.file)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OstrakaError:
+            raise
         except OSError as error:
-            raise _explain("write", self._path, self._size, error) from error
+            raise store_error("delete", self._start + name, error) from error
 
-    def abandon(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    def _find(
+        self, name: str, *, to_write: bool = False, make: bool = False
+    ) -> tuple[Directory, str]:
+        """Where a name is: the handle of its directory, and what it is called there.
+
+        Without a handle it is called by its whole path; `to_write` there is always one, since the
+        directory has to be synced then. With `make` a directory below the place is made.
+        """
+        directory, _, leaf = name.rpartition("/")
+        place = BY_PATH if self._lock is None else self._lock.directory
+        if not directory:
+            if place is not BY_PATH and name:
+                return place, name
+            if to_write:
+                return Directory(os.open(self.location, DIRECTORY)), name
+            return BY_PATH, self._start + name if name else self.location
+        if not to_write:
+            return Directory(open_below(directory, place.file, self._start)), leaf
+        written = self._written
+        if written is None or written[0] != directory:
+            below = Directory(open_below(directory, place.file, self._start, make=make))
+            written = self._written = (directory, below)
+        return written[1], leaf
 
 
-class _ReplacingWriter(_LocalWriter):
+class _ReplacingWriter(LocalWriter):
     """Writes under a temporary name, which is exchanged for the file's own at the end."""
 
-    def __init__(self, path: str, size: int):
-        self._name = path
-        super().__init__(f"{path}.{os.urandom(8).hex()}.tmp", size)
+    def __init__(self, file: int, path: str, size: int, above: Directory, temporary: str):
+        super().__init__(file, path, size)
+        self._above = above
+        self._temporary = temporary
 
     def finish(self) -> None:
+        above = self._above.file
+        assert above is not None
         try:
             super().finish()
             try:
-                os.replace(self._path, self._name)
-                _sync_directory(os.path.dirname(self._name))
+                name = os.path.basename(self._path)
+                os.replace(self._temporary, name, src_dir_fd=above, dst_dir_fd=above)
+                _sync_directory(above)
             except OSError as error:
-                raise _explain("replace", self._name, self._size, error) from error
+                raise explain("replace", self._path, self._size, error) from error
         except BaseException:
-            _unlink_quietly(self._path)
+            _unlink_quietly(self._temporary, above)
             raise
 
     def abandon(self) -> None:
         if self._file >= 0:
-            _unlink_quietly(self._path)
+            _unlink_quietly(self._temporary, self._above.file)
         super().abandon()
 
 
-class _LocalReader:
-    def __init__(self, path: str):
-        self._path = path
-        self._file = _open_file(path)
-        self.size = os.fstat(self._file).st_size
-
-    def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
-        try:
-            return _read_all(self._file, offset, buffers)
-        except OSError as error:
-            raise store_error("read", self._path, error) from error
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _open_file(path: str, flags: int = os.O_RDONLY) -> int:
-    """Open a file to read it. Of a pipe, which would be waited for in vain, it says so."""
-    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    mode = os.fstat(file).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", path)
-    return file
-
-
-def _explain(action: str, path: str, size: int, error: OSError) -> StoreError:
-    """Why a file of `size` bytes can't be written, with what it lacks if that is room."""
-    mapped = store_error(action, path, error)
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return mapped
-    needs = f"the file needs {size:,} bytes"
-    if error.errno != errno.EFBIG:
-        needs += _room_beside(path)
-    return StoreError(f"{mapped} ({needs})", errno=error.errno, filename=path)
-
-
-def _room_beside(path: str) -> str:
-    """', … are free'; nothing where that can't be told, as of a directory that is gone."""
-    with suppress(OSError):
-        place = os.statvfs(os.path.dirname(path))
-        if place.f_files and not place.f_favail:
-            return ", and the file system takes no more files, however small"
-        return f", {place.f_bavail * place.f_frsize:,} are free"
-    return ""
-
-
-def _write_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
-    """Write every byte, however the kernel cuts the calls short; returns the offset after them."""
-    for at in range(0, len(buffers), _MAX_BUFFERS):
-        pending = byte_views(buffers[at : at + _MAX_BUFFERS])
-        left = sum(map(attrgetter("nbytes"), pending))
-        while left:
-            written = os.pwritev(file, pending, offset)
-            offset += written
-            left -= written
-            if left:
-                pending = _skip(pending, written)
-    return offset
-
-
-def _find_sync_file_range() -> Any:
-    """The system call that has the kernel write pages out now, without waiting for it."""
+def _write_new(name: str, above: int | None, data: bytes, *, durable: bool = True) -> None:
+    """Write a small file, durable but for its name."""
+    file = os.open(name, CREATE, 0o666, dir_fd=above)
     try:
-        function = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (AttributeError, OSError):  # pragma: no cover - only Linux has it
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
-
-
-_sync_file_range = _find_sync_file_range()
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _start_writing_out(file: int, offset: int, nbytes: int) -> None:
-    """Have the disk work while the next blocks are made, not only in the fsync at the end.
-
-    No promise is made by it: the fsync is what counts, and where this can't be done it is slower.
-    """
-    if _sync_file_range is not None and nbytes:
-        _sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def _read_all(file: int, offset: int, buffers: Sequence[Any]) -> int:
-    """Read until the buffers are full or the file ends; returns the bytes read."""
-    total = 0
-    for at in range(0, len(buffers), _MAX_BUFFERS):
-        pending = byte_views(buffers[at : at + _MAX_BUFFERS])
-        while pending:
-            count = os.preadv(file, pending, offset + total)
-            if count == 0:
-                return total
-            total += count
-            pending = _skip(pending, count)
-    return total
-
-
-def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
-    for number, buffer in enumerate(buffers):
-        if count < buffer.nbytes:
-            return [buffer[count:], *buffers[number + 1 :]]
-        count -= buffer.nbytes
-    return []
+        written = os.pwritev(file, [data], 0)
+        if written < len(data):
+            write_all(file, written, [memoryview(data)[written:]])
+        if durable:
+            os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _make_directories(path: str) -> bool:
@@ -415,9 +353,12 @@ def _make_directories(path: str) -> bool:
     if os.path.isdir(path):
         return False
     parent = os.path.dirname(path)
-    _make_directories(parent)
     try:
-        os.mkdir(path)
+        try:
+            os.mkdir(path)
+        except FileNotFoundError:
+            _make_directories(parent)
+            os.mkdir(path)
     except FileExistsError:
         if not os.path.isdir(path):
             raise
@@ -433,20 +374,17 @@ def _is_read_only(path: str) -> bool:
     return False
 
 
-def _unless_gone(function: Any, path: str, info: Any) -> None:
-    if not isinstance(info[1], FileNotFoundError):  # else another process was faster
-        raise info[1]
-
-
-def _sync_directory(path: str) -> None:
-    directory = os.open(path, os.O_RDONLY)
+def _sync_directory(directory: int | str) -> None:
+    """By its handle, or by its path."""
+    file = os.open(directory, DIRECTORY) if isinstance(directory, str) else directory
     try:
-        os.fsync(directory)
+        os.fsync(file)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not a thing on some file systems
             raise
     finally:
-        os.close(directory)
+        if file is not directory:
+            os.close(file)
 
 
 def _info(name: str, status: os.stat_result) -> FileInfo:
@@ -455,37 +393,40 @@ def _info(name: str, status: os.stat_result) -> FileInfo:
     return FileInfo(name, status.st_size, status.st_mtime, version)
 
 
-def _create(temporary: str, path: str) -> None:
+def _replace(temporary: str, name: str, above: int | None, path: str, replaces: Any) -> None:
+    """Give a file that is complete its name, if what has it is still what `replaces` says."""
+    try:
+        if replaces is None:
+            _create(temporary, name, above)
+            return
+        there = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if _info(name, there).version != replaces:
+            raise _replaced_meanwhile(path)
+        os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+    except (FileExistsError, FileNotFoundError) as error:
+        # Not found: the next writer, which took this one for dead, has deleted `temporary`.
+        raise _replaced_meanwhile(path) from error
+
+
+def _create(temporary: str, name: str, above: int | None) -> None:
     """Give a file that is complete a name that must be free, in one event."""
     try:
-        os.link(temporary, path)
+        os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if os.path.lexists(path):  # as near as it gets without hard links
-            raise FileExistsError(path) from error
-        os.replace(temporary, path)
+        with suppress(FileNotFoundError):  # as near as it gets without hard links
+            os.stat(name, dir_fd=above, follow_symlinks=False)
+            raise FileExistsError(name) from error
+        os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
     else:
-        os.unlink(temporary)
+        os.unlink(temporary, dir_fd=above)
 
 
 def _replaced_meanwhile(path: str) -> Busy:
     return Busy(f"another save has replaced {path} meanwhile, or is about to; try again")
 
 
-def _write_new(path: str, data: bytes) -> None:
-    """Write a file that nothing depends on, without any promise."""
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            while data:
-                data = data[os.write(file, data) :]
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise _explain("write", path, len(data), error) from error
-
-
-def _unlink_quietly(path: str) -> None:
+def _unlink_quietly(name: str, above: int | None) -> None:
     with suppress(OSError):
-        os.unlink(path)
+        os.unlink(name, dir_fd=above)

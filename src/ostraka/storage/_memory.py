@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ostraka.errors import Busy, StoreError
-from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.errors import Busy, StoreError, TooLarge
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
 
 _guard = threading.RLock()
 _files: dict[str, _File] = {}
@@ -67,8 +67,11 @@ class MemoryStore:
     def lock(self) -> _MemoryLock:
         return _MemoryLock(self)
 
-    def get(self, name: str) -> bytes:
-        return bytes(self._find(name).data)
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        data = self._find(name).data
+        if len(data) > most_bytes:
+            raise TooLarge(f"{self.location}/{name}", len(data), most_bytes)
+        return bytes(data)
 
     def put(
         self,

@@ -23,8 +23,8 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from ostraka.errors import Busy, OutcomeUnknown, StoreError
-from ostraka.storage._base import ANYTHING, FileInfo, Parts, byte_views
+from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
 from ostraka.storage._refusals import (
     broke_off,
     is_missing,
@@ -91,9 +91,16 @@ class ObjectStore:
     def lock(self) -> None:
         return None
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         key = self._start + name
-        return self._retry("read", name, lambda: bytes(obstore.get(self._bucket, key).bytes()))
+
+        def read() -> bytes:
+            found = obstore.get(self._bucket, key)
+            if found.meta["size"] > most_bytes:  # told with the answer, before its bytes
+                raise TooLarge(self._path(name), found.meta["size"], most_bytes)
+            return bytes(found.bytes())
+
+        return self._retry("read", name, read)
 
     def put(
         self,
@@ -141,8 +148,8 @@ class ObjectStore:
 
     def _holds(self, name: str, data: bytes) -> bool:
         try:
-            return self.get(name) == data
-        except FileNotFoundError:
+            return self.get(name, len(data)) == data
+        except (FileNotFoundError, TooLarge):
             return False
 
     def touch(self, name: str, *, create: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ostraka.storage import (
     ANYTHING,
+    MOST_BYTES,
     FileInfo,
     FileReader,
     FileWriter,
@@ -106,9 +107,9 @@ class FaultyStore:
         self.call("lock", "")
         return self._below.lock() if self._has_locks else None
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         self.call("get", name)
-        return self._below.get(name)
+        return self._below.get(name, most_bytes)
 
     def put(
         self,
