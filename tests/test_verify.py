@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from ostraka.integrity._coverage import find_gap
 from ostraka.storage import open_store
 from places import Place, copy_tree, flip
 
+AnyPlace = TypeVar("AnyPlace", bound=Place)
 TREE = {"w": np.arange(24.0).reshape(4, 6), "b": np.ones(3, np.float32)}
 
 
-def save(path: Place) -> Place:
+def save(path: AnyPlace) -> AnyPlace:
     ostraka.save(path, TREE)
     return path
 
