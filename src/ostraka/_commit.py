@@ -24,8 +24,8 @@ from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
 from ostraka._write_shards import Written
-from ostraka.errors import Busy, NotDurable, OutcomeUnknown, TooLarge
-from ostraka.storage import Claim, Store
+from ostraka.errors import Busy, InvalidTree, NotDurable, OutcomeUnknown, TooLarge
+from ostraka.storage import MOST_BYTES, Claim, Store
 
 _LOOKERS = 16
 
@@ -65,6 +65,11 @@ class SavePlace:
             self._claim.check()
             self._check_files(directory, sizes)
 
+        if len(metadata) > MOST_BYTES:
+            raise InvalidTree(
+                f"the description of the tree has {len(metadata):,} bytes, and no more than "
+                f"{MOST_BYTES:,} are read again; save parts of it to paths of their own"
+            )
         # The shards must not be lost to a crash that keeps the commit.
         self.store.sync("")
         try:
