@@ -22,7 +22,15 @@ import ostraka
 from mounts import in_memory
 from ostraka import Manager, _commit
 from ostraka._leftovers import collect_garbage
-from ostraka.errors import Damaged, OstrakaError, PathInTheWay, SaveFailed, StoreError, Unreadable
+from ostraka.errors import (
+    Damaged,
+    InvalidTree,
+    OstrakaError,
+    PathInTheWay,
+    SaveFailed,
+    StoreError,
+    Unreadable,
+)
 from ostraka.storage import LocalStore, _directory, _local, open_store
 
 CALLS = (
@@ -341,7 +349,7 @@ def test_a_description_that_could_not_be_read_is_not_saved(
 ):
     ostraka.save(tmp_path / "one", tree_of(1))
     monkeypatch.setattr(_commit, "MOST_BYTES", 500)
-    with pytest.raises(SaveFailed, match=r"no more than 500 are read again; save parts of it"):
+    with pytest.raises(InvalidTree, match=r"no more than 500 are read again; save parts of it"):
         ostraka.save(tmp_path / "one", tree_of(2))
     assert ostraka.restore(tmp_path / "one")["n"] == 1
 
