@@ -45,6 +45,7 @@ LAYERS = (
     "formats",
     "_checkpoint",
     "_lazy",
+    "_presence",
     "_service",
     "_coordinate",
     "_nnx",
