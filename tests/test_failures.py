@@ -475,7 +475,7 @@ def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
     The first is at least as long as since it last answered a roll call, or came. No process has a
     connection that would tell: as if its host was gone, or their ports were blocked.
     """
-    _service.Connections.open = lambda connections: None
+    _service.Connections.open = lambda self: None
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
     me = jax.process_index()
