@@ -129,14 +129,15 @@ def test_a_command_for_each_step(tmp_path: Path, capfd: pytest.CaptureFixture[st
     command = f'{sys.executable} -c "{program}" {{step}} x{{path}}'
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path / "a run")
-        assert run("watch", ".", "--timeout", 0, "--exec", command).exit_code == 0
+        given = ("--timeout", 0, "--backlog", 9, "--exec", command)
+        assert run("watch", ".", *given).exit_code == 0
         said = capfd.readouterr().out.splitlines()
         (one, two) = [line.rpartition(" [") for line in said]
     path = tmp_path / "a run"
     assert one[0] == str(["1", f"x{path}/step_00000001"])
     assert two[0] == str(["2", f"x{path}/step_00000002"])
-    assert one[2].endswith("-step-1']")
-    assert two[2].endswith("-step-2']")
+    assert one[2].endswith("-backlog-9-step-1']")
+    assert two[2].endswith("-backlog-9-step-2']")
 
 
 @pytest.mark.parametrize(

@@ -473,8 +473,10 @@ def test_a_full_disk_with_one_process(small_disk: Path):
 def die_while_writing(path: str, dying: int) -> tuple[str, float, float]:
     """One process kills itself in the middle of its shard; how long ago it was heard of, and died.
 
-    The first is at least as long as since it last answered a roll call, or came.
+    The first is at least as long as since it last answered a roll call, or came. No process has a
+    connection that would tell: as if its host was gone, or their ports were blocked.
     """
+    _service.Connections.open = lambda self: None
     _coordinate.ARRIVE_WITHIN_S = NEVER_S
     _coordinate.DEAD_AFTER_S = DEAD_AFTER_S
     me = jax.process_index()
@@ -537,6 +539,49 @@ def seconds_until_a_death_is_heard_of(folder: Place) -> float:
 
 def test_a_process_that_is_killed(place: Place):
     assert in_time(seconds_until_a_death_is_heard_of, place, DEAD_AFTER_S + WITHIN_S)
+
+
+def die_between(path: str, dying: int) -> list[str]:
+    """One process kills itself when all have saved; what the others hear of it, each time."""
+    wait_for_ever()
+    ostraka.save(path, make_tree(1))
+    manager = ostraka.Manager(f"{path}.runs", asynchronous=False)
+    if jax.process_index() == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempts: list[Callable[[], object]] = [
+        lambda: ostraka.save(path, make_tree(2)),
+        lambda: ostraka.save_async(path, make_tree(2)).wait(),
+        lambda: ostraka.restore(path, like=make_tree(0)),
+        lambda: manager.save(1, make_tree(2)),
+        manager.latest,
+    ]
+    said: list[str] = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except (ostraka.errors.OstrakaError, _coordinate.ProcessFailed) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("dying", [1, 3])
+def test_a_process_that_is_killed_between_two_saves(place: Place, dying: int):
+    """The others never wait for it, though they would wait for ever for one that is late."""
+    path = place / "checkpoint"
+    results = run_processes(die_between, str(path), dying, processes=4, check=False)
+    assert [result.exit_code for result in results] == [-9 * (n == dying) for n in range(4)]
+    for result in results:
+        if result.process == dying:
+            continue
+        assert len(result.value) == 5, result.value
+        for said in result.value:
+            assert f"process {dying}: it has ended, or was killed, before it came to" in said
+    assert [said.split(":")[0] for said in results[0].value[:3]] == [
+        "SaveFailed",
+        "SaveFailed",
+        "RestoreFailed",
+    ]
+    assert_intact(path)
 
 
 def test_process_0_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch):

@@ -50,6 +50,7 @@ LAYERS = (
     "formats",
     "_checkpoint",
     "_lazy",
+    "_presence",
     "_service",
     "_coordinate",
     "_nnx",

@@ -21,7 +21,7 @@ from ostraka import Manager, _format
 from ostraka.errors import Busy, Damaged, UnsupportedFormat
 from ostraka.manager._keep import check_keep
 from ostraka.manager._leases import ReaderLease, is_lease, remove_dead_leases
-from ostraka.manager._retain import retain
+from ostraka.manager._retain import Retention
 from ostraka.manager._steps import Root
 from ostraka.manager._watch import Watch
 from ostraka.storage import MemoryStore, Store, _claim, open_store
@@ -168,6 +168,8 @@ def test_a_step_of_a_newer_version(tmp_path: Path):
         ({"after": -1}, ValueError, "a step must be 0 or more, not -1"),
         ({"after": "7"}, TypeError, "a step must be a whole number, not '7'"),
         ({"timeout_s": -1}, ValueError, "timeout_s must be more than 0, not -1"),
+        ({"backlog": -1}, ValueError, "backlog must be 0 or more, not -1"),
+        ({"backlog": True}, TypeError, "backlog must be a whole number of steps, not True"),
         ({"timeout_s": "1"}, TypeError, "timeout_s must be a number of seconds, not '1'"),
     ],
 )
@@ -183,7 +185,7 @@ def test_retention_leaves_what_is_read(root: Any):
     with Manager(root, keep=1, asynchronous=False) as writer:
         writer.save(1, tree_of(1))
         reader = Manager(root, read_only=True)
-        watched = reader.watch(timeout_s=0)
+        watched = reader.watch(timeout_s=0, backlog=0)
         assert next(watched) == 1
         writer.save(2, tree_of(2))
         writer.save(3, tree_of(3))
@@ -200,7 +202,7 @@ def test_retention_leaves_what_is_read(root: Any):
 def test_one_who_waits_keeps_the_next_step(root: Any):
     with Manager(root, keep=1, asynchronous=False) as writer:
         writer.save(1, tree_of(1))
-        lease = ReaderLease(open_store(root))
+        lease = ReaderLease(open_store(root), backlog=0)
         lease.wait_from(2)
         for step in (2, 3, 4):
             writer.save(step, tree_of(step))
@@ -222,7 +224,7 @@ def test_each_reader_keeps_its_own(tmp_path: Path):
         watched: list[Iterator[int]] = []
         for step in (1, 2, 3):
             writer.save(step, tree_of(step))
-            watched.append(Manager(tmp_path, read_only=True).watch(after=step - 1))
+            watched.append(Manager(tmp_path, read_only=True).watch(after=step - 1, backlog=0))
             assert next(watched[-1]) == step
         writer.save(4, tree_of(4))
         writer.save(5, tree_of(5))
@@ -354,6 +356,136 @@ def test_a_forked_child_does_not_end_the_lease(tmp_path: Path):
     assert leases(tmp_path) == []
 
 
+# A reader that is behind
+
+
+def test_what_waits_for_a_reader_is_kept(root: Any, caplog: pytest.LogCaptureFixture):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        reader = Manager(root, read_only=True)
+        watched = reader.watch(timeout_s=0, backlog=3)
+        assert next(watched) == 1
+        for step in range(2, 8):
+            writer.save(step, tree_of(step))
+        # 5 and 6 came when three were waiting for it already.
+        assert writer.steps() == [1, 2, 3, 4, 7]
+        assert leases(root) == ["5-6", "step-1"]
+        assert "before this watch" not in caplog.text
+        for step in (2, 3, 4):
+            assert next(watched) == step
+            assert reader.restore(step)["step"] == step
+        writer.save(8, tree_of(8))
+        assert writer.steps() == [4, 7, 8]
+        assert "before this watch" not in caplog.text
+        assert list(watched) == [7, 8]
+        told = "were deleted before this watch came to them, the first of them 5, the last 6"
+        assert caplog.text.count(told) == caplog.text.count("before this watch") == 1
+        assert leases(root) == []
+        writer.save(9, tree_of(9))
+        assert writer.steps() == [9]
+
+
+def test_a_run_says_once_which_reader_is_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        watched = Manager(tmp_path, read_only=True).watch()
+        assert next(watched) == 1
+        for step in range(2, 6):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 2, 3, 4, 5]
+        assert caplog.text == ""  # Two are kept for it, and two by the run itself.
+        for step in range(6, 9):
+            writer.save(step, tree_of(step))
+        (record,) = caplog.records
+        assert f".{os.getpid()}." in record.getMessage()
+        assert "has fallen behind: 3 steps that would be deleted are kept" in record.getMessage()
+        assert "up to 64 may be" in record.getMessage()
+        watched.close()
+
+
+def test_two_readers_one_of_which_begins_in_the_middle(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        first = Manager(tmp_path, read_only=True).watch(timeout_s=0, backlog=2)
+        assert next(first) == 1
+        writer.save(2, tree_of(2))
+        writer.save(3, tree_of(3))
+        second = Manager(tmp_path, read_only=True).watch(timeout_s=0, after=2, backlog=1)
+        assert next(second) == 3
+        for step in (4, 5, 6):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 2, 3, 4, 6]
+        first.close()
+        writer.save(7, tree_of(7))
+        assert writer.steps() == [3, 4, 7]
+        assert list(second) == [4, 7]
+        assert leases(tmp_path) == []
+
+
+def test_nothing_waits_for_one_who_wants_only_the_newest(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        watched = Manager(tmp_path, read_only=True).watch(newest_only=True, timeout_s=0)
+        assert next(watched) == 1
+        for step in (2, 3, 4):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 4]
+        assert leases(tmp_path) == ["step-1"]
+        assert list(watched) == [4]
+
+
+def test_a_step_that_waits_is_deleted_by_hand_and_missed_aloud(
+    root: Any, caplog: pytest.LogCaptureFixture
+):
+    with Manager(root, asynchronous=False) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, tree_of(step))
+        watched = Manager(root, read_only=True).watch(timeout_s=0)
+        assert next(watched) == 1
+        writer.delete(3)
+        assert list(watched) == [2]
+        assert "the first of them 3, the last 3" in caplog.text
+        assert leases(root) == []
+
+
+def test_a_note_to_a_dead_reader_is_removed(root: Any):
+    fill(root, 1)
+    store = open_store(root)
+    store.touch("_LEASE-there.7.0123-missed-5-6", create=True)
+    store.touch("_LEASE-here.8.0123-missed-5-6", create=True)
+    store.touch("_LEASE-here.8.0123-backlog-9-from-2", create=True)
+    Manager(root).close()
+    assert leases(root) == ["5-6", "from-2"]
+
+
+def test_a_reader_that_a_listing_has_missed_is_looked_for_again(tmp_path: Path):
+    """Names are listed one after the other, while a reader moves on."""
+    hides = False
+
+    class Hiding(FaultyStore):
+        def list(self) -> list[str]:
+            nonlocal hides
+            names = super().list()
+            if hides:
+                names, hides = [name for name in names if not is_lease(name)], False
+            return names
+
+    fill(tmp_path, 1, 2, 3)
+    keep = check_keep(1, None, None, None, None)
+    retention = Retention(Root(Hiding(tmp_path)), keep)
+    lease = ReaderLease(open_store(tmp_path), backlog=2)
+    lease.wait_from(1)
+    retention.run(just_saved=3, ignore=(), held=lambda steps: ())
+    assert [step.step for step in Root(tmp_path).steps()] == [1, 2, 3]
+    hides = True
+    retention.run(just_saved=3, ignore=(), held=lambda steps: ())
+    assert not hides
+    assert [step.step for step in Root(tmp_path).steps()] == [1, 2, 3]
+    lease.release()
+    retention.run(just_saved=3, ignore=(), held=lambda steps: ())
+    assert [step.step for step in Root(tmp_path).steps()] == [3]
+
+
 # A reader and a deletion at the same time
 
 
@@ -382,7 +514,7 @@ def race(store: Store, deletes_before: int, reads: int) -> tuple[int | None, boo
     """
     permits, arrived = threading.Semaphore(0), threading.Semaphore(0)
     root = Root(gated(store, permits, arrived))
-    watch = Watch(root, after=None, newest_only=False, timeout_s=0.0, warn=pytest.fail)
+    watch = Watch(root, after=None, newest_only=False, backlog=0, timeout_s=0.0, warn=pytest.fail)
     got: list[int | None] = []
 
     def read() -> None:
@@ -408,13 +540,8 @@ def race(store: Store, deletes_before: int, reads: int) -> tuple[int | None, boo
             reached[1] = not got
 
     keep = check_keep(1, None, None, None, None)
-    retain(
-        Root(FaultyStore(store, before=before)),
-        keep,
-        just_saved=2,
-        ignore=(),
-        held=lambda steps: (),
-    )
+    retention = Retention(Root(FaultyStore(store, before=before)), keep)
+    retention.run(just_saved=2, ignore=(), held=lambda steps: ())
     if not reached[0]:
         return None, False, False
     permits.release(1000)
@@ -451,7 +578,7 @@ def test_one_who_finds_a_claim_waits_until_the_step_is_spared_or_gone(tmp_path: 
             has_turned_back.set()
 
     root = Root(FaultyStore(tmp_path, before=before))
-    watch = Watch(root, after=None, newest_only=False, timeout_s=None, warn=pytest.fail)
+    watch = Watch(root, after=None, newest_only=False, backlog=0, timeout_s=None, warn=pytest.fail)
     got: list[Any] = []
     reader = threading.Thread(target=lambda: got.append(watch.wait()))
 
@@ -484,30 +611,30 @@ import sys
 import numpy as np
 from ostraka import Manager
 
-root, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+root, (first, last, ahead) = sys.argv[1], map(int, sys.argv[2:])
 done = first - 1
 with Manager(root, keep=2) as manager:
     assert manager.latest() == (first - 1 or None), manager.steps()
     for step in range(first, last + 1):
-        while done < step - 3:
+        while done < step - ahead:
             done = int(sys.stdin.readline())
         manager.save(step, {"a": np.full(8, step), "step": step})
         manager.wait()
-        assert len(manager.steps()) <= 3, manager.steps()
+        assert len(manager.steps()) <= ahead, manager.steps()
 print("trained")
 """
 
 
 class Run:
-    """A training run in another process, at most three steps ahead of its reader.
+    """A training run in another process, at most `ahead` steps ahead of its reader.
 
     So what is seen does not depend on how this machine shares out its time.
     """
 
-    def __init__(self, root: Path, first: int, last: int):
+    def __init__(self, root: Path, first: int, last: int, *, ahead: int = 3):
         self.last = last
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(root), str(first), str(last)],
+            [sys.executable, "-c", TRAIN, str(root), str(first), str(last), str(ahead)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -569,6 +696,40 @@ def test_every_step_of_a_long_run_is_seen(tmp_path: Path):
     assert left == {"step_00000199", "step_00000200"}
 
 
+@pytest.mark.parametrize(
+    ("steps", "ahead"), [(100, 50), pytest.param(500, 500, marks=pytest.mark.soak)]
+)
+def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahead: int):
+    """It saves as fast as it can, up to as many steps as the backlog has room for."""
+    manager = Manager(tmp_path, read_only=True)
+    run: Run | None = None
+    seen: list[int] = []
+
+    def tell(verb: str, name: str) -> None:
+        nonlocal run
+        if (verb, name) == ("list", "") and run is None:
+            run = Run(tmp_path, 1, steps, ahead=ahead)
+        elif (verb, name) == ("list", "") and seen:
+            assert run is not None
+            run.tell(seen[-1])
+
+    watched = Manager(FaultyStore(tmp_path, before=tell), read_only=True).watch(backlog=ahead)
+    for step in watched:
+        if ahead < steps and step % ahead == 1:  # Else each is as fast as it can be.
+            wait_until((tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA").exists)
+        assert manager.restore(step)["step"] == step
+        seen.append(step)
+        if step == steps:
+            break
+    watched.close()
+    assert seen == list(range(1, steps + 1))
+    assert run is not None
+    run.end()
+    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
+        writer.save(steps + 1, tree_of(steps + 1))
+    assert sorted(os.listdir(tmp_path)) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
+
+
 def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
     reader = SlowReader(tmp_path)
     reader.run = Run(tmp_path, 1, 100)
@@ -605,7 +766,7 @@ def test_a_reader_that_is_killed(root: Any, monkeypatch: pytest.MonkeyPatch):
             writer.save(2, tree_of(2))
             reader.send_signal(signal.SIGKILL)
         writer.save(3, tree_of(3))
-        assert writer.steps() == [1, 3]  # It is not known yet that it died.
+        assert writer.steps() == [1, 2, 3]  # It is not known yet that it died.
         monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
         writer.save(4, tree_of(4))
         assert writer.steps() == [4]

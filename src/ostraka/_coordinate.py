@@ -9,10 +9,13 @@ answer, without waiting for the rest. All waiting is done by blocking gets, in o
 operation, so that the main thread can be interrupted: how many calls a process makes depends on the
 number of stages, not on how long they take or on how many processes there are.
 
+While process 0 waits for others it looks for those whose connection to it has closed (`_presence`):
+they have ended, perhaps long before, and are named at once. That takes no message.
+
 The one exception: while process 0 has posted and waits for others it calls the roll every few
-seconds, and those still at work answer. One that does not answer for `DEAD_AFTER_S` was killed or
-hangs, and is named. JAX's own heartbeats would be too slow: they come every 50 s, and once they are
-missing JAX ends all processes.
+seconds, and those still at work answer. One that does not answer for `DEAD_AFTER_S` hangs, or its
+host is gone, and is named. JAX's own heartbeats would be too slow: they come every 50 s, and once
+they are missing JAX ends all processes.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ class Operation:
             return self
         try:
             if self.process == 0:
+                self._open_door()
                 self._member.forget_old()
             else:
                 self._keys.set(f"here/{self.process}", -1)
@@ -247,6 +251,9 @@ class Operation:
             if kind == "roll_call":
                 if self._posts == self._stage:  # It waits only for those that have not posted.
                     self._keys.set(f"here/{self.process}", number)
+            elif kind == "door":
+                if self._member.connections is not None:
+                    self._member.connections.connect(said[0], self.process)
             elif kind == "answer":
                 answer, is_last = said
                 self._stage += 1
@@ -262,6 +269,18 @@ class Operation:
                 return
 
     # Process 0
+
+    def _open_door(self) -> None:
+        """Have the others connect to this process, once for all operations."""
+        connections = self._member.connections
+        if connections is None:
+            return
+        if not connections.is_told:
+            address = connections.open()
+            if address is not None:
+                self._tell("door", address)
+            connections.is_told = True
+        connections.find_ended()  # takes in those that wait to be
 
     def _hear_turns(self) -> None:
         """Take in what happens to each stage: it is complete, or a process has failed."""
@@ -320,6 +339,7 @@ class Operation:
             except Empty:
                 # While the whole machine stood still nobody could answer: that does not count.
                 roll.waited_s += min(time.monotonic() - begin_s, 5 * _LOOK_EVERY_S)
+                self._look_for_ended(stage, roll)
                 if roll.is_due():
                     self._call_roll(stage, roll)
                 continue
@@ -327,6 +347,16 @@ class Operation:
                 raise failure
             posts = self._keys.by_process(f"{stage}/post")
             return [posts[process] for process in range(self.count)]
+
+    def _look_for_ended(self, stage: str, roll: _Roll) -> None:
+        ended = self._member.find_ended_processes() - roll.ended
+        if not ended:
+            return
+        roll.ended |= ended  # What one has not posted by now it never will: ask once.
+        for process in sorted(ended - self._keys.by_process(f"{stage}/post").keys()):
+            reason = f"it has ended, or was killed, before it came to the end of the {self._name}"
+            self._take_turn("failed", process, reason)
+            return
 
     def _call_roll(self, stage: str, roll: _Roll) -> None:
         posted = self._keys.by_process(f"{stage}/post").keys()
@@ -348,6 +378,8 @@ class _Roll:
 
     def __init__(self, limit_s: float):
         self.waited_s = 0.0
+        self.ended: set[int] = set()
+        """Processes that are known to have ended."""
         self._limit_s = limit_s
         self._called_s = 0.0
         self._heard: dict[int, tuple[int, float]] = {}

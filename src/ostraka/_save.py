@@ -105,6 +105,8 @@ def save_async(
 
     Whatever happens to the tree afterwards (training steps, donated arrays, numpy arrays written
     to, a data iterator that moves on) does not reach the checkpoint: it has the values at the call.
+    One thing may: memory that a JAX array on the CPU shares with others, as after
+    `jax.device_put` of an aligned numpy array, and that is written to before the save has ended.
     Otherwise it is as `save` does it: nothing shows before all of it is there.
 
     An error is raised by `wait()` of the handle; if nobody asks, by the next save, or when the

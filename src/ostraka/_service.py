@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
+
+from ostraka._presence import Door, connect
 
 _KEEP_OPERATIONS = 16
 _KEEP_AT_MOST = 256
@@ -28,6 +31,41 @@ class Client(Protocol):
     def key_value_delete(self, key: str) -> None: ...
 
 
+class Connections:
+    """How process 0 learns that others have ended: see `_presence`."""
+
+    def __init__(self, client: Client, host: str):
+        self.client = client
+        self._host = host
+        self._door: Door | None = None
+        self.is_told = False
+        """On process 0: whether the others know where to connect to, or can't."""
+        self._connection: socket.socket | None = None
+
+    def open(self) -> Any:
+        """On process 0: let others connect; returns what they need for it, None if they can't."""
+        if self._door is None:
+            try:
+                self._door = Door(self._host)
+            except OSError:
+                return None
+        return self._door.address
+
+    def connect(self, address: Any, process: int) -> None:
+        """On other processes: have process 0 know when this one ends."""
+        self._connection = connect(self._host, address, process)
+
+    def close(self) -> None:
+        for held in (self._door, self._connection):
+            if held is not None:
+                held.close()
+        self._door = self._connection = None
+
+    def find_ended(self) -> set[int]:
+        """On process 0: the processes that are known to have ended."""
+        return set() if self._door is None else self._door.find_ended()
+
+
 @dataclass(slots=True)
 class Member:
     """One of the processes that the service joins, and the operations it has had there."""
@@ -40,6 +78,7 @@ class Member:
     ended: deque[str] = field(default_factory=deque[str])
     """On process 0, the prefixes of operations that it has left, oldest first."""
     prefix: str = "ostraka"
+    connections: Connections | None = None
 
     def begin_operation(self) -> Keys:
         return Keys(self.client, f"{self.prefix}/{next(self.numbers)}")
@@ -49,7 +88,17 @@ class Member:
 
         So a thread can have its own, in whatever order the program has others meanwhile.
         """
-        return Member(self.process, self.count, self.client, prefix=f"{self.prefix}/{name}")
+        return Member(
+            self.process,
+            self.count,
+            self.client,
+            prefix=f"{self.prefix}/{name}",
+            connections=self.connections,
+        )
+
+    def find_ended_processes(self) -> set[int]:
+        """On process 0: those that are known to have ended. This makes no call."""
+        return set() if self.connections is None else self.connections.find_ended()
 
     def forget_old(self) -> None:
         """On process 0: delete old operations' keys, but not of one that others are still in.
@@ -86,6 +135,11 @@ def this_member() -> Member:
             "jax.distributed.initialize() first"
         )
     _this.process, _this.count, _this.client = jax.process_index(), count, client
+    if _this.connections is None or _this.connections.client is not client:
+        if _this.connections is not None:
+            _this.connections.close()  # JAX was initialized again.
+        host = str(distributed.global_state.coordinator_address).rpartition(":")[0]
+        _this.connections = Connections(client, host)
     return _this
 
 

@@ -93,7 +93,9 @@ class ShardedValue:
         self._shards: Sequence[jax.Array] | None = None
         self._held: dict[Box, Array] | None = None
         self.in_host_memory = at.gives_views
-        self.may_change = False
+        # JAX takes over aligned memory of numpy, dlpack and others without a copy, and nothing
+        # tells these arrays from its own.
+        self.may_change = at.gives_views
 
     def read(self, device: int, box: Box) -> Array:
         at = self._at

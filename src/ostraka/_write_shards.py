@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, count
 from operator import attrgetter
 from typing import Any
 
@@ -44,8 +44,6 @@ _SMALL_BYTES = 1 << 20
 """A single file up to this size is written by the caller, without a thread."""
 _HELD_BYTES = 1 << 20
 """What the program may write to, up to this size, is copied once if it is looked at twice."""
-_LIVE_BYTES = 1 << 20
-"""How much of what the program may write to meanwhile is copied at a time."""
 
 
 class Progress:
@@ -72,11 +70,15 @@ class _Job:
     values: Sequence[Value]
     copied: frozenset[int]
     """The leaves that are not in host memory as they will be in the files."""
+    live: frozenset[int]
+    """The leaves that the program may write to meanwhile."""
     codecs: Mapping[int, Zstd]
     """The leaves that are compressed, and how."""
     version: int
     beside: int
     """How many files are written at the same time."""
+    scratch: threading.local = field(default_factory=threading.local)
+    """For each thread, memory for a block."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
     stop: StopSignal = field(default_factory=StopSignal)
 
@@ -121,8 +123,20 @@ def write_shards(
         plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
     )
     copied = _must_be_copied(plan.leaves, values)
+    live = frozenset(compress(count(), map(attrgetter("may_change"), values)))
     beside = min(len(files), store.parts.at_once)
-    job = _Job(operation, store, save_id, plan.leaves, values, copied, codecs, plan.version, beside)
+    job = _Job(
+        operation,
+        store,
+        save_id,
+        plan.leaves,
+        values,
+        copied,
+        live - copied,
+        codecs,
+        plan.version,
+        beside,
+    )
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
     progress.total = sum(map(attrgetter("size"), files))
     groups = [] if parity is None else _plan_groups(job, shards, plan, parity)
@@ -160,7 +174,13 @@ def _plan_groups(
             continue
         if value.whole().nbytes <= _HELD_BYTES:
             value.hold()
-    unfit = {number for number, value in enumerate(job.values) if value.may_change} | job.copied
+    # Of JAX's arrays only those change that share memory with others, and are written to there
+    # during the save. Parity can't mend such files then; what it gives is compared with digests.
+    unfit = {
+        number
+        for number, value in enumerate(job.values)
+        if isinstance(value, HostValue) and value.may_change
+    } | job.copied
     index_bytes = _planned_index_bytes(job, shards)
     of_views = [unfit.isdisjoint(map(attrgetter("leaf"), shard.entries)) for shard in shards]
     return groups_of_views(
@@ -231,9 +251,29 @@ class _Shard:
             if codecs
             else _PlainFile(self._lengths, self._create)
         )
-        self.write = self._target.write
+        # Until those before them are placed, or for as long as the store likes.
+        self._keeps_blocks = bool(codecs) or not job.store.parts.in_any_order
+        is_live = not job.live.isdisjoint(map(attrgetter("leaf"), entries))
+        self.write = self._write_copy if is_live else self._target.write
         self.abandon = self._target.abandon
         self.digests = self._target.digests
+
+    def _write_copy(self, number: int, pieces: list[Array]) -> int:
+        """Write a block that the program may write to meanwhile, from memory of our own.
+
+        What is digested must be what is written, whoever changes it between the two.
+        """
+        nbytes = self._lengths[number]
+        if number == 0:
+            return self._target.write(number, pieces)  # the header
+        if self._keeps_blocks or not _SMALL_BYTES < nbytes <= _format.BLOCK_BYTES:
+            return self._target.write(number, [np.concatenate(pieces)])
+        # Each thread has its memory: to take new memory for every block costs more than to copy.
+        scratch = self._job.scratch
+        memory = getattr(scratch, "memory", None)
+        if memory is None:
+            memory = scratch.memory = np.empty(_format.BLOCK_BYTES, np.uint8)
+        return self._target.write(number, [np.concatenate(pieces, out=memory[:nbytes])])
 
     def blocks(self) -> Iterator[NumberedBlock]:
         """The blocks of the file, in order; without the header, where that is written last."""
@@ -274,9 +314,7 @@ class _Shard:
                     yield from _bands(_read(value, job.leaves[leaf], file.device, box, nbytes))
                 continue
             array = _read(value, job.leaves[leaf], file.device, box, nbytes)
-            if value.may_change:
-                yield from _snapshots(array)
-            elif array.flags.c_contiguous:
+            if array.flags.c_contiguous:
                 yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
@@ -380,13 +418,6 @@ def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) ->
             "were planned"
         )
     return array
-
-
-def _snapshots(array: Array) -> Iterator[Array]:
-    """Copies of an array's bytes: what is digested must be what is written, whoever changes it."""
-    for band in _bands(array):
-        for start in range(0, band.size, _LIVE_BYTES):
-            yield band[start : start + _LIVE_BYTES].copy()
 
 
 def _bands(array: Array) -> Iterator[Array]:

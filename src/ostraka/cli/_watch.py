@@ -18,7 +18,7 @@ from ostraka.cli._arguments import path_argument
 from ostraka.cli._roots import file_bytes, open_root
 from ostraka.cli._text import human_bytes, human_number, json_number, printable
 from ostraka.manager._steps import Root, Step
-from ostraka.manager._watch import Watch
+from ostraka.manager._watch import BACKLOG, Watch
 from ostraka.storage import open_store
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -41,6 +41,14 @@ def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> lis
 @click.option("--after", type=click.IntRange(0), metavar="STEP", help="Begin after this step.")
 @click.option("--newest-only", is_flag=True, help="Of several new steps, only the newest.")
 @click.option(
+    "--backlog",
+    type=click.IntRange(0),
+    default=BACKLOG,
+    show_default=True,
+    metavar="STEPS",
+    help="How many new steps the run keeps for it while it is behind.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(0),
@@ -59,6 +67,7 @@ def watch(
     root: str,
     after: int | None,
     newest_only: bool,
+    backlog: int,
     timeout_s: float | None,
     command: list[str] | None,
     as_json: bool,
@@ -68,8 +77,9 @@ def watch(
     First those that are there, then new ones, in ascending order. ROOT need not be there yet.
 
     With --exec a command is run for each step, one at a time, without a shell. Until it ends, the
-    run that saves does not delete the step; steps that come and go meanwhile are missed. A command
-    that fails ends the watch. Without --exec a step may be deleted as soon as it is printed.
+    run that saves deletes neither the step nor those that come meanwhile, up to --backlog of them.
+    Steps that are missed because it is further behind are named. A command that fails ends the
+    watch. Without --exec a step may be deleted as soon as it is printed.
 
     \b
     Examples:
@@ -82,7 +92,14 @@ def watch(
     else:
         place = Root(root)
         _warn(f"waiting for {place.location}, where nothing is yet")
-    steps = Watch(place, after=after, newest_only=newest_only, timeout_s=timeout_s, warn=_warn)
+    steps = Watch(
+        place,
+        after=after,
+        newest_only=newest_only,
+        backlog=backlog,
+        timeout_s=timeout_s,
+        warn=_warn,
+    )
     with _ending_on_sigterm(), closing(steps):
         while (step := steps.wait()) is not None:
             described = _describe(place, step)

@@ -65,15 +65,29 @@ def check_count(name: str, count: SupportsIndex | None) -> int | None:
     """A whole number of 1 or more, or None."""
     if count is None:
         return None
-    try:
-        number = operator.index(count)
-    except TypeError:
-        number = None
+    number = _index(count)
     if number is None or isinstance(count, bool):
         raise TypeError(f"{name} must be a whole number, not {count!r}")
     if number < 1:
         raise ValueError(f"{name} must be more than 0, not {number}")
     return number
+
+
+def check_backlog(backlog: SupportsIndex) -> int:
+    """A whole number of 0 or more."""
+    number = None if isinstance(backlog, bool) else _index(backlog)
+    if number is None:
+        raise TypeError(f"backlog must be a whole number of steps, not {backlog!r}")
+    if number < 0:
+        raise ValueError(f"backlog must be 0 or more, not {number}")
+    return number
+
+
+def _index(number: SupportsIndex) -> int | None:
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
 
 
 def check_seconds(name: str, seconds: float | None) -> float | None:

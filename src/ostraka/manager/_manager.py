@@ -28,6 +28,7 @@ from ostraka._step_names import name_of
 from ostraka.errors import CheckpointNotFound, StoreError, warn_caller
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._check import (
+    check_backlog,
     check_count,
     check_function,
     check_restored_step,
@@ -42,10 +43,10 @@ from ostraka.manager._mirror import Mirror, newest_step, open_mirror, warn_if_ah
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
 from ostraka.manager._recover import Recovery, find_step, latest_step, name_both
-from ostraka.manager._retain import remove_unless_read, retain
+from ostraka.manager._retain import Retention, remove_unless_read
 from ostraka.manager._steps import Root, Step
 from ostraka.manager._together import agree, check_alike, decide_together
-from ostraka.manager._watch import Watch
+from ostraka.manager._watch import BACKLOG, Watch
 from ostraka.manager._when import Schedule, check_when
 from ostraka.storage import PathLike, Store
 
@@ -138,6 +139,7 @@ class Manager:
         self._pending = PendingSave()
         self._begun: int | None = None
         """The step that is being saved, or was saved last."""
+        self._retention = Retention(self._root, self._keep)
         self._retaining = threading.Lock()
         self._damaged: set[int] = set()
         self._names: dict[int, str] = {}
@@ -354,6 +356,7 @@ class Manager:
         *,
         after: SupportsIndex | None = None,
         newest_only: bool = False,
+        backlog: SupportsIndex = BACKLOG,
         timeout_s: float | None = None,
     ) -> Generator[int]:
         """Each step as it is committed, for programs that evaluate while another one trains.
@@ -364,10 +367,13 @@ class Manager:
         none.
 
         The step that was yielded last is not deleted by the run's retention until the next one is
-        asked for, the generator is closed or the program ends; while it waits, the next one after
-        it is kept. Of the steps that come while a slow reader is at work, those that the run does
-        not keep are missed. This needs a file in the root, renewed every few seconds; where it
-        can't be written there is a warning, and steps may be deleted while they are read.
+        asked for, the generator is closed or the program ends. Nor are those after it that are to
+        be yielded, up to `backlog` of them: so a reader that is slower than the run for a while
+        sees every step, and one that keeps up costs the run no more than one step. What is missed
+        because a reader is further behind is logged. With `backlog=0` or `newest_only` only the
+        next one is kept, while it is waited for. This needs a file in the root, renewed every few
+        seconds; where it can't be written there is a warning, and steps may be deleted while they
+        are read.
 
         On several processes all get the same steps; process 0 waits for them.
 
@@ -380,6 +386,7 @@ class Manager:
             self._root,
             after=None if after is None else check_step(after),
             newest_only=newest_only,
+            backlog=check_backlog(backlog),
             timeout_s=0.0 if timeout_s == 0 else check_seconds("timeout_s", timeout_s),
             warn=lambda text: warn_caller(UserWarning(text)),
         )
@@ -561,7 +568,7 @@ class Manager:
     def _delete_superfluous(self, just_saved: int) -> None:
         held = _none_held if self._mirror is None else self._mirror.held
         with self._retaining:
-            retain(self._root, self._keep, just_saved=just_saved, ignore=self._damaged, held=held)
+            self._retention.run(just_saved=just_saved, ignore=self._damaged, held=held)
 
     def _wait_for_mirror(self) -> None:
         if self._mirror is not None:

@@ -135,20 +135,20 @@ class Root:
         """The steps that can be read, in ascending order."""
         return [step for step in self.scan() if not step.problems]
 
-    def steps_after(self, number: int, *, descending: bool) -> Iterator[Step]:
+    def steps_after(self, number: int, names: Sequence[str], *, descending: bool) -> Iterator[Step]:
         """The steps above a number, those that can't be read included.
 
-        Each is looked at when its turn comes, so the first one costs no look at all the others.
+        `names` are those in the root. Each is looked at when its turn comes, so the first one costs
+        no look at all the others.
         """
-        there = self._names()
-        named = steps_among(there)
+        named = steps_among(names)
         for step in sorted((step for step in named if step > number), reverse=descending):
             with self._lock.lock:
                 found = self._look_at(named[step])
                 looked_at = [self._step(step, names) for names in found.values()]
             yield from looked_at
         with self._lock.lock:
-            self._forget_all_but(there)
+            self._forget_all_but(names)
 
     def find(self, number: int) -> Step:
         """A step that is there, readable or not. Raises CheckpointNotFound."""
