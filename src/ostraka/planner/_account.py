@@ -19,7 +19,7 @@ from ostraka._format import Entry, FileEntry
 from ostraka._metadata import IndexEntry, Metadata, shard_contents
 from ostraka._plan_read import plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
-from ostraka._plan_write import STAGING_BYTES, WritePlan
+from ostraka._plan_write import BAND_BYTES, STAGING_BYTES, WritePlan
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -173,8 +173,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
     """The most host memory that a save takes on one process, besides the state itself.
 
     Each of the `writers` threads puts small boxes together in a block of its own. What lies on
-    accelerators comes to the host shard by shard, as many at a time as the budget for boxes admits;
-    on CPUs the shards are read where they are.
+    accelerators comes to the host shard by shard, large ones in bands, as many at a time as the
+    budget admits; on CPUs the shards are read where they are.
     """
     files = Counter(plan.process_of[file.device] for file in plan.files)
     threads = min(writers, max(files.values(), default=0))
@@ -186,8 +186,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
         box = largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
         if leaf.spec.mesh == HOST_LOCAL or box == 0:
             continue
-        at_once = min(threads, max(STAGING_BYTES // box, 1))
-        staged = max(staged, at_once * _shard_bytes(leaf.spec, plan.meshes))
+        at_once = min(threads, max(STAGING_BYTES // min(box, BAND_BYTES), 1))
+        staged = max(staged, at_once * min(_shard_bytes(leaf.spec, plan.meshes), BAND_BYTES))
     return scratch + staged
 
 

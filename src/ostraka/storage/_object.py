@@ -36,7 +36,7 @@ from ostraka.storage._requests import PART_BYTES, part_bytes_of
 
 _PARTS_IN_FLIGHT = 24
 """Of all uploads of a process: they are in memory, so this bounds it."""
-_QUEUED_BYTES = 16 << 20
+_QUEUED_BYTES = 8 << 20
 """Of one upload: what may wait for its turn."""
 _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
