@@ -31,6 +31,7 @@ from ostraka._spec import (
     partition_grid,
 )
 from ostraka.storage._requests import (
+    AHEAD_BYTES,
     COMMIT_REQUESTS,
     JOIN_REQUESTS,
     OPEN_REQUESTS,
@@ -336,11 +337,13 @@ class ReadAccount:
     files: int
     index_processes: tuple[int, ...] = field(repr=False)
     """Whose indexes are read, too."""
+    far_ranges: int = field(repr=False)
+    """How many of the reads are not of the first bytes of a file."""
 
     @property
     def requests(self) -> int:
-        """What it costs in a bucket, where opening a file is a request, too."""
-        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.ranges
+        """What it costs in a bucket, where a file's first bytes come with opening it."""
+        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
 
     @property
     def over_read_bytes(self) -> int:
@@ -355,18 +358,21 @@ class ReadAccount:
 def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) -> ReadAccount:
     """Run the planning of a restore for one process, and count."""
     plan = plan_read(metadata, targets)
-    read = ranges = 0
+    read = ranges = far = 0
     for part in plan:
+        header_bytes = part.file.header_bytes
         blocks = _format.planned_digests(part.file, part.entries).blocks()
         chunks = plan_chunks(part.pieces, blocks)
-        read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
+        read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
+        ends = (header_bytes, *(header_bytes + chunk.stop for chunk in chunks))
+        far += sum(end > AHEAD_BYTES for end in ends)
     needed = sum(
         DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
         for target in targets
     )
     owners = {metadata.process_of[part.file.device] for part in plan}
-    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)))
+    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)), far)
 
 
 def local_targets(
