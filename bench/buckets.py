@@ -3,6 +3,11 @@
 512 MiB on 8 devices, in SeaweedFS on this machine, in turns: Ostraka; bare obstore (multipart puts
 and ranged gets, at the best of several settings); TensorStore's own S3 driver (zarr3 in OCDBT, what
 Orbax stands on), once plain, and once with the settings that Orbax gives it for zarr3.
+
+Then the same with a server of our own that serves from memory (`bench.memory_server`) and costs
+next to nothing: where the server has cores of its own, it is the client that counts. There once
+more with payloads that are not signed, as Ostraka sends them over TLS. Beside the time, each
+contender has the seconds of CPU that it takes and those that the server takes.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -29,6 +36,7 @@ from orbax.checkpoint._src.serialization.tensorstore_utils import ArrayWriteSpec
 from tests.servers import BUCKET, Server, seaweed
 
 import ostraka
+from bench.memory_server import memory_server
 from ostraka.storage import open_store
 
 LEAVES = 8
@@ -42,10 +50,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--server", choices=("seaweed", "memory", "memory-unsigned"))
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, seaweed(Path(directory)) as server:
-        os.environ.update(server.environment)
-        compare(server, arguments.mib << 20, arguments.rounds)
+    for name in (arguments.server,) if arguments.server else SERVERS:
+        print(f"server: {name}", flush=True)
+        with tempfile.TemporaryDirectory() as directory, SERVERS[name](Path(directory)) as server:
+            os.environ.update(server.environment)
+            compare(server, arguments.mib << 20, arguments.rounds)
+
+
+@contextmanager
+def memory_unsigned(_: Path) -> Generator[Server]:
+    with memory_server() as server:
+        unsigned = {**server.environment, "AWS_UNSIGNED_PAYLOAD": "true"}
+        yield replace(server, environment=unsigned)
+
+
+SERVERS: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
+    "seaweed": seaweed,
+    "memory": lambda _: memory_server(),
+    "memory-unsigned": memory_unsigned,
+}
 
 
 def compare(server: Server, nbytes: int, rounds: int) -> None:
@@ -190,26 +215,60 @@ class AsOrbax(Tensors):
         return {**made, "kvstore": kvstore}
 
 
-def in_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+class Cost(NamedTuple):
+    """In seconds."""
+
+    wall: float
+    client: float
+    """CPU of this process."""
+    server: float
+    """CPU of the processes that it has started."""
+
+
+def now() -> Cost:
+    return Cost(time.perf_counter(), time.process_time(), server_cpu_s())
+
+
+def server_cpu_s() -> float:
+    ticks = 0
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def in_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Cost]:
+    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
-            start_s = time.perf_counter()
+            before = now()
             run()
+            after = now()
             if turn:
-                times[name].append(time.perf_counter() - start_s)
-    return {name: statistics.median(values) for name, values in times.items()}
+                costs[name].append(Cost(*(b - a for a, b in zip(before, after, strict=True))))
+    return {
+        name: Cost(*(statistics.median(column) for column in zip(*found, strict=True)))
+        for name, found in costs.items()
+    }
 
 
-def show(name: str, medians: dict[str, float]) -> None:
+def show(name: str, medians: dict[str, Cost]) -> None:
     ours = medians["ostraka"]
-    best = min((s, n) for n, s in medians.items() if n.startswith("bare"))
-    print(
-        f"{name}: ostraka {ours:.3f} s; {best[1]} {best[0]:.3f} s ({ours / best[0]:.2f}x of bare)"
-    )
+    best = min((cost.wall, n) for n, cost in medians.items() if n.startswith("bare"))
+    ratio = ours.wall / best[0]
+    print(f"{name}: ostraka {ours.wall:.3f} s; {best[1]} {best[0]:.3f} s ({ratio:.2f}x of bare)")
     for other in ("tensorstore", "tensorstore as Orbax"):
-        print(f"  {other} {medians[other]:.3f} s ({medians[other] / ours:.2f}x ours)")
-    print("  " + ", ".join(f"{n} {s:.3f}" for n, s in medians.items()), flush=True)
+        found = medians[other]
+        print(
+            f"  {other} {found.wall:.3f} s ({found.wall / ours.wall:.2f}x ours; "
+            f"{found.client / ours.client:.2f}x our CPU)"
+        )
+    for contender, (wall_s, client_s, server_s) in medians.items():
+        print(
+            f"  {contender:24} {wall_s:.3f} s; CPU {client_s:.2f} s, server {server_s:.2f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
