@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from ostraka._foreign import not_a_checkpoint
 from ostraka._source import Source
+from ostraka.formats._orbax import open_orbax
 from ostraka.formats._ostraka import open_ostraka
 from ostraka.storage import Store
 
-FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka]
+FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka, open_orbax]
 
 
 def open_source(store: Store) -> Source:
