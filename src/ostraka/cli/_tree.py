@@ -140,7 +140,8 @@ def title(source: Source) -> str:
     when = str(writer.get("time", "at an unknown time"))
     if when.endswith("+00:00"):
         when = f"{when[:19].replace('T', ' ')} UTC"
-    by = f"saved {when} by ostraka {writer.get('ostraka', '(unknown version)')}"
+    version = writer.get("ostraka", "(unknown version)")
+    by = f"saved {when} by {writer.get('library', f'ostraka {version}')}"
     if "jax" in writer:
         by += f" with jax {writer['jax']}"
     return f"{click.style(printable(source.location), bold=True)}  {printable(by)}"

@@ -84,8 +84,14 @@ def find_parts(store: Store) -> Found | None:
     return Found(tuple(parts), is_single, about, metrics) if parts else None
 
 
-def is_orbax_step(store: Store, names: Sequence[str]) -> bool:
-    """Whether a place with these names is a finished step of Orbax, by its names alone if it can."""
+def is_orbax(names: Sequence[str]) -> bool:
+    """Whether names are those of a checkpoint of Orbax, finished or not; of a step before 0.6,
+    which has nothing but the folders of its items, only if its item is the usual one."""
+    return STEP_METADATA in names or COMMITTED in names or [*names] == ["default"]
+
+
+def is_finished(store: Store, names: Sequence[str]) -> bool:
+    """Whether a checkpoint of Orbax with these names is finished."""
     try:
         return _is_step(store, names) and _why_unfinished(store, names, None) is None
     except (OSError, ValueError):

@@ -31,6 +31,7 @@ from ostraka.errors import (
     describe,
 )
 from ostraka.formats import open_source
+from ostraka.formats._ostraka import OstrakaSource
 from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import Claim, PathLike, Store, claimed, is_claim, open_store
@@ -293,7 +294,10 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
 
 def _read(place: Store) -> _Found | None:
     try:
-        saved = open_source(place).saved
+        source = open_source(place)
+        if not isinstance(source, OstrakaSource):
+            return None  # A manager lists, and deletes, what it could have saved.
+        saved = source.saved
     except NotACheckpoint:
         return None
     except CheckpointNotFound:
