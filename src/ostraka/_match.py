@@ -22,6 +22,7 @@ from ostraka._nodes import (
     Branch,
     Kept,
     Leaf,
+    Lost,
     Node,
     SavedStates,
     Stateful,
@@ -200,6 +201,10 @@ class Matcher:
     def _can_come_back(self, leaf: Leaf) -> bool:
         if not self._is_chosen(leaf.path):
             return False
+        if isinstance(leaf.value, Lost):
+            text = f"{leaf.value.why}: {_leave_out(leaf.path)}"
+            self._differences.of_leaves.append((leaf.path, text))
+            return False
         if not isinstance(leaf.value, Kept):
             return True
         if leaf.value.is_structure:
@@ -275,6 +280,8 @@ class Matcher:
             self._match_missing(leaf)
         elif isinstance(self._saved[path], ArrayNumber):
             self._match_array(leaf, self._saved[path].number)
+        elif isinstance(self._saved[path], Lost):
+            raise Unfit(f"{self._saved[path].why}: {_leave_out(path)}")
         elif isinstance(self._saved[path], SavedStates):
             self._values[path] = self._state(leaf, self._saved[path].states)
         else:

@@ -13,7 +13,7 @@ import xxhash
 
 from ostraka._box import cell, count
 from ostraka._document import saved_tree
-from ostraka._nodes import ROOT, Branch, Leaf, Node, escape, join
+from ostraka._nodes import ROOT, Branch, Leaf, Lost, Node, escape, join, mapped
 from ostraka._plain import encode_scalar
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import DTYPES, LeafSpec, Target
@@ -57,6 +57,8 @@ class OrbaxSource:
         self.store = store
         self._found = found
         self._arrays: list[StoredArray] = []
+        self._lost: dict[str, str] = {}
+        """By path, why a leaf can't be read."""
         leaves: list[LeafSpec] = []
         shardings: list[tuple[Store, Sharding | None]] = []
         trees: list[Any] = []
@@ -64,11 +66,14 @@ class OrbaxSource:
             above = "" if found.is_single else join("", escape(part.name))
             if part.tree is None:
                 trees.append(part.encoded)
+                if part.lost is not None:
+                    self._lost[above or ROOT] = part.lost
                 continue
             opened = _OpenedPart(part, above, first=len(leaves))
             trees.append(opened.encoded)
             leaves += opened.leaves
             self._arrays += opened.arrays
+            self._lost |= opened.lost
             shardings += [(part.store, sharding) for sharding in opened.shardings]
         processes = max(count_processes(part.store) for part in found.parts)
         meshes = Meshes([sharding for _, sharding in shardings], processes)
@@ -96,8 +101,14 @@ class OrbaxSource:
 
     @cached_property
     def _tree(self) -> Branch | Leaf:
+        def mark_lost(node: Node) -> Node:
+            if isinstance(node, Leaf) and node.path in self._lost:
+                return Leaf(node.path, Lost(self._lost[node.path]))
+            return node
+
         with malformed(self.store, METADATA):
-            return saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
+            found = saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
+        return mapped(found, mark_lost) if self._lost else found
 
     def tree_for(self, like: Node) -> Node:
         return fit_to(self._tree, like)
@@ -165,6 +176,7 @@ class _OpenedPart:
         self._first = first
         self._above = above
         self._is_leaf = part.is_leaf
+        self.lost: dict[str, str] = {}
         self.leaves: list[LeafSpec] = []
         self.arrays: list[StoredArray] = []
         self.shardings: list[Sharding | None] = []
@@ -204,8 +216,9 @@ class _OpenedPart:
         name = entry.name
         if name in self._mixed_up:
             others = [path_of(e.keys) for e in self._mixed_up[name] if e is not entry]
-            lost = f"leaf that Orbax wrote to the same place as {name_few(others)}"
-            return {"kept": lost, "structure": True, "items": []}
+            why = f"Orbax wrote it to the same place as {name_few(others)}, so one of them is gone"
+            self.lost[self._path(entry)] = why
+            return None
         if entry.value_type == "string":
             return encode_scalar(as_text(self._strings[name]))
         if entry.value_type in ("None", "NamedTuple"):
@@ -213,8 +226,9 @@ class _OpenedPart:
         if name in self._scalars:
             return encode_scalar(self._scalars[name])
         if name not in self._found:
-            lost = f"leaf of the kind {entry.value_type!r:.40}"
-            return {"kept": lost, "structure": True, "items": []}
+            why = f"it is of the kind {entry.value_type!r:.40}, which only its own handler can read"
+            self.lost[self._path(entry)] = why
+            return None
         return self._add_array(entry)
 
     def _add_array(self, entry: Entry) -> int:

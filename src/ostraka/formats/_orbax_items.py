@@ -41,6 +41,8 @@ class Part:
     tree: TreeMetadata | None = None
     encoded: Any = None
     """What an item without arrays is in our tree."""
+    lost: str | None = None
+    """Why it can't be read."""
     is_leaf: bool = False
     """Whether its tree has one entry, and the item is that alone."""
 
@@ -177,8 +179,8 @@ def _part(name: str, store: Store, names: Sequence[str], handler: str) -> Part:
     states = [match for match in map(_GRAIN_STATE.fullmatch, names) if match]
     if states and len(states) == int(states[0][2]):
         return Part(name, store, encoded=_grain_states(store, len(states)))
-    by = handler.rpartition(".")[2] or "another program"
-    return Part(name, store, encoded={"kept": f"item of {by}", "structure": True, "items": []})
+    by = handler.rpartition(".")[2] or "a handler that is not known"
+    return Part(name, store, lost=f"it is an item of {by:.80}, which only that can read")
 
 
 def _grain_states(store: Store, count: int) -> Any:
