@@ -176,6 +176,7 @@ class _OpenedPart:
         self._first = first
         self._above = above
         self._is_leaf = part.is_leaf
+        self._is_key = part.is_key
         self.lost: dict[str, str] = {}
         self.leaves: list[LeafSpec] = []
         self.arrays: list[StoredArray] = []
@@ -234,6 +235,8 @@ class _OpenedPart:
     def _add_array(self, entry: Entry) -> int:
         array = self._found[entry.name]
         impl = self._impls.get(entry.name)
+        if impl is None and self._is_key:
+            impl = "threefry2x32" if array.zarr.shape[-1:] == (2,) else "rbg"
         if impl is not None and array.zarr.shape[-1:] != (_KEY_WORDS.get(impl),):
             shape = list(array.zarr.shape)
             raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {shape}")

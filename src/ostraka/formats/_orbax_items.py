@@ -45,6 +45,8 @@ class Part:
     """Why it can't be read."""
     is_leaf: bool = False
     """Whether its tree has one entry, and the item is that alone."""
+    is_key: bool = False
+    """Whether it is the data of typed PRNG keys; Orbax does not say of which implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,13 @@ def _part(name: str, store: Store, names: Sequence[str], handler: str) -> Part:
     if tree is not None:
         is_leaf = handler.endswith(".ArrayCheckpointHandler")
         return Part(name, store, tree, is_leaf=is_leaf and len(tree.entries) == 1)
-    for key, is_leaf in (("jax_random_key", True), ("np_random_key", False)):
+    for key in ("jax_random_key", "np_random_key"):
         below = store.at(key)
         tree = read_tree(below, names_in(below)) if key in names else None
         if tree is not None:
-            return Part(name, below, tree, is_leaf=is_leaf and len(tree.entries) == 1)
+            is_leaf = key == "jax_random_key" and len(tree.entries) == 1
+            about = _object(store.at(f"{key}_metadata"), "metadata")
+            return Part(name, below, tree, is_leaf=is_leaf, is_key=about.get("typed") is True)
     for file in _JSON_FILES:
         if file in names:
             document = read_json(store, file)
