@@ -86,7 +86,9 @@ OPTIMIZER = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
 
 def make_arrays(mesh: Mesh) -> dict[str, Any]:
     """Arrays over a mesh `x`, `y`, of many dtypes."""
-    params = {"kernel": put(numbers((8, 16), np.float32), mesh, "x", "y")}
+    kernel = numbers((8, 16), np.float32)
+    params = {"kernel": put(kernel, mesh, "x", "y")}
+    moments = OPTIMIZER.init({"kernel": kernel})
     return {
         "cut": put(numbers((8, 12), np.float32, 1), mesh, "x", "y"),
         "rows": put(numbers((16, 3), jnp.bfloat16), mesh, ("x", "y")),
@@ -97,7 +99,7 @@ def make_arrays(mesh: Mesh) -> dict[str, Any]:
         "complex": put(numbers((8,), np.complex64), mesh, "y"),
         "zero-d": put(np.float32(2.5), mesh),
         "params": params,
-        "optimizer": jax.tree.map(lambda leaf: put(leaf, mesh), OPTIMIZER.init(params)),
+        "optimizer": jax.tree.map(lambda leaf: put(leaf, mesh), moments),
     }
 
 

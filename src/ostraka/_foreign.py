@@ -16,9 +16,6 @@ _MOST_NAMES = 100
 _ORBAX_NAMES = frozenset(
     {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
 )
-_USE_ORBAX = (
-    "reading these is to come: restore it with Orbax, and write the result with ostraka.save"
-)
 _USE_SAFETENSORS = (
     "reading these is to come: load the arrays with the safetensors package, and write them with "
     "ostraka.save"
@@ -77,12 +74,19 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
         return None
     if METADATA_NAME in names:
         if _is_orbax(names):
-            return f"is an Orbax checkpoint, not an Ostraka checkpoint; {_USE_ORBAX}"
+            return (
+                "is an Orbax checkpoint in a form that Ostraka does not know; restore it with "
+                "Orbax, and write the result with ostraka.save"
+            )
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
     if _is_orbax(names):
-        return f"is a step or an item of an Orbax checkpoint; {_USE_ORBAX}"
-    if any(_is_orbax(names_in(store.at(name))) for name in names[:_MOST_NAMES]):
-        return f"holds Orbax checkpoints, and none of Ostraka; {_USE_ORBAX}"
+        return "is a part of an Orbax checkpoint, and has no arrays; give the directory above it"
+    orbax = [name for name in names[:_MOST_NAMES] if _is_orbax(names_in(store.at(name)))]
+    if orbax:
+        return (
+            "holds Orbax checkpoints, none of which is a finished step; give the path of one, "
+            f"such as {store.location}/{orbax[-1]}"
+        )
     if any(name.endswith(_SAFETENSORS) for name in names):
         return (
             "holds safetensors files, as Hugging Face publishes them, and no Ostraka checkpoint; "

@@ -154,7 +154,9 @@ def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
     saved, files = source.saved, source.files()
     return {
         "arrays": len(saved.leaves),
-        "values": sum(row.number is None and not isinstance(row.value, Kept | Lost) for row in rows),
+        "values": sum(
+            row.number is None and not isinstance(row.value, Kept | Lost) for row in rows
+        ),
         "bytes": sum(leaf.nbytes for leaf in saved.leaves),
         "files": len(files),
         "file_bytes": sum(file.nbytes for file in files),

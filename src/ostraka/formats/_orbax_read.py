@@ -261,9 +261,7 @@ def _halves(box: Box, chunks: Box, chunk: Sequence[int]) -> tuple[Box, Box]:
     return (*before, (start, middle), *after), (*before, (middle, stop), *after)
 
 
-def explained(
-    error: Exception, location: str, name: str, leaves: tuple[str, ...]
-) -> OstrakaError:
+def explained(error: Exception, location: str, name: str, leaves: tuple[str, ...]) -> OstrakaError:
     """What TensorStore says, as an error of ours."""
     text = " ".join(str(error).split())
     refused = next((number for word, number in _REFUSALS.items() if word in text), None)

@@ -91,9 +91,7 @@ class Meshes:
         self._numbers = {device: number for number, device in enumerate(ids)}
         self._meshes: dict[MeshSpec, int] = {}
         count = max(len(ids), 1)
-        self.process_of = tuple(
-            device * min(processes, count) // count for device in range(count)
-        )
+        self.process_of = tuple(device * min(processes, count) // count for device in range(count))
 
     @property
     def meshes(self) -> tuple[MeshSpec, ...]:

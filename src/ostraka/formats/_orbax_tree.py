@@ -143,11 +143,11 @@ def _fit(saved: Node, like: Node, path: str) -> Node | None:
 
 
 def _fit_states(saved: Leaf, like: Node) -> Leaf:
-    """The states of a data iterator: Orbax has text, which some iterators give and want as bytes."""
-    owner = like.value.owner if isinstance(like, Leaf) and isinstance(like.value, Stateful) else None
-    if not isinstance(saved.value, SavedStates) or not isinstance(
-        getattr(owner, "get_state", dict)(), bytes
-    ):
+    """The states of a data iterator: Orbax has text, which some iterators want as bytes."""
+    wanted = like.value if isinstance(like, Leaf) else None
+    if not isinstance(saved.value, SavedStates) or not isinstance(wanted, Stateful):
+        return saved
+    if not isinstance(wanted.owner.get_state(), bytes):
         return saved
     states = [json.dumps(state, indent=4).encode() for state in saved.value.states]
     return replace(saved, value=SavedStates(tuple(states)))
@@ -167,5 +167,3 @@ def _moved(node: Node, path: str) -> Node:
         for key, child in zip(node.keys, node.children, strict=True)
     ]
     return replace(node, path=path, children=tuple(children))
-
-
