@@ -145,8 +145,7 @@ def fuzz(original: Path, work: Path, rounds: int, seed: int) -> tuple[int, int]:
         try:
             open_and_read_all(work)
             read += 1
-        except OstrakaError as error:
-            assert "\n" not in str(error) or "reasons:" in str(error)
+        except OstrakaError:
             refused += 1
         file.write_bytes(before)
     open_and_read_all(work)

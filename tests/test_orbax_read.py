@@ -1,5 +1,7 @@
 """Checkpoints that Orbax wrote, read by us: bit for bit, as it reads them itself."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +31,8 @@ from orbax_cases import (
     read_with_orbax,
     write,
 )
+from ostraka.cli import main
+from ostraka.errors import CheckpointNotFound, PathInTheWay
 
 
 def make_tree() -> dict[str, Any]:
@@ -162,3 +167,84 @@ def test_a_step_with_several_items(tmp_path: Path):
     like = {"state": {"w": np.zeros(8, np.float32)}}
     assert ostraka.restore(tmp_path, like=like)["state"]["w"].tolist() == [*range(8)]
     assert list(ostraka.open(tmp_path / "12" / "state")) == ["w"]
+
+
+# The commands, and a run that has steps of both
+
+
+@pytest.fixture
+def run_of_both(tmp_path: Path) -> Path:
+    """Steps 1 and 2 are Orbax's, step 3 is ours."""
+    state = {"w": jnp.arange(8.0), "bias": np.ones(2, np.float32)}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with quiet(), ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (1, 2):
+            args = ocp.args.StandardSave({**state, "w": state["w"] + step})
+            manager.save(step, args=args, metrics={"loss": 1 / step})
+    ostraka.save(tmp_path / "run" / "3", {**state, "w": state["w"] + 2})
+    return tmp_path / "run"
+
+
+def command(*arguments: Any, exit_code: int = 0) -> Any:
+    found = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+    assert found.exit_code == exit_code, found.output
+    return json.loads(found.stdout)
+
+
+def test_the_commands(run_of_both: Path):
+    steps = command("ls", run_of_both)["steps"]
+    assert [(s["step"], s["format"]) for s in steps] == [(1, "orbax"), (2, "orbax"), (3, "ostraka")]
+    assert steps[1]["metrics"] == {"loss": 0.5}
+    assert all(step["bytes"] > 40 and step["saved_s"] > 1e9 for step in steps)
+    shown = command("show", run_of_both / "2", "--stats")
+    assert shown["writer"]["library"] == "Orbax"
+    assert {leaf["path"]: leaf["statistics"]["most"] for leaf in shown["leaves"]} == {
+        "bias": 1.0,
+        "w": 9.0,
+    }
+    assert command("show", run_of_both / "2", "w", "--slice", "2:4")["slice"]["values"] == [4, 5]
+    found = command("diff", run_of_both / "1", run_of_both / "2", exit_code=1)
+    assert {leaf["path"]: leaf["differs"] for leaf in found["leaves"]} == {
+        "bias": [],
+        "w": ["value"],
+    }
+    assert ostraka.plan(str(run_of_both / "2")).data_bytes == 8 * 4 + 2 * 4
+    assert ostraka.open(run_of_both).path == str(run_of_both / "3")
+
+
+def test_a_manager_leaves_orbax_alone(run_of_both: Path):
+    def files() -> list[Path]:
+        return sorted(file for step in ("1", "2") for file in (run_of_both / step).rglob("*"))
+
+    before = files()
+    with ostraka.Manager(run_of_both, keep=1) as manager:
+        assert manager.steps() == [3]
+        manager.save(4, {"w": np.ones(1)})
+    with ostraka.Manager(run_of_both, keep=1) as manager:
+        assert manager.steps() == [4]
+    assert files() == before
+
+
+def test_copies(run_of_both: Path, tmp_path: Path):
+    report = ostraka.copy(run_of_both, tmp_path / "there")
+    assert (report.copied, report.skipped) == (3, 0)
+    for step in ("1", "2"):
+        roots = run_of_both / step, tmp_path / "there" / step
+        here, there = [sorted(p.relative_to(root) for p in root.rglob("*")) for root in roots]
+        assert here == there
+    with quiet(), ocp.CheckpointManager(tmp_path / "there") as manager:
+        w = manager.restore(2, args=ocp.args.StandardRestore())["w"]
+        assert w.tolist() == [float(n + 2) for n in range(8)]
+    report = ostraka.copy(run_of_both, tmp_path / "there")
+    assert (report.copied, report.skipped) == (0, 3)
+    with pytest.raises(PathInTheWay, match="has something else in it"):
+        ostraka.copy(run_of_both / "1", tmp_path / "there" / "2")
+    # What a copy that was killed has left is no checkpoint, and does not stop the next one.
+    left = tmp_path / "new.orbax-checkpoint-tmp"
+    shutil.copytree(run_of_both / "1", left)
+    (left / "rest").write_text("of another copy")
+    with pytest.raises(CheckpointNotFound, match="Orbax never finished it"):
+        ostraka.open(left)
+    ostraka.copy(run_of_both / "1", tmp_path / "new")
+    assert not (tmp_path / "new" / "rest").exists()
+    assert ostraka.open(tmp_path / "new")["w"][0] == 1.0

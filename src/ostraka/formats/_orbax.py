@@ -149,12 +149,15 @@ class OrbaxSource:
         return found
 
     def files(self) -> list[StoredFile]:
-        return [
-            StoredFile(file.name, file.size, process=_process_of(file.name))
-            for file in self.store.files("")
-            if file.name.rpartition("/")[2] not in SMALL_FILES
-            and "/array_metadatas/" not in f"/{file.name}"
-        ]
+        found: list[StoredFile] = []
+        for part in self._found.parts:
+            above = part.store.location.removeprefix(self.location).strip("/")
+            for file in part.store.files("") if part.tree is not None else ():
+                name = f"{above}/{file.name}" if above else file.name
+                is_small = file.name.rpartition("/")[2] in SMALL_FILES
+                if not is_small and not file.name.startswith("array_metadatas/"):
+                    found.append(StoredFile(name, file.size, process=_process_of(name)))
+        return found
 
     def is_current(self) -> bool:
         try:
