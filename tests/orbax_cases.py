@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -12,13 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
+import orbax.checkpoint
+import orbax.checkpoint.experimental.v1
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import v1
 
 from nnx_models import Block
+
+# Their types say less than they take.
+ocp: Any = orbax.checkpoint
+v1: Any = orbax.checkpoint.experimental.v1
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
@@ -45,7 +49,8 @@ class Form(NamedTuple):
         return "-".join((self.api, *words))
 
 
-ALL_FORMS = [Form(*form) for form in product(("tree", "step", "v1"), *[(True, False)] * 3)]
+_BOTH = (True, False)
+ALL_FORMS = [Form(*form) for form in product(("tree", "step", "v1"), _BOTH, _BOTH, _BOTH)]
 FORMS = [Form(*form) for form in [
     ("tree", False, True, True),
     ("tree", True, False, False),
@@ -135,7 +140,7 @@ def make_local() -> dict[str, Any]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

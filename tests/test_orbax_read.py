@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 from flax import nnx
@@ -27,12 +26,14 @@ from orbax_cases import (
     make_local,
     make_values,
     mesh_of,
+    ocp,
     quiet,
     read_with_orbax,
     write,
 )
 from ostraka.cli import main
-from ostraka.errors import CheckpointNotFound, PathInTheWay
+from ostraka.errors import CheckpointNotFound, PathInTheWay, UnsupportedFormat
+from ostraka.storage import MemoryStore, open_store
 
 
 def make_tree() -> dict[str, Any]:
@@ -143,12 +144,13 @@ def test_a_model_and_its_optimizer(tmp_path: Path):
 
 
 def test_a_step_with_several_items(tmp_path: Path):
+    numpy_key: Any = np.random.RandomState(0).get_state()
     items = ocp.args.Composite(
         state=ocp.args.StandardSave({"w": jnp.arange(8.0)}),
         config=ocp.args.JsonSave({"layers": 2, "names": ["a", None, 0.5]}),
         array=ocp.args.ArraySave(jnp.arange(3)),
         key=ocp.args.JaxRandomKeySave(jax.random.key(4)),
-        numpy_key=ocp.args.NumpyRandomKeySave(np.random.RandomState(0).get_state()),
+        numpy_key=ocp.args.NumpyRandomKeySave(numpy_key),
     )
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with quiet(), ocp.CheckpointManager(tmp_path, options=options) as manager:
@@ -159,7 +161,7 @@ def test_a_step_with_several_items(tmp_path: Path):
     assert bits(found["array"]) == bits(jnp.arange(3))
     assert bits(found["state"]["w"]) == bits(jnp.arange(8.0))
     assert bits(found["key"]) == bits(jax.random.key(4))
-    assert np.array_equal(found["numpy_key"][1], np.random.RandomState(0).get_state()[1])
+    assert np.array_equal(found["numpy_key"][1], numpy_key[1])
     checkpoint = ostraka.open(tmp_path)
     assert checkpoint.path == str(tmp_path / "12")
     assert checkpoint.metadata == {"by": "me", "metrics": {"loss": 0.5}}
@@ -248,3 +250,20 @@ def test_copies(run_of_both: Path, tmp_path: Path):
     ostraka.copy(run_of_both / "1", tmp_path / "new")
     assert not (tmp_path / "new" / "rest").exists()
     assert ostraka.open(tmp_path / "new")["w"][0] == 1.0
+
+
+def test_a_bucket(written: dict[Form, Path], tree: Any, bucket: str):
+    ostraka.copy(written[FORMS[0]], f"{bucket}/run/7")
+    cut = {"arrays": {"cut": tree["arrays"]["cut"]}}
+    assert flat(ostraka.restore(f"{bucket}/run", like=cut, only="arrays/cut")) == flat(cut)
+    assert ostraka.open(f"{bucket}/run")["values/text"] == "größe"
+    open_store(f"{bucket}/run/7").delete("commit_success.txt")
+    with pytest.raises(CheckpointNotFound, match="Orbax never finished it"):
+        ostraka.open(f"{bucket}/run/7")
+
+
+def test_stores_that_tensorstore_lacks(written: dict[Form, Path]):
+    store = MemoryStore("orbax/c")
+    ostraka.copy(written[FORMS[0]], store)
+    with pytest.raises(UnsupportedFormat, match="TensorStore reads directories, s3:// and gs://"):
+        ostraka.open(store)
