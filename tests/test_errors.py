@@ -677,29 +677,36 @@ def orbax_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return path
 
 
-@READERS
-def test_an_orbax_checkpoint(orbax_checkpoint: Place, work: Any):
-    with pytest.raises(NotACheckpoint, match="is an Orbax checkpoint, not an Ostraka") as caught:
-        work(orbax_checkpoint)
-    assert_one_sentence(caught.value, orbax_checkpoint, "reading these is to come")
-
-
-@pytest.fixture(scope="module")
-def orbax_run(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    path = tmp_path_factory.mktemp("orbax") / "run"
-    with checkpoint.CheckpointManager(path) as manager:
-        for step in (1, 2):
-            manager.save(step, args=checkpoint.args.StandardSave({"a": np.arange(4.0)}))
-    return path
+def test_verifying_an_orbax_checkpoint(orbax_checkpoint: Place):
+    with pytest.raises(UnsupportedFormat, match="it has no digests to compare with") as caught:
+        ostraka.verify(orbax_checkpoint)
+    assert_one_sentence(caught.value, orbax_checkpoint)
 
 
 @READERS
-@pytest.mark.parametrize("below", [".", "2", "2/default"])
-def test_a_run_of_orbax(orbax_run: Place, work: Any, below: str):
-    with pytest.raises(NotACheckpoint, match="Orbax checkpoint") as caught:
-        work(orbax_run / below)
-    assert_one_sentence(caught.value, orbax_run / below, "reading these is to come")
+def test_an_orbax_checkpoint_of_another_form(tmp_path: Path, work: Any):
+    (tmp_path / "_METADATA").write_text("{}")
+    (tmp_path / "manifest.ocdbt").write_text("")
+    with pytest.raises(NotACheckpoint, match="is an Orbax checkpoint in a form that") as caught:
+        work(tmp_path)
+    assert_one_sentence(caught.value, tmp_path, "restore it with Orbax")
+
+
+@READERS
+def test_a_directory_of_orbax_checkpoints_that_are_no_steps(orbax_checkpoint: Place, work: Any):
+    above = orbax_checkpoint.parent
+    with pytest.raises(NotACheckpoint, match="none of which is a finished step") as caught:
+        work(above)
+    assert_one_sentence(caught.value, above, f"such as {above}/checkpoint")
+
+
+@READERS
+def test_a_part_of_an_orbax_checkpoint(tmp_path: Path, work: Any):
+    (tmp_path / "metadata").write_text("{}")
+    (tmp_path / "commit_success.txt").write_text("")
+    with pytest.raises(NotACheckpoint, match="is a part of an Orbax checkpoint") as caught:
+        work(tmp_path)
+    assert_one_sentence(caught.value, tmp_path, "give the directory above it")
 
 
 def test_saving_over_an_orbax_checkpoint(orbax_checkpoint: Place):

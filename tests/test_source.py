@@ -40,6 +40,9 @@ class NpySource:
     def tree(self) -> Branch | Leaf:
         return saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
 
+    def tree_for(self, like: Branch | Leaf) -> Branch | Leaf:
+        return self.tree
+
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ostraka import _format
-from ostraka._foreign import is_committed, names_in
+from ostraka._foreign import names_in
 from ostraka._source import Source
 from ostraka._step_names import names_of_step, steps_among
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
-from ostraka.formats import open_source
+from ostraka.formats import has_finished_checkpoint, is_checkpoint, open_source
 from ostraka.storage import PathLike, Store, open_store
 
 Result = TypeVar("Result")
@@ -29,7 +28,7 @@ def locate(path: PathLike) -> Store:
     """
     store = open_store(path)
     names = names_in(store)
-    if _format.METADATA_NAME in names or any(map(_format.is_shards_directory, names)):
+    if is_checkpoint(store):
         return store
     if names:
         return _first_committed(store, reversed(steps_among(names).values())) or store
@@ -42,7 +41,7 @@ def locate(path: PathLike) -> Store:
 
 def _first_committed(root: Store, steps: Iterable[Sequence[str]]) -> Store | None:
     stores = (root.at(name) for names in steps for name in names)
-    return next((store for store in stores if is_committed(store)), None)
+    return next((store for store in stores if has_finished_checkpoint(store)), None)
 
 
 def open_at(path: PathLike) -> Source:

@@ -16,9 +16,6 @@ _MOST_NAMES = 100
 _ORBAX_NAMES = frozenset(
     {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
 )
-_USE_ORBAX = (
-    "reading these is to come: restore it with Orbax, and write the result with ostraka.save"
-)
 _USE_SAFETENSORS = (
     "reading these is to come: load the arrays with the safetensors package, and write them with "
     "ostraka.save"
@@ -76,13 +73,20 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
     if any(map(is_shards_directory, names)):
         return None
     if METADATA_NAME in names:
-        if _is_orbax(names):
-            return f"is an Orbax checkpoint, not an Ostraka checkpoint; {_USE_ORBAX}"
+        if has_orbax_names(names):
+            return (
+                "is an Orbax checkpoint in a form that Ostraka does not know; restore it with "
+                "Orbax, and write the result with ostraka.save"
+            )
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
-    if _is_orbax(names):
-        return f"is a step or an item of an Orbax checkpoint; {_USE_ORBAX}"
-    if any(_is_orbax(names_in(store.at(name))) for name in names[:_MOST_NAMES]):
-        return f"holds Orbax checkpoints, and none of Ostraka; {_USE_ORBAX}"
+    if has_orbax_names(names):
+        return "is a part of an Orbax checkpoint, and has no arrays; give the directory above it"
+    orbax = [name for name in names[:_MOST_NAMES] if has_orbax_names(names_in(store.at(name)))]
+    if orbax:
+        return (
+            "holds Orbax checkpoints, none of which is a finished step; give the path of one, "
+            f"such as {store.location}/{orbax[-1]}"
+        )
     if any(name.endswith(_SAFETENSORS) for name in names):
         return (
             "holds safetensors files, as Hugging Face publishes them, and no Ostraka checkpoint; "
@@ -91,8 +95,8 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
     return None
 
 
-def _is_orbax(names: Sequence[str]) -> bool:
-    """Whether the names in a directory are those that Orbax writes."""
+def has_orbax_names(names: Sequence[str]) -> bool:
+    """Whether some of the names in a directory are those that Orbax writes."""
     return any(name in _ORBAX_NAMES or name.startswith("ocdbt.process_") for name in names)
 
 
@@ -106,7 +110,7 @@ def _hint_beside(where: str) -> str:
     steps = [
         step
         for step, found in steps_among(names).items()
-        if any(is_committed(root.at(one)) for one in found)
+        if any(is_committed(root.at(n)) or has_orbax_names(names_in(root.at(n))) for n in found)
     ]
     if steps and step_of(name) is not None:
         return f"; the steps in {above} are {list_steps(steps)}"

@@ -10,10 +10,10 @@ import numpy as np
 from ostraka._box import Box
 from ostraka._checkpoint import open_at, unless_replaced
 from ostraka._memory import detached
-from ostraka._nodes import ArrayNumber, Kept, leaves_of
+from ostraka._nodes import ArrayNumber, Kept, Lost, leaves_of
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, MeshSpec, Target, numpy_dtype, show_partition
-from ostraka.errors import nearest_path
+from ostraka.errors import UnsupportedFormat, nearest_path
 from ostraka.storage import PathLike
 
 
@@ -113,6 +113,10 @@ class Checkpoint(Mapping[str, Any]):
             value = self._leaves[path]
             if isinstance(value, ArrayNumber):
                 return LazyArray(self._source, value.number, self._whole(path))
+            if isinstance(value, Lost):
+                raise UnsupportedFormat(
+                    f"leaf {self._whole(path)!r} of {self.path} can't be read: {value.why}"
+                )
             return value
         name = path.rstrip("/") if isinstance(path, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
         if name and any(leaf.startswith(f"{name}/") for leaf in self._leaves):

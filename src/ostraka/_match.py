@@ -22,6 +22,7 @@ from ostraka._nodes import (
     Branch,
     Kept,
     Leaf,
+    Lost,
     Node,
     SavedStates,
     Stateful,
@@ -71,7 +72,16 @@ class Choices:
 class Matcher:
     """Settles one restore."""
 
-    def __init__(self, source: Source, choices: Choices, *, process: int, process_count: int):
+    def __init__(
+        self,
+        source: Source,
+        like: Node | None,
+        choices: Choices,
+        *,
+        process: int,
+        process_count: int,
+    ):
+        self._like = like
         self._checkpoint = source.saved
         self._location = source.location
         self._choices = choices
@@ -80,7 +90,7 @@ class Matcher:
         )
         self._process = process
         self._process_count = process_count
-        self._saved_tree = source.tree
+        self._saved_tree = source.tree if like is None else source.tree_for(like)
         self._rename = rename_with(choices.rename or {})
         self._saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
         """By the path in `like`, what was saved."""
@@ -93,8 +103,9 @@ class Matcher:
         self._places: dict[int, list[tuple[Destination, int | None]]] = {}
         """Of each array: where it goes, and which object of `like` stands there."""
 
-    def match(self, like: Node | None) -> Wanted:
+    def match(self) -> Wanted:
         """Settle every leaf of a parsed `like`, or of all that was saved. Raises Mismatch."""
+        like = self._like
         general = self._differences.general
         general += self._useless_patterns(like)
         tree = like or self._restorable_part()
@@ -190,6 +201,10 @@ class Matcher:
     def _can_come_back(self, leaf: Leaf) -> bool:
         if not self._is_chosen(leaf.path):
             return False
+        if isinstance(leaf.value, Lost):
+            text = f"{leaf.value.why}: {_leave_out(leaf.path)}"
+            self._differences.of_leaves.append((leaf.path, text))
+            return False
         if not isinstance(leaf.value, Kept):
             return True
         if leaf.value.is_structure:
@@ -265,6 +280,8 @@ class Matcher:
             self._match_missing(leaf)
         elif isinstance(self._saved[path], ArrayNumber):
             self._match_array(leaf, self._saved[path].number)
+        elif isinstance(self._saved[path], Lost):
+            raise Unfit(f"{self._saved[path].why}: {_leave_out(path)}")
         elif isinstance(self._saved[path], SavedStates):
             self._values[path] = self._state(leaf, self._saved[path].states)
         else:

@@ -89,6 +89,13 @@ class Kept:
     is_structure: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Stands for a leaf that a checkpoint of another format names, and that can't be read."""
+
+    why: str
+
+
 # Walking
 
 

@@ -189,8 +189,12 @@ class _Restore:
 
     def _restore_from(self, source: Source, agreement: Agreement) -> Any:
         wanted = Matcher(
-            source, self.choices, process=jax.process_index(), process_count=jax.process_count()
-        ).match(self.template)
+            source,
+            self.template,
+            self.choices,
+            process=jax.process_index(),
+            process_count=jax.process_count(),
+        ).match()
         self.watch.lap("match")
         values: dict[str, Any] = {}
         put = values.__setitem__ if self.place is None else self.place.put

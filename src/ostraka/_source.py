@@ -86,6 +86,13 @@ class Source(Protocol):
         """The tree that was saved, decoded; array leaves hold their number."""
         ...
 
+    def tree_for(self, like: Branch | Leaf) -> Branch | Leaf:
+        """The same tree with its paths as a parsed template has them.
+
+        That is `tree` itself for a format that keeps all of a tree.
+        """
+        ...
+
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, leaves_of
+from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, Lost, leaves_of
 from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, show_partition
@@ -166,6 +166,8 @@ def _comparable_arrays(a: Source, b: Source, options: CompareOptions) -> dict[st
 def _describe(source: Source, path: str, value: Any) -> Described:
     if isinstance(value, Kept):
         return Described("kept", value=value.name)
+    if isinstance(value, Lost):  # which is equal to nothing
+        return Described("lost", value=f"in {source.location}: {value.why}")
     if not isinstance(value, ArrayNumber):
         return Described(type(value).__name__, value=repr(value))
     leaf = source.saved.leaves[value.number]

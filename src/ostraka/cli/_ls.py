@@ -9,7 +9,7 @@ import click
 
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
-from ostraka.cli._roots import file_bytes, is_forbidden, open_root
+from ostraka.cli._roots import file_bytes, is_forbidden, open_root, steps_of_orbax
 from ostraka.cli._text import (
     Table,
     count_of,
@@ -42,7 +42,8 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
     Each is shown with its size, its age, its metrics, whether it is pinned, and its state:
     "complete" means that it was committed, "intact" that all of it has just been read and verified
     (--verify), "damaged" that it can't be used, "forbidden" that you may not read it, "unsupported"
-    that only a newer version of Ostraka can. The exit code is 1 if any is damaged, else 2 if any is
+    that only a newer version of Ostraka can. Steps that Orbax wrote are listed, too; they have no
+    digests, so --verify leaves them out. The exit code is 1 if any is damaged, else 2 if any is
     forbidden or unsupported.
 
     \b
@@ -57,7 +58,9 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
     """Print the steps of a directory; the exit code says if any can't be used."""
     root = open_root(path)
-    entries = [_Entry(root, step, verified) for step in root.scan()]
+    entries = [_Entry(root, step, verified, "ostraka") for step in root.scan()]
+    entries += [_Entry(root, step, False, "orbax") for step in steps_of_orbax(root)]
+    entries.sort(key=lambda entry: entry.step.step)
     if as_json:
         document = {"root": root.location, "steps": [entry.describe() for entry in entries]}
         click.echo(json.dumps(document, indent=1))
@@ -72,8 +75,9 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
 class _Entry:
     """A step, its size and its state."""
 
-    def __init__(self, root: Root, step: Step, verified: bool):
+    def __init__(self, root: Root, step: Step, verified: bool, written_by: str):
         self.step = step
+        self.format = written_by
         self.path = root.path(step.names[0])
         self.nbytes = file_bytes(root, step)
         self.verdict: Verdict | None = check(self.path) if verified and not step.problems else None
@@ -88,12 +92,15 @@ class _Entry:
             else:
                 word, why = "forbidden" if self.forbidden else "damaged", str(self.problems[0])
             return f"{word}: {shorten(printable(why), _PROBLEM_WIDTH)}"
+        if self.format == "orbax":
+            return "complete, Orbax's"
         return "intact" if self.verdict else "complete"
 
     def describe(self) -> dict[str, Any]:
         return {
             "step": self.step.step,
             "path": self.path,
+            "format": self.format,
             "saved_s": self.step.saved_s,
             "bytes": self.nbytes,
             "metrics": {name: json_number(value) for name, value in self.step.metrics.items()},

@@ -5,10 +5,12 @@ from __future__ import annotations
 from errno import EACCES, EPERM
 
 from ostraka import _format
-from ostraka.errors import CheckpointNotFound
-from ostraka.formats import open_source
-from ostraka.manager._steps import Root, Step
-from ostraka.storage import open_store
+from ostraka._foreign import has_orbax_names, names_in
+from ostraka._step_names import steps_among
+from ostraka.errors import CheckpointNotFound, Damaged, Problem, UnsupportedFormat
+from ostraka.formats import has_finished_checkpoint, is_orbax, open_source
+from ostraka.manager._steps import Root, Step, saved_s
+from ostraka.storage import Store, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
@@ -22,7 +24,12 @@ def checkpoints_at(path: str) -> list[str]:
 def is_checkpoint(path: str) -> bool:
     """Whether a path is not that of a directory that may have steps in it."""
     store = open_store(path)
-    return not store.exists() or _format.METADATA_NAME in store.list()
+    return not store.exists() or _has_checkpoint(store)
+
+
+def _has_checkpoint(store: Store) -> bool:
+    names = store.list()
+    return _format.METADATA_NAME in names or is_orbax(names)
 
 
 def open_root(path: str) -> Root:
@@ -30,12 +37,37 @@ def open_root(path: str) -> Root:
     store = open_store(path)
     if not store.exists():
         raise CheckpointNotFound(f"there is no directory {store.location}; give one of steps")
-    if _format.METADATA_NAME in store.list():
+    if _has_checkpoint(store):
         raise CheckpointNotFound(
             f"{store.location} is a checkpoint, not a directory of steps; give the directory above "
             "it, or use ostraka show"
         )
     return Root(path)
+
+
+def steps_of_orbax(root: Root) -> list[Step]:
+    """The steps in a directory that Orbax has finished. A manager does not know them."""
+    found: list[Step] = []
+    for step, names in steps_among(root.store.list()).items():
+        for name in names:
+            place = root.at(name)
+            if has_orbax_names(names_in(place)) and has_finished_checkpoint(place):
+                found.append(_step_of_orbax(place, step, name))
+    return found
+
+
+def _step_of_orbax(place: Store, step: int, name: str) -> Step:
+    try:
+        saved = open_source(place).saved
+    except Damaged as error:
+        return Step(step, None, {}, False, (name,), error.problems)
+    except (OSError, ValueError) as error:
+        problem = Problem(name, str(error))
+        unsupported = str(error) if isinstance(error, UnsupportedFormat) else None
+        return Step(step, None, {}, False, (name,), (problem,), unsupported)
+    metrics = saved.user.get("metrics", {})
+    numbers = {key: value for key, value in metrics.items() if type(value) in (int, float)}
+    return Step(step, saved_s(saved), numbers, False, (name,))
 
 
 def file_bytes(root: Root, step: Step) -> int | None:

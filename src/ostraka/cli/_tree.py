@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._nodes import ArrayNumber, Kept, leaves_of
+from ostraka._nodes import ArrayNumber, Kept, Lost, leaves_of
 from ostraka._source import Saved, Source, StoredFile
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
@@ -72,6 +72,9 @@ def rows_of(source: Source) -> list[Row]:
             rows.append(Row(leaf.path, (printable(leaf.path), *cells), nbytes, number=number))
         elif isinstance(leaf.value, Kept):
             cells = (printable(leaf.path), _KEPT, printable(leaf.value.name))
+            rows.append(Row(leaf.path, cells, value=leaf.value))
+        elif isinstance(leaf.value, Lost):
+            cells = (printable(leaf.path), "lost", printable(leaf.value.why))
             rows.append(Row(leaf.path, cells, value=leaf.value))
         else:
             shown = shorten(printable(repr(leaf.value)), _VALUE_WIDTH)
@@ -140,7 +143,8 @@ def title(source: Source) -> str:
     when = str(writer.get("time", "at an unknown time"))
     if when.endswith("+00:00"):
         when = f"{when[:19].replace('T', ' ')} UTC"
-    by = f"saved {when} by ostraka {writer.get('ostraka', '(unknown version)')}"
+    version = writer.get("ostraka", "(unknown version)")
+    by = f"saved {when} by {writer.get('library', f'ostraka {version}')}"
     if "jax" in writer:
         by += f" with jax {writer['jax']}"
     return f"{click.style(printable(source.location), bold=True)}  {printable(by)}"
@@ -150,7 +154,9 @@ def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
     saved, files = source.saved, source.files()
     return {
         "arrays": len(saved.leaves),
-        "values": sum(row.number is None and not isinstance(row.value, Kept) for row in rows),
+        "values": sum(
+            row.number is None and not isinstance(row.value, Kept | Lost) for row in rows
+        ),
         "bytes": sum(leaf.nbytes for leaf in saved.leaves),
         "files": len(files),
         "file_bytes": sum(file.nbytes for file in files),
@@ -290,6 +296,8 @@ def _describe_file(hosts: Sequence[str], file: StoredFile) -> dict[str, object]:
 def describe_row(saved: Saved, row: Row) -> dict[str, object]:
     if isinstance(row.value, Kept):
         return {"path": row.path, "kind": "kept", "name": row.value.name}
+    if isinstance(row.value, Lost):
+        return {"path": row.path, "kind": "lost", "why": row.value.why}
     if row.number is None:
         value = row.value
         plain = value is None or isinstance(value, bool | int | float | str)

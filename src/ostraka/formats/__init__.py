@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ostraka._foreign import not_a_checkpoint
+from ostraka._foreign import names_in, not_a_checkpoint
+from ostraka._format import METADATA_NAME, is_shards_directory
 from ostraka._source import Source
+from ostraka.formats._orbax import open_orbax
+from ostraka.formats._orbax_items import is_finished, is_orbax
 from ostraka.formats._ostraka import open_ostraka
 from ostraka.storage import Store
 
-FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka]
+FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka, open_orbax]
 
 
 def open_source(store: Store) -> Source:
@@ -26,3 +29,15 @@ def open_source(store: Store) -> Source:
         if source is not None:
             return source
     raise not_a_checkpoint(store)
+
+
+def is_checkpoint(store: Store) -> bool:
+    """Whether a place is a checkpoint of any format, by its names; it may be unfinished."""
+    names = names_in(store)
+    return METADATA_NAME in names or any(map(is_shards_directory, names)) or is_orbax(names)
+
+
+def has_finished_checkpoint(store: Store) -> bool:
+    """Whether a save to a place has been finished, in any format."""
+    names = names_in(store)
+    return is_finished(store, names) if is_orbax(names) else METADATA_NAME in names

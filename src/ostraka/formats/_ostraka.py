@@ -58,6 +58,9 @@ class OstrakaSource:
         with damage_on_contradiction(self.store):
             return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
+    def tree_for(self, like: Branch | Leaf) -> Branch | Leaf:
+        return self._tree
+
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from ostraka import _format
+from ostraka._foreign import has_orbax_names, names_in
 from ostraka._leftovers import collect_garbage, find_leftovers, is_of_a_save
 from ostraka._lifetime import RenewedLock
 from ostraka._record import logger as log
@@ -31,6 +32,7 @@ from ostraka.errors import (
     describe,
 )
 from ostraka.formats import open_source
+from ostraka.formats._ostraka import OstrakaSource
 from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import Claim, PathLike, Store, claimed, is_claim, open_store
@@ -292,8 +294,14 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
 
 
 def _read(place: Store) -> _Found | None:
+    # A manager lists, and deletes, only what it could have saved.
+    if has_orbax_names(names_in(place)):
+        return None
     try:
-        saved = open_source(place).saved
+        source = open_source(place)
+        if not isinstance(source, OstrakaSource):
+            return None
+        saved = source.saved
     except NotACheckpoint:
         return None
     except CheckpointNotFound:
@@ -307,14 +315,15 @@ def _read(place: Store) -> _Found | None:
         return _Found(problems=(_problem(error),), unsupported=str(error))
     except OSError as error:
         return _Found(problems=(_problem(error),))
-    return _Found(_saved_s(saved), metrics_in(saved.user))
+    return _Found(saved_s(saved), metrics_in(saved.user))
 
 
 def _problem(error: Exception) -> Problem:
     return Problem(_format.METADATA_NAME, str(error))
 
 
-def _saved_s(saved: Saved) -> float | None:
+def saved_s(saved: Saved) -> float | None:
+    """When a checkpoint was saved; None if unknown."""
     try:
         return datetime.fromisoformat(saved.writer["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):

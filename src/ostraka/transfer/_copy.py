@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ostraka._checkpoint import locate, open_at, read_whole
-from ostraka._foreign import is_committed, names_in
-from ostraka._format import METADATA_NAME, is_shards_directory
+from ostraka._foreign import names_in
+from ostraka._format import METADATA_NAME
 from ostraka._parallel import StopSignal, run_all
 from ostraka._source import Source
 from ostraka._step_names import steps_among
@@ -22,10 +22,13 @@ from ostraka.errors import (
     UnsupportedFormat,
     count_of,
 )
+from ostraka.formats import has_finished_checkpoint, is_checkpoint
+from ostraka.formats._orbax import OrbaxSource
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.storage import PathLike, Store, open_store
 from ostraka.transfer._checkpoint import copy_checkpoint, total_bytes
 from ostraka.transfer._files import Tally
+from ostraka.transfer._orbax import copy_orbax, total_bytes_of_orbax
 
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are in the target so far, and those that will be."""
@@ -71,7 +74,8 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     there. Every byte is compared with its digest on the way: what is damaged raises Damaged, and is
     not copied; the other steps are. A copy that was interrupted goes on where it ended if it is
     started again. A checkpoint that is there already is not read again (`verify` does that); a
-    different one is not replaced: it raises PathInTheWay.
+    different one is not replaced: it raises PathInTheWay. A checkpoint of Orbax is copied file
+    by file; it has no digests to compare with.
 
     `source` may be `runs/7` for step 7 of `runs`; `target` is taken as it is. Steps keep the names
     of their directories; pins are not copied. `on_bytes` is called now and then, from threads, with
@@ -101,11 +105,10 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
 
 def _steps_in(root: Store) -> list[str]:
     """The names of the committed steps in a place, ascending; none if it is a checkpoint itself."""
-    names = names_in(root)
-    if METADATA_NAME in names or any(map(is_shards_directory, names)):
+    if is_checkpoint(root):
         return []
-    steps = [name for of_step in steps_among(names).values() for name in of_step]
-    return [name for name in steps if is_committed(root.at(name))]
+    steps = [name for names in steps_among(names_in(root)).values() for name in names]
+    return [name for name in steps if has_finished_checkpoint(root.at(name))]
 
 
 def _copy_one(source: PathLike, target: Store, on_bytes: OnBytes) -> _Done:
@@ -123,10 +126,13 @@ def _copy_to(path: PathLike, target: Store, on_bytes: OnBytes) -> _Done:
     """Copy the checkpoint that a path means, also while saves replace it."""
 
     def work(sources: Sequence[Source]) -> _Done:
-        source = _ours(sources[0])
-        total = total_bytes(source)
+        source = sources[0]
+        total = _total_bytes(source)
         tally = Tally(lambda done: on_bytes(done, total))
-        is_new = copy_checkpoint(source, target, tally)
+        if isinstance(source, OrbaxSource):
+            is_new = copy_orbax(source, target, tally)
+        else:
+            is_new = copy_checkpoint(_ours(source), target, tally)
         return _Done(source.location, is_new, tally.copied, tally.skipped)
 
     return read_whole([path], work)
@@ -168,7 +174,7 @@ def _sizes_of(root: Store, names: Sequence[str], problems: list[Problem]) -> dic
 
     def look(name: str) -> int | None:
         try:
-            return total_bytes(_ours(open_at(root.at(name))))
+            return _total_bytes(open_at(root.at(name)))
         except (CheckpointNotFound, NotACheckpoint):
             return None  # Deleted meanwhile, or another program's.
         except Damaged as error:
@@ -182,6 +188,12 @@ def _sizes_of(root: Store, names: Sequence[str], problems: list[Problem]) -> dic
 def _below(name: str, error: Damaged) -> list[Problem]:
     """The problems of a step, with the names of files as its root has them."""
     return [Problem(f"{name}/{one.file}", one.found, one.leaves) for one in error.problems]
+
+
+def _total_bytes(source: Source) -> int:
+    if isinstance(source, OrbaxSource):
+        return total_bytes_of_orbax(source)
+    return total_bytes(_ours(source))
 
 
 def _ours(source: Source) -> OstrakaSource:
