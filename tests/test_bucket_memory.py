@@ -1,9 +1,12 @@
 """What a save to a bucket and a restore from it take in memory, beside the state itself."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -22,34 +25,68 @@ def resident_bytes(name: str) -> int:
     return int(found[1]) << 10
 
 
-def extra_bytes(path: str, mib: int) -> list[int]:
-    """Of a save, and of a restore beyond the arrays that it makes."""
+def extra_bytes(run: Callable[[], Any]) -> int:
+    """The most that is in memory meanwhile, beyond what was before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    run()
+    return resident_bytes("VmHWM") - before
+
+
+def make_tree(leaves: int, mib: int) -> dict[str, jax.Array]:
+    """Values that bfloat16 has, too, and that compress to about a third."""
     placed = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
-    # Two leaves: files that are read and written in one go would be in memory whole.
-    shape = (8, (mib << 20) // 2 // 8 // 4)
-    tree = {
-        name: jax.make_array_from_callback(shape, placed, lambda i: np.ones((1, shape[1]), "f4"))
-        for name in "ab"
+    shape = (8 * 64, (mib << 20) // leaves // 8 // 64 // 4)
+    some = np.random.default_rng(0).standard_normal(1 << 20).astype(ml_dtypes.bfloat16)
+    shard = np.resize(some.astype(np.float32), (64, shape[1]))
+    return {
+        f"w{n}": jax.make_array_from_callback(shape, placed, lambda i: shard.copy())
+        for n in range(leaves)
     }
-    jax.block_until_ready(tree)
-    ostraka.save(f"{path}-small", {"x": np.zeros(9)})
-    found: list[int] = []
-    for run in (lambda: ostraka.save(path, tree), lambda: ostraka.restore(path, like=tree)):
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
-        result = run()
-        found.append(resident_bytes("VmHWM") - before)
-        del result
-    return [found[0], found[1] - (mib << 20)]
 
 
+def measure(path: str, leaves: int, mib: int, how: dict[str, Any]) -> list[int]:
+    """Of a save, and of a restore beyond the arrays that it makes."""
+    tree = jax.block_until_ready(make_tree(leaves, mib))
+    ostraka.save(f"{path}-small", {"x": np.zeros(99_999)}, **how)
+    saved = extra_bytes(lambda: ostraka.save(path, tree, **how))
+    dtype = how.get("dtype") or "float32"
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype, sharding=a.sharding), tree)
+    kept: list[Any] = []
+    read = extra_bytes(lambda: kept.append(jax.block_until_ready(ostraka.restore(path, like=like))))
+    return [saved, read - sum(leaf.nbytes for leaf in jax.tree.leaves(kept))]
+
+
+AS_BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+COMPRESSED: dict[str, Any] = {"compress": "zstd"}
+
+
+# Files that were written or read in one go, and boxes that were converted whole, would be more.
 @pytest.mark.parametrize(
-    "mib", [640, pytest.param(4096, marks=pytest.mark.soak)], ids=["640 MiB", "4 GiB"]
+    ("leaves", "mib", "how"),
+    [
+        pytest.param(2, 640, {}, id="plain"),
+        pytest.param(1, 1280, AS_BFLOAT16, id="converted"),
+        pytest.param(1, 640, COMPRESSED, id="compressed"),
+        pytest.param(1, 4096, {}, marks=pytest.mark.soak, id="plain, 4 GiB"),
+        pytest.param(1, 4096, AS_BFLOAT16, marks=pytest.mark.soak, id="converted, 4 GiB"),
+        pytest.param(64, 4096, AS_BFLOAT16, marks=pytest.mark.soak, id="converted, many"),
+        pytest.param(1, 4096, COMPRESSED, marks=pytest.mark.soak, id="compressed, 4 GiB"),
+        pytest.param(64, 4096, COMPRESSED, marks=pytest.mark.soak, id="compressed, many"),
+        pytest.param(1, 4096, AS_BFLOAT16 | COMPRESSED, marks=pytest.mark.soak, id="both, 4 GiB"),
+    ],
 )
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
-def test_memory_is_bounded(bucket: str, mib: int):
+def test_memory_is_bounded(bucket: str, leaves: int, mib: int, how: dict[str, Any]):
     (result,) = run_processes(
-        extra_bytes, f"{bucket}/large", mib, processes=1, devices_per_process=8, timeout_s=600
+        measure,
+        f"{bucket}/large",
+        leaves,
+        mib,
+        how,
+        processes=1,
+        devices_per_process=8,
+        timeout_s=600,
     )
     print("save, restore, MiB:", [n >> 20 for n in result.value])
     assert max(result.value) <= MOST_EXTRA

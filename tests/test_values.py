@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka._box import Box
+from ostraka._plan_write import BAND_BYTES
 from ostraka._values import Placement, ShardedValue, shards_of
 from ostraka.errors import InvalidTree
 from ostraka.testing import run_processes
@@ -198,3 +199,33 @@ def test_arrays_that_span_processes_and_that_a_thread_looks_at_during_a_save(pla
         save_while_a_thread_looks, str(place), attempts, processes=2, devices_per_process=4
     )
     assert [result.value for result in results] == [attempts, attempts]
+
+
+# In parts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_a_part_of_a_large_shard_is_cut_out_where_it_lies(dtype: str):
+    numbers = np.arange(20 << 20).reshape(1 << 10, 20 << 10) % 7
+    array = jax.device_put(jax.numpy.asarray(numbers, dtype), jax.devices()[3])
+    whole: Box = ((0, 1 << 10), (0, 20 << 10))
+    placed = Placement(array.shape, [jax.devices()[3]], {3: 0}, {3: whole}, gives_views=False)
+    value = ShardedValue(array, placed)
+    with jax.transfer_guard_host_to_device("disallow"):  # of the program, not of what it saves
+        part = value.read(3, ((513, 514), (5, 20_000)))
+    assert value.band_bytes == BAND_BYTES
+    assert (part.astype(np.int64) == numbers[513:514, 5:20_000]).all()
+    small = ShardedValue(sharded(NUMBERS), Placement((8, 8), jax.devices(), {}, BOXES, False))
+    assert small.band_bytes == 0
+
+
+@pytest.mark.parametrize("shape", [(20, 1 << 20), (3, 5_600_001), (16_000_001,)])
+def test_a_large_array_is_converted_in_bands(place: Place, shape: tuple[int, ...]):
+    numbers = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
+    tree = {"four": jax.numpy.asarray(numbers, "int4"), "cast": jax.numpy.asarray(numbers)}
+    path = place / "converted"
+    ostraka.save(path, tree, dtype={"cast": "bfloat16"})
+    found = ostraka.restore(path)
+    assert found["cast"].dtype == "bfloat16"
+    for name in tree:
+        assert (np.asarray(found[name]).astype(np.float32) == numbers).all()

@@ -34,8 +34,10 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _Held = tuple[tuple[int, ...], Numbers]
 
 MAX_FILE_BYTES = 4 << 30
-STAGING_BYTES = 1 << 30
+STAGING_BYTES = 256 << 20
 """How much of what is on accelerators a save holds in host memory at one time."""
+BAND_BYTES = 64 << 20
+"""A larger shard comes from an accelerator in bands of about this size."""
 LANES_PER_PROCESS = 4
 """A process with fewer devices splits its shards into parts, to have this many files to write."""
 MIN_LANE_BYTES = 64 << 20

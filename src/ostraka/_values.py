@@ -13,6 +13,7 @@ import numpy as np
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._lifetime import RenewedLock
+from ostraka._plan_write import BAND_BYTES
 from ostraka._spec import numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -23,6 +24,10 @@ _SMALL_BYTES = 1 << 20
 """A numpy array up to this size is copied by the caller: no thread would be faster."""
 _COPIED_BYTES = 8 << 20
 """How much of a larger one a thread copies at a time."""
+HOST_BAND_BYTES = 4 << 20
+"""What is in host memory is converted a bit at a time, which is then still in the cache."""
+_CUT_BYTES = 8 << 20
+"""A part of a larger shard is cut out of it on its device."""
 _PATIENCE_S = 5.0
 """How long a thread of the program may take to list an array's shards."""
 
@@ -36,6 +41,8 @@ class HostValue:
 
     in_host_memory = True
     """Whether reading costs no memory, because it gives views."""
+    band_bytes = HOST_BAND_BYTES
+    """A box that must be copied is best read in parts of this size; 0 if it is best read whole."""
 
     def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
         self._array = array
@@ -103,8 +110,17 @@ class ShardedValue:
         else:
             shards = self._shards or self._list_shards()
             data = shards[at.index_of[device]]
+            if not at.gives_views and box != outer and _can_be_cut(data):
+                return _host_copy(_cut(data, _box.slices(box, outer)))
             shard = np.asarray(data) if at.gives_views else _host_copy(data)
         return shard if box == outer else shard[_box.slices(box, outer)]
+
+    @property
+    def band_bytes(self) -> int:
+        if self._held is not None or self._at.gives_views:
+            return HOST_BAND_BYTES
+        shards = self._shards or self._list_shards()
+        return BAND_BYTES if all(map(_can_be_cut, shards)) else 0
 
     def start_copying(self) -> None:
         """Begin to bring from an accelerator what `hold` will wait for."""
@@ -153,6 +169,10 @@ class CastValue:
 
     def read(self, device: int, box: Box) -> Array:
         return self._value.read(device, box).astype(self._dtype)
+
+    @property
+    def band_bytes(self) -> int:
+        return self._value.band_bytes
 
 
 CapturedValue = HostValue | ShardedValue
@@ -214,6 +234,26 @@ def flat_bytes(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of an array in row-major order; a view if it is contiguous."""
     contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     return contiguous.reshape(-1).view(np.uint8)
+
+
+def _can_be_cut(array: Any) -> bool:
+    """Whether a part of a shard is better cut out where it lies than brought with all of it.
+
+    A cut must be compiled, once for each kind of array. Not every platform computes with what it
+    keeps elsewhere than in the memory of the device.
+    """
+    return (
+        array.nbytes > _CUT_BYTES
+        and max(array.shape) < 1 << 31
+        and array.sharding.memory_kind in (None, array.device.default_memory().kind)
+    )
+
+
+def _cut(array: Any, within: Sequence[slice]) -> Any:
+    starts = [part.start for part in within]
+    sizes = [part.stop - part.start for part in within]
+    with jax.transfer_guard("allow"):  # for the numbers; what the program forbids is its own
+        return jax.lax.dynamic_slice(array, starts, sizes)
 
 
 def _host_copy(array: Any) -> Array:

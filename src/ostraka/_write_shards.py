@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ostraka import _format, _header, _pack
+from ostraka import _box, _format, _header, _pack
 from ostraka._box import Box
 from ostraka._codec import Zstd, element_bytes
 from ostraka._coordinate import Operation
@@ -35,8 +35,10 @@ NumberedBlock = tuple[int, list[Array]]
 _Task = tuple["_Shard", Iterable[NumberedBlock]]
 
 _OPEN_FILES = 64
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 4 << 20
 """How much of a box that is not contiguous in memory is copied at a time."""
+_SENT_BYTES = 8 << 20
+"""What is copied at a time where files are written in order: what waits to be sent is kept."""
 _SMALL_BYTES = 1 << 20
 """A single file up to this size is written by the caller, without a thread."""
 _LIVE_BYTES = 1 << 20
@@ -214,8 +216,7 @@ class _Shard:
                 continue
             value = job.values[leaf]
             if leaf in job.copied:
-                with job.staging.hold(nbytes, job.check):
-                    yield from _bands(_read(value, job.leaves[leaf], file.device, box, nbytes))
+                yield from self._staged(value, job.leaves[leaf], box)
                 continue
             array = _read(value, job.leaves[leaf], file.device, box, nbytes)
             if value.may_change:
@@ -224,6 +225,16 @@ class _Shard:
                 yield array.reshape(-1).view(np.uint8)  # as flat_bytes: most come this way
             else:
                 yield from _bands(array)
+
+    def _staged(self, value: Value, leaf: StoredLeaf, box: Box) -> Iterator[Array]:
+        """A box that must be copied, in bands, so that no more of it is in memory than a few."""
+        job, most_bytes = self._job, value.band_bytes
+        if not job.store.parts.in_any_order:
+            most_bytes = min(most_bytes, _SENT_BYTES)
+        for band in _cut_into_bands(leaf, box, most_bytes) if most_bytes else [box]:
+            nbytes = DTYPES[leaf.spec.dtype].nbytes(_box.count(band))
+            with job.staging.hold(nbytes, job.check):
+                yield from _bands(_read(value, leaf, self.file.device, band, nbytes))
 
 
 class _PlainFile:
@@ -292,6 +303,13 @@ def _in_parts(shard: _Shard, least_bytes: int) -> Iterator[_Task]:
             part, nbytes = [], 0
     if part:
         yield shard, part
+
+
+def _cut_into_bands(leaf: StoredLeaf, box: Box, most_bytes: int) -> list[Box]:
+    """Rows that follow each other, each time as many as have `most_bytes`; whole bytes each."""
+    bits = DTYPES[leaf.spec.dtype].bits
+    bands = list(_box.bands(box, box, most_bytes * 8 // bits))
+    return [box] if any(_box.count(band) * bits % 8 for band in bands[:-1]) else bands
 
 
 def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:

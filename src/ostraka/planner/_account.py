@@ -19,7 +19,7 @@ from ostraka._format import Entry, FileEntry
 from ostraka._metadata import IndexEntry, Metadata, shard_contents
 from ostraka._plan_read import plan_chunks, plan_read
 from ostraka._plan_restore import needed_boxes
-from ostraka._plan_write import STAGING_BYTES, WritePlan
+from ostraka._plan_write import BAND_BYTES, STAGING_BYTES, WritePlan
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -31,6 +31,7 @@ from ostraka._spec import (
     partition_grid,
 )
 from ostraka.storage._requests import (
+    AHEAD_BYTES,
     COMMIT_REQUESTS,
     JOIN_REQUESTS,
     OPEN_REQUESTS,
@@ -173,8 +174,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
     """The most host memory that a save takes on one process, besides the state itself.
 
     Each of the `writers` threads puts small boxes together in a block of its own. What lies on
-    accelerators comes to the host shard by shard, as many at a time as the budget for boxes admits;
-    on CPUs the shards are read where they are.
+    accelerators comes to the host shard by shard, large ones in bands, as many at a time as the
+    budget admits; on CPUs the shards are read where they are.
     """
     files = Counter(plan.process_of[file.device] for file in plan.files)
     threads = min(writers, max(files.values(), default=0))
@@ -186,8 +187,8 @@ def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> in
         box = largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
         if leaf.spec.mesh == HOST_LOCAL or box == 0:
             continue
-        at_once = min(threads, max(STAGING_BYTES // box, 1))
-        staged = max(staged, at_once * _shard_bytes(leaf.spec, plan.meshes))
+        at_once = min(threads, max(STAGING_BYTES // min(box, BAND_BYTES), 1))
+        staged = max(staged, at_once * min(_shard_bytes(leaf.spec, plan.meshes), BAND_BYTES))
     return scratch + staged
 
 
@@ -336,11 +337,13 @@ class ReadAccount:
     files: int
     index_processes: tuple[int, ...] = field(repr=False)
     """Whose indexes are read, too."""
+    far_ranges: int = field(repr=False)
+    """How many of the reads are not of the first bytes of a file."""
 
     @property
     def requests(self) -> int:
-        """What it costs in a bucket, where opening a file is a request, too."""
-        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.ranges
+        """What it costs in a bucket, where a file's first bytes come with opening it."""
+        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
 
     @property
     def over_read_bytes(self) -> int:
@@ -355,18 +358,21 @@ class ReadAccount:
 def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) -> ReadAccount:
     """Run the planning of a restore for one process, and count."""
     plan = plan_read(metadata, targets)
-    read = ranges = 0
+    read = ranges = far = 0
     for part in plan:
+        header_bytes = part.file.header_bytes
         blocks = _format.planned_digests(part.file, part.entries).blocks()
         chunks = plan_chunks(part.pieces, blocks)
-        read += part.file.header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
+        read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
+        ends = (header_bytes, *(header_bytes + chunk.stop for chunk in chunks))
+        far += sum(end > AHEAD_BYTES for end in ends)
     needed = sum(
         DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
         for target in targets
     )
     owners = {metadata.process_of[part.file.device] for part in plan}
-    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)))
+    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)), far)
 
 
 def local_targets(

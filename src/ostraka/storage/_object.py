@@ -32,11 +32,11 @@ from ostraka.storage._refusals import (
     is_transient,
     refusal,
 )
-from ostraka.storage._requests import PART_BYTES, part_bytes_of
+from ostraka.storage._requests import AHEAD_BYTES, PART_BYTES, part_bytes_of
 
 _PARTS_IN_FLIGHT = 24
 """Of all uploads of a process: they are in memory, so this bounds it."""
-_QUEUED_BYTES = 16 << 20
+_QUEUED_BYTES = 8 << 20
 """Of one upload: what may wait for its turn."""
 _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
@@ -157,10 +157,19 @@ class ObjectStore:
         return _Upload(self._bucket, self._start + name, self._path(name), part_bytes, at_once)
 
     def open(self, name: str) -> _ObjectReader:
-        there = self.look(name)
-        if there is None:
-            raise _not_found(self._path(name))
-        return _ObjectReader(self, name, there.size)
+        """Its size comes with its first bytes: whoever opens a file reads its header."""
+        key = self._start + name
+
+        def begin() -> tuple[Any, int]:
+            try:
+                found = obstore.get(self._bucket, key, options={"range": (0, AHEAD_BYTES)})
+                return found.bytes(), found.meta["size"]
+            except BaseError as error:
+                if is_past_the_end(error):  # It is empty.
+                    return b"", obstore.head(self._bucket, key)["size"]
+                raise
+
+        return _ObjectReader(self, name, *self._retry("read", name, begin))
 
     def read(self, name: str, start: int, stop: int) -> Any:
         """A range of a file as a buffer; shorter if the file is."""
@@ -352,9 +361,10 @@ class _Abandoned(Exception):
 
 
 class _ObjectReader:
-    def __init__(self, store: ObjectStore, name: str, size: int):
+    def __init__(self, store: ObjectStore, name: str, first: Any, size: int):
         self._store = store
         self._name = name
+        self._first = np.frombuffer(first, np.uint8)
         self.size = size
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
@@ -362,7 +372,10 @@ class _ObjectReader:
         total = sum(view.nbytes for view in views)
         if not total:
             return 0
-        data = np.frombuffer(self._store.read(self._name, offset, offset + total), np.uint8)
+        if offset + total <= self._first.size:
+            data = self._first[offset : offset + total]
+        else:
+            data = np.frombuffer(self._store.read(self._name, offset, offset + total), np.uint8)
         start = 0
         for view in views:
             found = data[start : start + view.nbytes]

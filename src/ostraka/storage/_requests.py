@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PART_BYTES = 8 << 20
 """Of a multipart upload. A file up to this size is one request."""
+AHEAD_BYTES = 256 << 10
+"""What comes with the request that opens a file: its header, mostly."""
 _MAX_PARTS = 9_000
 """Of a multipart upload; stores allow 10,000."""
 
