@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ostraka._record import Record
     from ostraka._save import save, save_async
     from ostraka.integrity import Report, verify
+    from ostraka.interop import MergeReport, merge
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
     from ostraka.transfer import CopyReport, copy
@@ -27,6 +28,7 @@ __all__ = [
     "CopyReport",
     "LazyArray",
     "Manager",
+    "MergeReport",
     "Plan",
     "Record",
     "Report",
@@ -35,6 +37,7 @@ __all__ = [
     "copy",
     "errors",
     "exercises",
+    "merge",
     "open",
     "plan",
     "restore",
@@ -54,11 +57,13 @@ _HOMES = {
     "CopyReport": ("ostraka.transfer", "CopyReport"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
+    "MergeReport": ("ostraka.interop", "MergeReport"),
     "Plan": ("ostraka.planner", "Plan"),
     "Record": ("ostraka._record", "Record"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "copy": ("ostraka.transfer", "copy"),
+    "merge": ("ostraka.interop", "merge"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "plan": ("ostraka.planner", "plan"),
     "restore": ("ostraka._read", "restore"),
