@@ -47,7 +47,7 @@ $(LIGHT): pyproject.toml constraints.txt
 demo: $(LIGHT) ## a short tour, on this machine's CPU
 	@$(BIN)/python examples/demo.py
 
-test: $(FULL) ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
+test: $(FULL) torch ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk

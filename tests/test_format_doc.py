@@ -246,6 +246,8 @@ class Reader:
                 shape, starts = [size], [0]
             elif leaf["dtype"] == "complex128":
                 shape, starts = [*shape, 16], [*starts, 0]
+            if code == "U8" and leaf["dtype"] != "uint8" and starts:
+                starts[0] += 10**14
             start, stop, is_compressed = self._find_stored((device, part), offset, size)
             if is_compressed:
                 codecs[leaf["path"]] = {
@@ -254,7 +256,7 @@ class Reader:
                     "shape": [stop - start for start, stop in box],
                     "saved_offsets": [start for start, _ in box],
                 }
-                code, shape, starts = "U8", [stop - start], [0]
+                code, shape, starts = "U8", [stop - start], [10**14]
             elif code == "U8" and leaf["dtype"] != "uint8":
                 opaque[leaf["path"]] = leaf["dtype"]
             tensors[leaf["path"]] = {"dtype": code, "shape": shape, "data_offsets": [start, stop]}

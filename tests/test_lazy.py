@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -222,3 +223,15 @@ def test_an_array_has_all_of_its_paths(shared: Place):
     assert checkpoint.nbytes == 2 * 60
     assert checkpoint["again"].nbytes == 2 * 60
     assert "function" not in checkpoint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "bfloat16", "float8_e4m3fn"])
+def test_an_array_is_handed_over_by_dlpack(tmp_path: Path, dtype: str):
+    wanted = jnp.arange(12).reshape(3, 4).astype(dtype)
+    ostraka.save(tmp_path / "c", {"w": wanted})
+    leaf = ostraka.open(tmp_path / "c")["w"]
+    taken = jax.dlpack.from_dlpack(leaf)
+    assert taken.dtype == wanted.dtype
+    assert np.asarray(taken).tobytes() == np.asarray(wanted).tobytes()
+    if dtype in ("float32", "int8"):
+        np.testing.assert_array_equal(np.from_dlpack(leaf), np.asarray(wanted))

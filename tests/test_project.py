@@ -36,6 +36,7 @@ TESTED_IN = {
     "_write_shards": "roundtrip",
     "formats": "source",
     "integrity": "damage",
+    "interop": "merge",
     "transfer": "copy",
 }
 """Modules that are tested through what they are for, in the file of that name."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ostraka._record import Record
     from ostraka._save import save, save_async
     from ostraka.integrity import RepairReport, Report, repair, verify
+    from ostraka.interop import MergeReport, merge
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
     from ostraka.transfer import CopyReport, copy
@@ -27,6 +28,7 @@ __all__ = [
     "CopyReport",
     "LazyArray",
     "Manager",
+    "MergeReport",
     "Plan",
     "Record",
     "RepairReport",
@@ -36,6 +38,7 @@ __all__ = [
     "copy",
     "errors",
     "exercises",
+    "merge",
     "open",
     "plan",
     "repair",
@@ -56,12 +59,14 @@ _HOMES = {
     "CopyReport": ("ostraka.transfer", "CopyReport"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
+    "MergeReport": ("ostraka.interop", "MergeReport"),
     "Plan": ("ostraka.planner", "Plan"),
     "Record": ("ostraka._record", "Record"),
     "RepairReport": ("ostraka.integrity", "RepairReport"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
     "copy": ("ostraka.transfer", "copy"),
+    "merge": ("ostraka.interop", "merge"),
     "open": ("ostraka._lazy", "open_checkpoint"),
     "plan": ("ostraka.planner", "plan"),
     "repair": ("ostraka.integrity", "repair"),

@@ -13,6 +13,9 @@ from ostraka._format import PAGE_BYTES, VERSION, Entry, StoredRange, dumps
 from ostraka._spec import DTYPES, Dtype, LeafSpec, StoredLeaf
 
 _OFFSET_DIGITS = 15
+_NOWHERE = 10**14
+"""Added to where a box begins, if safetensors does not know its dtype: PyTorch's reader of sharded
+files takes the array for larger than any, and raises, where it would give bytes for numbers."""
 _QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 
 
@@ -22,12 +25,14 @@ def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[
     Dtypes that safetensors lacks are shown as bytes.
     """
     if dtype.packed:
-        return [nbytes], [0]
+        return [nbytes], [_NOWHERE]
     shape = list(_box.shape_of(box))
     starts = [start for start, _ in box]
-    if dtype.opaque and dtype.bits > 8:
-        return [*shape, dtype.bits // 8], [*starts, 0]
-    return shape, starts
+    if not dtype.opaque:
+        return shape, starts
+    if dtype.bits > 8:
+        shape, starts = [*shape, dtype.bits // 8], [*starts, 0]
+    return shape, [start + _NOWHERE for start in starts[:1]] + starts[1:]
 
 
 def header_capacity(leaf: LeafSpec, *, compressed: bool) -> int:
@@ -40,7 +45,7 @@ def header_capacity(leaf: LeafSpec, *, compressed: bool) -> int:
     key = encode_basestring_ascii(leaf.path)
     quoted = len(encode_basestring_ascii(key))
     shape_digits = sum(map(len, map(str, leaf.shape))) + len(leaf.shape) + 3
-    digits = _OFFSET_DIGITS if dtype.packed else shape_digits
+    digits = shape_digits + _OFFSET_DIGITS * (dtype.opaque or compressed)
     tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
     tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
     sharding = quoted + _QUOTED_OFFSETS + digits
@@ -107,7 +112,7 @@ def _header_json(
             offset, stop, is_compressed = stored[leaf]
             if is_compressed:
                 codecs[spec.path] = _describe_compressed(spec, box)
-                code, texts = "U8", (f"[{stop - offset}]", "[0]")
+                code, texts = "U8", (f"[{stop - offset}]", f"[{_NOWHERE}]")
         key = encode_basestring_ascii(spec.path)
         tensors.append(
             f'{key}:{{"dtype":"{code}","shape":{texts[0]},"data_offsets":[{offset},{stop}]}}'

@@ -60,6 +60,20 @@ class LazyArray:
         array = self[...]
         return array if dtype is None else array.astype(dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Read all of it, for whatever takes arrays by DLPack, with its options."""
+        array = self[...]
+        try:
+            return array.__dlpack__(**options)
+        except BufferError:
+            # numpy does not hand over bfloat16 and its like. JAX does.
+            import jax
+
+            return jax.numpy.asarray(array).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # the memory of the host
+
     def __len__(self) -> int:
         if not self._leaf.shape:
             raise TypeError(f"leaf {self.path!r} has no dimensions, so it has no length")

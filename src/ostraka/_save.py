@@ -79,13 +79,7 @@ def save(
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
     saving = Save(path, dtype, compress, parity, metadata, max_file_bytes, on_record)
-    wait_for_background()
-    saving.enter()
-    try:
-        with paused_gc():
-            saving.finish(saving.capture(tree))
-    except BaseException as error:
-        raise saving.end(error)  # noqa: B904 - it has the right cause
+    saving.run(lambda: capture(tree))
 
 
 def save_async(
@@ -150,6 +144,16 @@ class Save:
     _values: list[list[Any]] = field(init=False, default_factory=list[list[Any]])
     """What the stages have handed on as values, to be let go of."""
 
+    def run(self, capture_tree: Callable[[], Captured]) -> None:
+        """Run all stages, after a save in the background that is under way."""
+        wait_for_background()
+        self.enter()
+        try:
+            with paused_gc():
+                self.finish(self.capture(capture_tree))
+        except BaseException as error:
+            raise self.end(error)  # noqa: B904 - it has the right cause
+
     def begin(
         self, tree: Any, *, if_busy: Literal["wait", "refuse"] = "wait", is_waited_for: bool = False
     ) -> SaveHandle:
@@ -159,7 +163,7 @@ class Save:
             handle = SaveHandle(str(self.path), self._progress, self._give_up)
             try:
                 with paused_gc():
-                    captured = self.capture(tree)
+                    captured = self.capture(lambda: capture(tree))
                     hold(captured.values)
                 self.watch.lap("capture")
                 if not is_waited_for:
@@ -177,7 +181,7 @@ class Save:
         self.watch.lap("wait")
         self._operation = Operation(f"save to {self.path}")
 
-    def capture(self, tree: Any) -> Captured:
+    def capture(self, capture_tree: Callable[[], Captured]) -> Captured:
         """The first stage: check the arguments and take the tree apart."""
         self._operation.__enter__()
         self._limit = limit = size_bytes("max_file_bytes", self.max_file_bytes)
@@ -186,7 +190,7 @@ class Save:
                 f"max_file_bytes is {limit:,}; it must be at least {_LEAST_FILE_BYTES:,}"
             )
         self._place = SavePlace(open_store(self.path))
-        captured = capture(tree)
+        captured = capture_tree()
         self._values.append(captured.values)
         self._user = _json_only(self.metadata) if self.metadata else {}
         if self.dtype is not None:

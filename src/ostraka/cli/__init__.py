@@ -1,4 +1,4 @@
-"""The `ostraka` command. Only `plan` imports JAX, and only for a Python function.
+"""The `ostraka` command. Only `merge` imports JAX, and `plan` for a Python function.
 
 Results go to stdout, an error as one line to stderr.
 """
@@ -19,6 +19,7 @@ _HOMES = {
     "diff": "ostraka.cli._diff",
     "gc": "ostraka.cli._gc",
     "ls": "ostraka.cli._ls",
+    "merge": "ostraka.cli._merge",
     "plan": "ostraka.cli._plan",
     "repair": "ostraka.cli._repair",
     "rm": "ostraka.cli._rm",

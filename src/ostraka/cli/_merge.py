@@ -1,0 +1,90 @@
+"""`ostraka merge`: one checkpoint of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from ostraka.cli._arguments import path_argument
+from ostraka.cli._progress import progress
+from ostraka.cli._text import printable
+
+
+@click.command()
+@path_argument("sources", metavar="SRC...", nargs=-1, required=True)
+@path_argument("target", metavar="DST")
+@click.option("--weights", metavar="W,W,...", help="The weight of each SRC in the average.")
+@click.option("--ema", type=float, metavar="DECAY", help="Average as an EMA, the oldest SRC first.")
+@click.option("--lora", type=float, metavar="SCALE", help="Add the adapters in the second SRC.")
+@click.option(
+    "--take",
+    multiple=True,
+    metavar="PATTERN=N",
+    help="Take leaves as they are from SRC number N, counted from 0. Can be repeated.",
+)
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help="Merge these leaves. Can be repeated."
+)
+@click.option("--dtype", help="Save floating-point arrays as this dtype.")
+@click.option("--compress", metavar="zstd", help="Compress the result.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def merge(
+    sources: tuple[str, ...],
+    target: str,
+    weights: str | None,
+    ema: float | None,
+    lora: float | None,
+    take: tuple[str, ...],
+    only: tuple[str, ...],
+    as_json: bool,
+    **saving: Any,
+) -> None:
+    """Make one checkpoint, DST, of several.
+
+    Floating-point arrays are averaged: equally, by --weights, or as an exponential moving average
+    with --ema. All other leaves are those of the last SRC. With --lora the first SRC is a base, the
+    second has its adapters (lora_a and lora_b), and SCALE times their product is added to each
+    kernel. Nothing is held in memory as a whole; dtypes and shardings stay.
+
+    \b
+    Examples:
+      ostraka merge runs/90 runs/95 runs/100 soup
+      ostraka merge runs/90 runs/100 average --weights 1,3
+      ostraka merge base adapters merged --lora 2
+      ostraka merge a b both --take 'head/**=1' --take '**=0'
+    """
+    from ostraka.interop import merge  # with JAX, which the other commands do without
+
+    with progress(f"merging to {printable(target)}") as bar:
+        report = merge(
+            sources,
+            target,
+            weights=None if weights is None else _numbers(weights),
+            ema=ema,
+            lora=lora,
+            take=dict(map(_rule, take)) or None,
+            only=only or None,
+            on_bytes=bar.move_to,
+            **saving,
+        )
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+    else:
+        click.echo(printable(str(report)))
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of numbers, such as 1,2,1") from error
+
+
+def _rule(text: str) -> tuple[str, int]:
+    pattern, _, number = text.rpartition("=")
+    if not pattern or not number.isdecimal():
+        raise click.BadParameter(f"{text!r} is no PATTERN=N, such as 'head/**=1'")
+    return pattern, int(number)
