@@ -16,7 +16,8 @@ import jax
 from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._format import FileEntry, decode_runs, encode_runs
+from ostraka._format import FileEntry
+from ostraka._runs import decode_runs, encode_runs
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all

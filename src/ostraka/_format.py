@@ -20,6 +20,7 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
+from ostraka._runs import count_runs, decode_runs, encode_runs
 from ostraka._spec import DTYPES, Layout, StoredLeaf
 
 METADATA_NAME = "_METADATA"
@@ -38,7 +39,6 @@ MOST_COMPRESSED_BYTES = 16 << 20
 """What a compressed block may hold, so that a few bytes can't ask for any amount of memory."""
 
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
-_MAX_RUN_NUMBERS = 1 << 26
 
 
 def digest(data: Any) -> str:
@@ -345,31 +345,6 @@ def _cut_digests(text: Any) -> tuple[str, ...]:
 
 
 # Small things
-
-
-def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Integers as arithmetic runs `[start, step, count]`; device orders and sizes become tiny."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        start, step, length = runs[-1] if runs else (0, 0, 0)
-        if length == 1:
-            runs[-1] = [start, number - start, 2]
-        elif length and number == start + step * length:
-            runs[-1][2] += 1
-        elif length == 2 and step:
-            # Two numbers alone are no run yet: let the second begin one of its own.
-            runs[-1:] = [[start, 0, 1], [start + step, number - start - step, 2]]
-        else:
-            runs.append([number, 0, 1])
-    return runs
-
-
-def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    if not all(type(n) is int for run in runs for n in run) or any(run[2] < 1 for run in runs):
-        raise ValueError("a list of numbers has something else in it")
-    if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
-        raise ValueError("a list of numbers is longer than any checkpoint needs")
-    return tuple(start + step * i for start, step, length in runs for i in range(length))
 
 
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

@@ -11,15 +11,9 @@ import click
 
 from ostraka._units import human_bytes as human_bytes
 from ostraka.errors import count_of as count_of
+from ostraka.errors import printable as printable
 
 _SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
-
-
-def printable(text: str) -> str:
-    """Escape untrusted text of a checkpoint: no terminal control codes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def human_seconds(seconds: float) -> str:
