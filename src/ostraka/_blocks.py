@@ -12,10 +12,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from ostraka import _format
+from ostraka._allowance import Allowance
 from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
+from ostraka._header import is_header_too_long
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
-from ostraka._parallel import with_full_stack
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, UnsupportedFormat
 from ostraka.storage import FileReader, Store
 
@@ -70,6 +72,13 @@ class Shards:
     def name_of_index(self, process: int) -> str:
         return f"{self._directory}/{_format.index_name(process)}"
 
+    def allowance(self) -> Allowance:
+        """The memory that a look at the contents of shard files may take, by what these hold."""
+        return Allowance(self._held_bytes)
+
+    def _held_bytes(self) -> int:
+        return sum(file.size for file in self.store.files(f"{self._directory}/"))
+
     def digests_of(self, file: FileEntry, data_bytes: int) -> FileDigests:
         """The digests of a file that holds so much. Raises Damaged if its index is."""
         process = self.metadata.process_of[file.device]
@@ -85,6 +94,10 @@ class Shards:
             or found.data_bytes != data_bytes
         ):
             what = f"it does not describe {file.name} as {METADATA_NAME} does"
+            raise damaged(self.store, name, what)
+        longest = max(found.lengths[1:], default=0)
+        if longest > _format.MOST_BLOCK_BYTES:
+            what = f"it has a block of {longest:,} bytes in {file.name}, more than any block has"
             raise damaged(self.store, name, what)
         return found
 
@@ -106,7 +119,7 @@ class Shards:
         data = self.read_index(process)
         try:
             return with_full_stack(lambda: _format.decode_index(data))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, TooDeep) as error:
             raise damaged(self.store, name, f"it can't be read ({error})") from error
 
 
@@ -123,9 +136,13 @@ class ShardFile:
         """How many times it will be opened; after the last of them it is closed."""
         self._contents = contents
         data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
-        self._digests = shards.digests_of(entry, data_bytes)
         self._shards = shards
         self.name = shards.name_of(entry)
+        leaves = shards.metadata.leaves
+        if is_header_too_long(entry.header_bytes, [leaves[found.leaf].spec for found in contents]):
+            what = f"it says that the header of {entry.name} has {entry.header_bytes:,} bytes, more"
+            raise damaged(shards.store, METADATA_NAME, f"{what} than its boxes can need")
+        self._digests = shards.digests_of(entry, data_bytes)
         self._reader: FileReader | None = None
         self._lock = threading.Lock()
         self._is_header_checked = False

@@ -17,12 +17,12 @@ from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
 from ostraka._format import FileEntry
-from ostraka._runs import decode_runs, encode_runs
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
+from ostraka._runs import decode_runs, encode_runs
 from ostraka._version import __version__
 from ostraka._write_shards import Written
 from ostraka.errors import Busy, OutcomeUnknown

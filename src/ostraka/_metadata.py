@@ -83,7 +83,7 @@ def shard_contents(
     more than the allowance.
     """
     if allowance is not None:
-        _take_entries(metadata, devices, allowance)
+        take_entries(metadata, devices, allowance)
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts, devices)
     files = {
         (file.device, file.part): file
@@ -108,9 +108,8 @@ def entry_bytes(rank: int) -> int:
     return _BYTES_OF_ENTRY + _BYTES_OF_RANGE * rank
 
 
-def _take_entries(
-    metadata: Metadata, devices: Collection[int] | None, allowance: Allowance
-) -> None:
+def take_entries(metadata: Metadata, devices: Collection[int] | None, allowance: Allowance) -> None:
+    """Count the memory for the entries of all files of some or all devices. Raises ValueError."""
     cells = [
         len(layout.owners) if devices is None else sum(map(devices.__contains__, layout.owners))
         for layout in metadata.layouts

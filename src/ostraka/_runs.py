@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from ostraka._allowance import Allowance
 
@@ -11,8 +12,6 @@ _MOST_SHARED = 1 << 17
 """Device numbers and the like, which many lists have: one object stands in all of them."""
 _BYTES_IN_LIST = 8
 _BYTES_OF_INT = 32
-
-_shared: list[int] = []
 
 
 def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
@@ -73,8 +72,10 @@ def _is_shared(start: int, step: int, length: int) -> bool:
 
 
 def _up_to(number: int) -> list[int]:
-    global _shared
-    if len(_shared) <= number:
-        # Replaced, not extended: other threads may be reading it.
-        _shared = list(range(min(2 * number + 256, _MOST_SHARED)))
-    return _shared
+    """At least all numbers below this one."""
+    return _first_numbers(max(number.bit_length(), 8))
+
+
+@cache
+def _first_numbers(bits: int) -> list[int]:
+    return list(range(1 << bits))

@@ -102,7 +102,8 @@ def _check_all(source: OstrakaSource, on_bytes: OnBytes | None) -> tuple[int, li
         with _collected(problems):
             _ = source.tree  # What can't be decoded can't be restored.
         with _collected(problems), damage_on_contradiction(source.store):
-            for entry, contents in shard_contents(source.metadata).values():
+            contents_of = shard_contents(source.metadata, None, source.shards.allowance())
+            for entry, contents in contents_of.values():
                 with _collected(problems):
                     yield from _tasks(ShardFile(source.shards, entry, contents))
 
