@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._progress import progress
 from ostraka.cli._roots import checkpoints_at
-from ostraka.cli._text import count_of, printable
+from ostraka.cli._text import count_of, echo, echo_json, printable
 from ostraka.errors import Damaged, Problem
 
 
@@ -62,16 +61,16 @@ def verify(context: click.Context, path: tuple[str, ...], as_json: bool) -> None
         verdict = check(place)
         verdicts.append(verdict)
         if not as_json:
-            click.echo(click.style(verdict.summary, fg="red" if verdict.problems else "green"))
+            echo(click.style(verdict.summary, fg="red" if verdict.problems else "green"))
             for problem in verdict.problems:
-                click.echo(f"  {printable(str(problem))}")
+                echo(f"  {printable(str(problem))}")
     damaged = sum(bool(verdict.problems) for verdict in verdicts)
     if as_json:
         documents = [verdict.describe() for verdict in verdicts]
         single = len(path) == len(documents) == 1 and places[0] == path[0]
-        click.echo(json.dumps(documents[0] if single else documents, indent=1))
+        echo_json(documents[0] if single else documents)
     elif len(verdicts) > 1:
-        click.echo(f"{count_of(len(verdicts), 'checkpoint')}, {damaged or 'none'} of them damaged")
+        echo(f"{count_of(len(verdicts), 'checkpoint')}, {damaged or 'none'} of them damaged")
     if damaged:
         context.exit(DAMAGED)
 
