@@ -11,6 +11,7 @@ import argparse
 import enum
 import gc
 import json
+import re
 import resource
 import signal
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,15 +116,17 @@ def seeds() -> tuple[Seed, ...]:
         "f": len,
         "n": np.arange(6).astype("int4").reshape(2, 3),
     }
-    weights = np.random.default_rng(0).standard_normal((96, 256)).astype(np.float32)
+    weights = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
+    packed = {"w": weights, "z": np.zeros(70_000, np.uint8)}
+    packed = {name: jax.device_put(array, jax.devices()[0]) for name, array in packed.items()}
     timeline = {"ostraka.manager": {"step": 3, "metrics": {"loss": 0.5}}, "note": "a"}
     return (
-        _saved("plain", tree, metadata=timeline),
-        _saved("packed", {"w": weights, "z": np.zeros(70_000, np.uint8)}, compress="zstd"),
+        saved("plain", tree, metadata=timeline),
+        saved("packed", packed, compress="zstd"),
     )
 
 
-def _saved(name: str, tree: Any, **options: Any) -> Seed:
+def saved(name: str, tree: Any, **options: Any) -> Seed:
     ostraka.save(f"memory://fuzz-{name}", tree, **options)
     store = MemoryStore(f"fuzz-{name}")
     files = {file.name: store.get(file.name) for file in store.files("")}
@@ -164,7 +168,7 @@ def _redigest(indexes: Mapping[str, Any], name: str, data: bytes) -> None:
         if file is not None:
             lengths = _format.decode_runs(file["blocks"])
             starts = np.cumsum([0, *lengths])
-            blocks = [data[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+            blocks = [data[a:b] for a, b in pairwise(starts)]
             file["digests"] = "".join(_format.block_digest([block]) for block in blocks)
 
 
@@ -306,6 +310,10 @@ def restore_like(place: str) -> None:
 
 def verify(place: str) -> None:
     ostraka.verify(place, raises=False)
+
+
+def without_colours(text: str) -> str:
+    return re.sub("\x1b\\[(0|1|2|1;[0-9]+|[39][0-9])m", "", text)
 
 
 def call(*arguments: str) -> None:
@@ -467,8 +475,9 @@ def run_program() -> None:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
-    tally = fuzz(options.target, options.count, options.seed)
+    tally = fuzz(options.target, options.count, options.seed, stop_s=options.seconds)
     for text, number, given in tally.failures.values():
         print(f"--- seed {number}\n{text}\n{str(given)[:2000]}\n")
     print(f"{options.target}: {tally}")

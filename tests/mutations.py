@@ -158,7 +158,7 @@ class Mutator:
         if rng.random() < 0.5:
             node["items"] = [self.value(depth + 1) for _ in range(rng.randrange(3))]
         if rng.random() < 0.3:
-            node["keys"] = [rng.choice(_TEXTS) for _ in node.get("items", ())]
+            node["keys"] = [rng.choice(_TEXTS) for _ in range(rng.randrange(4))]
         return node
 
     def _change(self, document: Json, places: list[Place]) -> Json:

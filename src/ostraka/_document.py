@@ -322,7 +322,7 @@ def _dataclass_builder(kind: Any, fields: Sequence[str], static: Mapping[str, An
     """
     given = {name: decode_plain(value) for name, value in static.items()}
     names = {*fields, *given}
-    if not _is_pytree_with_fields(kind, names) or _runs_code(kind, names):
+    if kind is None or _runs_code(kind, names) or not _is_pytree_with_fields(kind, names):
         return dict_builder(fields)
 
     def build(items: list[Any]) -> Any:
@@ -346,7 +346,7 @@ def _runs_code(kind: type, names: set[str]) -> bool:
 
 
 def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
-    fields: Any = None if kind is None else mro_lookup(kind, "__dataclass_fields__")
+    fields: Any = mro_lookup(kind, "__dataclass_fields__")
     if type(fields) is not dict or {field.name for field in fields_of(kind)} != names:
         return False
     import jax

@@ -279,6 +279,7 @@ def check_metadata(metadata: Metadata) -> None:
     _require(is_id, f"the id {metadata.id!r} is not 16 hexadecimal digits")
     fits = all(0 <= process < _MOST_PROCESSES for process in metadata.process_of)
     _require(fits, "a device has no process")
+    processes = metadata.process_count
     for mesh in metadata.meshes:
         _check_mesh(mesh, devices)
     for grid, owners in ((layout.grid, layout.owners) for layout in metadata.layouts):
@@ -291,12 +292,12 @@ def check_metadata(metadata: Metadata) -> None:
     files = {(file.device, file.part) for file in metadata.files}
     _require(len(files) == len(metadata.files), "the file table has a file twice")
     for process, index in metadata.indexes.items():
-        fits = _are_counts((process, index.size)) and process < _MOST_PROCESSES
+        fits = _are_counts((process, index.size)) and process < processes
         fits = fits and _are_texts([index.digest])
         _require(fits, "the table of process indexes is malformed")
     checked: set[Any] = set()
     for leaf in metadata.leaves:
-        _check_leaf(leaf, metadata, checked)
+        _check_leaf(leaf, metadata, processes, checked)
     paths = {leaf.spec.path for leaf in metadata.leaves}
     _require(len(paths) == len(metadata.leaves), "two leaves have the same path")
 
@@ -315,7 +316,7 @@ def _check_mesh(mesh: MeshSpec, devices: set[int]) -> None:
     _require(distinct <= devices, f"the mesh {mesh} has a device that is not there")
 
 
-def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None:
+def _check_leaf(leaf: StoredLeaf, metadata: Metadata, processes: int, checked: set[Any]) -> None:
     spec = leaf.spec
     where = f"leaf {spec.path!r}"
     _require(_are_texts((spec.path, spec.kind, spec.dtype)), f"{where} has no path, kind or dtype")
@@ -332,7 +333,7 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
     elements = prod(max(extent, 1) for extent in spec.shape)
     is_array = rank <= _MOST_DIMENSIONS and DTYPES[spec.dtype].nbytes(elements) < 1 << 63
     _require(is_array, f"{where} is larger than any array")
-    _check_about(spec, metadata.process_count, where)
+    _check_about(spec, processes, where)
     has_place = leaf.layout < len(metadata.layouts) and spec.mesh < len(metadata.meshes)
     _require(has_place, f"{where} has no layout or no mesh")
     is_cut = rank == len(metadata.layouts[leaf.layout].grid)
