@@ -19,6 +19,8 @@ LAYERS = (
     "_lifetime",
     "_interval",
     "_parallel",
+    "_allowance",
+    "_runs",
     "_box",
     "_spec",
     "_plain",

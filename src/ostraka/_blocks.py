@@ -12,10 +12,12 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 from ostraka import _format
+from ostraka._allowance import Allowance
 from ostraka._format import METADATA_NAME, Block, Entry, FileDigests, FileEntry
+from ostraka._header import is_header_too_long
 from ostraka._lifetime import RenewedLock
 from ostraka._metadata import Metadata
-from ostraka._parallel import with_full_stack
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._parity_format import ParityFile
 from ostraka._rebuild import Parities, Rebuild
 from ostraka.errors import (
@@ -113,6 +115,13 @@ class Shards:
     def name_of_index(self, process: int) -> str:
         return f"{self._directory}/{_format.index_name(process)}"
 
+    def allowance(self) -> Allowance:
+        """The memory that a look at the contents of shard files may take, by what these hold."""
+        return Allowance(self._held_bytes)
+
+    def _held_bytes(self) -> int:
+        return sum(file.size for file in self.store.files(f"{self._directory}/"))
+
     def host_of(self, process: int) -> str | None:
         """The host of a process, as the save noted it."""
         hosts: Any = self.metadata.writer.get("hosts")
@@ -137,6 +146,10 @@ class Shards:
         found = self.stored_digests(file)
         if found.data_bytes != data_bytes:
             raise self._is_other(file)
+        longest = max(found.lengths[1:], default=0)
+        if longest > _format.MOST_BLOCK_BYTES:
+            what = f"it has a block of {longest:,} bytes in {file.name}, more than any block has"
+            raise self._index_damaged(self.metadata.process_of[file.device], what)
         return found
 
     def stored_digests(self, file: FileEntry) -> FileDigests:
@@ -251,7 +264,7 @@ class Shards:
     def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:
             return with_full_stack(lambda: _format.decode_index(data))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, TooDeep) as error:
             raise self._index_damaged(process, f"it can't be read ({error})") from error
 
     def _index_damaged(self, process: int, found: str) -> Damaged:
@@ -298,9 +311,14 @@ class ShardFile:
         """How many times it will be opened; after the last of them it is closed."""
         self._contents = contents
         data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
-        self.digests = shards.digests_of(entry, data_bytes)
         self._shards = shards
         self.name = shards.name_of(entry)
+        leaves = shards.metadata.leaves
+        specs = [leaves[found.leaf].spec for found in contents]
+        if contents and is_header_too_long(entry.header_bytes, specs):
+            what = f"it says that the header of {entry.name} has {entry.header_bytes:,} bytes, more"
+            raise damaged(shards.store, METADATA_NAME, f"{what} than its boxes can need")
+        self.digests = shards.digests_of(entry, data_bytes)
         self._reader: FileReader | None = None
         self._lost: Damaged | None = None
         """Why it can't be opened, if all of it can be rebuilt."""

@@ -63,6 +63,16 @@ def overlapping_cells(shape: Sequence[int], grid: Sequence[int], box: Box) -> li
     return cells
 
 
+def count_overlapping(shape: Sequence[int], grid: Sequence[int], box: Box) -> int:
+    """How many cells that are."""
+    if any(start >= stop for start, stop in box):
+        return 0
+    return prod(
+        part_of(extent, parts, stop - 1) - part_of(extent, parts, start) + 1
+        for extent, parts, (start, stop) in zip(shape, grid, box, strict=True)
+    )
+
+
 def part_of(extent: int, parts: int, position: int) -> int:
     """The part that holds element `position`: the inverse of `cut`."""
     return ((position + 1) * parts - 1) // extent

@@ -16,7 +16,6 @@ import jax
 from ostraka import _format
 from ostraka._agree import Agreed
 from ostraka._coordinate import Operation, ProcessFailed
-from ostraka._format import encode_runs
 from ostraka._leftovers import UNKNOWN, Seen, committed_directory, remove_leftovers, take_over
 from ostraka._metadata import IndexEntry, Metadata, encode_metadata
 from ostraka._parallel import StopSignal, run_all
@@ -24,6 +23,7 @@ from ostraka._parity_format import Parity, ParityFile
 from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import WritePlan
 from ostraka._record import Stopwatch, summarize, timeline
+from ostraka._runs import encode_runs
 from ostraka._version import __version__
 from ostraka._write_parity import with_sizes
 from ostraka._write_shards import Written

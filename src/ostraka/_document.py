@@ -6,10 +6,13 @@ import json
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
-from dataclasses import is_dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
+from keyword import iskeyword
 from operator import itemgetter
+from types import MemberDescriptorType
 from typing import Any
+from unicodedata import normalize
 
 from ostraka._nodes import (
     MAX_DEPTH,
@@ -28,20 +31,27 @@ from ostraka._nodes import (
     leaves_of,
     mapped,
 )
-from ostraka._parallel import with_full_stack
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._plain import (
     Unwritable,
     decode_key,
     decode_plain,
+    decode_scalar,
     encode_key,
     encode_scalar,
     loaded_class,
+    mro_lookup,
     text_of_encoded,
     unknown,
 )
-from ostraka.errors import InvalidTree
+from ostraka.errors import InvalidTree, printable
 
-_MOST_LEAVES_AGAIN = 1 << 20
+_MOST_LEAVES_AGAIN = 1 << 17
+"""Beside as many as there are otherwise."""
+_FREE_PATH_BYTES = 16 << 20
+_PATH_BYTES = 256
+"""Of a leaf, on the average, beyond those: a long name above many leaves is in all their paths."""
+_MOST_TEXT = 500
 
 _KEYED = ("dict", "ordered_dict", "defaultdict", "state")
 _OF_CLASS = ("namedtuple", "dataclass", "node")
@@ -119,8 +129,9 @@ def saved_tree(encoded: Any, paths: Sequence[str]) -> Node:
 def _decode(encoded: Any, arrays: int) -> Node:
     try:
         return with_full_stack(partial(_Decoder(arrays).decode, encoded, "", 0))
-    except (KeyError, IndexError, TypeError, AttributeError, InvalidTree) as error:
-        raise ValueError(f"its tree is malformed ({type(error).__name__}: {error})") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, TooDeep, InvalidTree) as error:
+        found = printable(f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        raise ValueError(f"its tree is malformed ({found})") from error
 
 
 class _Decoder:
@@ -130,31 +141,41 @@ class _Decoder:
         self._arrays = range(arrays)
         self._variables: dict[str, Branch] = {}
         self._leaves_again = 0
+        self._leaves = 0
+        self._path_bytes = 0
+
+    def _leaf(self, path: str, value: Any) -> Leaf:
+        # A few bytes of a stranger's file must not become any number of long paths.
+        self._leaves += 1
+        self._path_bytes += len(path)
+        if self._path_bytes > _FREE_PATH_BYTES + _PATH_BYTES * self._leaves:
+            raise ValueError("the paths of its tree are longer than any tree needs")
+        return Leaf(path or ROOT, value)
 
     def decode(self, encoded: Any, path: str, depth: int) -> Node:
         if type(encoded) is int:
             if encoded not in self._arrays:
                 raise ValueError(f"its tree has an array {encoded}, which is not there")
-            return Leaf(path or ROOT, ArrayNumber(encoded))
+            return self._leaf(path, ArrayNumber(encoded))
         if depth > MAX_DEPTH:
             raise ValueError(f"its tree is more than {MAX_DEPTH} containers deep")
         if encoded is not None and "items" in encoded:
             return self._container(encoded, path, depth)
         if encoded is not None and "same_as" in encoded:
             return self._again(self._variables[encoded["same_as"]], path)
-        return Leaf(path or ROOT, decode_plain(encoded))
+        return self._leaf(path, decode_scalar(encoded))
 
     def _container(self, encoded: Mapping[str, Any], path: str, depth: int) -> Node:
         if "states" in encoded:
             states = tuple([decode_state(state) for state in encoded["states"]])
-            return Leaf(path or ROOT, SavedStates(states))
+            return self._leaf(path, SavedStates(states))
         if "kept" in encoded:
             is_structure = encoded.get("structure") is True
-            return Leaf(path or ROOT, Kept(None, str(encoded["kept"]), is_structure))
+            return self._leaf(path, Kept(None, str(encoded["kept"]), is_structure))
         for kind in encoded:
             if kind in _KINDS:
                 return self._branch(kind, encoded, path, depth)
-        raise unknown(f"a container ({', '.join(encoded)})")
+        raise unknown(f"a container ({', '.join(encoded)[:80]!r})")
 
     def _branch(
         self, kind: BranchKind, encoded: Mapping[str, Any], path: str, depth: int
@@ -177,8 +198,12 @@ class _Decoder:
         cls = None
         if kind in _OF_CLASS or kind in _WRAPPERS:
             module, name = encoded[kind]
+            if type(module) is not str or type(name) is not str:
+                raise ValueError(f"its tree has a {kind} whose class has no name")
             cls = (module, name)
         about = {key: encoded[key] for key in ("static", "factory", "about") if key in encoded}
+        if kind == "variable":
+            decode_about(about)
         make = builder(kind, cls, keys, about)
         owner = object() if kind == "variable" else None
         branch = Branch(kind, path, tuple(children), make, keys, cls, about, owner=owner)
@@ -189,8 +214,11 @@ class _Decoder:
     def _again(self, variable: Branch, path: str) -> Node:
         """The same variable at another path."""
         # A few bytes of a stranger's file must not become any number of leaves.
-        self._leaves_again += sum(1 for _ in leaves_of(variable))
-        if self._leaves_again > _MOST_LEAVES_AGAIN:
+        for leaf in leaves_of(variable):
+            self._leaves_again += 1
+            self._path_bytes += len(path) + len(leaf.path)
+        most = _MOST_LEAVES_AGAIN + self._leaves
+        if self._leaves_again > most or self._path_bytes > _FREE_PATH_BYTES + _PATH_BYTES * most:
             raise ValueError("its tree has more shared variables than any tree needs")
 
         def move(node: Node) -> Node:
@@ -199,6 +227,24 @@ class _Decoder:
             return replace(node, path=here or ROOT if isinstance(node, Leaf) else here)
 
         return mapped(variable, move)
+
+
+def decode_about(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a variable beside its value. Raises ValueError if it is malformed."""
+    given = about.get("about", {})
+    if not isinstance(given, dict):
+        raise ValueError("its tree has a variable of which nothing is known")
+    return {str(key): _undescribe(value) for key, value in given.items()}
+
+
+def _undescribe(value: Any) -> Any:
+    """A plain value, or the names of axes for each dimension."""
+    if not isinstance(value, list):
+        return decode_plain(value)
+    axes = [axis for entry in value for axis in (entry if isinstance(entry, list) else [entry])]
+    if not all(axis is None or type(axis) is str for axis in axes):
+        raise ValueError("its tree has a variable with a spec that is none")
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
 
 
 _FACTORIES: Mapping[str, Any] = {
@@ -248,20 +294,35 @@ def builder(
 
 
 def _namedtuple_builder(kind: Any, qualname: str, fields: Sequence[str]) -> Rebuild:
-    if kind is None or not issubclass(kind, tuple) or getattr(kind, "_fields", ()) != (*fields,):
-        name = qualname.rsplit(".", 1)[-1]
-        make_class: Any = namedtuple
-        kind = make_class(name if name.isidentifier() else "Saved", fields, rename=True)
+    is_it = kind is not None and issubclass(kind, tuple) and not mro_lookup(kind, "__del__")
+    names: Any = mro_lookup(kind, "_fields") if is_it else None
+    if type(names) is not tuple or names != (*fields,):
+        kind = _namedtuple_class(qualname.rsplit(".", 1)[-1], tuple(map(str, fields)))
     return lambda items: tuple.__new__(kind, items)
+
+
+@lru_cache(maxsize=1024)
+def _namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
+    """A class with the fields that can be names in Python; others have their numbers."""
+    # Python takes different spellings of a name for the same one, as no class of ours may.
+    seen: dict[str, str] = {}
+    for field in fields:
+        seen.setdefault(normalize("NFKC", field), field)
+    kept = [field if field in seen.values() else "" for field in fields]
+    is_name = name.isidentifier() and not iskeyword(name)
+    make_class: Any = namedtuple
+    return make_class(name if is_name else "Saved", kept, rename=True)
 
 
 def _dataclass_builder(kind: Any, fields: Sequence[str], static: Mapping[str, Any]) -> Rebuild:
     """The dataclass itself if it is loaded, a pytree to JAX, and all its fields are here.
 
-    Its constructor is not called: that may want other arguments than the fields, or do things.
+    No code of the class runs: its constructor may want other arguments than the fields, or do
+    things with what a stranger has written. Where that can't be had, the result is a dict.
     """
     given = {name: decode_plain(value) for name, value in static.items()}
-    if not _is_pytree_with_fields(kind, {*fields, *given}):
+    names = {*fields, *given}
+    if kind is None or _runs_code(kind, names) or not _is_pytree_with_fields(kind, names):
         return dict_builder(fields)
 
     def build(items: list[Any]) -> Any:
@@ -273,8 +334,20 @@ def _dataclass_builder(kind: Any, fields: Sequence[str], static: Mapping[str, An
     return build
 
 
+def _runs_code(kind: type, names: set[str]) -> bool:
+    """Whether to set these fields, or to drop what was made, calls what the class defines."""
+    if mro_lookup(kind, "__del__") is not None:
+        return True
+    found = (type(mro_lookup(kind, name)) for name in names)
+    return any(
+        mro_lookup(there, "__set__") is not None and there is not MemberDescriptorType
+        for there in found
+    )
+
+
 def _is_pytree_with_fields(kind: Any, names: set[str]) -> bool:
-    if not is_dataclass(kind) or {field.name for field in fields_of(kind)} != names:
+    fields: Any = mro_lookup(kind, "__dataclass_fields__")
+    if type(fields) is not dict or {field.name for field in fields_of(kind)} != names:
         return False
     import jax
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -14,6 +15,8 @@ from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 
 _OPEN_FILES = 64
+
+_Task = tuple[ShardFile, FileRead, Chunk]
 
 
 def read_boxes(
@@ -33,7 +36,7 @@ class _Fetch:
         self._targets = targets
         self._on_bytes = on_bytes
         with damage_on_contradiction(shards.store):
-            reads = plan_read(shards.metadata, targets)
+            reads = plan_read(shards.metadata, targets, shards.allowance())
         self._files = [(ShardFile(shards, read.file, read.entries), read) for read in reads]
         self._buffers = Buffers(targets, self._leaves)
         self._waiting = [0] * len(targets)
@@ -43,6 +46,9 @@ class _Fetch:
                 self._waiting[piece.buffer] += 1
         self._complete = [n for n, count in enumerate(self._waiting) if count == 0]
         self._buffers.allocate(self._complete)
+        self._allocated: set[str] = set()
+        """The files for whose pieces there are buffers."""
+        self._allocating = threading.Lock()
         self._scratch = Scratch()
         self._stored = Scratch()
         """For what is stored of compressed blocks."""
@@ -68,9 +74,8 @@ class _Fetch:
             for file, _ in self._files:
                 file.close()
 
-    def _chunks_of(self, file: ShardFile, read: FileRead) -> Iterator[tuple[ShardFile, Chunk]]:
+    def _chunks_of(self, file: ShardFile, read: FileRead) -> Iterator[_Task]:
         """What to read of a file. Found out when its turn comes, while others are being read."""
-        self._buffers.allocate(piece.buffer for piece in read.pieces)
         # A file that gives nothing but empty boxes still must be there.
         chunks = plan_chunks(read.pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
@@ -79,7 +84,7 @@ class _Fetch:
             for move in chunk.moves:
                 self._waiting[move.buffer] += 1
         self._done_with(read.pieces)
-        yield from ((file, chunk) for chunk in chunks)
+        yield from ((file, read, chunk) for chunk in chunks)
 
     def _done_with(self, parts: Sequence[Piece | Move]) -> None:
         waiting = self._waiting
@@ -88,10 +93,18 @@ class _Fetch:
             if waiting[part.buffer] == 0:
                 self._complete.append(part.buffer)
 
-    def _execute(self, file: ShardFile, chunk: Chunk) -> tuple[Chunk, int]:
+    def _allocate(self, file: ShardFile, read: FileRead) -> None:
+        """Have buffers for what a file gives, now that it is known to be there and as long."""
+        with self._allocating:
+            if file.name not in self._allocated:
+                self._buffers.allocate(piece.buffer for piece in read.pieces)
+                self._allocated.add(file.name)
+
+    def _execute(self, file: ShardFile, read: FileRead, chunk: Chunk) -> tuple[Chunk, int]:
         """Read a chunk; returns it, and how many bytes of the file that took."""
         with file.opened():
             file.check_header()
+            self._allocate(file, read)
             if not chunk.moves:
                 return chunk, 0
             if _fits_in_place(chunk.moves):

@@ -20,8 +20,9 @@ import xxhash
 
 from ostraka import _box
 from ostraka._box import Box
+from ostraka._runs import count_runs, decode_runs, encode_runs
 from ostraka._spec import DTYPES, Layout, StoredLeaf
-from ostraka.errors import LostBox
+from ostraka.errors import LostBox, printable
 
 METADATA_NAME = "_METADATA"
 METADATA_COPY = "metadata.json"
@@ -37,11 +38,14 @@ GATHER_BYTES = 1 << 20
 """Boxes below this size share a block with their neighbours."""
 LEAST_COMPRESSED_BYTES = 64 << 10
 """Boxes below this size are not compressed."""
+MOST_BLOCK_BYTES = 16 << 20
+"""What a block may take in a file, its header apart: it is read whole for a few bytes of it."""
 MOST_COMPRESSED_BYTES = 16 << 20
 """What a compressed block may hold, so that a few bytes can't ask for any amount of memory."""
 
+DIGEST_DIGITS = 16
+"""Of the digest of a block."""
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
-_MAX_RUN_NUMBERS = 1 << 26
 
 
 def digest(data: Any) -> str:
@@ -346,22 +350,27 @@ def _encode_digests(file: FileDigests) -> dict[str, Any]:
 
 
 def decode_index(data: bytes) -> dict[str, FileDigests]:
-    body: dict[str, Any] = json.loads(data)
-    place = str(body.get("place", ""))
-    described: dict[str, Any] = dict(body["files"])
-    return {name: _decode_digests(name, file, place) for name, file in described.items()}
+    """Raises ValueError if it contradicts itself."""
+    try:
+        body: dict[str, Any] = json.loads(data)
+        place = str(body.get("place", ""))
+        described: dict[str, Any] = dict(body["files"])
+        return {
+            name: _decode_digests(printable(name), file, place) for name, file in described.items()
+        }
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a field is missing or malformed ({error})") from error
 
 
 def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDigests:
-    lengths = decode_runs(file["blocks"])
-    digests = _cut_digests(file["digests"])
-    adds_up = sum(lengths) == file["size"] and min(lengths, default=1) > 0
-    if not adds_up or len(digests) != len(lengths):
+    lengths, digests = _decode_blocks(name, file["blocks"], file["digests"])
+    if sum(lengths) != file["size"] or min(lengths, default=1) <= 0:
         raise ValueError(f"the blocks of {name} do not add up to its size")
     known = (str(file.get("e_tag", "")), place)
     if "data" not in file:
-        return FileDigests(file["size"], lengths, digests, (), (), *known)
-    data_lengths, results = decode_runs(file["data"]), _cut_digests(file["results"])
+        return FileDigests(sum(lengths), lengths, digests, (), (), *known)
+    data_lengths, _ = _decode_blocks(name, file["data"], file["digests"])
+    results = _cut_digests(file["results"])
     pairs = list(zip(lengths, data_lengths, strict=True))
     compressed = [length for stored, length in pairs if stored != length]
     fit = all(stored <= length for stored, length in pairs) and data_lengths[:1] == lengths[:1]
@@ -369,39 +378,23 @@ def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDiges
         raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
     if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
         raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
-    return FileDigests(file["size"], lengths, digests, data_lengths, results, *known)
+    return FileDigests(sum(lengths), lengths, digests, data_lengths, results, *known)
+
+
+def _decode_blocks(name: str, runs: Any, digests: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Lengths of blocks, of which there are as many as digests: a few bytes don't become more."""
+    if count_runs(runs) != len(digests) // DIGEST_DIGITS:
+        raise ValueError(f"the blocks of {name} do not fit: they are not as many as their digests")
+    return decode_runs(runs), _cut_digests(digests)
 
 
 def _cut_digests(text: Any) -> tuple[str, ...]:
-    return tuple(str(text)[i : i + 16] for i in range(0, len(str(text)), 16))
+    if type(text) is not str or len(text) % DIGEST_DIGITS:
+        raise ValueError("digests are no text of 16 digits each")
+    return tuple(text[i : i + DIGEST_DIGITS] for i in range(0, len(text), DIGEST_DIGITS))
 
 
 # Small things
-
-
-def encode_runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Integers as arithmetic runs `[start, step, count]`; device orders and sizes become tiny."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        start, step, length = runs[-1] if runs else (0, 0, 0)
-        if length == 1:
-            runs[-1] = [start, number - start, 2]
-        elif length and number == start + step * length:
-            runs[-1][2] += 1
-        elif length == 2 and step:
-            # Two numbers alone are no run yet: let the second begin one of its own.
-            runs[-1:] = [[start, 0, 1], [start + step, number - start - step, 2]]
-        else:
-            runs.append([number, 0, 1])
-    return runs
-
-
-def decode_runs(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    if not all(type(n) is int for run in runs for n in run) or any(run[2] < 1 for run in runs):
-        raise ValueError("a list of numbers has something else in it")
-    if sum(length for _, _, length in runs) > _MAX_RUN_NUMBERS:
-        raise ValueError("a list of numbers is longer than any checkpoint needs")
-    return tuple(start + step * i for start, step, length in runs for i in range(length))
 
 
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

@@ -16,6 +16,10 @@ _OFFSET_DIGITS = 15
 _NOWHERE = 10**14
 """Added to where a box begins, if safetensors does not know its dtype: PyTorch's reader of sharded
 files takes the array for larger than any, and raises, where it would give bytes for numbers."""
+_FREE_BYTES = 64 << 10
+_USUAL_BYTES = 1 << 10
+_SLACK = 4
+"""A header is read whole: it may have so many times what Ostraka itself would plan for it."""
 _QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 
 
@@ -64,6 +68,14 @@ def header_bytes_for(capacity: Any) -> Any:
     Takes an integer or an array of them.
     """
     return -(-(_header_frame_bytes() + capacity) // PAGE_BYTES) * PAGE_BYTES
+
+
+def is_header_too_long(header_bytes: int, leaves: Sequence[LeafSpec]) -> bool:
+    """Whether a header is far longer than one box of each of these leaves can need."""
+    beyond = header_bytes - _FREE_BYTES
+    if beyond <= _USUAL_BYTES * len(leaves):  # Most are, and this is quick.
+        return False
+    return beyond > _SLACK * sum(header_capacity(leaf, compressed=True) for leaf in leaves)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -38,6 +39,29 @@ def kind_of(wanted: Any) -> LeafKind | Literal["python", "other"]:
     if isinstance(wanted, np.generic):
         return "scalar"
     return "python" if type(wanted) in _NUMBERS else "other"
+
+
+# Keys
+
+
+def key_problem(spec: LeafSpec) -> str | None:
+    """Why the data of saved keys can't become keys again; None if they can."""
+    words = _words_of(spec.prng or "")
+    if words is None:
+        return f"its keys are of the generator {spec.prng!r}, which this JAX does not have"
+    if spec.shape[len(spec.logical_shape) - len(spec.own_shape) :] != words:
+        return f"its keys of the generator {spec.prng!r} have the shape {spec.shape[-1:]}"
+    return None
+
+
+@cache
+def _words_of(generator: str) -> tuple[int, ...] | None:
+    """The shape of the data of one key; None if JAX does not know the generator."""
+    try:
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=generator)))
+    except (TypeError, ValueError):
+        return None
+    return tuple(key.shape)
 
 
 # A number that was saved, where the template may have an array

@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule, floating_dtype, may_cast
 from ostraka._differences import Differences, show_tolerated
-from ostraka._leaf_types import Unfit, kind_of, saved_as_wanted, show_value, type_problems
+from ostraka._leaf_types import (
+    Unfit,
+    key_problem,
+    kind_of,
+    saved_as_wanted,
+    show_value,
+    type_problems,
+)
 from ostraka._nnx import as_state
 from ostraka._nodes import (
     ArrayNumber,
@@ -175,6 +182,8 @@ class Matcher:
             saved = self._saved.get(leaf.path)
             if isinstance(saved, ArrayNumber):
                 spec = self._checkpoint.leaves[saved.number]
+                if spec.kind == "key" and key_problem(spec) is not None:
+                    continue  # which is said where the leaf is matched
                 if kind_of(self._wanted(leaf, spec)) in ("jax", "key"):
                     placed.append((leaf.path, spec, leaf.spec))
         return self._placer.resolve(
@@ -347,6 +356,8 @@ class Matcher:
             self._check_processes(leaf.path, self._checkpoint.process_count, "its own value", "")
         dtype = self._asked_dtype(spec, wanted, leaf.path)
         kind = kind_of(wanted)
+        if spec.kind == "key" and (problem := key_problem(spec)) is not None:
+            raise Unfit(problem)
         problems = list(type_problems(spec, wanted, kind, dtype))
         if not problems:
             self._add_array(self._destination(leaf, number, wanted, kind, dtype), leaf.value)

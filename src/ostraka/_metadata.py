@@ -10,9 +10,11 @@ from operator import attrgetter
 from typing import Any, cast, get_args
 
 from ostraka import _format
-from ostraka._format import METADATA_NAME, Entry, FileEntry, decode_runs, digest, encode_runs
+from ostraka._allowance import Allowance
+from ostraka._format import METADATA_NAME, Entry, FileEntry, digest
 from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._parity_format import Parity, check_parity_table, decode_parity, encode_parity
+from ostraka._runs import decode_runs, encode_runs
 from ostraka._spec import (
     DTYPES,
     HOST_LOCAL,
@@ -21,11 +23,21 @@ from ostraka._spec import (
     LeafSpec,
     MeshSpec,
     StoredLeaf,
-    find_misfits,
+    first_misfit,
 )
-from ostraka.errors import NotACheckpoint, UnsupportedFormat
+from ostraka.errors import NotACheckpoint, UnsupportedFormat, printable
 
 _FILE_COLUMNS = ("device", "part", "header_bytes", "size")
+_MOST_DIMENSIONS = 64
+"""What numpy has, for arrays and for meshes."""
+_MOST_PROCESSES = 1 << 20
+_MOST_TEXT = 500
+"""How much is shown of what contradicts itself."""
+# What is made of a device number, of a file and of a box, beside the number itself; by measuring.
+_BYTES_OF_DEVICE = 128
+_BYTES_OF_FILE = 256
+_BYTES_OF_ENTRY = 256
+_BYTES_OF_RANGE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +75,17 @@ class Metadata:
 
 
 def shard_contents(
-    metadata: Metadata, devices: Collection[int] | None = None
+    metadata: Metadata,
+    devices: Collection[int] | None = None,
+    allowance: Allowance | None = None,
 ) -> dict[tuple[int, int], tuple[FileEntry, list[Entry]]]:
     """Each file `(device, part)` with its entries, in file order, for some or all devices.
 
-    Raises ValueError if the file table is not the one that the layouts need.
+    Raises ValueError if the file table is not the one that the layouts need, or if that would be
+    more than the allowance.
     """
+    if allowance is not None:
+        take_entries(metadata, devices, allowance)
     contents = _format.entries_by_file(metadata.leaves, metadata.layouts, devices)
     files = {
         (file.device, file.part): file
@@ -86,6 +103,21 @@ def shard_contents(
                 f"the file table and the layouts disagree about {_format.shard_name(*key)}"
             )
     return {key: (files[key], entries) for key, entries in contents.items()}
+
+
+def entry_bytes(rank: int) -> int:
+    """The memory that one box of a leaf takes, to be counted before it is."""
+    return _BYTES_OF_ENTRY + _BYTES_OF_RANGE * rank
+
+
+def take_entries(metadata: Metadata, devices: Collection[int] | None, allowance: Allowance) -> None:
+    """Count the memory for the entries of all files of some or all devices. Raises ValueError."""
+    cells = [
+        len(layout.owners) if devices is None else sum(map(devices.__contains__, layout.owners))
+        for layout in metadata.layouts
+    ]
+    for leaf in metadata.leaves:
+        allowance.take(cells[leaf.layout] * entry_bytes(len(leaf.spec.shape)))
 
 
 _KNOWN_FIELDS = {f.name for f in fields(Metadata)} | {"format", "version", "digest"}
@@ -144,45 +176,57 @@ def decode_metadata(data: bytes) -> Metadata:
     ValueError if it contradicts itself.
     """
     body = _loads_ours(data)
+    allowance = Allowance(len(data))
     try:
         metadata = Metadata(
             id=body["id"],
-            writer=dict(body["writer"]),
-            process_of=decode_runs(body["process_of"]),
+            writer=_decode_object(body, "writer"),
+            process_of=decode_runs(body["process_of"], allowance, _BYTES_OF_DEVICE),
             tree=body["tree"],
-            meshes=tuple(_decode_mesh(mesh) for mesh in body["meshes"]),
+            meshes=tuple(_decode_mesh(mesh, allowance) for mesh in body["meshes"]),
             layouts=tuple(
-                Layout(tuple(entry["grid"]), decode_runs(entry["owners"]))
+                Layout(tuple(entry["grid"]), decode_runs(entry["owners"], allowance))
                 for entry in body["layouts"]
             ),
             leaves=tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
-            files=_decode_files(body["files"]),
+            files=_decode_files(body["files"], allowance),
             indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
-            user=dict(body["user"]),
+            user=_decode_object(body, "user"),
             parity=decode_parity(body["parity"]) if "parity" in body else None,
             unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
             version=body["version"],
         )
         check_metadata(metadata)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"a field is missing or malformed ({error})") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a field is missing or malformed ({_shown(error)})") from error
     return metadata
 
 
 def _loads_ours(data: bytes) -> dict[str, Any]:
     try:
-        loaded = with_full_stack(lambda: json.loads(data))
+        loaded = with_full_stack(lambda: json.loads(data, parse_constant=_refuse_constant))
     except (ValueError, TooDeep) as error:
         raise NotACheckpoint(f"its {METADATA_NAME} is not JSON") from error
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     if body.get("format") != _format.FORMAT:
         raise NotACheckpoint(f"its {METADATA_NAME} was not written by Ostraka")
-    if body.get("version") not in _format.VERSIONS:
+    version = body.get("version")
+    if type(version) is not int or version not in _format.VERSIONS:
         raise UnsupportedFormat(
-            f"it is in format version {body.get('version')!r} and this Ostraka reads versions up "
+            f"it is in format version {_shown(repr(version))} and this Ostraka reads versions up "
             f"to {_format.VERSIONS[-1]}; install a newer ostraka"
         )
     return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _decode_object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = body[name]
+    _require(isinstance(found, dict), f"{name} is no object")
+    return dict(found)
 
 
 _REQUIRED = ("path", "kind", "dtype", "shape")
@@ -216,13 +260,14 @@ def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
 
 
-def _decode_mesh(entry: dict[str, Any]) -> MeshSpec:
-    devices, types = decode_runs(entry["devices"]), tuple(entry.get("types", ()))
+def _decode_mesh(entry: dict[str, Any], allowance: Allowance) -> MeshSpec:
+    devices, types = decode_runs(entry["devices"], allowance), tuple(entry.get("types", ()))
     return MeshSpec(tuple(entry["axes"]), tuple(entry["shape"]), devices, types)
 
 
-def _decode_files(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
-    decoded = [decode_runs(columns[name]) for name in _FILE_COLUMNS]
+def _decode_files(columns: dict[str, Any], allowance: Allowance) -> tuple[FileEntry, ...]:
+    each = _BYTES_OF_FILE // len(_FILE_COLUMNS)
+    decoded = [decode_runs(columns[name], allowance, each) for name in _FILE_COLUMNS]
     return tuple(FileEntry(*row) for row in zip(*decoded, strict=True))
 
 
@@ -237,7 +282,9 @@ def check_metadata(metadata: Metadata) -> None:
     devices = set(range(len(metadata.process_of)))
     is_id = _format.ID_PATTERN.fullmatch(metadata.id) is not None
     _require(is_id, f"the id {metadata.id!r} is not 16 hexadecimal digits")
-    _require(all(0 <= p < 1 << 24 for p in metadata.process_of), "a device has no process")
+    fits = all(0 <= process < _MOST_PROCESSES for process in metadata.process_of)
+    _require(fits, "a device has no process")
+    processes = metadata.process_count
     for mesh in metadata.meshes:
         _check_mesh(mesh, devices)
     for grid, owners in ((layout.grid, layout.owners) for layout in metadata.layouts):
@@ -247,14 +294,18 @@ def check_metadata(metadata: Metadata) -> None:
     for file in metadata.files:
         fits = 8 < file.header_bytes <= file.size and file.device in devices and file.part >= 0
         _require(fits, f"the file table has an impossible entry for {file.name}")
+    files = {(file.device, file.part) for file in metadata.files}
+    _require(len(files) == len(metadata.files), "the file table has a file twice")
     for process, index in metadata.indexes.items():
-        _require(_are_counts((process, index.size)), "the table of process indexes is malformed")
+        fits = _are_counts((process, index.size)) and process < processes
+        fits = fits and _are_texts([index.digest])
+        _require(fits, "the table of process indexes is malformed")
     if metadata.parity is not None:
         sizes = {process: index.size for process, index in metadata.indexes.items()}
         check_parity_table(metadata.parity, metadata.files, metadata.process_of, sizes)
     checked: set[Any] = set()
     for leaf in metadata.leaves:
-        _check_leaf(leaf, metadata, checked)
+        _check_leaf(leaf, metadata, processes, checked)
     paths = {leaf.spec.path for leaf in metadata.leaves}
     _require(len(paths) == len(metadata.leaves), "two leaves have the same path")
 
@@ -264,8 +315,8 @@ def _check_mesh(mesh: MeshSpec, devices: set[int]) -> None:
     _require(_are_texts((*names, *types)), "the axes of a mesh must have names and types")
     if unknown := set(types) - {"auto", "explicit", "manual"}:
         raise _unknown(f"a mesh has an axis of the type {sorted(unknown)[0]!r}")
-    fits = _are_counts(sizes) and len(set(names)) == len(names) == len(sizes)
-    fits = fits and len(types) in (0, len(names))
+    fits = _are_counts(sizes, least=1) and len(set(names)) == len(names) == len(sizes)
+    fits = fits and len(types) in (0, len(names)) and len(names) <= _MOST_DIMENSIONS
     _require(fits, f"the axes of the mesh {names} don't fit each other")
     distinct = set(mesh.devices)
     fits = prod(sizes) == len(distinct) == len(mesh.devices)
@@ -273,7 +324,7 @@ def _check_mesh(mesh: MeshSpec, devices: set[int]) -> None:
     _require(distinct <= devices, f"the mesh {mesh} has a device that is not there")
 
 
-def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None:
+def _check_leaf(leaf: StoredLeaf, metadata: Metadata, processes: int, checked: set[Any]) -> None:
     spec = leaf.spec
     where = f"leaf {spec.path!r}"
     _require(_are_texts((spec.path, spec.kind, spec.dtype)), f"{where} has no path, kind or dtype")
@@ -286,37 +337,66 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, checked: set[Any]) -> None
         return
     if spec.dtype not in DTYPES or spec.kind not in get_args(LeafKind):
         raise _unknown(f"{where} is a {spec.kind!r} array of {spec.dtype!r}")
-    is_key = isinstance(spec.prng, str) and spec.dtype == "uint32" and len(spec.shape) > 0
-    _require(spec.kind != "key" or is_key, f"{where} is no PRNG key")
-    _require(_are_texts([spec.memory or ""]), f"{where} is in a memory that has no name")
+    rank = len(spec.shape)
+    elements = prod(max(extent, 1) for extent in spec.shape)
+    is_array = rank <= _MOST_DIMENSIONS and DTYPES[spec.dtype].nbytes(elements) < 1 << 63
+    _require(is_array, f"{where} is larger than any array")
+    _check_about(spec, processes, where)
     has_place = leaf.layout < len(metadata.layouts) and spec.mesh < len(metadata.meshes)
     _require(has_place, f"{where} has no layout or no mesh")
-    rank = len(metadata.layouts[leaf.layout].grid)
-    _require(rank == len(spec.shape), f"{where} has another rank than its layout")
-    has_processes = not spec.per_process or len(spec.shape) > 0
-    _require(has_processes, f"{where} has no dimension for its processes")
-    if spec.mesh != HOST_LOCAL:
+    is_cut = rank == len(metadata.layouts[leaf.layout].grid)
+    _require(is_cut, f"{where} has another rank than its layout")
+    if spec.mesh == HOST_LOCAL:
+        _require(not spec.partition, f"{where} has a spec and no mesh")
+    else:
         mesh = metadata.meshes[spec.mesh]
-        for misfit in find_misfits(spec.path, spec.shape, mesh, spec.partition):
-            raise ValueError(misfit.message)
+        misfit = first_misfit(spec.path, spec.logical_shape, mesh, spec.partition)
+        _require(misfit is None, "" if misfit is None else misfit.message)
     checked.add(kind)
 
 
-_KIND = ("kind", "dtype", "shape", "prng", "mesh", "partition", "memory", "per_process")
+def _check_about(spec: LeafSpec, processes: int, where: str) -> None:
+    """What is said of a leaf beside its place."""
+    rank = len(spec.shape)
+    is_key = isinstance(spec.prng, str) and spec.dtype == "uint32"
+    is_key = is_key and rank >= (2 if spec.per_process else 1)
+    _require(is_key or spec.kind != "key", f"{where} is no PRNG key")
+    _require(spec.kind == "key" or spec.prng is None, f"{where} has a generator and is no key")
+    _require(_are_texts([spec.memory or ""]), f"{where} is in a memory that has no name")
+    _require(_are_texts([spec.cast_from or ""]), f"{where} was cast from what has no name")
+    are_flags = {type(flag) for flag in (spec.per_process, spec.uncommitted, spec.weak)} == {bool}
+    _require(are_flags, f"{where} has a flag that is neither true nor false")
+    if spec.per_process:
+        has_processes = spec.mesh == HOST_LOCAL and spec.shape[:1] == (processes,)
+        _require(
+            has_processes, f"{where} has no dimension for its processes, of which are {processes}"
+        )
+
+
+_KIND = (
+    *("kind", "dtype", "shape", "mesh", "partition"),
+    *("prng", "cast_from", "per_process", "uncommitted", "weak", "memory"),
+)
 """What decides, with the layout, whether a leaf can be: of each kind one is checked."""
 
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise ValueError(otherwise)
+        raise ValueError(_shown(otherwise))
+
+
+def _shown(text: object) -> str:
+    """What came from a checkpoint, in a message: no control characters, and no more than a line."""
+    return printable(str(text)[:_MOST_TEXT])
 
 
 def _unknown(what: str) -> UnsupportedFormat:
+    what = _shown(what)
     return UnsupportedFormat(f"{what}, which this Ostraka does not know; install a newer ostraka")
 
 
 def _are_counts(numbers: Iterable[Any], *, least: int = 0) -> bool:
-    return all(type(number) is int and number >= least for number in numbers)
+    return all(type(number) is int and least <= number < 1 << 63 for number in numbers)
 
 
 def _are_texts(values: Iterable[Any]) -> bool:

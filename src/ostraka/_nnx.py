@@ -22,8 +22,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ostraka._document import decode_about
 from ostraka._nodes import Branch, Leaf, Node, dict_builder, join, mapped, segment
-from ostraka._plain import class_name, decode_plain, encode_writable, loaded_class
+from ostraka._plain import class_name, encode_writable, loaded_class, mro_lookup
 
 Parse = Callable[[Any, str, int], Node]
 
@@ -221,17 +222,20 @@ def as_state(tree: Node) -> Node:
 
 
 def _variable_builder(nnx: Any, node: Branch) -> Callable[[list[Any]], Any]:
+    """What makes a variable: of its class, if that is loaded and Flax alone does the making."""
     assert node.cls is not None
     found = loaded_class(*node.cls)
-    kind: Any = found if found is not None and issubclass(found, nnx.Variable) else nnx.Variable
-    about = {key: _undescribe(value) for key, value in node.about.get("about", {}).items()}
+    is_variable = found is not None and issubclass(found, nnx.Variable)
+    kind: Any = found if is_variable and _is_made_by_flax(nnx, found) else nnx.Variable
+    given = decode_about(node.about)
+    about = {name: value for name, value in given.items() if name not in _NEVER_SAVED}
     return lambda items: kind.from_metadata(items[0], {**_FLAX_DEFAULTS, **about})
 
 
-def _undescribe(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
-    return decode_plain(value)
+def _is_made_by_flax(nnx: Any, kind: type) -> bool:
+    """Whether no code of the program runs: a stranger's checkpoint may have named the class."""
+    makers = ("from_metadata", "_new", "__new__", "__setattr__", "__del__")
+    return all(mro_lookup(kind, name) is mro_lookup(nnx.Variable, name) for name in makers)
 
 
 def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +251,9 @@ def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 _FLAX_DEFAULTS = {"hijax": False, "ref": False, "eager_sharding": True}
 _FLAX_INTERNAL = _FLAX_DEFAULTS.keys()
+_HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis")
+_NEVER_SAVED = frozenset((*_FLAX_INTERNAL, *_HOOKS))
+"""What Flax decides by or calls; no save writes them, and from a stranger they are not taken."""
 
 
 def _is_spec(value: Any) -> bool:

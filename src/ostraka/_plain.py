@@ -133,21 +133,30 @@ def _encode_numpy(value: Any) -> list[Any]:
 def decode_plain(value: Any) -> Any:
     """The value again; an enum member as what stands for it where its class is not loaded.
 
-    Raises ValueError or TypeError for what `encode_plain` does not write.
+    Raises ValueError, TypeError or OverflowError for what `encode_plain` does not write.
     """
+    return _decode(value, _DECODERS)
+
+
+def decode_scalar(value: Any) -> Any:
+    """As `decode_plain`, of what `encode_scalar` writes alone."""
+    return _decode(value, _SCALAR_DECODERS)
+
+
+def _decode(value: Any, decoders: Mapping[str, Callable[[Any], Any]]) -> Any:
     if value is None:
         return None
     ((kind, content),) = value.items()
-    decode = _DECODERS.get(kind)
+    decode = decoders.get(kind)
     if decode is None:
-        raise unknown(f"a value of the kind {kind!r}")
+        raise unknown(f"a value of the kind {kind[:80]!r}")
     return decode(content)
 
 
 def _checked(kind: type) -> Callable[[Any], Any]:
     def check(content: Any) -> Any:
         if type(content) is not kind:
-            raise ValueError(f"{content!r} is no value of the kind {kind.__name__!r}")
+            raise ValueError(f"{content!r:.80} is no value of the kind {kind.__name__!r}")
         return content
 
     return check
@@ -171,7 +180,18 @@ def _decode_enum(content: Any) -> Any:
     kind = loaded_class(module, name)
     members: Any = kind.__dict__.get("_member_map_") if kind is not None else None
     is_there = isinstance(members, dict) and member in members
-    return members[member] if is_there else decode_plain(standing_for)
+    if not is_there or kind is None or not _has_plain_identity(kind):
+        return decode_plain(standing_for)
+    return cast("dict[str, Any]", members)[member]
+
+
+def _has_plain_identity(kind: type) -> bool:
+    """Whether its members can be keys without any code of the program's: they are compared."""
+    homes = [next(base for base in kind.__mro__ if name in base.__dict__) for name in _COMPARED]
+    return all(home.__module__ in ("builtins", "enum") for home in homes)
+
+
+_COMPARED = ("__eq__", "__hash__")
 
 
 def _decode_numpy(content: Any) -> Any:
@@ -179,23 +199,36 @@ def _decode_numpy(content: Any) -> Any:
 
     name, encoded = content
     if name in ("str_", "bytes_"):
-        return getattr(np, name)(decode_plain(encoded))
+        found = decode_scalar(encoded)
+        if type(found) is not (str if name == "str_" else bytes):
+            raise ValueError(f"a numpy.{name} is no {type(found).__name__}")
+        return getattr(np, name)(found)
     if name not in DTYPES:
         raise unknown(f"a scalar of the dtype {name!r}")
     (element,) = np.frombuffer(bytes.fromhex(encoded), numpy_dtype(name))
     return element
 
 
-_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+def _unpack(form: str, content: Any) -> tuple[float, ...]:
+    packed = bytes.fromhex(content)
+    if len(packed) != struct.calcsize(form):
+        raise ValueError(f"a number has {len(packed)} bytes")
+    return struct.unpack(form, packed)
+
+
+_SCALAR_DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "bool": _checked(bool),
     "int": _decode_int,
     "str": _checked(str),
     "surrogates": lambda content: _decode_bytes(content).decode(errors="surrogatepass"),
     "bytes": _decode_bytes,
     "float": float.fromhex,
-    "float64": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
+    "float64": lambda content: _unpack(">d", content)[0],
     "complex": _decode_complex,
-    "complex128": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "complex128": lambda content: complex(*_unpack(">dd", content)),
+}
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    **_SCALAR_DECODERS,
     "tuple": lambda items: tuple(map(decode_plain, items)),
     "list": lambda items: list(map(decode_plain, items)),
     "mapping": lambda pairs: {decode_plain(key): decode_plain(item) for key, item in pairs},
@@ -242,9 +275,16 @@ def class_name(kind: type) -> tuple[str, str]:
 
 def loaded_class(module: str, qualname: str) -> Any:
     """A class that this program has loaded, or None; nothing is imported or run."""
+    if type(module) is not str or type(qualname) is not str:  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError("a class has no name")
     # Names are looked up, not asked for: a module or a class may run code when asked.
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
-        names = found.__dict__ if isinstance(found, ModuleType | type) else {}
+        names = found.__dict__ if issubclass(type(found), ModuleType | type) else {}
         found = names.get(name)
-    return found if isinstance(found, type) else None
+    return found if issubclass(type(found), type) else None
+
+
+def mro_lookup(kind: type, name: str) -> Any:
+    """What a class has under a name, itself or above, without asking it; None if nothing."""
+    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)

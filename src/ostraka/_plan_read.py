@@ -9,9 +9,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ostraka import _box
+from ostraka._allowance import Allowance
 from ostraka._box import Box
 from ostraka._format import Block, Entry, FileEntry
-from ostraka._metadata import Metadata, shard_contents
+from ostraka._metadata import Metadata, entry_bytes, shard_contents
 from ostraka._spec import DTYPES, Dtype, Layout, Target, turns_of
 
 CHUNK_BYTES = 8 << 20
@@ -38,18 +39,26 @@ class FileRead:
     pieces: tuple[Piece, ...]
 
 
-def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
+def plan_read(
+    metadata: Metadata, targets: Sequence[Target], allowance: Allowance | None = None
+) -> list[FileRead]:
     """Map the wanted boxes to entries of files.
 
-    Raises ValueError if `_METADATA` contradicts itself about the files that are needed.
+    Raises ValueError if `_METADATA` contradicts itself about the files that are needed, or if that
+    would be more than the allowance.
     """
     wanted: dict[tuple[int, int], list[tuple[int, Target, Box]]] = {}
     overlaps: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, int, Box]]] = {}
-    turns = [turns_of(layout) for layout in metadata.layouts]
+    turns: dict[int, Any] = {}
     for number, target in enumerate(targets):
         leaf = metadata.leaves[target.leaf]
         layout = metadata.layouts[leaf.layout]
         key = (leaf.layout, leaf.spec.shape, target.box)
+        if allowance is not None:
+            cells = _box.count_overlapping(leaf.spec.shape, layout.grid, target.box)
+            allowance.take(cells * entry_bytes(len(target.box)))
+        if leaf.layout not in turns:
+            turns[leaf.layout] = turns_of(layout)
         found = overlaps.get(key)
         if found is None:
             found = _cells_under(target.box, leaf.spec.shape, layout, turns[leaf.layout])
@@ -59,7 +68,7 @@ def plan_read(metadata: Metadata, targets: Sequence[Target]) -> list[FileRead]:
             wanted.setdefault((layout.owners[0], leaf.part), [])
         for device, turn, shared in found:
             wanted.setdefault((device, leaf.part + turn), []).append((number, target, shared))
-    contents = shard_contents(metadata, {device for device, _ in wanted})
+    contents = shard_contents(metadata, {device for device, _ in wanted}, allowance)
     reads: list[FileRead] = []
     for key, rows in sorted(wanted.items()):
         file, entries = contents[key]

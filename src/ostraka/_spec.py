@@ -260,6 +260,13 @@ def find_misfits(
     return list(_misfits(path, shape, partition, mesh))
 
 
+def first_misfit(
+    path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition
+) -> Misfit | None:
+    """The first of them, without looking for more: each has all of the spec in its message."""
+    return next(_misfits(path, shape, partition, mesh), None)
+
+
 def _misfits(
     path: str, shape: Sequence[int], partition: Partition, mesh: MeshSpec
 ) -> Iterator[Misfit]:

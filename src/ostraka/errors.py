@@ -56,8 +56,31 @@ __all__ = [
 _LOST = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
 
 
+def printable(text: str) -> str:
+    """Text that may come from a stranger's checkpoint, for a terminal.
+
+    All that is no visible character is escaped: control codes, line breaks, marks that turn the
+    direction of writing, characters that have no width.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same, for text that is ours and has lines."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 class OstrakaError(Exception):
-    """Whatever Ostraka raises on purpose."""
+    """Whatever Ostraka raises on purpose.
+
+    Its message may name what is in a checkpoint: as text it has no control characters but its own
+    line breaks.
+    """
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class InvalidTree(OstrakaError, TypeError):
@@ -113,7 +136,7 @@ class StoreError(OstrakaError, OSError):
         return f"it can't be read: {os.strerror(self.errno)}"
 
     def __str__(self) -> str:
-        return self.message
+        return printable_lines(self.message)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
@@ -160,6 +183,9 @@ class Busy(OstrakaError, OSError):
 
 class PartialRestore(UserWarning):
     """A restore with `strict=False` found leaves missing or unexpected, and says which."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class DegradedRead(UserWarning):

@@ -16,6 +16,7 @@ from ostraka._pattern import Patterns, matches
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
+from ostraka.cli._text import shown_value
 from ostraka.sharding._leaf import without_trailing
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
@@ -169,7 +170,7 @@ def _describe(source: Source, path: str, value: Any) -> Described:
     if isinstance(value, Lost):  # which is equal to nothing
         return Described("lost", value=f"in {source.location}: {value.why}")
     if not isinstance(value, ArrayNumber):
-        return Described(type(value).__name__, value=repr(value))
+        return Described(type(value).__name__, value=shown_value(value))
     leaf = source.saved.leaves[value.number]
     return Described(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
 from ostraka import transfer
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._progress import progress
-from ostraka.cli._text import printable
+from ostraka.cli._text import echo_json, echo_lines, printable
 
 
 @click.command()
@@ -38,6 +37,6 @@ def copy(source: str, target: str, as_json: bool) -> None:
     with progress(f"copying {printable(source)}") as bar:
         report = transfer.copy(source, target, on_bytes=bar.move_to)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+        echo_json(dataclasses.asdict(report))
     else:
-        click.echo(printable(str(report)))
+        echo_lines(str(report).splitlines())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from ostraka.cli._progress import progress
 from ostraka.cli._text import (
     Table,
     count_of,
+    echo_json,
     echo_lines,
     human_number,
     json_number,
@@ -106,7 +106,7 @@ def diff(
     if pattern and not found.leaves:
         raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
     if as_json:
-        click.echo(json.dumps(_document(source_a, source_b, found), indent=1))
+        echo_json(_document(source_a, source_b, found))
     else:
         echo_lines(_lines(source_a, source_b, found, everything=everything))
     if not found.same:
@@ -122,7 +122,8 @@ def _lines(a: Source, b: Source, found: Comparison, *, everything: bool) -> list
         f"b  {click.style(printable(b.location), bold=True)}",
     ]
     for path, one, other in found.containers:
-        lines.append(f"container {printable(path)!r}: a has {one}, b has {other}")
+        a_has, b_has = printable(one), printable(other)
+        lines.append(f"container {printable(path)!r}: a has {a_has}, b has {b_has}")
     listed = [leaf for leaf in found.leaves if everything or not leaf.same]
     if listed:
         table = Table(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ostraka.cli._shells import answer_shells, complete_variable
-from ostraka.cli._text import printable
+from ostraka.cli._text import echo, echo_lines
 from ostraka.errors import CheckpointNotFound, Damaged, OstrakaError, nearest
 
 DIFFERENT = 1
@@ -177,8 +177,8 @@ def _remedy(error: OstrakaError) -> str:
 
 def _fail(message: str, ctx: click.Context | None) -> None:
     if ctx is not None and ctx.meta.get(_VERBOSE):
-        click.echo(traceback.format_exc(), err=True, nl=False)
-    click.echo(f"ostraka: {printable(' '.join(_few_reasons(message).split()))}", err=True)
+        echo_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
+    echo(f"ostraka: {' '.join(_few_reasons(message).split())}", err=True)
 
 
 def _few_reasons(message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import click
 from ostraka._leftovers import collect_garbage, find_leftovers
 from ostraka._step_names import step_of
 from ostraka.cli._arguments import path_argument
-from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, printable
+from ostraka.cli._text import Table, count_of, echo_json, echo_lines, human_bytes, printable
 from ostraka.errors import Busy, CheckpointNotFound, NotACheckpoint, PathInTheWay, StoreError
 from ostraka.manager._leases import is_lease, remove_dead_leases
 from ostraka.storage import Store, is_claim, open_store
@@ -73,7 +72,7 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             "leases": leases,
             "refused": [str(error) for error in refusals],
         }
-        click.echo(json.dumps(document, indent=1))
+        echo_json(document)
     else:
         _print(location, found, dead, leases, removed=yes)
     if refusals:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ from ostraka.cli._roots import file_bytes, is_forbidden, open_root, steps_of_orb
 from ostraka.cli._text import (
     Table,
     count_of,
+    echo_json,
     echo_lines,
     human_age,
     human_bytes,
@@ -63,7 +63,7 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
     entries.sort(key=lambda entry: entry.step.step)
     if as_json:
         document = {"root": root.location, "steps": [entry.describe() for entry in entries]}
-        click.echo(json.dumps(document, indent=1))
+        echo_json(document)
     else:
         _print(root, entries)
     bad = [entry for entry in entries if entry.problems]

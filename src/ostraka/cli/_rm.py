@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from ostraka._step_names import step_of
 from ostraka.cli._arguments import complete_steps, path_argument
 from ostraka.cli._roots import file_bytes, newest_good, open_root
-from ostraka.cli._text import Table, count_of, echo_lines, human_age, human_bytes, printable
+from ostraka.cli._text import (
+    Table,
+    count_of,
+    echo_json,
+    echo_lines,
+    human_age,
+    human_bytes,
+    printable,
+)
 from ostraka.manager._retain import remove_unless_read
 from ostraka.manager._steps import Root, Step, no_such_step
 
@@ -69,7 +75,7 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
             {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}
             for one, nbytes in zip(chosen, sizes, strict=True)
         ]
-        click.echo(json.dumps({"root": place.location, "removed": yes, "steps": entries}, indent=1))
+        echo_json({"root": place.location, "removed": yes, "steps": entries})
     else:
         echo_lines(_lines(place, chosen, sizes, removed=yes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ostraka._source import Source
 from ostraka.cli import _tree
 from ostraka.cli._arguments import complete_leaves, path_argument
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._text import Table, count_of, echo_lines, human_bytes, human_number
+from ostraka.cli._text import Table, count_of, echo_json, echo_lines, human_bytes, human_number
 from ostraka.cli._tree import Row
 from ostraka.errors import nearest_path
 
@@ -160,7 +159,7 @@ def _show_tree(
 ) -> None:
     found = _statistics(source, chosen) if stats else {}
     if as_json:
-        click.echo(json.dumps(_tree.describe(source, rows, _sorted(chosen, sort), found), indent=1))
+        echo_json(_tree.describe(source, rows, _sorted(chosen, sort), found))
         return
     lines = [_tree.title(source)]
     if chosen:

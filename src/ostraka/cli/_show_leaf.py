@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from math import prod
 from typing import Any
@@ -20,6 +19,7 @@ from ostraka.cli._progress import progress
 from ostraka.cli._statistics import Statistics, statistics_of
 from ostraka.cli._text import (
     Table,
+    echo_json,
     echo_lines,
     human_bytes,
     human_number,
@@ -53,7 +53,7 @@ def show_leaf(
     elements = None if index is None else _read_slice(source, row.number, index)
     found = _statistics(source, row.number) if stats else None
     if as_json:
-        click.echo(json.dumps(_describe(source, row, index, elements, found), indent=1))
+        echo_json(_describe(source, row, index, elements, found))
         return
     lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
     lines += [_headline(source, leaf)]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
-
-import click
 
 from ostraka._source import Source
 from ostraka.cli import _tree
 from ostraka.cli._progress import progress
 from ostraka.cli._statistics import NotFinite, count_not_finite, may_be_not_finite
-from ostraka.cli._text import Table, count_of, echo_lines, printable, show_shape
+from ostraka.cli._text import Table, count_of, echo_json, echo_lines, printable, show_shape
 from ostraka.cli._tree import Row
 
 
@@ -31,7 +28,7 @@ def show_not_finite(source: Source, rows: Sequence[Row], *, as_json: bool) -> bo
             "leaves_read": len(found),
             "leaves": [_describe(source, row, found[row.path]) for row in bad],
         }
-        click.echo(json.dumps(document, indent=1))
+        echo_json(document)
         return not total
     lines = [_tree.title(source), ""]
     if bad:

@@ -1,25 +1,30 @@
-"""Numbers, names and tables, formatted for people."""
+"""Numbers, names and tables, formatted for people, and the way to their terminal.
+
+All that the commands print goes through `echo`, `echo_lines` or `echo_json`: text of a checkpoint
+may come from a stranger, and must not reach a terminal as anything but text.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
+from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._units import human_bytes as human_bytes
 from ostraka.errors import count_of as count_of
+from ostraka.errors import printable as printable
 
+_STYLE = re.compile("(\x1b\\[[0-9;]*m)")
+"""Colours, which are ours: `printable` has escaped those of others."""
+_MOST_DIGITS = 4000
+"""Python refuses to write more in decimal."""
 _SECONDS = (("d", 86_400), ("h", 3_600), ("min", 60))
-
-
-def printable(text: str) -> str:
-    """Escape untrusted text of a checkpoint: no terminal control codes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def human_seconds(seconds: float) -> str:
@@ -73,7 +78,7 @@ class Table:
 
     def add(self, *cells: str, colour: str | None = None) -> None:
         """Add a row; the last cell of a short one may extend over the remaining columns."""
-        self._rows.append((cells, colour))
+        self._rows.append((tuple(map(printable, cells)), colour))
 
     def lines(self) -> list[str]:
         widths = [len(name) for name in self._head]
@@ -110,13 +115,47 @@ def _dim_repeated(line: str, above: str) -> str:
     return click.style(line[:shared], dim=True) + line[shared:] if shared else line
 
 
-def echo_lines(lines: Sequence[str]) -> None:
+def echo(line: str, *, err: bool = False) -> None:
+    click.echo(_escaped(line), err=err)
+
+
+def echo_lines(lines: Sequence[str], *, err: bool = False) -> None:
     """Print all lines with one write: thousands of small ones are slow."""
-    click.echo("\n".join(lines))
+    click.echo("\n".join(map(_escaped, lines)), err=err)
+
+
+def _escaped(line: str) -> str:
+    """A line with nothing but text and colours: what was not escaped before is escaped here."""
+    if line.isprintable():
+        return line
+    parts = _STYLE.split(line)  # every second one is a colour
+    return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
+
+
+def echo_json(document: Any, *, indent: int | None = 1) -> None:
+    """Print a document as JSON, all in ASCII: control characters are escapes there."""
+    click.echo(json_text(document, indent=indent))
+
+
+def json_text(document: Any, *, indent: int | None = None) -> str:
+    try:
+        return with_full_stack(lambda: json.dumps(document, indent=indent))
+    except TooDeep as error:
+        raise click.ClickException(
+            "the checkpoint's metadata is nested too deep to show"
+        ) from error
+
+
+def shown_value(value: Any) -> str:
+    """A value of a tree as Python writes it; integers that are too long for that in hexadecimal."""
+    is_long = type(value) is int and value.bit_length() > 3 * _MOST_DIGITS
+    return hex(value) if is_long else repr(value)
 
 
 def json_number(value: Any) -> Any:
-    """A number for JSON; NaN and infinity, which JSON lacks, as text."""
+    """A number for JSON; as text NaN and infinity, which JSON lacks, and long integers."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
+    if type(value) is int and value.bit_length() > 3 * _MOST_DIGITS:
+        return hex(value)
     return value

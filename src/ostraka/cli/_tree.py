@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +17,11 @@ from ostraka.cli._text import (
     human_bytes,
     human_seconds,
     json_number,
+    json_text,
     printable,
     shorten,
     show_shape,
+    shown_value,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
+_MOST_SECONDS = 1e9
+"""No save takes longer."""
 _KEPT = "not saved"
 """For functions and the like, which only a template can provide."""
 UNKNOWN_HOST = "unknown"
@@ -77,7 +79,7 @@ def rows_of(source: Source) -> list[Row]:
             cells = (printable(leaf.path), "lost", printable(leaf.value.why))
             rows.append(Row(leaf.path, cells, value=leaf.value))
         else:
-            shown = shorten(printable(repr(leaf.value)), _VALUE_WIDTH)
+            shown = shorten(printable(shown_value(leaf.value)), _VALUE_WIDTH)
             cells = (printable(leaf.path), type(leaf.value).__name__, shown)
             rows.append(Row(leaf.path, cells, value=leaf.value))
     return rows
@@ -140,14 +142,20 @@ def _sum_up(path: str, rows: Sequence[Row]) -> Row:
 
 def title(source: Source) -> str:
     writer = source.saved.writer
-    when = str(writer.get("time", "at an unknown time"))
+    when = _text_in(writer, "time") or "at an unknown time"
     if when.endswith("+00:00"):
         when = f"{when[:19].replace('T', ' ')} UTC"
-    version = writer.get("ostraka", "(unknown version)")
-    by = f"saved {when} by {writer.get('library', f'ostraka {version}')}"
-    if "jax" in writer:
-        by += f" with jax {writer['jax']}"
+    version = _text_in(writer, "ostraka") or "(unknown version)"
+    by = f"saved {when} by {_text_in(writer, 'library') or f'ostraka {version}'}"
+    if jax := _text_in(writer, "jax"):
+        by += f" with jax {jax}"
     return f"{click.style(printable(source.location), bold=True)}  {printable(by)}"
+
+
+def _text_in(writer: Mapping[str, Any], name: str) -> str:
+    """What wrote a checkpoint says of itself, if it is text; not all of a long one."""
+    found = writer.get(name)
+    return shorten(found, _VALUE_WIDTH) if isinstance(found, str) else ""
 
 
 def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
@@ -185,7 +193,7 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     lines += _hosts_line(source.saved)
     lines += _took(source.saved.writer.get("timeline"))
     if source.saved.user:
-        lines.append(f"metadata: {json.dumps(source.saved.user)}")
+        lines.append(f"metadata: {json_text(source.saved.user)}")
     return lines
 
 
@@ -242,7 +250,7 @@ def _took(timeline: Any) -> list[str]:
     shown = ", ".join(f"{printable(name)} {human_seconds(s)}" for name, s in phases.items())
     nbytes = timeline.get("bytes")
     rate = ""
-    if isinstance(nbytes, int) and total > 0:
+    if type(nbytes) is int and 0 <= nbytes < 1 << 63 and total > 0:
         rate = f", {human_bytes(int(nbytes / total))}/s"
     return [f"took {human_seconds(total)}{rate} ({shown})"]
 
@@ -252,7 +260,7 @@ def _phases(timeline: Any) -> Iterator[tuple[str, float]]:
         return
     given: dict[Any, Any] = timeline
     for name, seconds in given.items():
-        is_time = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+        is_time = type(seconds) in (int, float) and 0 <= seconds <= _MOST_SECONDS
         if isinstance(name, str) and name.endswith("_s") and is_time:
             yield name.removesuffix("_s"), float(seconds)
 
@@ -301,7 +309,7 @@ def describe_row(saved: Saved, row: Row) -> dict[str, object]:
     if row.number is None:
         value = row.value
         plain = value is None or isinstance(value, bool | int | float | str)
-        shown = json_number(value) if plain else repr(value)
+        shown = json_number(value) if plain else shown_value(value)
         return {"path": row.path, "kind": "value", "type": type(value).__name__, "value": shown}
     leaf = saved.leaves[row.number]
     shared = {} if row.same_as is None else {"same_as": row.same_as}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ostraka.cli._arguments import path_argument
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._progress import progress
 from ostraka.cli._roots import checkpoints_at
-from ostraka.cli._text import Table, count_of, echo_lines, printable, shorten
+from ostraka.cli._text import Table, count_of, echo, echo_json, echo_lines, printable, shorten
 from ostraka.errors import Damaged, Problem
 
 _MOST_LINES = 20
@@ -91,11 +90,11 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
     if as_json:
         documents = [verdict.describe() for verdict in verdicts]
         single = len(path) == len(documents) == 1 and places[0] == path[0]
-        click.echo(json.dumps(documents[0] if single else documents, indent=1))
+        echo_json(documents[0] if single else documents)
     elif len(verdicts) > 1:
         if damaged:
             echo_lines(["", *_table(verdicts), ""])
-        click.echo(f"{count_of(len(verdicts), 'checkpoint')}, {damaged or 'none'} of them damaged")
+        echo(f"{count_of(len(verdicts), 'checkpoint')}, {damaged or 'none'} of them damaged")
     if damaged:
         context.exit(DAMAGED)
 

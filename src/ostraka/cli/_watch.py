@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import click
 
 from ostraka.cli._arguments import path_argument
 from ostraka.cli._roots import file_bytes, open_root
-from ostraka.cli._text import human_bytes, human_number, json_number, printable
+from ostraka.cli._text import echo, echo_json, human_bytes, human_number, json_number, printable
 from ostraka.manager._steps import Root, Step
 from ostraka.manager._watch import BACKLOG, Watch
 from ostraka.storage import open_store
@@ -103,13 +102,16 @@ def watch(
     with _ending_on_sigterm(), closing(steps):
         while (step := steps.wait()) is not None:
             described = _describe(place, step)
-            click.echo(json.dumps(described) if as_json else _line(described))
+            if as_json:
+                echo_json(described, indent=None)
+            else:
+                echo(_line(described))
             if command is not None:
                 _run(command, step.step, described["path"])
 
 
 def _warn(text: str) -> None:
-    click.echo(f"ostraka: {printable(text)}", err=True)
+    echo(f"ostraka: {printable(text)}", err=True)
 
 
 def _describe(root: Root, step: Step) -> dict[str, Any]:

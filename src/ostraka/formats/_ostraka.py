@@ -89,7 +89,7 @@ class OstrakaSource:
     def boxes_of(self, leaf: int) -> list[StoredBox]:
         owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)
         with damage_on_contradiction(self.store):
-            contents = shard_contents(self.metadata, owners)
+            contents = shard_contents(self.metadata, owners, self.shards.allowance())
         return sorted(
             self._stored_box(file, entries, entry)
             for file, entries in contents.values()

@@ -87,7 +87,8 @@ class Check:
         with self._collected():
             _ = self.source.tree  # What can't be decoded can't be restored.
         with self._collected(), damage_on_contradiction(self.source.store):
-            contents = shard_contents(self.source.metadata)
+            shards = self.source.shards
+            contents = shard_contents(shards.metadata, None, shards.allowance())
             if read:
                 self._read_all(list(contents.values()))
                 self._check_coverage()

@@ -157,7 +157,7 @@ def _all_blocks(source: OstrakaSource) -> Iterator[tuple[str, list[Block]]]:
     """Of each file whose index can be read, its name and its blocks."""
     shards = Shards(source.store, source.metadata)
     try:
-        files = shard_contents(source.metadata).values()
+        files = shard_contents(source.metadata, None, shards.allowance()).values()
     except ValueError:
         return
     for entry, contents in files:

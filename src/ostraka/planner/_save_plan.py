@@ -12,11 +12,12 @@ from operator import add, attrgetter
 from typing import Any, cast
 
 from ostraka import _format, _metadata
+from ostraka._blocks import damage_on_contradiction
 from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule, check_rule, codecs_of
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
-from ostraka._metadata import Metadata
+from ostraka._metadata import Metadata, take_entries
 from ostraka._plan_parity import check_parity
 from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
@@ -380,7 +381,9 @@ def plan_checkpoint(path: PathLike) -> Plan:
     if not isinstance(source, OstrakaSource):
         return _plan_foreign(source.saved)
     found = source.metadata
-    files = _account.files_before_compression(found)
+    with damage_on_contradiction(source.store):
+        take_entries(found, None, source.shards.allowance())
+        files = _account.files_before_compression(found)
     write = WritePlan(found.meshes, found.layouts, found.leaves, files, found.process_of)
     sizes = {process: index.size for process, index in found.indexes.items()}
     planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())

@@ -56,7 +56,7 @@ def copy_files(
     are replaced. Raises Damaged, about the source alone.
     """
     with damage_on_contradiction(source.store):
-        contents = shard_contents(source.metadata, devices)
+        contents = shard_contents(source.metadata, devices, source.shards.allowance())
     directory = _format.shards_directory(source.metadata.id)
     there = {file.name: file.size for file in target.files(f"{directory}/")}
     files = [ShardFile(source.shards, *file) for file in contents.values()]

@@ -1,0 +1,238 @@
+"""Documents and bytes changed as an attacker would change them: knowing the format."""
+
+import copy
+import json
+import random
+from typing import Any
+
+Json = Any
+Place = tuple[Any, ...]
+
+ESCAPE = "\x1b]0;owned\x07\x1b[31m"
+"""What a terminal would act on."""
+_TEXTS = (
+    *("", "x", ".", "/", "~", "~2__metadata__", "__metadata__", "__class__", "class", "_fields"),
+    *(
+        ESCAPE,
+        "\u202egnp.exe",
+        "\x9b2J",
+        "\ud800",
+        "\udc80x",
+        "\ufb01",
+        "fi",
+        "\x00",
+        "a\nb",
+        "\u200b",
+    ),
+    *("../../etc/passwd", "0" * 16, "f" * 16, "zzzz", "nan", "inf", "0x1p99999", "-0x1.8p-1080"),
+    *("jax", "key", "numpy", "scalar", "uint32", "float32", "int4", "complex128", "bfloat16"),
+    *("threefry2x32", "rbg", "auto", "pinned_host", "zstd", "x" * 300, "a/" * 150),
+)
+_NUMBERS = (
+    *(0, 1, -1, 2, 3, 7, 8, 64, 65, 100, 255, 4096, 1 << 16, 1 << 20, 1 << 26, 1 << 31, 1 << 40),
+    *((1 << 53) + 1, (1 << 63) - 1, 1 << 63, 1 << 64, 10**400, -(1 << 63), 0.5, 1e308, -0.0),
+)
+_CLASSES = (
+    *(["collections", "OrderedDict"], ["builtins", "dict"], ["enum", "Enum"], ["os", "system"]),
+    *(["flax.nnx", "Param"], ["flax.nnx.variablelib", "Param"], ["flax.nnx.statelib", "State"]),
+    *(["flax.core.frozen_dict", "FrozenDict"], ["fuzz", "Point"], ["fuzz", "Settings"]),
+    *(["fuzz", "Colour"], ["subprocess", "Popen"], ["", ""], ["a", "b.c.d"]),
+)
+_KINDS = (
+    *("dict", "ordered_dict", "defaultdict", "list", "tuple", "namedtuple", "dataclass", "node"),
+    *("state", "nnx", "variable", "states", "kept", "same_as", "keys", "items", "static", "about"),
+    *("factory", "structure", "json", "bool", "int", "float", "float64", "complex", "complex128"),
+    *("str", "surrogates", "bytes", "mapping", "enum", "numpy", "prng", "per_process", "weak"),
+    *("uncommitted", "memory", "cast_from", "mesh", "spec", "part", "layout", "types", "data"),
+    *("results", "timeline", "hosts", "time", "digest", "version", "ostraka.manager", "metrics"),
+)
+_MOST_PLACES = 5000
+_DEPTHS = (3, 30, 199, 201, 950, 2000, 20000)
+
+
+def places_in(value: Json, path: Place = ()) -> list[Place]:
+    """The place of every part of a document, itself first."""
+    found = [path]
+    stack = [(path, value)]
+    while stack:
+        here, part = stack.pop()
+        entries: Any = ()
+        if isinstance(part, dict):
+            entries = part.items()
+        elif isinstance(part, list):
+            entries = enumerate(part)
+        for key, child in entries:
+            found.append((*here, key))
+            stack.append(((*here, key), child))
+    return found
+
+
+def at(document: Json, place: Place) -> Json:
+    for key in place:
+        document = document[key]
+    return document
+
+
+def put(document: Json, place: Place, value: Json) -> Json:
+    if not place:
+        return value
+    at(document, place[:-1])[place[-1]] = value
+    return document
+
+
+class Mutator:
+    """Changes documents; the same seed makes the same changes."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def document(self, document: Json) -> Json:
+        """A copy with one to four changes."""
+        document = copy.deepcopy(document)
+        for _ in range(self.random.choice((1, 1, 1, 2, 3, 4))):
+            if len(places := places_in(document)) < _MOST_PLACES:
+                document = self._change(document, places)
+        if self.random.random() < 0.05:  # at last: what is nested this deep can't be copied
+            place = self.random.choice(places_in(document))
+            document = put(document, place, self._nested(at(document, place)))
+        return document
+
+    def text(self, document: Json) -> bytes:
+        """A document as JSON, now and then not quite as it should be written."""
+        try:
+            text = json.dumps(document, separators=(",", ":"))
+        except (RecursionError, ValueError):
+            text = _written_flat(document)
+        if self.random.random() < 0.03:
+            text = text.replace(":1", self.random.choice((":NaN", ":Infinity", ":1e999", ":01")), 1)
+        if self.random.random() < 0.03:
+            text = text.replace("{", '{"items":[],', 1) if "{" in text else text  # a key twice
+        return text.encode(errors="surrogatepass")
+
+    def bytes(self, data: bytes) -> bytes:
+        """A copy with some bytes flipped, cut, repeated or set."""
+        rng, changed = self.random, bytearray(data)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            start = rng.randrange(len(changed) + 1)
+            stop = min(start + rng.choice((1, 1, 1, 2, 4, 8, 64)), len(changed))
+            match rng.randrange(5):
+                case 0:
+                    changed[start:stop] = rng.randbytes(stop - start)
+                case 1:
+                    del changed[start:stop]
+                case 2:
+                    changed[start:start] = changed[start:stop]
+                case 3:
+                    changed[start:stop] = bytes([rng.choice((0, 1, 127, 128, 255))]) * (
+                        stop - start
+                    )
+                case _:
+                    for place in range(start, stop):
+                        changed[place] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+
+    def value(self, depth: int = 0) -> Json:
+        """Anything that JSON has, rather what a reader might take for something."""
+        rng = self.random
+        match rng.randrange(10 if depth < 3 else 5):
+            case 0:
+                return rng.choice((None, True, False))
+            case 1 | 2:
+                return rng.choice(_NUMBERS)
+            case 3 | 4:
+                return rng.choice(_TEXTS)
+            case 5:
+                return [self.value(depth + 1) for _ in range(rng.randrange(4))]
+            case 6:
+                return [
+                    [rng.choice(_NUMBERS) for _ in range(3)] for _ in range(rng.randrange(1, 4))
+                ]
+            case 7:
+                return list(rng.choice(_CLASSES))
+            case _:
+                return self._node(depth)
+
+    def _node(self, depth: int) -> Json:
+        rng = self.random
+        node = {rng.choice(_KINDS): self.value(depth + 1) for _ in range(rng.choice((1, 1, 2, 3)))}
+        if rng.random() < 0.5:
+            node["items"] = [self.value(depth + 1) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.3:
+            node["keys"] = [rng.choice(_TEXTS) for _ in range(rng.randrange(4))]
+        return node
+
+    def _change(self, document: Json, places: list[Place]) -> Json:
+        rng = self.random
+        place = rng.choice(places)
+        found = at(document, place)
+        match rng.randrange(8):
+            case 0 | 1:
+                return put(document, place, self.value())
+            case 2 if isinstance(found, bool) or not isinstance(found, int | float):
+                return put(document, place, rng.choice(_NUMBERS))
+            case 2:
+                return put(document, place, self._number(found))
+            case 3:
+                return put(document, place, copy.deepcopy(at(document, rng.choice(places))))
+            case 4 if place:
+                del at(document, place[:-1])[place[-1]]
+                return document
+            case 5 if isinstance(found, list) and found:
+                again = copy.deepcopy(rng.choice(found))
+                often = 1000 if len(places_in(again)) < 10 else 3
+                found[rng.randrange(len(found)) : 0] = [again] * rng.choice((1, 1, 2, often))
+                return document
+            case 6 if isinstance(found, dict):
+                found[rng.choice(_KINDS + _TEXTS)] = self.value()
+                return document
+            case _:
+                return put(document, place, self._other_text(found))
+
+    def _number(self, number: Any) -> Any:
+        small = self.random.randrange(-3, 4)
+        half = number % 1000 + 0.5
+        return self.random.choice((number + small, -number, number * 2, number * small, half))
+
+    def _nested(self, value: Json) -> Json:
+        rng = self.random
+        wrap = rng.choice(
+            (
+                lambda inner: [inner],
+                lambda inner: {"list": None, "items": [inner]},
+                lambda inner: {"tuple": [inner]},
+                lambda inner: {"x": inner},
+                lambda inner: {"variable": ["flax.nnx", "Param"], "about": {}, "items": [inner]},
+            )
+        )
+        for _ in range(rng.choice(_DEPTHS)):
+            value = wrap(value)
+        return value
+
+    def _other_text(self, found: Json) -> Json:
+        text = self.random.choice(_TEXTS)
+        return found + text if isinstance(found, str) and self.random.random() < 0.5 else text
+
+
+def _written_flat(document: Json) -> str:
+    """What is nested too deep for the json package, written without recursion."""
+    parts: list[str] = []
+    todo: list[Any] = [document]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _Text):
+            parts.append(item.text)
+        elif isinstance(item, dict):
+            rows = [[_Text(f"{json.dumps(str(k))}:"), v, _Text(",")] for k, v in item.items()]
+            flat = [part for row in rows for part in row][:-1]
+            todo += reversed([_Text("{"), *flat, _Text("}")])
+        elif isinstance(item, list):
+            flat = [part for value in item for part in (value, _Text(","))][:-1]
+            todo += reversed([_Text("["), *flat, _Text("]")])
+        else:
+            parts.append(json.dumps(item))
+    return "".join(parts)
+
+
+class _Text:
+    def __init__(self, text: str):
+        self.text = text
