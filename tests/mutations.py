@@ -47,6 +47,7 @@ _KINDS = (
     *("results", "timeline", "hosts", "time", "digest", "version", "ostraka.manager", "metrics"),
 )
 _MOST_PLACES = 5000
+_MOST_PARTS = 500_000
 _DEPTHS = (3, 30, 199, 201, 950, 2000, 20000)
 
 
@@ -218,6 +219,8 @@ def _written_flat(document: Json) -> str:
     parts: list[str] = []
     todo: list[Any] = [document]
     while todo:
+        if len(parts) + len(todo) > _MOST_PARTS:
+            return "null"  # copies of copies: larger than an input should be
         item = todo.pop()
         if isinstance(item, _Text):
             parts.append(item.text)

@@ -356,7 +356,9 @@ class Node:
 
 
 jax.tree_util.register_pytree_node(
-    Node, lambda node: ((1,), None), lambda _, __: Spy.calls.append("unflatten")
+    Node,
+    lambda node: ((1,), None),
+    lambda _, __: Spy.calls.append("unflatten"),  # type: ignore[arg-type]
 )
 
 
@@ -371,7 +373,7 @@ class Colour(enum.Enum):
 
 
 class Watched(nnx.Param):
-    from_metadata = classmethod(spied("from_metadata"))
+    from_metadata = classmethod(spied("from_metadata"))  # type: ignore[assignment]
 
 
 def test_no_code_of_the_program_runs_because_a_checkpoint_names_it():
@@ -512,13 +514,14 @@ def test_no_control_characters_reach_a_terminal():
 @pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
 def test_no_control_characters_in_messages():
     place = forge("escaping", make_escaping)
-    for arguments in (
+    choices: list[dict[str, Any]] = [
         {"like": {"w": 1}},
         {"like": {"w": 1}, "strict": False},
         {"only": "nothing"},
         {"mesh": {"y": 2}},
         {},
-    ):
+    ]
+    for arguments in choices:
         try:
             ostraka.restore(place, **arguments)
         except OstrakaError as error:

@@ -294,11 +294,12 @@ def builder(
 
 
 def _namedtuple_builder(kind: Any, qualname: str, fields: Sequence[str]) -> Rebuild:
-    is_it = kind is not None and issubclass(kind, tuple) and not mro_lookup(kind, "__del__")
-    names: Any = mro_lookup(kind, "_fields") if is_it else None
+    made: Any = kind
+    is_it = kind is not None and issubclass(kind, tuple) and not mro_lookup(made, "__del__")
+    names: Any = mro_lookup(made, "_fields") if is_it else None
     if type(names) is not tuple or names != (*fields,):
-        kind = _namedtuple_class(qualname.rsplit(".", 1)[-1], tuple(map(str, fields)))
-    return lambda items: tuple.__new__(kind, items)
+        made = _namedtuple_class(qualname.rsplit(".", 1)[-1], tuple(map(str, fields)))
+    return lambda items: tuple.__new__(made, items)
 
 
 @lru_cache(maxsize=1024)

@@ -224,9 +224,9 @@ def as_state(tree: Node) -> Node:
 def _variable_builder(nnx: Any, node: Branch) -> Callable[[list[Any]], Any]:
     """What makes a variable: of its class, if that is loaded and Flax alone does the making."""
     assert node.cls is not None
-    found = loaded_class(*node.cls)
-    is_variable = found is not None and issubclass(found, nnx.Variable)
-    kind: Any = found if is_variable and _is_made_by_flax(nnx, found) else nnx.Variable
+    kind: Any = loaded_class(*node.cls)
+    if kind is None or not issubclass(kind, nnx.Variable) or not _is_made_by_flax(nnx, kind):
+        kind = nnx.Variable
     given = decode_about(node.about)
     about = {name: value for name, value in given.items() if name not in _NEVER_SAVED}
     return lambda items: kind.from_metadata(items[0], {**_FLAX_DEFAULTS, **about})

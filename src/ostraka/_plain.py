@@ -275,7 +275,7 @@ def class_name(kind: type) -> tuple[str, str]:
 
 def loaded_class(module: str, qualname: str) -> Any:
     """A class that this program has loaded, or None; nothing is imported or run."""
-    if type(module) is not str or type(qualname) is not str:  # pyright: ignore[reportUnnecessaryComparison]
+    if type(module) is not str or type(qualname) is not str:
         raise ValueError("a class has no name")
     # Names are looked up, not asked for: a module or a class may run code when asked.
     found: Any = sys.modules.get(module)
