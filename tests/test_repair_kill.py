@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ostraka
+from figures import Figures
 from ostraka.testing import FaultyStore
 
 
@@ -143,5 +144,7 @@ def test_killed_before_each_verb(made: Path, tmp_path: Path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("made", [4_000_000], indirect=True)
-def test_killed_at_any_moment(made: Path, tmp_path: Path):
-    assert run(made, tmp_path, "moments", 80) >= 40
+def test_killed_at_any_moment(made: Path, tmp_path: Path, figures: Figures):
+    killed = run(made, tmp_path, "moments", 80)
+    assert killed >= 40
+    figures.add("repairs killed with -9", killed)

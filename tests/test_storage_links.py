@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import ostraka
+from figures import Figures
 from mounts import in_memory
 from ostraka import Manager
 from ostraka._leftovers import collect_garbage
@@ -236,7 +237,7 @@ def another_user(place: Path, outside: Path) -> Generator[None]:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED HERE: another user. It needs root.")
 @pytest.mark.parametrize("rounds", [25, pytest.param(2000, marks=pytest.mark.soak)])
-def test_another_user_swaps_all_the_time(folder: Path, rounds: int):
+def test_another_user_swaps_all_the_time(folder: Path, rounds: int, figures: Figures):
     folder.chmod(0o755)
     outside = make_outside(folder)
     place = folder / "theirs"
@@ -251,7 +252,8 @@ def test_another_user_swaps_all_the_time(folder: Path, rounds: int):
             except OstrakaError:
                 failed += 1
     assert describe(outside) == before
-    print(f"{failed} of {rounds} saves failed")
+    figures.add("saves while another user swaps directories", rounds)
+    figures.add("of them refused", failed)
 
 
 # What is not followed, and what is

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from ostraka.integrity._coverage import find_gap
 from ostraka.storage import open_store
 from places import Place, copy_tree, flip
 
+AnyPlace = TypeVar("AnyPlace", bound=Place)
 TREE = {"w": np.arange(24.0).reshape(4, 6), "b": np.ones(3, np.float32)}
 
 
-def save(path: Place) -> Place:
+def save(path: AnyPlace) -> AnyPlace:
     ostraka.save(path, TREE)
     return path
 
@@ -187,6 +188,10 @@ def move_box(header: dict[str, Any]) -> None:
     about["DCP_SHARDING_INFO"] = json.dumps(places)
 
 
+def set_offsets(header: dict[str, Any], offsets: list[Any]) -> None:
+    header["w"]["data_offsets"] = offsets
+
+
 def nested(header: dict[str, Any]) -> Any:
     deep: Any = []
     for _ in range(700):
@@ -204,6 +209,9 @@ def nested(header: dict[str, Any]) -> Any:
         (lambda h: {**h, "__metadata__": 3}, "`__metadata__`"),
         (lambda h: {k: 1 for k in h if k != "__metadata__"}, "its header does not describe"),
         (nested, "its header has 'x'"),
+        (lambda h: set_offsets(h, []), "its header has 'w' at []"),
+        (lambda h: set_offsets(h, [1]), "its header has 'w' at [1]"),
+        (lambda h: set_offsets(h, [float("inf"), 0]), "its header does not describe 'w'"),
     ],
 )
 def test_a_header_that_contradicts_metadata(tmp_path: Path, change: Any, said: str):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
 import ostraka
+from figures import Figures
 from ostraka.errors import Damaged, DegradedRead, SaveFailed, StoreError
 from ostraka.formats._ostraka import open_ostraka
 from ostraka.storage import Parts, open_store
@@ -334,7 +335,9 @@ def run_trials(path: str, moments: list[int]) -> list[int]:
     [[1, 4, 9, 12], pytest.param(list(range(1, 41)), marks=pytest.mark.soak)],
     ids=["few", "40"],
 )
-def test_killed_while_parity_is_written(tmp_path: Path, moments: list[int]) -> None:
+def test_killed_while_parity_is_written(
+    tmp_path: Path, moments: list[int], figures: Figures
+) -> None:
     (result,) = run_processes(
         run_trials,
         str(tmp_path / "c"),
@@ -344,3 +347,4 @@ def test_killed_while_parity_is_written(tmp_path: Path, moments: list[int]) -> N
         timeout_s=600,
     )
     assert len(result.value) >= 4
+    figures.add("saves killed while parity is written", len(result.value))
