@@ -193,6 +193,7 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
         assert problem.file == file, where
         if file in subject.map.boxes:
             assert problem.process == subject.map.process_of[file], where
+            assert problem.span is not None, where
             start, stop = problem.span
             assert start <= position < stop, where
             assert set(problem.leaves) == subject.map.leaves_in(file, start, stop), where
@@ -458,6 +459,7 @@ def test_rows_of_a_block_are_named(subjects: Callable[[str], Subject]):
     start, stop = lost.box[0]
     assert (stop, lost.box[1]) == (96, (0, 3 << 14))
     assert 0 < start < 96
+    assert problem.span is not None
     assert problem.span[1] - problem.span[0] == (stop - start) * (3 << 14) * 4
     assert str(lost) == f"'rows'[{start}:96, :]"
 

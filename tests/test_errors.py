@@ -945,7 +945,8 @@ def test_the_tree_of_exceptions():
             rf"[├└]── {kind.__name__} .*\(.*{builtin.__name__}\)", errors.__doc__ or ""
         )
     classes = {getattr(errors, name) for name in errors.__all__}
-    assert classes == {*BUILTIN, OstrakaError, Problem, errors.LostBox, errors.PartialRestore}
+    warnings = {errors.PartialRestore, errors.DegradedRead}
+    assert classes == {*BUILTIN, OstrakaError, Problem, errors.LostBox, *warnings}
 
 
 @pytest.mark.parametrize("name", examples())

@@ -305,7 +305,7 @@ def test_the_refusal_that_is_shown_is_the_one_of_the_guide():
 def test_the_table_of_errors_is_complete():
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", GUIDE, re.MULTILINE))))
     unlisted = set(errors.__all__) - listed
-    assert unlisted == {"InvalidSharding", "OstrakaError", "Problem"}
+    assert unlisted == {"InvalidSharding", "LostBox", "OstrakaError", "Problem"}
     for name, builtin in re.findall(r"^\| `(\w+)`.*\| `(\w+)` \|$", GUIDE, re.MULTILINE):
         assert issubclass(getattr(errors, name), getattr(builtins, builtin))
 

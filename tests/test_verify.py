@@ -188,6 +188,10 @@ def move_box(header: dict[str, Any]) -> None:
     about["DCP_SHARDING_INFO"] = json.dumps(places)
 
 
+def set_offsets(header: dict[str, Any], offsets: list[Any]) -> None:
+    header["w"]["data_offsets"] = offsets
+
+
 def nested(header: dict[str, Any]) -> Any:
     deep: Any = []
     for _ in range(700):
@@ -205,6 +209,9 @@ def nested(header: dict[str, Any]) -> Any:
         (lambda h: {**h, "__metadata__": 3}, "`__metadata__`"),
         (lambda h: {k: 1 for k in h if k != "__metadata__"}, "its header does not describe"),
         (nested, "its header has 'x'"),
+        (lambda h: set_offsets(h, []), "its header has 'w' at []"),
+        (lambda h: set_offsets(h, [1]), "its header has 'w' at [1]"),
+        (lambda h: set_offsets(h, [float("inf"), 0]), "its header does not describe 'w'"),
     ],
 )
 def test_a_header_that_contradicts_metadata(tmp_path: Path, change: Any, said: str):

@@ -49,6 +49,7 @@ def boxes_in_header(
     for path in tensors.keys() - expected.keys():
         raise Contradiction(f"its header has {path!r}, which {_METADATA} puts nowhere into it")
     boxes: dict[int, Box] = {}
+    any_compressed = any(block.result for block in blocks)
     for path, entry in expected.items():
         if path not in tensors:
             raise Contradiction(f"its header lacks {path!r}", path)
@@ -56,17 +57,18 @@ def boxes_in_header(
         shown = codecs[path] if is_compressed else tensors[path]
         begin = shown if is_compressed else starts.get(path)
         try:
-            offsets = [int(n) for n in tensors[path]["data_offsets"]]
+            offsets = list(map(int, tensors[path]["data_offsets"]))
             box = _box_of(leaves[entry.leaf], entry, shown, begin, is_compressed)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Contradiction(f"its header does not describe {path!r} ({error})", path) from error
-        stored = stored_range(entry, blocks)
-        if (stored.is_compressed, [stored.start, stored.stop]) != (is_compressed, offsets):
-            raise Contradiction(
-                f"its header has {path!r} at {offsets}, where its index has it at "
-                f"{[stored.start, stored.stop]}",
-                path,
-            )
+        stored = [entry.offset, entry.offset + entry.nbytes]
+        if (any_compressed or is_compressed) and entry.nbytes:
+            start, stop, is_stored_compressed = stored_range(entry, blocks)
+            stored = [start, stop] if is_stored_compressed == is_compressed else []
+        is_empty = entry.nbytes == 0 and len(offsets) == 2 and offsets[0] == offsets[1]
+        if offsets != stored and not is_empty:
+            what = f"its header has {path!r} at {offsets}"
+            raise Contradiction(f"{what}, where its index has it at {stored}", path)
         if box != entry.box:
             raise Contradiction(
                 f"its header has the box {box} of {path!r}, where {_METADATA} has {entry.box}", path
@@ -112,8 +114,7 @@ def _box_of(
 ) -> Box | None:
     """The box that a header shows; None if it is of another dtype or size."""
     dtype = DTYPES[leaf.spec.dtype]
-    starts = [int(n) for n in begin["saved_offsets"]]
-    shape = [int(n) for n in shown["shape"]]
+    starts, shape = list(map(int, begin["saved_offsets"])), list(map(int, shown["shape"]))
     if shown["dtype"] != (dtype.name if is_compressed else dtype.code):
         return None
     if dtype.packed and not is_compressed:
