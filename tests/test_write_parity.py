@@ -25,7 +25,7 @@ from ostraka.formats._ostraka import open_ostraka
 from ostraka.storage import Parts, open_store
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, Place, copy_tree, remove_tree
-from test_kill import forked, look, make_tree, outcome_of
+from test_kill import forked, look, make_tree, number_in, outcome_of
 
 
 def tree_on_all(rows: int = 512) -> dict[str, Any]:
@@ -330,10 +330,14 @@ def run_trials(path: str, moments: list[int]) -> list[int]:
     return killed
 
 
+MOMENTS = 14
+"""At most as many as there are with two parity files of a block each."""
+
+
 @pytest.mark.parametrize(
     "moments",
-    [[1, 4, 9, 12], pytest.param(list(range(1, 41)), marks=pytest.mark.soak)],
-    ids=["few", "40"],
+    [[2, 9, 12], pytest.param([*range(1, MOMENTS + 1)] * 3, marks=pytest.mark.soak)],
+    ids=["few", "42"],
 )
 def test_killed_while_parity_is_written(
     tmp_path: Path, moments: list[int], figures: Figures
@@ -346,5 +350,37 @@ def test_killed_while_parity_is_written(
         devices_per_process=4,
         timeout_s=600,
     )
-    assert len(result.value) >= 4
-    figures.add("saves killed while parity is written", len(result.value))
+    assert result.value == moments
+    figures.add("saves killed while parity is written", len(moments))
+
+
+def save_while_one_dies(path: str) -> str:
+    from ostraka import _coordinate
+
+    _coordinate.DEAD_AFTER_S = 5.0
+
+    def die(verb: str, name: str) -> None:
+        if verb == "create" and "parity" in name and jax.process_index() > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        ostraka.save(FaultyStore(path, before=die), make_tree(1, 4 << 20), parity=1)
+    except SaveFailed as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.soak
+def test_a_process_is_killed_while_it_writes_parity(tmp_path: Path) -> None:
+    ostraka.save(tmp_path / "c", make_tree(0, 4 << 20))
+    results = run_processes(
+        save_while_one_dies, str(tmp_path / "c"), processes=4, devices_per_process=2, check=False
+    )
+    said = {result.process: result.value for result in results if result.value is not None}
+    killed = {0, 1, 2, 3} - said.keys()
+    assert killed
+    assert 0 in said
+    for text in said.values():
+        assert any(f"on process {process}: it has not been heard of" in text for process in killed)
+    assert number_in(str(tmp_path / "c")) == 0
+    assert len(list((tmp_path / "c").iterdir())) == 2

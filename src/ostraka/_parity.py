@@ -23,13 +23,10 @@ MOST_MEMBERS = 255
 """The powers of 2 repeat after that many."""
 MOST_PARITY = 2
 
-_PIECE_BYTES = 128 << 10
+_PIECE_BYTES = 256 << 10
 """What is worked on at a time, so that sums stay in the cache of a core."""
-_LOW_BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
-_TOP_BITS = np.uint64(0x0101010101010101)
-_REDUCED = np.uint64(0x1D)
+_REDUCED = np.uint8(0x1D)
 """What x^8 is, in the field."""
-_ONE, _SEVEN = np.uint64(1), np.uint64(7)
 
 
 def encode(members: Sequence[Sequence[Array]], sums: Sequence[Array]) -> None:
@@ -40,14 +37,14 @@ def encode(members: Sequence[Sequence[Array]], sums: Sequence[Array]) -> None:
     """
     windows = [_windows(pieces) for pieces in members]
     total = len(sums[0])
-    doubled = np.empty(min(_PIECE_BYTES, -(-total // 8) * 8), np.uint8)
+    doubled = np.empty(min(_PIECE_BYTES, total), np.uint8)
     spare = np.empty_like(doubled)
     for start in range(0, total, _PIECE_BYTES):
         p = sums[0][start : start + _PIECE_BYTES]
         columns = [next(window, ()) for window in windows]
         _add_up(columns, p)
         if len(sums) > 1:
-            q = doubled[: -(-len(p) // 8) * 8]
+            q = doubled[: len(p)]
             q[:] = 0
             # Horner's rule: the last member is doubled most often.
             for number, column in enumerate(reversed(columns)):
@@ -55,7 +52,7 @@ def encode(members: Sequence[Sequence[Array]], sums: Sequence[Array]) -> None:
                     _double(q, spare[: len(q)])
                 for at, piece in column:
                     _add(q[at : at + len(piece)], piece)
-            sums[1][start : start + len(p)] = q[: len(p)]
+            sums[1][start : start + len(p)] = q
 
 
 def solve(
@@ -128,14 +125,14 @@ def _add(target: Array, piece: Array) -> None:
 
 
 def _double(q: Array, spare: Array) -> None:
-    """Every byte times 2, eight at a time: shift, and reduce those whose top bit falls out."""
-    lanes, carry = q.view(np.uint64), spare.view(np.uint64)
-    np.right_shift(lanes, _SEVEN, out=carry)
-    np.bitwise_and(carry, _TOP_BITS, out=carry)
-    np.multiply(carry, _REDUCED, out=carry)
-    np.bitwise_and(lanes, _LOW_BITS, out=lanes)
-    np.left_shift(lanes, _ONE, out=lanes)
-    np.bitwise_xor(lanes, carry, out=lanes)
+    """Every byte times 2: shift, and reduce those whose top bit falls out, which as signed are < 0.
+
+    By operations that numpy does on whole vectors of bytes.
+    """
+    np.less(q.view(np.int8), 0, out=spare.view(np.bool_))
+    np.multiply(spare, _REDUCED, out=spare)
+    np.add(q, q, out=q)
+    _add(q, spare)
 
 
 # The field

@@ -156,8 +156,9 @@ def _plan_groups(
     if job.operation.count > 1 or job.codecs:
         return []
     for value in job.values:
-        is_live = isinstance(value, HostValue) and value.may_change
-        if is_live and value.whole().nbytes <= _HELD_BYTES:
+        if not isinstance(value, HostValue) or not value.may_change:
+            continue
+        if value.whole().nbytes <= _HELD_BYTES:
             value.hold()
     unfit = {number for number, value in enumerate(job.values) if value.may_change} | job.copied
     index_bytes = _planned_index_bytes(job, shards)
