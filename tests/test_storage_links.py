@@ -21,9 +21,17 @@ import pytest
 import ostraka
 from figures import Figures
 from mounts import in_memory
-from ostraka import Manager
+from ostraka import Manager, _commit
 from ostraka._leftovers import collect_garbage
-from ostraka.errors import Damaged, OstrakaError, PathInTheWay, SaveFailed, StoreError, Unreadable
+from ostraka.errors import (
+    Damaged,
+    InvalidTree,
+    OstrakaError,
+    PathInTheWay,
+    SaveFailed,
+    StoreError,
+    Unreadable,
+)
 from ostraka.storage import LocalStore, _directory, _local, open_store
 
 CALLS = (
@@ -336,6 +344,16 @@ def test_an_index_of_another_size_is_not_read(tmp_path: Path):
         file.truncate(30 << 30)
     with pytest.raises(Damaged, match=f"it has 32,212,254,720 bytes where {size:,} were written"):
         ostraka.restore(tmp_path / "one")
+
+
+def test_a_description_that_could_not_be_read_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ostraka.save(tmp_path / "one", tree_of(1))
+    monkeypatch.setattr(_commit, "MOST_BYTES", 500)
+    with pytest.raises(InvalidTree, match=r"no more than 500 are read again; save parts of it"):
+        ostraka.save(tmp_path / "one", tree_of(2))
+    assert ostraka.restore(tmp_path / "one")["n"] == 1
 
 
 # Permissions

@@ -27,8 +27,8 @@ from ostraka._record import Stopwatch, summarize, timeline
 from ostraka._version import __version__
 from ostraka._write_parity import with_sizes
 from ostraka._write_shards import Written
-from ostraka.errors import Busy, NotDurable, OutcomeUnknown, TooLarge
-from ostraka.storage import Claim, Store
+from ostraka.errors import Busy, InvalidTree, NotDurable, OutcomeUnknown, TooLarge
+from ostraka.storage import MOST_BYTES, Claim, Store
 
 _LOOKERS = 16
 
@@ -68,6 +68,11 @@ class SavePlace:
             self._claim.check()
             self._check_files(directory, sizes)
 
+        if len(metadata) > MOST_BYTES:
+            raise InvalidTree(
+                f"the description of the tree has {len(metadata):,} bytes, and no more than "
+                f"{MOST_BYTES:,} are read again; save parts of it to paths of their own"
+            )
         if sizes:
             # Not synced: no promise depends on it, and small saves would wait for it.
             self.store.put(f"{directory}/{_format.METADATA_COPY}", metadata, durable=False)

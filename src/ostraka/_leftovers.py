@@ -168,9 +168,12 @@ def committed_directory(store: Store, names: Sequence[str] | None = None) -> str
     except FileNotFoundError:
         # It may have come, or gone, since they were listed.
         return UNKNOWN if _format.METADATA_NAME in names else None
+    except Unreadable as error:
+        # No save wrote it: somebody has to see to it first.
+        remedy = f"{error.found}; nothing is saved or deleted here before it is removed"
+        raise Unreadable(f"{store.location}/{_format.METADATA_NAME}", remedy) from error
     except StoreError as error:
-        # What is no file (a link, a pipe) no save wrote: somebody has to see to it first.
-        if error.loss is None or isinstance(error, Unreadable):
+        if error.loss is None:
             raise
         return UNKNOWN
     try:
