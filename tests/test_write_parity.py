@@ -351,7 +351,7 @@ def test_killed_while_parity_is_written(
         timeout_s=600,
     )
     assert result.value == moments
-    figures.add("saves killed while parity is written", len(result.value))
+    figures.add("saves killed while parity is written", len(moments))
 
 
 def save_while_one_dies(path: str) -> str:
