@@ -143,7 +143,7 @@ def _answer(method: str, target: str, asked: dict[str, str], body: Any) -> Answe
 
 def _serve(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream = connection.makefile("rb", buffering=64 << 10)
+    stream: Any = connection.makefile("rb", buffering=64 << 10)
     while line := stream.readline():
         method, target, _ = line.decode().split(" ", 2)
         asked: dict[str, str] = {}
@@ -155,7 +155,10 @@ def _serve(connection: socket.socket) -> None:
         body = memoryview(bytearray(int(asked.get("content-length", 0))))
         filled = 0
         while filled < len(body):
-            filled += stream.readinto(body[filled:])
+            count = stream.readinto(body[filled:])
+            if not count:
+                return  # The client has gone.
+            filled += count
         status, headers, pieces = _answer(method, target, asked, body)
         length = sum(map(len, pieces))
         lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]

@@ -160,7 +160,7 @@ def decode(stored: Array, out: Array) -> None:
         if width not in _INTEGERS:
             out[place::width] = groups.pop()
         elif len(groups) == 2:
-            _put_pair(*groups, out.view(_INTEGERS[2]), place // 2, width // 2)
+            _put_pair(groups[0], groups[1], out.view(_INTEGERS[2]), place // 2, width // 2)
             groups.clear()
         position += length
     if position != stored.size:
