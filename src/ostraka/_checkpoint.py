@@ -28,7 +28,7 @@ def locate(path: PathLike) -> Store:
     """
     store = open_store(path)
     names = names_in(store)
-    if is_checkpoint(store):
+    if is_checkpoint(names):
         return store
     if names:
         return _first_committed(store, reversed(steps_among(names).values())) or store

@@ -6,7 +6,7 @@ format, and raises for what is and can't be read. To add one, write it and list 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ostraka._foreign import names_in, not_a_checkpoint
 from ostraka._format import METADATA_NAME, is_shards_directory
@@ -31,9 +31,8 @@ def open_source(store: Store) -> Source:
     raise not_a_checkpoint(store)
 
 
-def is_checkpoint(store: Store) -> bool:
-    """Whether a place is a checkpoint of any format, by its names; it may be unfinished."""
-    names = names_in(store)
+def is_checkpoint(names: Sequence[str]) -> bool:
+    """Whether a place with these names is a checkpoint of any format; it may be unfinished."""
     return METADATA_NAME in names or any(map(is_shards_directory, names)) or is_orbax(names)
 
 
