@@ -40,3 +40,9 @@ def has_finished_checkpoint(store: Store) -> bool:
     """Whether a save to a place has been finished, in any format."""
     names = names_in(store)
     return is_finished(store, names) if is_orbax(names) else METADATA_NAME in names
+
+
+def is_finished_orbax(store: Store) -> bool:
+    """Whether a place is a checkpoint that Orbax has finished."""
+    names = names_in(store)
+    return is_orbax(names) and is_finished(store, names)
