@@ -253,7 +253,7 @@ def test_a_save_that_never_finished(tmp_path: Path):
     about["commit_timestamp_nsecs"] = None
     (root / "2" / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
     assert ostraka.open(root).path == str(root / "1")
-    for name in ("2", "3.orbax-checkpoint-tmp"):
+    for name in ("2", "3.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp/default"):
         with pytest.raises(CheckpointNotFound, match="Orbax never finished it"):
             ostraka.open(root / name)
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import grain.python as grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +170,33 @@ def test_a_step_with_several_items(tmp_path: Path):
     like = {"state": {"w": np.zeros(8, np.float32)}}
     assert ostraka.restore(tmp_path, like=like)["state"]["w"].tolist() == [*range(8)]
     assert list(ostraka.open(tmp_path / "12" / "state")) == ["w"]
+
+
+@pytest.mark.parametrize("prefix", ["ckpt", None], ids=str)
+def test_steps_with_names_of_orbax(tmp_path: Path, prefix: str | None):
+    options = ocp.CheckpointManagerOptions(step_prefix=prefix, step_format_fixed_length=6)
+    with quiet(), ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (9, 10):
+            manager.save(step, args=ocp.args.StandardSave({"step": jnp.full(1, step)}))
+    name = "000010" if prefix is None else f"{prefix}_000010"
+    assert ostraka.open(tmp_path).path == str(tmp_path / name)
+    assert [step["step"] for step in command("ls", tmp_path)["steps"]] == [9, 10]
+
+
+def test_the_state_of_a_data_iterator(tmp_path: Path):
+    dataset = grain.MapDataset.range(10).to_iter_dataset()
+    source: Any = grain.RangeDataSource(0, 10, 1)
+    sampler = grain.IndexSampler(10, grain.NoSharding(), num_epochs=1, seed=3)
+    loader = grain.DataLoader(data_source=source, sampler=sampler)
+    saved: dict[str, Any] = {"dataset": iter(dataset), "loader": iter(loader)}
+    after = {name: [next(iterator) for _ in range(4)][-1] for name, iterator in saved.items()}
+    args = {name: grain.PyGrainCheckpointSave(iterator) for name, iterator in saved.items()}
+    with quiet(), ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(**args))
+    target: dict[str, Any] = {"dataset": iter(dataset), "loader": iter(loader)}
+    ostraka.restore(tmp_path, like=target)
+    for name, iterator in target.items():
+        assert next(iterator) == after[name] + 1
 
 
 # The commands, and a run that has steps of both

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostraka._step_names import name_of, names_of_step, step_of, steps_among
+from ostraka._step_names import name_of, names_of_step, prefixed_steps, step_of, steps_among
 
 
 @given(st.integers(0, 10**20))
@@ -56,3 +56,8 @@ def test_a_number_finds_the_name_of_its_step(wanted: str | int):
 
 def test_text_that_is_no_step_finds_nothing():
     assert names_of_step("model", ["model", "7"]) == []
+
+
+def test_names_with_any_prefix():
+    names = ["ckpt_10", "ckpt_9", "step_7", "8", "a_b_003", "_4", "ckpt_", "ckpt_1.tmp", "x3"]
+    assert prefixed_steps(names) == {3: ["a_b_003"], 9: ["ckpt_9"], 10: ["ckpt_10"]}

@@ -8,9 +8,14 @@ from typing import TypeVar
 
 from ostraka._foreign import names_in
 from ostraka._source import Source
-from ostraka._step_names import names_of_step, steps_among
+from ostraka._step_names import names_of_step, prefixed_steps, steps_among
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
-from ostraka.formats import has_finished_checkpoint, is_checkpoint, open_source
+from ostraka.formats import (
+    has_finished_checkpoint,
+    is_checkpoint,
+    is_finished_orbax,
+    open_source,
+)
 from ostraka.storage import PathLike, Store, open_store
 
 Result = TypeVar("Result")
@@ -28,10 +33,11 @@ def locate(path: PathLike) -> Store:
     """
     store = open_store(path)
     names = names_in(store)
-    if is_checkpoint(store):
+    if is_checkpoint(names):
         return store
     if names:
-        return _first_committed(store, reversed(steps_among(names).values())) or store
+        found = _first_committed(store, reversed(steps_among(names).values()))
+        return found or _newest_of_orbax(store, names) or store
     above, _, name = store.location.rpartition("/")
     if isinstance(path, Store) or not above or above.endswith(":/") or store.exists():
         return store
@@ -42,6 +48,13 @@ def locate(path: PathLike) -> Store:
 def _first_committed(root: Store, steps: Iterable[Sequence[str]]) -> Store | None:
     stores = (root.at(name) for names in steps for name in names)
     return next((store for store in stores if has_finished_checkpoint(store)), None)
+
+
+def _newest_of_orbax(root: Store, names: Sequence[str]) -> Store | None:
+    """The newest step with a name that only Orbax gives, such as `ckpt_100`."""
+    steps = reversed(prefixed_steps(names).values())
+    stores = (root.at(name) for of_step in steps for name in of_step)
+    return next((store for store in stores if is_finished_orbax(store)), None)
 
 
 def open_at(path: PathLike) -> Source:

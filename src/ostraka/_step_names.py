@@ -9,6 +9,7 @@ _MOST_LISTED = 10
 
 _STEP_NAME = re.compile(r"(?:step_)?([0-9]{1,200})")
 """No file system takes longer names, and Python reads no number of any length."""
+_PREFIXED = re.compile(r".+_([0-9]{1,200})")
 
 
 def name_of(step: int) -> str:
@@ -33,6 +34,16 @@ def steps_among(names: Iterable[str]) -> dict[int, list[str]]:
         if step is not None:
             found.setdefault(step, []).append(name)
     return {step: _own_first(step, found[step]) for step in sorted(found)}
+
+
+def prefixed_steps(names: Iterable[str]) -> dict[int, list[str]]:
+    """The steps, ascending, that names with any prefix mean, as Orbax may have: `ckpt_100`."""
+    found: dict[int, list[str]] = {}
+    for name in sorted(names):
+        match = _PREFIXED.fullmatch(name)
+        if match and step_of(name) is None:
+            found.setdefault(int(match[1]), []).append(name)
+    return dict(sorted(found.items()))
 
 
 def names_of_step(wanted: str | int, names: Iterable[str]) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from errno import EACCES, EPERM
 
 from ostraka import _format
-from ostraka._foreign import has_orbax_names, names_in
-from ostraka._step_names import steps_among
+from ostraka._step_names import prefixed_steps, steps_among
 from ostraka.errors import CheckpointNotFound, Damaged, Problem, UnsupportedFormat
-from ostraka.formats import has_finished_checkpoint, is_orbax, open_source
+from ostraka.formats import is_finished_orbax, is_orbax, open_source
 from ostraka.manager._steps import Root, Step, saved_s
 from ostraka.storage import Store, open_store
 
@@ -48,11 +47,11 @@ def open_root(path: str) -> Root:
 def steps_of_orbax(root: Root) -> list[Step]:
     """The steps in a directory that Orbax has finished. A manager does not know them."""
     found: list[Step] = []
-    for step, names in steps_among(root.store.list()).items():
-        for name in names:
-            place = root.at(name)
-            if has_orbax_names(names_in(place)) and has_finished_checkpoint(place):
-                found.append(_step_of_orbax(place, step, name))
+    names = root.store.list()
+    for step, of_step in (*steps_among(names).items(), *prefixed_steps(names).items()):
+        for name in of_step:
+            if is_finished_orbax(root.at(name)):
+                found.append(_step_of_orbax(root.at(name), step, name))
     return found
 
 

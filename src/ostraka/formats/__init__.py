@@ -6,7 +6,7 @@ format, and raises for what is and can't be read. To add one, write it and list 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ostraka._foreign import names_in, not_a_checkpoint
 from ostraka._format import METADATA_NAME, is_shards_directory
@@ -31,9 +31,8 @@ def open_source(store: Store) -> Source:
     raise not_a_checkpoint(store)
 
 
-def is_checkpoint(store: Store) -> bool:
-    """Whether a place is a checkpoint of any format, by its names; it may be unfinished."""
-    names = names_in(store)
+def is_checkpoint(names: Sequence[str]) -> bool:
+    """Whether a place with these names is a checkpoint of any format; it may be unfinished."""
     return METADATA_NAME in names or any(map(is_shards_directory, names)) or is_orbax(names)
 
 
@@ -41,3 +40,9 @@ def has_finished_checkpoint(store: Store) -> bool:
     """Whether a save to a place has been finished, in any format."""
     names = names_in(store)
     return is_finished(store, names) if is_orbax(names) else METADATA_NAME in names
+
+
+def is_finished_orbax(store: Store) -> bool:
+    """Whether a place is a checkpoint that Orbax has finished."""
+    names = names_in(store)
+    return is_orbax(names) and is_finished(store, names)

@@ -143,7 +143,7 @@ def _why_unfinished(
     store: Store, names: Sequence[str], about: Mapping[str, Any] | None
 ) -> str | None:
     """Why a save of Orbax is not finished; None if it is."""
-    if TEMPORARY in store.location.rpartition("/")[2]:
+    if TEMPORARY in store.location:  # also an item of a step
         return "its name is that of an unfinished save"
     if COMMITTED in names or STEP_METADATA not in names:
         # Before 0.12.3 only buckets had the file; in directories an unfinished save had another

@@ -32,7 +32,7 @@ from ostraka.errors import (
     describe,
 )
 from ostraka.formats import open_source
-from ostraka.formats._ostraka import OstrakaSource
+from ostraka.formats._ostraka import open_ostraka
 from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import Claim, PathLike, Store, claimed, is_claim, open_store
@@ -294,12 +294,12 @@ def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound
 
 
 def _read(place: Store) -> _Found | None:
-    # A manager lists, and deletes, only what it could have saved.
-    if has_orbax_names(names_in(place)):
-        return None
     try:
-        source = open_source(place)
-        if not isinstance(source, OstrakaSource):
+        source = open_ostraka(place)
+        if source is None:
+            # A manager lists, and deletes, only what it could have saved.
+            if not has_orbax_names(names_in(place)):
+                open_source(place)  # Raises, unless it is another format's.
             return None
         saved = source.saved
     except NotACheckpoint:

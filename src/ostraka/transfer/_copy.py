@@ -105,9 +105,10 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
 
 def _steps_in(root: Store) -> list[str]:
     """The names of the committed steps in a place, ascending; none if it is a checkpoint itself."""
-    if is_checkpoint(root):
+    names = names_in(root)
+    if is_checkpoint(names):
         return []
-    steps = [name for names in steps_among(names_in(root)).values() for name in names]
+    steps = [name for of_step in steps_among(names).values() for name in of_step]
     return [name for name in steps if has_finished_checkpoint(root.at(name))]
 
 
