@@ -6,9 +6,9 @@ python tests/fuzz_by_coverage.py -runs=100000
 import sys
 from contextlib import suppress
 
-import atheris  # pyright: ignore[reportMissingImports]
+import atheris  # pyright: ignore
 
-with atheris.instrument_imports(include=["ostraka"]):
+with atheris.instrument_imports(include=["ostraka"]):  # pyright: ignore
     from ostraka._document import saved_tree
     from ostraka._format import decode_index, digest
     from ostraka._metadata import decode_metadata, metadata_is_intact

@@ -29,6 +29,7 @@ def agree_alone(tree: Any, *, dtype: Any = None, take_place: Any = lambda: None)
             location="here",
             dtype=dtype,
             compress=None,
+            parity=0,
             user={},
             take_place=take_place,
         )

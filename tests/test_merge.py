@@ -26,7 +26,7 @@ from places import Place
 def make(seed: int, mesh: Any) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
-    def array(dtype: str, *spec: Any) -> jax.Array:
+    def array(dtype: Any, *spec: Any) -> jax.Array:
         values = rng.normal(size=(16, 8)).astype(dtype)
         return jax.device_put(values, NamedSharding(mesh, P(*spec)))
 

@@ -1,7 +1,7 @@
 """Lost and damaged files of a checkpoint with parity: read all the same, and found again."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
@@ -61,7 +61,7 @@ def open_at(path: Any) -> OstrakaSource:
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
+def said() -> Generator[list[str]]:
     """What was warned of."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as found:

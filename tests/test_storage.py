@@ -520,8 +520,8 @@ def test_the_writer_keeps_to_what_the_store_likes(tmp_path):
             return getattr(self.writer, name)
 
     class Watched(FaultyStore):
-        def create(self, name, size, *, beside=1) -> Any:
-            return Writer(name, super().create(name, size, beside=beside))
+        def create(self, name, size, *, beside=1, replace=False) -> Any:
+            return Writer(name, super().create(name, size, beside=beside, replace=replace))
 
     lock = threading.Lock()
     tree = {str(n): np.ones(3_000_000, np.float32) for n in range(8)}
