@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 IMPORTED_AS = {"orbax-checkpoint": "orbax"}
 
 TESTED_IN = {
+    "_allowance": "hostile",
     "_blocks": "fetch",
     "_capture": "roundtrip",
     "_columns": "rebuild",
@@ -29,6 +30,7 @@ TESTED_IN = {
     "_plan_read": "plan",
     "_plan_write": "plan",
     "_read": "roundtrip",
+    "_runs": "format",
     "_save": "roundtrip",
     "_service": "coordinate",
     "_version": "project",

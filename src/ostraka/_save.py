@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from ostraka import _format
@@ -79,7 +80,7 @@ def save(
     >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
     saving = Save(path, dtype, compress, parity, metadata, max_file_bytes, on_record)
-    saving.run(lambda: capture(tree))
+    saving.run(partial(capture, tree))
 
 
 def save_async(
@@ -163,7 +164,7 @@ class Save:
             handle = SaveHandle(str(self.path), self._progress, self._give_up)
             try:
                 with paused_gc():
-                    captured = self.capture(lambda: capture(tree))
+                    captured = self.capture(partial(capture, tree))
                     hold(captured.values)
                 self.watch.lap("capture")
                 if not is_waited_for:

@@ -68,6 +68,8 @@ class _Job:
     operation: Operation
     store: Store
     save_id: str
+    directory: str
+    """Of its shard files."""
     leaves: Sequence[StoredLeaf]
     values: Sequence[Value]
     copied: frozenset[int]
@@ -131,6 +133,7 @@ def write_shards(
         operation,
         store,
         save_id,
+        _format.shards_directory(save_id),
         plan.leaves,
         values,
         copied,
@@ -144,14 +147,14 @@ def write_shards(
     groups = [] if parity is None else _plan_groups(job, shards, plan, parity)
     try:
         _write_all(job, shards, groups, progress)
-        digests = {shard.file.name: shard.digests() for shard in shards}
+        digests = {shard.name: shard.digests() for shard in shards}
         # Parity has copies of the index, whose length must be known before: not that of identities.
         where = "" if parity is not None else store.location
         index = _format.encode_index(
             save_id, operation.process, digests, version=plan.version, location=where
         )
         name = _format.index_name(operation.process)
-        store.put(f"{_format.shards_directory(save_id)}/{name}", index)
+        store.put(f"{job.directory}/{name}", index)
         sums = tuple(file for group in groups for file in group.finish(index))
     except BaseException:
         for target in (*shards, *groups):
@@ -197,7 +200,7 @@ def _plan_groups(
 
 def _planned_index_bytes(job: _Job, shards: Sequence[_Shard]) -> int:
     """How long the index will be; exact, as long as nothing is compressed."""
-    planned = {s.file.name: _format.planned_digests(s.file, s.entries) for s in shards}
+    planned = {s.name: _format.planned_digests(s.file, s.entries) for s in shards}
     return len(_format.encode_index(job.save_id, job.operation.process, planned))
 
 
@@ -235,6 +238,7 @@ class _Shard:
 
     def __init__(self, job: _Job, file: FileEntry, entries: list[Entry]):
         self.file = file
+        self.name = file.name
         self.entries = entries
         self._job = job
         self._lengths = _format.block_lengths(file.header_bytes, entries, job.codecs)
@@ -288,7 +292,7 @@ class _Shard:
         return chain([np.frombuffer(self._header({}), np.uint8)], self._stream())
 
     def _create(self) -> FileWriter:
-        job, name = self._job, f"{_format.shards_directory(self._job.save_id)}/{self.file.name}"
+        job, name = self._job, f"{self._job.directory}/{self.name}"
         if job.store.parts.in_any_order or self._has_header_first:
             return job.store.create(name, self.file.size, beside=job.beside)
         return SpooledFile(job.store, name, job.beside, job.check)
