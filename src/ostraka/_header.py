@@ -39,6 +39,14 @@ def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[
     return shape, [start + _NOWHERE for start in starts[:1]] + starts[1:]
 
 
+def real_starts(shown: Sequence[int]) -> list[int]:
+    """Where a box begins, given what a header says; older checkpoints have nothing added."""
+    starts = list(shown)
+    if starts and starts[0] >= _NOWHERE:
+        starts[0] -= _NOWHERE
+    return starts
+
+
 def header_capacity(leaf: LeafSpec, *, compressed: bool) -> int:
     """An upper bound for what one box of this leaf adds to a header, the same for every box.
 

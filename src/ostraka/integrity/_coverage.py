@@ -2,7 +2,7 @@
 
 What a reader looks for in a file follows from `_METADATA`; what a header says is what every other
 tool goes by. Both are compared, and then the boxes of each leaf, as headers have them, must fill it
-without gaps and overlaps. Nothing here uses the functions that plan or write headers.
+without gaps and overlaps. Nothing here uses the functions that plan or write them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from ostraka._box import Box
 from ostraka._format import Block, Entry, stored_range
+from ostraka._header import real_starts
 from ostraka._parallel import TooDeep, with_full_stack
 from ostraka._spec import DTYPES, StoredLeaf
 
@@ -114,7 +115,8 @@ def _box_of(
 ) -> Box | None:
     """The box that a header shows; None if it is of another dtype or size."""
     dtype = DTYPES[leaf.spec.dtype]
-    starts, shape = list(map(int, begin["saved_offsets"])), list(map(int, shown["shape"]))
+    starts = real_starts(list(map(int, begin["saved_offsets"])))
+    shape = list(map(int, shown["shape"]))
     if shown["dtype"] != (dtype.name if is_compressed else dtype.code):
         return None
     if dtype.packed and not is_compressed:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from ostraka import _format
 from ostraka._box import Box
+from ostraka._header import real_starts
 from ostraka._spec import DTYPES
 from ostraka.integrity._lost import open_or_say
 from ostraka.storage import Store
@@ -114,5 +115,6 @@ def _box(path: str, tensor: Any, opaque: str | None, place: Any, codec: Any) -> 
         raise ValueError("a shape and its place have another rank")
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a shape or a place is no number")
-    box = tuple((at, at + extent) for at, extent in zip(starts, shape, strict=True))
+    places = zip(real_starts(starts), shape, strict=True)
+    box = tuple((at, at + extent) for at, extent in places)
     return FoundBox(path, name, box, stop - start)
