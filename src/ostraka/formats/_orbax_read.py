@@ -27,6 +27,7 @@ _AT_ONCE_BYTES = 128 << 20
 """So much is being read at one time; TensorStore needs about twice that for chunks on their way."""
 _AT_ONCE = 512
 _PIECE_BYTES = 32 << 20
+_SMALL_BYTES = 1 << 20
 _PIECE_CHUNKS = 4096
 """TensorStore begins all chunks of a read at once: of an array of many, not all may be given."""
 
@@ -184,7 +185,13 @@ class _Reading:
                 yield from self._cut(leaf, box, together)
 
     def _clusters(self, leaf: int, numbers: Sequence[int]) -> list[list[int]]:
-        """Targets that want elements of the same chunks, which are to be read once."""
+        """Targets that want elements of the same chunks, which are to be read once.
+
+        All of a small leaf are read together: a read costs more than copying what it gives.
+        """
+        elements = sum(self._missing[number] for number in numbers)
+        if elements * numpy_dtype(self._leaves[leaf].dtype).itemsize <= _SMALL_BYTES:
+            return [list(numbers)]
         chunk = self._arrays[leaf].zarr.read_chunk
         clusters: list[tuple[Box, list[int]]] = []
         for number in numbers:

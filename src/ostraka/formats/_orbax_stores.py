@@ -93,10 +93,6 @@ class Item:
             opened = self._opened[array.name] = future.result()
         return opened
 
-    def close(self) -> None:
-        """Let go of what has been opened."""
-        self._opened.clear()
-
     def explained(self, error: Exception, name: str, leaves: tuple[str, ...]) -> OstrakaError:
         if isinstance(error, OstrakaError):
             return error

@@ -48,12 +48,6 @@ class ZarrArray:
             return text or "0"
         return self.separator.join([self.prefix, text]) if text else self.prefix
 
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """How many file chunks there are along each dimension."""
-        sizes = zip(self.shape, self.file_chunk, strict=True)
-        return tuple(-(-extent // chunk) for extent, chunk in sizes)
-
 
 def parse_zarr2(document: Any) -> ZarrArray:
     """`.zarray`. Raises ValueError, TypeError or KeyError for what is none."""
