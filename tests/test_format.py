@@ -717,6 +717,7 @@ def test_a_leaf_of_every_process_needs_a_dimension_for_them():
 
 def test_a_tree_that_contradicts_its_arrays_is_not_intact():
     store, body = save_example("odd-tree")
+    store.delete(f"shards-{body['id']}/metadata.json")
     store.put("_METADATA", sealed({**body, "tree": {"list": None, "items": []}}))
     report = ostraka.verify(store.location, raises=False)
     assert [problem.file for problem in report.problems] == ["_METADATA"]
