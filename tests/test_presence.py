@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from ostraka import _presence
-from ostraka._presence import Door, connect
+from ostraka._presence import Connection, Door
 
 LONG_S = 60.0
 
@@ -22,10 +22,10 @@ def door() -> Iterator[Door]:
         yield door
 
 
-def come(door: Door, process: int) -> socket.socket:
+def come(door: Door, process: int) -> Connection:
     at = door._listener.getsockname()[0]
-    connection = connect("localhost" if at == "::" else at, door.address, process)
-    assert connection is not None
+    connection = Connection("localhost" if at == "::" else at, door.address, process)
+    assert connection._socket is not None
     return connection
 
 
@@ -57,6 +57,17 @@ def test_one_that_ends_is_known_at_once(host: str):
     wait_until(lambda: door.find_ended() == {1, 12})
     connections[2].close()
     door.close()
+
+
+def test_what_lives_connects_again(door: Door):
+    """Something on the way, such as a proxy, has closed a connection that was idle."""
+    connection = come(door, 7)
+    wait_until(lambda: not door.find_ended() and 7 in door._at)
+    first = door._at[7]
+    first.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: not door.find_ended() and door._at.get(7) not in (None, first))
+    connection.close()
+    wait_until(lambda: door.find_ended() == {7})
 
 
 def test_one_that_was_gone_before_anybody_looked(door: Door):
@@ -94,15 +105,17 @@ def test_where_nobody_can_be_reached(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_presence, "_CONNECT_WITHIN_S", 0.1)
     with socket.create_server(("localhost", 0)) as closed:
         port = closed.getsockname()[1]
-    assert connect("localhost", [port, "0" * 32], 1) is None
-    assert connect("no-such-host.invalid", [port, "0" * 32], 1) is None
+    for host in ("localhost", "no-such-host.invalid"):
+        connection = Connection(host, [port, "0" * 32], 1)
+        assert connection._socket is None
+        connection.close()
 
 
 FORK = """
 import os, sys, warnings
-from ostraka._presence import connect
+from ostraka._presence import Connection
 
-connection = connect("localhost", [int(sys.argv[1]), sys.argv[2]], 5)
+connection = Connection("localhost", [int(sys.argv[1]), sys.argv[2]], 5)
 read, write = os.pipe()
 if not os.fork():
     os.close(write)

@@ -7,8 +7,8 @@ closes the connection, and process 0 sees that in a moment, without a message.
 
 An open connection proves nothing, and none is needed: where none can be made, because a port is
 blocked, or if a whole host goes without a word, the roll calls of `_coordinate` find it out.
-Nothing is sent to keep a connection alive, so a network that drops idle ones never looks like a
-death.
+Nor does a closed one by itself: proxies close what is idle. A process that lives sees that, too,
+and connects again at once; one that has not done so after `_GRACE_S` has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -24,6 +25,7 @@ from ostraka._lifetime import after_fork
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _CONNECT_WITHIN_S = 2.0
+_GRACE_S = 1.0
 _WAITING = 4096
 """How many connections may wait to be taken in; Linux has this limit itself."""
 _DIGITS = 10
@@ -51,7 +53,8 @@ class Door:
         self._said: dict[socket.socket, bytes] = {}
         """What each connection has said so far."""
         self._at: dict[int, socket.socket] = {}
-        self._ended: set[int] = set()
+        self._closed_s: dict[int, float] = {}
+        """When the connection of a process was found closed, unless it has made another since."""
         self._looking = threading.Lock()
         self._most = os.sysconf("SC_OPEN_MAX") // _PART_OF_FILES
 
@@ -61,7 +64,7 @@ class Door:
         return [self._listener.getsockname()[1], self._token]
 
     def find_ended(self) -> set[int]:
-        """The processes that were connected, and are no more."""
+        """The processes that were connected, and have not been for a moment."""
         with self._looking:
             for _ in range(3):  # A new connection may have its hello to read, and then its end.
                 for key, _ in self._selector.select(0):
@@ -69,7 +72,8 @@ class Door:
                         self._accept()
                     elif isinstance(key.fileobj, socket.socket):
                         self._read(key.fileobj)
-            return set(self._ended)
+            latest_s = time.monotonic() - _GRACE_S
+            return {process for process, at_s in self._closed_s.items() if at_s <= latest_s}
 
     def close(self) -> None:
         with self._looking:
@@ -103,12 +107,12 @@ class Door:
         process = self._process_in(said)
         if data and process is not None:
             self._at[process] = connection
-            self._ended.discard(process)
+            self._closed_s.pop(process, None)
             return
         # It is over, or a stranger.
         if process is not None and self._at.get(process) is connection:
             del self._at[process]
-            self._ended.add(process)
+            self._closed_s[process] = time.monotonic()
         self._selector.unregister(connection)
         del self._said[connection]
         connection.close()
@@ -118,17 +122,50 @@ class Door:
         return int(number) if token == self._token.encode() and number.isdigit() else None
 
 
-def connect(host: str, address: list[int | str], process: int) -> socket.socket | None:
-    """Connect this process to process 0, until it ends; None if that can't be done."""
-    port, token = address
-    try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_WITHIN_S)
-    except OSError:
-        return None
-    _sockets.add(connection)
-    with suppress(OSError):
-        connection.sendall(f"{token}{process:0{_DIGITS}d}".encode())
-    return connection
+class Connection:
+    """On the others: tells process 0, by being open, that this process lives."""
+
+    def __init__(self, host: str, address: list[int | str], process: int):
+        self._host = host.strip("[]")
+        self._port = int(address[0])
+        self._hello = f"{address[1]}{process:0{_DIGITS}d}".encode()
+        self._is_closed = False
+        self._changing = threading.Lock()
+        self._socket = self._connect()
+        if self._socket is not None:
+            # A daemon: it waits for as long as the program lives.
+            threading.Thread(target=self._stay_connected, daemon=True).start()
+
+    def close(self) -> None:
+        with self._changing:
+            self._is_closed = True
+            if self._socket is not None:
+                with suppress(OSError):  # It may be closed already. Whoever waits for it wakes up.
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                self._socket.close()
+
+    def _connect(self) -> socket.socket | None:
+        """None if process 0 can't be reached."""
+        try:
+            made = socket.create_connection((self._host, self._port), _CONNECT_WITHIN_S)
+        except OSError:
+            return None
+        _sockets.add(made)
+        made.settimeout(None)
+        with suppress(OSError):  # Then it is closed, which is found when it is read from.
+            made.sendall(self._hello)
+        return made
+
+    def _stay_connected(self) -> None:
+        """Connect again whenever something on the way has closed the connection."""
+        while self._socket is not None:
+            with suppress(OSError):
+                if self._socket.recv(1):
+                    return  # It is not process 0 that answers: that never says a word.
+            time.sleep(_GRACE_S / 5)  # Whoever closes it each time is not asked without end.
+            with self._changing:
+                self._socket.close()
+                self._socket = None if self._is_closed else self._connect()
 
 
 def _listen(host: str) -> socket.socket:

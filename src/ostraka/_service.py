@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from ostraka._presence import Door, connect
+from ostraka._presence import Connection, Door
 
 _KEEP_OPERATIONS = 16
 _KEEP_AT_MOST = 256
@@ -40,7 +39,7 @@ class Connections:
         self._door: Door | None = None
         self.is_told = False
         """On process 0: whether the others know where to connect to, or can't."""
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
 
     def open(self) -> Any:
         """On process 0: let others connect; returns what they need for it, None if they can't."""
@@ -53,7 +52,7 @@ class Connections:
 
     def connect(self, address: Any, process: int) -> None:
         """On other processes: have process 0 know when this one ends."""
-        self._connection = connect(self._host, address, process)
+        self._connection = Connection(self._host, address, process)
 
     def close(self) -> None:
         for held in (self._door, self._connection):
