@@ -27,6 +27,7 @@ COMMANDS = (
     "diff",
     "gc",
     "ls",
+    "merge",
     "plan",
     "repair",
     "rm",
