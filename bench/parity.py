@@ -28,9 +28,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ostraka
 from bench.machine import remove
-from ostraka._blocks import Shards
 from ostraka._checkpoint import open_at
 from ostraka._parallel import StopSignal, run_all
+from ostraka._shards import Shards
 from ostraka.formats._ostraka import OstrakaSource
 
 LEAVES = 16

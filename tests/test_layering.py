@@ -46,6 +46,8 @@ LAYERS = (
     "_foreign",
     "_columns",
     "_rebuild",
+    "_damage",
+    "_shards",
     "_blocks",
     "_memory",
     "_fetch",

@@ -33,6 +33,7 @@ TESTED_IN = {
     "_runs": "format",
     "_save": "roundtrip",
     "_service": "coordinate",
+    "_shards": "rebuild",
     "_version": "project",
     "_write_compressed": "compress",
     "_write_shards": "roundtrip",

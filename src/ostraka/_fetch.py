@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ostraka import _box, _pack
-from ostraka._blocks import ShardFile, Shards, damage_on_contradiction
+from ostraka._blocks import ShardFile
+from ostraka._damage import damage_on_contradiction
 from ostraka._memory import Array, Buffers, Scratch, map_pages
 from ostraka._parallel import StopSignal, in_turn, run_as_completed
 from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_read
+from ostraka._shards import Shards
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
 

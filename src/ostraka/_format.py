@@ -358,7 +358,7 @@ def decode_index(data: bytes) -> dict[str, FileDigests]:
         return {
             name: _decode_digests(printable(name), file, place) for name, file in described.items()
         }
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"a field is missing or malformed ({error})") from error
 
 

@@ -197,7 +197,7 @@ def decode_metadata(data: bytes) -> Metadata:
             version=body["version"],
         )
         check_metadata(metadata)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"a field is missing or malformed ({_shown(error)})") from error
     return metadata
 
@@ -212,8 +212,10 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
         raise NotACheckpoint(f"its {METADATA_NAME} was not written by Ostraka")
     version = body.get("version")
     if type(version) is not int or version not in _format.VERSIONS:
+        stated = hex(version) if type(version) is int and version > 1 << 63 else version
+        stated = stated if isinstance(stated, int | str) else "that is no number"
         raise UnsupportedFormat(
-            f"it is in format version {_shown(repr(version))} and this Ostraka reads versions up "
+            f"it is in format version {_shown(stated)} and this Ostraka reads versions up "
             f"to {_format.VERSIONS[-1]}; install a newer ostraka"
         )
     return body

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ostraka import _format, _parity
-from ostraka._blocks import Shards
 from ostraka._columns import sum_up
 from ostraka._coordinate import Operation
 from ostraka._format import BLOCK_BYTES, FileEntry, decode_runs, encode_runs
@@ -34,6 +33,7 @@ from ostraka._parity_format import (
 )
 from ostraka._plan_parity import ParityPlan
 from ostraka._plan_write import WritePlan
+from ostraka._shards import Shards
 from ostraka.errors import Damaged, StoreError
 from ostraka.storage import FileWriter, Store
 

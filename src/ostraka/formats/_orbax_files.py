@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from ostraka._blocks import damage_on_loss, damaged
+from ostraka._damage import damage_on_loss, damaged
 from ostraka._parallel import with_full_stack
 from ostraka.errors import OstrakaError
 from ostraka.storage import Store

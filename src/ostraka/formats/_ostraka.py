@@ -7,20 +7,15 @@ from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ostraka._blocks import (
-    NOT_AS_WRITTEN,
-    ShardFile,
-    Shards,
-    damage_on_contradiction,
-    damage_on_loss,
-    damaged,
-)
+from ostraka._blocks import ShardFile
+from ostraka._damage import NOT_AS_WRITTEN, damage_on_contradiction, damage_on_loss, damaged
 from ostraka._document import saved_tree
 from ostraka._foreign import looks_like_ours
 from ostraka._format import METADATA_NAME, Entry, FileEntry, stored_range
 from ostraka._metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka._nodes import Branch, Leaf
 from ostraka._plan_restore import reading_order
+from ostraka._shards import Shards
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import Target, turns_of
 from ostraka.errors import NotACheckpoint

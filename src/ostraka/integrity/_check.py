@@ -12,19 +12,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ostraka import _format
-from ostraka._blocks import (
-    ShardFile,
-    check_metadata_copy,
-    damage_on_contradiction,
-    damage_on_loss,
-    lost_in,
-    other_size,
-)
+from ostraka._blocks import ShardFile
 from ostraka._box import Box
+from ostraka._damage import check_metadata_copy, damage_on_contradiction, damage_on_loss, other_size
 from ostraka._format import Block, Entry, FileDigests, FileEntry
 from ostraka._metadata import shard_contents
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._parity_format import ParityFile
+from ostraka._shards import lost_in
 from ostraka.errors import Damaged, Problem
 from ostraka.formats._ostraka import OstrakaSource
 from ostraka.integrity._beside import find_foreign

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ostraka import _format
-from ostraka._blocks import NOT_AS_WRITTEN, damage_on_contradiction, damaged
+from ostraka._damage import NOT_AS_WRITTEN, damage_on_contradiction, damaged
 from ostraka._foreign import looks_like_ours, not_a_checkpoint
 from ostraka._format import METADATA_COPY, METADATA_NAME
 from ostraka._leftovers import id_in

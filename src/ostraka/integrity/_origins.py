@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ostraka import _format, _header
-from ostraka._blocks import Shards
 from ostraka._format import METADATA_NAME, Block, Entry, FileEntry
 from ostraka._metadata import IndexEntry, Metadata, shard_contents
+from ostraka._shards import Shards
 from ostraka.errors import Damaged, OstrakaError, describe
 from ostraka.formats._ostraka import OstrakaSource, open_ostraka
 from ostraka.integrity._repair_report import Tally

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ostraka._blocks import ShardFile, Shards
+from ostraka._blocks import ShardFile
 from ostraka._parallel import StopSignal, run_all
 from ostraka._parity_format import ParityFile
 from ostraka._rebuild import Rebuild
+from ostraka._shards import Shards
 from ostraka.errors import Damaged, Problem
 from ostraka.integrity._origins import Absent, Shard
 from ostraka.integrity._repair_report import MendedFile, Tally

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ostraka import _format
-from ostraka._blocks import Shards, damage_on_contradiction, damaged
+from ostraka._damage import damage_on_contradiction, damaged
 from ostraka._format import METADATA_COPY, METADATA_NAME, Entry, FileEntry
 from ostraka._memory import Scratch
 from ostraka._metadata import (
@@ -25,6 +25,7 @@ from ostraka._metadata import (
 )
 from ostraka._parallel import StopSignal, run_all
 from ostraka._parity_format import ParityFile
+from ostraka._shards import Shards
 from ostraka.errors import Damaged, Problem
 from ostraka.integrity._find_metadata import (
     NOWHERE,

@@ -12,9 +12,9 @@ from operator import add, attrgetter
 from typing import Any, cast
 
 from ostraka import _format, _metadata
-from ostraka._blocks import damage_on_contradiction
 from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule, check_rule, codecs_of
+from ostraka._damage import damage_on_contradiction
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
 from ostraka._metadata import Metadata, take_entries

@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 
 from ostraka import _format
-from ostraka._blocks import damage_on_loss, damaged
+from ostraka._damage import damage_on_loss, damaged
 from ostraka._format import METADATA_NAME
 from ostraka._leftovers import Seen, is_of_a_save, remove_leftovers, take_over
 from ostraka._metadata import decode_metadata, metadata_is_intact

@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from ostraka import _format
-from ostraka._blocks import PIECE_BYTES, ShardFile, damage_on_contradiction
+from ostraka._blocks import PIECE_BYTES, ShardFile
+from ostraka._damage import damage_on_contradiction
 from ostraka._format import Block
 from ostraka._memory import Scratch, aligned
 from ostraka._metadata import shard_contents

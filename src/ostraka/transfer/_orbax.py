@@ -12,7 +12,7 @@ import shutil
 from contextlib import closing, suppress
 from functools import partial
 
-from ostraka._blocks import damage_on_loss, damaged
+from ostraka._damage import damage_on_loss, damaged
 from ostraka._memory import aligned
 from ostraka._parallel import StopSignal, run_all
 from ostraka.errors import Busy, PathInTheWay, store_error
