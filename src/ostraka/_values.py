@@ -100,9 +100,7 @@ class ShardedValue:
         self._shards: Sequence[jax.Array] | None = None
         self._held: dict[Box, Array] | None = None
         self.in_host_memory = at.gives_views
-        # JAX takes over aligned memory of numpy, dlpack and others without a copy, and nothing
-        # tells these arrays from its own.
-        self.may_change = at.gives_views
+        self.may_change = False
 
     def read(self, device: int, box: Box) -> Array:
         at = self._at
@@ -135,6 +133,9 @@ class ShardedValue:
         # A view is enough in host memory: XLA does not reuse what somebody looks at.
         self._held = self._by_box()
         self._array = self._shards = None
+        # JAX takes over aligned memory of numpy, dlpack and others without a copy, nothing tells
+        # these arrays from its own, and the program goes on while they are written.
+        self.may_change = self._at.gives_views
         self.in_host_memory = True
         return ()
 
