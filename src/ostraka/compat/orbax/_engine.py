@@ -277,9 +277,7 @@ class Item:
         values: dict[Keys, Any] = {}
         if arrays:
             values = self._read_arrays(arrays)
-        return [
-            want.finish(values[want.keys] if want.keys in values else want.saved) for want in wants
-        ]
+        return [want.finish(values.get(want.keys, want.saved)) for want in wants]
 
     def _read_arrays(self, wants: list[Want]) -> dict[Keys, Any]:
         like = nest((w.keys, self.tree.flags[w.keys], w.template) for w in wants)

@@ -83,6 +83,8 @@ class CheckpointManager(AbstractCheckpointManager):
         self._names: dict[int, str] = {}
         self._running: SaveHandle | None = None
         self._saving: int | None = None
+        self._before: list[PolicyCheckpointInfo] = []
+        """The steps there were with the one that is being saved, before any was to go."""
         self._closed = False
         store = store_at(directory)
         if self._options.create and not self._options.read_only:
@@ -199,44 +201,63 @@ class CheckpointManager(AbstractCheckpointManager):
         args: Any = None,
         custom_metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Save a step if it is time to, or in any case with `force`; returns whether it is saved."""
+        """Save a step if it is time to, or in any case with `force`; returns whether it does."""
         step = int(step)
-        given = self._save_args(items, save_kwargs, args)
+        given, single = self._save_args(items, save_kwargs, args)
         if self._options.read_only or (not force and not self.should_save(step)):
             return False
         self.wait_until_finished()
+        self._single = single
         if any(info.step == step for info in self._infos):
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
-        payloads = composite_payloads(self._handler, given)
+        self.begin(
+            step,
+            composite_payloads(self._handler, given),
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+            max_file_bytes=file_size_of(given),
+        )
+        return True
+
+    def begin(
+        self,
+        step: int,
+        payloads: Mapping[str, Any],
+        *,
+        metrics: Any,
+        custom_metadata: Any,
+        max_file_bytes: int | None = None,
+    ) -> None:
+        """Begin to save items that are ready, whatever the policies say."""
+        self.wait_until_finished()
         kept = None if metrics is None else as_json(metrics, "metrics")
         about = About(as_json(custom_metadata or {}, "custom_metadata"), kept, step)
-        info = PolicyCheckpointInfo(step, datetime.now(UTC), metrics)
-        gone = self._add(info)
-        path = self._path(step)
+        gone = self._add(PolicyCheckpointInfo(step, datetime.now(UTC), metrics))
+        self._saving = step
         try:
             self._running = write(
-                path,
+                self.path_of(step),
                 payloads[DEFAULT_ITEM_NAME] if self._is_default(payloads) else payloads,
                 about,
                 force=True,
                 background=self._options.enable_async_checkpointing,
-                max_file_bytes=file_size_of(given),
+                max_file_bytes=max_file_bytes,
                 on_commit=lambda: self._remove(gone),
             )
         except BaseException:
-            self._saving = step
-            self._forget_saving(gone)
+            self._forget_saving()
             raise
-        self._saving, self._gone = step, gone
         if self._running is None:
             self._saving = None
-        return True
 
     def _is_default(self, payloads: Mapping[str, Any]) -> bool:
         return bool(self._single) and list(payloads) == [DEFAULT_ITEM_NAME]
 
-    def _save_args(self, items: Any, save_kwargs: Any, args: Any) -> Any:
-        """What to save, as a Composite. Raises ValueError for what does not fit the manager."""
+    def _save_args(self, items: Any, save_kwargs: Any, args: Any) -> tuple[Any, bool]:
+        """What to save, as a Composite, and whether that is one item without a name.
+
+        Raises ValueError for what does not fit the manager.
+        """
         if args_lib.is_args(items):
             raise ValueError(
                 "Found an instance of `CheckpointArgs` provided for `items`. Give it as args=."
@@ -244,16 +265,14 @@ class CheckpointManager(AbstractCheckpointManager):
         if args is None and items is None:
             raise ValueError("Must provide `args` for `save`.")
         if args is None:
-            return self._old_args(items, save_kwargs or {}, save_args_for)
+            return self._old_args(items, save_kwargs or {}, save_args_for), bool(self._single)
         given = args_lib.adopt(args)
         if not args_lib.is_args(given):
             raise ValueError(f"`args` must be a CheckpointArgs, such as StandardSave, not {args!r}")
         several = isinstance(given, args_lib.Composite)
-        if self._single is None:
-            self._single = not several
         if several and self._single:
             raise ValueError("Cannot provide `args` of type `Composite`: there is one item here.")
-        if not several and not self._single:
+        if not several and self._single is False:
             raise ValueError(
                 "Must provide `args` of type `Composite` when dealing with multiple checkpointable "
                 "objects."
@@ -261,7 +280,9 @@ class CheckpointManager(AbstractCheckpointManager):
         for name in given.keys() if several else ():
             if name in RESERVED_ITEM_NAMES:
                 raise ValueError(f"Cannot save item with reserved name {name!r}.")
-        return given if several else args_lib.Composite(**{DEFAULT_ITEM_NAME: given})
+        if several:
+            return given, False
+        return args_lib.Composite(**{DEFAULT_ITEM_NAME: given}), True
 
     def _old_args(self, items: Any, kwargs: Any, make: Any) -> Any:
         """`items` and `save_kwargs` or `restore_kwargs`, of one item or a dict of several."""
@@ -311,7 +332,7 @@ class CheckpointManager(AbstractCheckpointManager):
         options = self._options.async_options
         error = running.exception(options.timeout_secs if options else None)
         if error is not None:
-            self._forget_saving(self._gone)
+            self._forget_saving()
             raise error
         self._saving = None
 
@@ -328,10 +349,10 @@ class CheckpointManager(AbstractCheckpointManager):
         running = self._running
         if running is not None and running.done() and self._saving is not None:
             if running.exception() is not None:
-                self._forget_saving(self._gone)
+                self._forget_saving()
             self._saving = None
 
-    def _forget_saving(self, gone: list[tuple[int, str]]) -> None:
+    def _forget_saving(self) -> None:
         if self._saving is not None:
             self._infos = [info for info in self._before if info.step != self._saving]
             self._saving = None
@@ -356,7 +377,8 @@ class CheckpointManager(AbstractCheckpointManager):
         given = None if args is None else args_lib.adopt(args)
         if args is None and (items is not None or restore_kwargs is not None):
             given = self._old_restore_args(opened, items, restore_kwargs or {})
-        single = self._is_single(opened) and not isinstance(given, args_lib.Composite)
+        is_named = isinstance(args, args_lib.Composite) or type(args).__name__ == "CompositeArgs"
+        single = self._is_single(opened) and not is_named
         if given is not None and not isinstance(given, args_lib.Composite):
             if not single:
                 raise ValueError(
@@ -388,11 +410,11 @@ class CheckpointManager(AbstractCheckpointManager):
         return self._open(step)
 
     def _open(self, step: int) -> Opened:
-        path = self._path(step)
+        path = self.path_of(step)
         if step not in self._names:
             # Another program may have saved it since.
             self._names.update(self._naming.find_names(self._directory))
-            path = self._path(step)
+            path = self.path_of(step)
         return Opened(path)
 
     def _is_single(self, opened: Opened) -> bool:
@@ -433,7 +455,7 @@ class CheckpointManager(AbstractCheckpointManager):
 
     # Inside
 
-    def _path(self, step: int) -> Any:
+    def path_of(self, step: int) -> Any:
         return self._directory / self._names.get(step, self._naming.build_name(step))
 
     def _read_steps(self) -> None:

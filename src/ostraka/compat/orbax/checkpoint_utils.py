@@ -77,7 +77,7 @@ def checkpoints_iterator(
     step_format_fixed_length: int | None = None,
     step_name_format: Any = None,
 ) -> Iterator[int]:
-    """Each newest step as it appears; steps that are there at once, but for the newest, are skipped.
+    """The newest step, and each newer one as it appears; those between are skipped.
 
     After `timeout` seconds without a new one it ends; with `timeout_fn` only if that is true.
     """

@@ -45,7 +45,7 @@ class AbstractCheckpointer:
 
 
 class Checkpointer(AbstractCheckpointer):
-    """Saves and restores one checkpoint at a path, by a handler; `save` returns when it is there."""
+    """One checkpoint at a path, by a handler; `save` returns when it is there."""
 
     _background = False
 

@@ -42,10 +42,10 @@ class CheckpointHandler(abc.ABC):
     def metadata(self, directory: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no metadata()")
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: Any) -> None:  # noqa: B027 - may be left as it is
         pass
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - may be left as it is
         pass
 
     @classmethod
@@ -434,7 +434,7 @@ def _args_for(
         return args_lib.adopt(given)
     if isinstance(handler, CompositeCheckpointHandler):
         if rest and not positional:
-            positional, rest = (rest.pop("item", None),), rest
+            positional = (rest.pop("item", None),)
         return args_lib.adopt(positional[0]) if positional and positional[0] is not None else None
     if isinstance(handler, _EngineHandler):
         cls = handler._restore_cls if which else handler._save_cls

@@ -47,8 +47,7 @@ def from_flat_dict(flat_dict: Any, target: Any = None, sep: str | None = None) -
         return nest((tuple(keys), (False,) * len(keys), leaf) for keys, leaf in split.items())
     flat = flatten(target)
     return flat.rebuild(
-        split[keys] if keys in split else leaf
-        for keys, leaf in zip(flat.keys, flat.leaves, strict=True)
+        split.get(keys, leaf) for keys, leaf in zip(flat.keys, flat.leaves, strict=True)
     )
 
 
@@ -68,12 +67,10 @@ def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = Fals
     for keys, leaf in zip(flat.keys, flat.leaves, strict=True):
         node: Any = serialized
         for key in keys:
-            if isinstance(node, Mapping):
-                node = (
-                    node.get(key) if key in node else node.get(int(key)) if key.isdigit() else None
-                )  # pyright: ignore
-            else:
-                node = node[int(key)] if isinstance(node, list | tuple) else None  # pyright: ignore
+            if isinstance(node, list | tuple):
+                node = node[int(key)]  # pyright: ignore
+            elif isinstance(node, Mapping):
+                node = node[key] if key in node else None  # pyright: ignore
         results.append(leaf if node is None else node)
     return flat.rebuild(results)
 

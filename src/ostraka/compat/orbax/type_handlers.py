@@ -17,7 +17,7 @@ __getattr__ = refuse(__name__)
 
 @dataclass
 class SaveArgs:
-    """How to save a leaf: `dtype` casts it. The rest is about Orbax's files, and changes nothing."""
+    """How to save a leaf: `dtype` casts it; the rest is about Orbax's files, without effect."""
 
     aggregate: bool = False
     dtype: Any = None
@@ -86,7 +86,7 @@ class TypeHandler(abc.ABC):
     async def metadata(self, infos: Sequence[Any]) -> Any:
         return [None for _ in infos]
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: Any) -> None:  # noqa: B027 - may be left as it is
         pass
 
 
