@@ -43,7 +43,9 @@ def check_standard(item: Any) -> None:
 
 
 def _is_leaf_args(node: Any) -> bool:
-    return hasattr(node, "restore_type") or hasattr(node, "aggregate")
+    # A variable of NNX has the attributes of its value, and is no leaf.
+    known = hasattr(node, "restore_type") or hasattr(node, "aggregate")
+    return known and jax.tree_util.all_leaves([node])
 
 
 def _matching(args: Any, flat: Flat) -> list[Any]:

@@ -70,7 +70,7 @@ def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = Fals
             if isinstance(node, list | tuple):
                 node = node[int(key)]  # pyright: ignore
             elif isinstance(node, Mapping):
-                node = node[key] if key in node else None  # pyright: ignore
+                node = node.get(key)  # pyright: ignore
         results.append(leaf if node is None else node)
     return flat.rebuild(results)
 
