@@ -8,9 +8,9 @@ from typing import Any
 
 import orbax.checkpoint
 import pytest
-from orbax_scenarios import SCENARIOS, Scenario, as_table
 
 import ostraka.compat.orbax
+from orbax_scenarios import SCENARIOS, Scenario, as_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

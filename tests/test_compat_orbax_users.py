@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -80,7 +81,9 @@ def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
         args = ocp.args.Composite(
             items=ocp.args.PyTreeSave(
                 item=state_at(step),
-                save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=1 << 20), state_at(0)),
+                save_args=jax.tree.map(
+                    lambda _: ocp.SaveArgs(chunk_byte_size=1 << 20), state_at(0)
+                ),
                 ocdbt_target_data_file_size=1 << 21,
             ),
             iter=grain.PyGrainCheckpointSave(data),
@@ -127,13 +130,12 @@ def test_saves_and_restores_as_brax_has_them(ocp: Any, tmp_path: Path):
         path, params, force=True, save_args=orbax_utils.save_args_from_target(params)
     )
     metadata = ocp.PyTreeCheckpointer().metadata(path).item_metadata
-    restore_args = jax.tree.map(
-        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree
-    )
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
     found = ocp.PyTreeCheckpointer().restore(
         path, ocp.args.PyTreeRestore(restore_args=restore_args), item=None
     )
-    assert isinstance(found, list) and isinstance(found[0]["w"], np.ndarray)
+    assert isinstance(found, list)
+    assert isinstance(found[0]["w"], np.ndarray)
     equal(found, list(params))
 
 
@@ -144,8 +146,8 @@ def test_a_manager_as_openpi_has_it(ocp: Any, tmp_path: Path):
             args.callback(directory)
 
         async def async_save(self, directory: Any, args: Any) -> list[Any]:
-            args.callback(directory)
-            return []
+            work = asyncio.to_thread(self.save, directory, args)
+            return [ocp.future.CommitFutureAwaitingContractedSignals(work)]
 
         def restore(self, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError("only saves")
@@ -269,7 +271,7 @@ def test_an_nnx_model_and_its_optimizer(ocp: Any, tmp_path: Path):
         manager.save(1, args=args)
         manager.wait_until_finished()
         other = nnx.eval_shape(lambda: Model(nnx.Rngs(1)))
-        graph, like, _ = nnx.split(other, nnx.Param, ...)
+        _, like, _ = nnx.split(other, nnx.Param, ...)
         wanted = ocp.args.Composite(params=ocp.args.StandardRestore(like))
         found = manager.restore(1, args=wanted).params
     np.testing.assert_array_equal(found["a"]["kernel"][...], model.a.kernel[...])
@@ -338,7 +340,8 @@ def test_what_the_drop_in_saved_opens_with_our_own_calls(tmp_path: Path):
         tree = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
         manager.save(7, args=OURS.args.StandardSave(tree), metrics={"loss": 0.5})
     with ostraka.Manager(tmp_path / "run", read_only=True) as own:
-        assert own.steps() == [7] and own.metrics(7) == {"loss": 0.5}
+        assert own.steps() == [7]
+        assert own.metrics(7) == {"loss": 0.5}
     other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     ostraka.restore(tmp_path / "run", into={"model": other})
     np.testing.assert_array_equal(other.kernel[...], model.kernel[...])
@@ -367,15 +370,19 @@ def test_options_that_are_not_supported_raise(tmp_path: Path):
         OURS.PyTreeCheckpointer().restore(tmp_path / "a", legacy_transform_fn=print)
 
 
+def save_and_wait(manager: Any, step: int) -> None:
+    manager.save(step, args=OURS.args.StandardSave(state_at(step)))
+    manager.wait_until_finished()
+
+
 def test_a_failed_save_in_the_background_is_no_step(tmp_path: Path):
     root = tmp_path / "run"
     manager = OURS.CheckpointManager(root)
     assert manager.save(1, args=OURS.args.StandardSave(state_at(1)))
     manager.wait_until_finished()
     (root / "2").write_text("in the way")
-    with pytest.raises(OSError):
-        manager.save(2, args=OURS.args.StandardSave(state_at(2)))
-        manager.wait_until_finished()
+    with pytest.raises(OSError, match="run/2"):
+        save_and_wait(manager, 2)
     assert manager.all_steps() == [1]
     (root / "2").unlink()
     assert manager.save(2, args=OURS.args.StandardSave(state_at(2)))

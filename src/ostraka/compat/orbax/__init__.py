@@ -14,6 +14,7 @@ from ostraka.compat.orbax import checkpoint_manager as checkpoint_manager
 from ostraka.compat.orbax import checkpoint_managers as checkpoint_managers
 from ostraka.compat.orbax import checkpoint_utils as checkpoint_utils
 from ostraka.compat.orbax import checkpointers as checkpointers
+from ostraka.compat.orbax import future as future
 from ostraka.compat.orbax import handlers as handlers
 from ostraka.compat.orbax import metadata as metadata
 from ostraka.compat.orbax import multihost as multihost
@@ -38,6 +39,7 @@ from ostraka.compat.orbax.checkpointers import AsyncCheckpointer as AsyncCheckpo
 from ostraka.compat.orbax.checkpointers import Checkpointer as Checkpointer
 from ostraka.compat.orbax.checkpointers import PyTreeCheckpointer as PyTreeCheckpointer
 from ostraka.compat.orbax.checkpointers import StandardCheckpointer as StandardCheckpointer
+from ostraka.compat.orbax.future import Future as Future
 from ostraka.compat.orbax.handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
 from ostraka.compat.orbax.handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
 from ostraka.compat.orbax.handlers import (

@@ -201,7 +201,11 @@ class Opened:
         store = self._orbax_items[name]
         if kind == "files":
             return Item(self.source, None, self.path / name, kind, directory=store.location)
-        return Item(open_source(store), None, self.path / name, kind)
+        if kind == "pytree":
+            return Item(open_source(store), None, self.path / name, kind)
+        # JSON and its like: the step's tree has it under its name, unless it is the only one.
+        is_whole = list(self._orbax_items) == [name] == ["default"]
+        return Item(self.source, None if is_whole else name, self.path / name, kind)
 
 
 def _open(store: Store) -> Source:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ostraka._nodes import SavedStates
 from ostraka._spec import LeafSpec, is_floating, numpy_dtype
+from ostraka._tree import is_key
 from ostraka.compat.orbax import type_handlers
 from ostraka.compat.orbax._files import Files, empty_directory, pack, resolve, unpack, wait_for
 from ostraka.compat.orbax._place import as_path
@@ -33,7 +34,7 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
         return _serialize(keys, leaf, handler, save_args)
     dtype = getattr(save_args, "dtype", None)
     if isinstance(leaf, jax.Array | np.ndarray):
-        if dtype is None or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if dtype is None or is_key(leaf):
             return leaf
         return leaf.astype(dtype)
     if isinstance(leaf, np.generic):

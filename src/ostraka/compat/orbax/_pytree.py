@@ -68,7 +68,7 @@ def want_of(keys: Keys, saved: Any, args: Any) -> Want:
     """How a leaf comes back, by its RestoreArgs, Orbax's own or ours."""
     if args is None:
         return Want(keys, saved)
-    sharding = getattr(args, "sharding", None)
+    sharding: Any = getattr(args, "sharding", None)
     if hasattr(sharding, "to_jax_sharding"):
         sharding = sharding.to_jax_sharding()
     mesh = getattr(args, "mesh", None)

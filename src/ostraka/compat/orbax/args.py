@@ -47,7 +47,7 @@ def get_registered_handler_cls(args: Any) -> Any:
             if base in registry:
                 return registry[base]
     if _is_of_orbax(cls):
-        import orbax.checkpoint  # pyright: ignore[reportMissingTypeStubs]
+        import orbax.checkpoint
 
         theirs: Any = orbax.checkpoint.args
         return theirs.get_registered_handler_cls(cls)
@@ -224,7 +224,7 @@ class Composite(CheckpointArgs):
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Composite) and self.__items__ == other.__items__
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __hash__ = None
 
     def __and__(self, other: Any) -> Composite:
         names: Iterable[str] = other

@@ -106,12 +106,12 @@ class CheckpointManager(AbstractCheckpointManager):
         if checkpointers is not None:
             given: Any = checkpointers
             if isinstance(given, Mapping):
-                handlers = {k: c.handler for k, c in given.items()}  # pyright: ignore
+                handlers = {k: c.handler for k, c in given.items()}
             else:
                 handlers = given.handler
         if isinstance(handlers, Mapping):
             self._single = False
-            return CompositeCheckpointHandler(*names, **{str(k): h for k, h in handlers.items()})  # pyright: ignore
+            return CompositeCheckpointHandler(*names, **{str(k): h for k, h in handlers.items()})
         if handlers is not None:
             self._single = True
             if isinstance(handlers, CompositeCheckpointHandler):
@@ -162,9 +162,9 @@ class CheckpointManager(AbstractCheckpointManager):
         opened = self._open(step)
         return step_metadata(opened, self._describe(opened))
 
-    def item_metadata(self, step: int) -> Any:
+    def item_metadata(self, step: int | None) -> Any:
         """What each leaf is, without reading arrays: of the one item, or a Composite."""
-        if step is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if step is None:
             raise ValueError("`step` must be provided.")
         return self._describe(self._open(step))
 

@@ -172,7 +172,7 @@ class StandardCheckpointer(AsyncCheckpointer):
     def __init__(self, *, async_options: AsyncOptions | None = None, **options: Any):
         super().__init__(StandardCheckpointHandler(), async_options=async_options, **options)
 
-    def save(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def save(
         self,
         directory: Any,
         state: Any,
@@ -184,7 +184,7 @@ class StandardCheckpointer(AsyncCheckpointer):
         args = args_lib.StandardSave(state, save_args)
         super().save(directory, args=args, force=force, custom_metadata=custom_metadata)
 
-    def restore(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def restore(
         self,
         directory: Any,
         target: Any = None,

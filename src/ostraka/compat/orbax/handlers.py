@@ -1,230 +1,39 @@
-"""How a kind of item is saved and restored; and handlers of one's own."""
+"""Handlers: those of items, the one of several items, and handlers of one's own."""
 
 from __future__ import annotations
 
-import abc
 import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, Item, Opened, Payload, as_json, write
+from ostraka.compat.orbax._engine import About, Item, Opened, Payload, write
 from ostraka.compat.orbax._files import empty_directory, pack, resolve, unpack, wait_for
-from ostraka.compat.orbax._leaves import prepare_leaf
-from ostraka.compat.orbax._place import as_path
-from ostraka.compat.orbax._pytree import (
-    args_of_template,
-    check_standard,
-    pytree_payload,
-    read_as_saved,
-    read_like,
-    read_pytree,
-    want_of,
+from ostraka.compat.orbax._item_handlers import BY_KIND, EngineHandler, LegacyArgs
+from ostraka.compat.orbax._item_handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
+from ostraka.compat.orbax._item_handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
+from ostraka.compat.orbax._item_handlers import (
+    BasePyTreeCheckpointHandler as BasePyTreeCheckpointHandler,
 )
+from ostraka.compat.orbax._item_handlers import CheckpointHandler as CheckpointHandler
+from ostraka.compat.orbax._item_handlers import (
+    JaxRandomKeyCheckpointHandler as JaxRandomKeyCheckpointHandler,
+)
+from ostraka.compat.orbax._item_handlers import JsonCheckpointHandler as JsonCheckpointHandler
+from ostraka.compat.orbax._item_handlers import (
+    NumpyRandomKeyCheckpointHandler as NumpyRandomKeyCheckpointHandler,
+)
+from ostraka.compat.orbax._item_handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
+from ostraka.compat.orbax._item_handlers import (
+    StandardCheckpointHandler as StandardCheckpointHandler,
+)
+from ostraka.compat.orbax._item_handlers import restore_args_for as restore_args_for
+from ostraka.compat.orbax._item_handlers import save_args_for as save_args_for
+from ostraka.compat.orbax._place import as_path
 from ostraka.compat.orbax._refuse import refuse, refuse_options
-from ostraka.compat.orbax.metadata import tree_metadata
 
 __getattr__ = refuse(__name__)
-
-
-class CheckpointHandler(abc.ABC):
-    """Saves an item into a directory and restores it from there. Subclass it for your own."""
-
-    @abc.abstractmethod
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    @abc.abstractmethod
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def metadata(self, directory: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no metadata()")
-
-    def finalize(self, directory: Any) -> None:  # noqa: B027 - may be left as it is
-        pass
-
-    def close(self) -> None:  # noqa: B027 - may be left as it is
-        pass
-
-    @classmethod
-    def typestr(cls) -> str:
-        return f"{cls.__module__}.{cls.__qualname__}"
-
-
-class AsyncCheckpointHandler(CheckpointHandler):
-    """A handler with `async_save`, which returns futures to wait for."""
-
-    @abc.abstractmethod
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class _EngineHandler(CheckpointHandler):
-    """A handler whose items the engine itself writes."""
-
-    _save_cls: Any = None
-    _restore_cls: Any = None
-    _harmless: tuple[str, ...] = ("multiprocessing_options", "primary_host")
-
-    def __init__(self, *positional: Any, **options: Any):
-        if positional:
-            raise TypeError(f"{type(self).__name__} takes no positional arguments here")
-        refuse_options(type(self).__name__, options, self._harmless)
-
-    def payload(self, args: Any) -> Payload:
-        raise NotImplementedError
-
-    def read(self, item: Item, args: Any) -> Any:
-        raise NotImplementedError
-
-    def describe(self, item: Item) -> Any:
-        return None
-
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        given = save_args_for(self, args, kwargs)
-        write(directory, self.payload(given), About(), force=True)
-
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.read(Opened(directory).item(None), restore_args_for(self, args, kwargs))
-
-    def metadata(self, directory: Any) -> Any:
-        return self.describe(Opened(directory).item(None))
-
-
-class PyTreeCheckpointHandler(_EngineHandler):
-    _save_cls, _restore_cls = args_lib.PyTreeSave, args_lib.PyTreeRestore
-    # They are about Orbax's files and its own memory; the engine has bounds of its own.
-    _harmless = (
-        *_EngineHandler._harmless,
-        "aggregate_filename",
-        "concurrent_gb",
-        "save_concurrent_gb",
-        "restore_concurrent_gb",
-        "save_device_host_concurrent_gb",
-        "use_ocdbt",
-        "use_zarr3",
-        "use_compression",
-        "array_metadata_validator",
-        "enable_pinned_host_transfer",
-        "enable_post_merge_validation",
-        "is_prioritized_key_fn",
-        "pytree_metadata_options",
-        "type_handler_registry",
-        "handler_impl",
-        "write_tree_metadata",
-        "array_metadata_store",
-    )
-
-    def payload(self, args: Any) -> Payload:
-        return pytree_payload(args.item, args.save_args, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        return read_pytree(item, args)
-
-    def describe(self, item: Item) -> Any:
-        return tree_metadata(item)
-
-
-class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
-    pass
-
-
-class StandardCheckpointHandler(PyTreeCheckpointHandler):
-    _save_cls, _restore_cls = args_lib.StandardSave, args_lib.StandardRestore
-
-    def payload(self, args: Any) -> Payload:
-        check_standard(args.item)
-        return super().payload(args)
-
-    def read(self, item: Item, args: Any) -> Any:
-        if args.support_layout:
-            raise NotImplementedError("StandardRestore(support_layout=True) is not supported")
-        if args.item is None:
-            return read_as_saved(item)
-        like = getattr(args.item, "tree", args.item) if _is_metadata(args.item) else args.item
-        made = args_of_template(like, strict=args.strict, fallback_sharding=args.fallback_sharding)
-        return read_like(item, like, made)
-
-
-def _is_metadata(item: Any) -> bool:
-    return type(item).__name__ in ("TreeMetadata", "_TreeMetadataImpl")
-
-
-class JsonCheckpointHandler(_EngineHandler):
-    _save_cls, _restore_cls = args_lib.JsonSave, args_lib.JsonRestore
-    _harmless = (*_EngineHandler._harmless, "filename")
-
-    def payload(self, args: Any) -> Payload:
-        return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        return read_as_saved(item)
-
-
-class ArrayCheckpointHandler(_EngineHandler):
-    _save_cls, _restore_cls = args_lib.ArraySave, args_lib.ArrayRestore
-    _harmless = (*_EngineHandler._harmless, "checkpoint_name")
-
-    def payload(self, args: Any) -> Payload:
-        leaf = prepare_leaf((), args.item, args.save_args)
-        if isinstance(leaf, dict | list | str):
-            raise TypeError(f"ArraySave takes an array or a number, not {type(args.item)}")
-        return Payload("array", leaf, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        given = args.restore_args
-        if given is None and args.item is not None:
-            given = args_of_template(args.item)
-        keys = next(iter(item.tree.leaves))
-        return item.read([want_of(keys, item.saved(keys), given)])[0]
-
-
-class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
-    _save_cls, _restore_cls = args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore
-
-    def payload(self, args: Any) -> Payload:
-        return Payload("array", args.item, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        keys = next(iter(item.tree.leaves))
-        return item.read([want_of(keys, item.saved(keys), None)])[0]
-
-
-class NumpyRandomKeyCheckpointHandler(_EngineHandler):
-    _save_cls, _restore_cls = args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore
-    _harmless = (*_EngineHandler._harmless, "key_name")
-
-    def payload(self, args: Any) -> Payload:
-        if not isinstance(args.item, tuple) or not isinstance(args.item[0], str):
-            raise TypeError("NumpyRandomKeySave takes np.random.get_state()")
-        kind, words, position, has_gauss, gauss = args.item
-        tree = {"kind": kind, "words": np.asarray(words), "rest": [position, has_gauss, gauss]}
-        return Payload("numpy_key", tree, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        found = read_as_saved(item)
-        return (found["kind"], found["words"], *found["rest"])
-
-
-for _handler in (
-    StandardCheckpointHandler,
-    PyTreeCheckpointHandler,
-    JsonCheckpointHandler,
-    ArrayCheckpointHandler,
-    NumpyRandomKeyCheckpointHandler,
-    JaxRandomKeyCheckpointHandler,
-):
-    args_lib.register_with_handler(_handler, for_save=True)(_handler._save_cls)
-    args_lib.register_with_handler(_handler, for_restore=True)(_handler._restore_cls)
-
-_BY_KIND: dict[str, type[_EngineHandler]] = {
-    "pytree": PyTreeCheckpointHandler,
-    "json": JsonCheckpointHandler,
-    "array": ArrayCheckpointHandler,
-    "numpy_key": NumpyRandomKeyCheckpointHandler,
-}
-
 
 # The classes under the names that Orbax's handlers module has for them
 
@@ -241,6 +50,8 @@ class CompositeOptions:
 
 class CompositeCheckpointHandler(CheckpointHandler):
     """Several items by name, each by its own handler."""
+
+    is_composite = True
 
     def __init__(
         self,
@@ -325,11 +136,10 @@ def file_size_of(args: Any) -> int | None:
 
 def _is_engines(handler: Any) -> bool:
     """Whether the engine writes the item: a handler that changes `save` does so itself."""
-    if not isinstance(handler, _EngineHandler):
+    if not isinstance(handler, EngineHandler):
         return False
     return (
-        type(handler).save is _EngineHandler.save
-        and type(handler).restore is _EngineHandler.restore
+        type(handler).save is EngineHandler.save and type(handler).restore is EngineHandler.restore
     )
 
 
@@ -373,9 +183,9 @@ def read_item(handler: Any, item: Item, args: Any) -> Any:
                 f"{item.path} was saved by a handler of yours; give its args, or the handler "
                 "itself (item_handlers=, or a handler registry)"
             )
-        handler = _BY_KIND[item.kind]()
+        handler = BY_KIND[item.kind]()
     if _is_engines(handler):
-        return handler.read(item, args if args is not None else handler._restore_cls())
+        return handler.read(item, args if args is not None else handler.restore_cls())
     if item.directory is not None:
         return _call(handler.restore, as_path(item.directory), args)
     with empty_directory() as directory:
@@ -385,8 +195,8 @@ def read_item(handler: Any, item: Item, args: Any) -> Any:
 
 def describe_item(handler: Any, item: Item) -> Any:
     if handler is None and item.kind != "files":
-        handler = _BY_KIND[item.kind]()
-    return handler.describe(item) if _is_engines(handler) else None
+        handler = BY_KIND[item.kind]()
+    return handler.describe(item) if isinstance(handler, EngineHandler) else None
 
 
 def _call(function: Any, directory: Any, args: Any) -> Any:
@@ -400,49 +210,6 @@ def _call(function: Any, directory: Any, args: Any) -> Any:
     if args is None:
         return function(directory)
     return function(directory, getattr(args, "item", args))
-
-
-class LegacyArgs(args_lib.CheckpointArgs):
-    """Arguments for a handler that has no args registered, as they were given."""
-
-    def __init__(self, positional: tuple[Any, ...], keywords: dict[str, Any]):
-        self.positional = positional
-        self.keywords = keywords
-
-
-def save_args_for(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The args of a save, in the new form (`args=`) or the old one (`item, save_args=…`)."""
-    return _args_for(handler, positional, keywords, 0)
-
-
-def restore_args_for(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return _args_for(handler, positional, keywords, 1)
-
-
-def _args_for(
-    handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any], which: int
-) -> Any:
-    rest = {key: value for key, value in keywords.items() if key != "args"}
-    given = keywords.get("args")
-    if given is None and positional and args_lib.is_args(positional[0]):
-        # As Brax has it: `restore(path, PyTreeRestore(…), item=None)`.
-        given, positional = positional[0], positional[1:]
-        rest = {key: value for key, value in rest.items() if value is not None}
-    if given is not None:
-        if positional or rest:
-            raise ValueError(f"give args=, or {', '.join(rest) or 'an item'}; not both")
-        return args_lib.adopt(given)
-    if isinstance(handler, CompositeCheckpointHandler):
-        if rest and not positional:
-            positional = (rest.pop("item", None),)
-        return args_lib.adopt(positional[0]) if positional and positional[0] is not None else None
-    if isinstance(handler, _EngineHandler):
-        cls = handler._restore_cls if which else handler._save_cls
-        return cls(*positional, **rest)
-    if args_lib.has_registered_args(handler):
-        cls = args_lib.get_registered_args_cls(handler)[which]
-        return cls(*positional, **rest)
-    return LegacyArgs(positional, rest)
 
 
 # Registries
@@ -492,7 +259,7 @@ class DefaultCheckpointHandlerRegistry(CheckpointHandlerRegistry):
         super().__init__(other)
         for handler in (PyTreeCheckpointHandler, StandardCheckpointHandler, JsonCheckpointHandler):
             made = handler()
-            for cls in (handler._save_cls, handler._restore_cls):
+            for cls in (handler.save_cls, handler.restore_cls):
                 if (None, cls) not in self._entries:
                     self.add(None, cls, made)
 

@@ -168,6 +168,6 @@ def step_metadata(opened: Opened, items: Any) -> StepMetadata:
     return StepMetadata(
         item_handlers=handlers or None,
         item_metadata=items,
-        metrics=dict(metrics) if isinstance(metrics, dict) else {},  # pyright: ignore[reportUnknownArgumentType]
+        metrics=dict(metrics) if isinstance(metrics, dict) else {},
         custom_metadata=opened.custom,
     )

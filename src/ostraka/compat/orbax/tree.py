@@ -68,9 +68,9 @@ def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = Fals
         node: Any = serialized
         for key in keys:
             if isinstance(node, list | tuple):
-                node = node[int(key)]  # pyright: ignore
+                node = node[int(key)]
             elif isinstance(node, Mapping):
-                node = node.get(key)  # pyright: ignore
+                node = node.get(key)
         results.append(leaf if node is None else node)
     return flat.rebuild(results)
 
@@ -83,7 +83,7 @@ def to_shape_dtype_struct(tree: Any, dtype: Any = None, scalar_dtype: Any = None
             return leaf
         if isinstance(leaf, bool | int | float | np.number):
             return leaf if scalar_dtype is None else scalar_dtype(leaf)
-        sharding = getattr(leaf, "sharding", None)
+        sharding: Any = getattr(leaf, "sharding", None)
         if hasattr(sharding, "to_jax_sharding"):
             sharding = sharding.to_jax_sharding()
         return jax.ShapeDtypeStruct(
@@ -98,7 +98,7 @@ def _is_meta(tree: Any) -> bool:
 
 
 def is_flat_dict(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and not any(isinstance(v, Mapping) for v in tree.values())  # pyright: ignore
+    return isinstance(tree, Mapping) and not any(isinstance(v, Mapping) for v in tree.values())
 
 
 def get_param_names(item: Any) -> Any:
