@@ -422,3 +422,99 @@ ocp.multihost.initialize_runtime_to_distributed_ids()
 ocp.multihost.initialize_distributed_to_device_ids()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# The snippets of the texts, in the forms that run against Orbax today
+
+
+def sharded(devices: int) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("model",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+
+
+@both
+def test_the_recipe_of_the_first_text(ocp: Any, tmp_path: Path):
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    state = jax.tree.map(lambda x: jax.device_put(x, sharded(2)), state)
+    save_args = jax.tree_util.tree_map(lambda arr: ocp.SaveArgs(), state)
+    ckptr = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    ckptr.save(tmp_path / "dist_ckpt", state, save_args=save_args)
+    shardings = jax.tree.map(lambda _: sharded(4), state)
+    target = jax.tree_util.tree_map(lambda spec: ocp.ArrayRestoreArgs(sharding=spec), shardings)
+    loaded = ckptr.restore(tmp_path / "dist_ckpt", item=state, restore_args=target)
+    merged = nnx.merge(graphdef, loaded)
+    np.testing.assert_array_equal(merged.kernel[...], model.kernel[...])
+    assert merged.kernel[...].sharding.is_equivalent_to(sharded(4), 2)
+
+
+@both
+def test_the_recipe_of_the_second_text(ocp: Any, tmp_path: Path):
+    params = {"Dense_0": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+    sharded_params = jax.tree_util.tree_map(lambda x: jax.device_put(x, sharded(2)), params)
+    ckptr = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    ckptr.save(tmp_path / "dist_ckpt", sharded_params)
+    target_sharding_tree = jax.tree.map(lambda _: sharded(4), params)
+    restore_args = jax.tree_util.tree_map(
+        lambda spec: ocp.ArrayRestoreArgs(sharding=spec), target_sharding_tree
+    )
+    loaded = ckptr.restore(tmp_path / "dist_ckpt", restore_args=restore_args)
+    equal(loaded, params)
+    assert loaded["Dense_0"]["bias"].sharding.is_equivalent_to(sharded(4), 1)
+
+
+@both
+def test_the_slides_of_the_third_text(ocp: Any, tmp_path: Path):
+    def make() -> nnx.Linear:
+        return nnx.Linear(10, 5, rngs=nnx.Rngs(0))
+
+    model = make()
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    mngr = ocp.CheckpointManager(tmp_path / "a", options=options)
+    _, state_to_save = nnx.split(model)
+    mngr.save(100, args=ocp.args.StandardSave(state_to_save))
+    mngr.wait_until_finished()
+    mngr.close()
+    mngr = ocp.CheckpointManager(tmp_path / "a")
+    graphdef, abstract_state = nnx.split(nnx.eval_shape(make))
+    restored = mngr.restore(mngr.latest_step(), args=ocp.args.StandardRestore(abstract_state))
+    np.testing.assert_array_equal(nnx.merge(graphdef, restored).kernel[...], model.kernel[...])
+    mngr.close()
+
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    mngr_comp = ocp.CheckpointManager(tmp_path / "b", options=options)
+    step = int(optimizer.step[...])
+    items = {
+        "params": ocp.args.StandardSave(nnx.state(model, nnx.Param)),
+        "optimizer": ocp.args.StandardSave(nnx.state(optimizer)),
+    }
+    mngr_comp.save(step, args=ocp.args.Composite(**items))
+    mngr_comp.wait_until_finished()
+    mngr_comp.close()
+    mngr_comp = ocp.CheckpointManager(tmp_path / "b")
+    abs_optimizer = nnx.eval_shape(lambda: nnx.Optimizer(make(), optax.adam(1e-3), wrt=nnx.Param))
+    targets = {
+        "params": ocp.args.StandardRestore(nnx.state(nnx.eval_shape(make), nnx.Param)),
+        "optimizer": ocp.args.StandardRestore(nnx.state(abs_optimizer)),
+    }
+    found = mngr_comp.restore(mngr_comp.latest_step(), args=ocp.args.Composite(**targets))
+    other = nnx.Linear(10, 5, rngs=nnx.Rngs(1))
+    nnx.update(other, found["params"])
+    np.testing.assert_array_equal(other.kernel[...], model.kernel[...])
+    nnx.update(nnx.Optimizer(other, optax.adam(1e-3), wrt=nnx.Param), found["optimizer"])
+    mngr_comp.close()
+
+
+@both
+def test_the_sharded_restore_of_the_fifth_text(ocp: Any, tmp_path: Path):
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", state)
+        checkpointer.wait_until_finished()
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded(4)), state
+        )
+        found = checkpointer.restore(tmp_path / "a", target)
+    assert found["kernel"][...].sharding.is_equivalent_to(sharded(4), 2)
+    np.testing.assert_array_equal(found["kernel"][...], model.kernel[...])
