@@ -447,7 +447,7 @@ def numpy_random_key(ocp: Any, d: Path) -> None:
     state = np.random.RandomState(3).get_state()
     checkpointer.save(d / "a", args=ocp.args.Composite(rng=ocp.args.NumpyRandomKeySave(state)))
     args = ocp.args.Composite(rng=ocp.args.NumpyRandomKeyRestore())
-    found = checkpointer.restore(d / "a", args=args).rng
+    found: Any = checkpointer.restore(d / "a", args=args).rng
     np.testing.assert_array_equal(found[1], state[1])
     assert found[0] == state[0]
     assert list(found[2:]) == list(state[2:])
@@ -1026,9 +1026,11 @@ def grain_iterator(ocp: Any, d: Path) -> None:
     """Grain's own args, which are registered with Orbax, beside ours"""
     import grain.python as grain
 
+    source: Any = list(range(20))
+
     def iterator() -> Any:
         loader = grain.DataLoader(
-            data_source=list(range(20)),
+            data_source=source,
             sampler=grain.SequentialSampler(20, grain.NoSharding()),
             worker_count=0,
         )
@@ -1307,7 +1309,7 @@ def v1_metadata(ocp: Any, d: Path) -> None:
 @scenario("v1.training.Checkpointer", "ostraka.Manager(root)")
 def v1_training(ocp: Any, d: Path) -> None:
     """save, load, latest; FileExistsError for a step that is there, FileNotFoundError else"""
-    training = ocp.v1.training
+    training: Any = ocp.v1.training
     policy = training.preservation_policies.LatestN(2)
     with training.Checkpointer(d / "m", preservation_policy=policy) as checkpointer:
         assert checkpointer.latest is None

@@ -51,9 +51,11 @@ def equal(a: Any, b: Any) -> None:
 def test_a_loop_as_maxtext_has_it(ocp: Any, tmp_path: Path):
     import grain.python as grain
 
+    source: Any = list(range(50))
+
     def make_iterator() -> Any:
         sampler = grain.SequentialSampler(50, grain.NoSharding())
-        return iter(grain.DataLoader(data_source=list(range(50)), sampler=sampler, worker_count=0))
+        return iter(grain.DataLoader(data_source=source, sampler=sampler, worker_count=0))
 
     def make_manager() -> Any:
         handlers = {
@@ -320,7 +322,8 @@ def test_a_run_goes_back_to_orbax(tmp_path: Path):
 
 def test_composites_of_orbax_are_restored(tmp_path: Path):
     args = REAL.args
-    with REAL.CheckpointManager(tmp_path / "run") as manager:
+    options = REAL.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with REAL.CheckpointManager(tmp_path / "run", options=options) as manager:
         items = args.Composite(state=args.StandardSave(state_at(1)), config=args.JsonSave({"x": 1}))
         manager.save(1, args=items, metrics={"loss": 2.0}, custom_metadata={"y": 3})
     with OURS.CheckpointManager(tmp_path / "run") as manager:

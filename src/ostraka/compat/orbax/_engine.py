@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from ostraka._foreign import names_in
 from ostraka._handle import SaveHandle
 from ostraka._nodes import Leaf, Lost, Node, SavedStates
@@ -27,9 +29,11 @@ from ostraka.formats import is_checkpoint, open_source
 from ostraka.formats._orbax_items import is_orbax
 from ostraka.formats._ostraka import ORBAX_KEY
 from ostraka.manager._metrics import with_metrics
+from ostraka.manager._together import decide_together
 from ostraka.storage import Store
 
-ORBAX_ITEMS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_NO_ITEMS = ("_CHECKPOINT_METADATA", "commit_success.txt", "metrics")
+_OF_TREES = frozenset({"_METADATA", "manifest.ocdbt", "_sharding", "array_metadatas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,8 @@ def write(
 ) -> SaveHandle | None:
     """Save items at a path. Raises ValueError if something is there, unless `force`."""
     store = store_at(path)
-    if names_in(store):
-        if not force:
-            raise ValueError(f"Destination {path} already exists.")
-        if is_orbax(names_in(store)):
-            remove(store)
+    if decide_together(f"look at {path}", lambda: _make_way(store, force)):
+        raise ValueError(f"Destination {path} already exists.")
     single = isinstance(items, Payload)
     listed = {"default": items} if isinstance(items, Payload) else items
     own = {
@@ -85,9 +86,17 @@ def write(
     if background:
         return save_async(store, tree, on_commit=on_commit, **options)
     save(store, tree, **options)
-    if on_commit is not None:
+    if on_commit is not None and jax.process_index() == 0:
         on_commit()
     return None
+
+
+def _make_way(store: Store, force: bool) -> bool:
+    """On process 0, before a save: whether something is in the way of it."""
+    names = names_in(store)
+    if names and force and is_orbax(names):
+        remove(store)
+    return bool(names) and not force
 
 
 def _numbers(about: About) -> dict[str, Any]:
@@ -164,16 +173,17 @@ class Opened:
         if not self.is_orbax or self._within is not None:
             return {}
         store = self.source.store
-        names = [n for n in names_in(store) if n not in ORBAX_ITEMS]
-        found = {n: store.at(n) for n in names if n != "metrics"}
-        return {n: at for n, at in found.items() if is_checkpoint(at) or names_in(at)}
+        found = {n: store.at(n) for n in names_in(store) if n not in _NO_ITEMS}
+        if not _OF_TREES.isdisjoint(found):
+            return {}  # one tree, and no step
+        return {n: at for n, at in found.items() if names_in(at)}
 
     def items(self) -> dict[str, str]:
         """The names of the items, each with its kind."""
         if self.about:
             return {name: kind for name, (kind, _) in self.about["items"].items()}
         if self._orbax_items:
-            return {n: _kind_at(at) for n, at in self._orbax_items.items()}
+            return {n: self._orbax_kind(n, at) for n, at in self._orbax_items.items()}
         return {"default": "pytree"}
 
     def handlers(self) -> dict[str, str]:
@@ -196,6 +206,15 @@ class Opened:
         if self._orbax_items:
             return self._orbax_item(name, there[name])
         return Item(self.source, name, self.path / name, there[name])
+
+    def _orbax_kind(self, name: str, store: Store) -> str:
+        names = names_in(store)
+        if not _OF_TREES.isdisjoint(names):
+            return "pytree"
+        found = child_of(self.source.tree, name)
+        if isinstance(found, Leaf) and is_array_number(found.value):
+            return "array"
+        return "json" if "metadata" in names else "files"
 
     def _orbax_item(self, name: str, kind: str) -> Item:
         store = self._orbax_items[name]
@@ -223,15 +242,6 @@ def _step_above(path: Any) -> Source | None:
     own: Any = source.saved.user.get(ORBAX_KEY)
     known = isinstance(own, dict) and not own["single"] and item.name in own["items"]
     return source if known else None
-
-
-def _kind_at(store: Store) -> str:
-    names = names_in(store)
-    if "array_metadatas" in names or "_METADATA" in names or "_sharding" in names:
-        return "pytree"
-    if names == ["metadata"]:
-        return "json"
-    return "pytree" if is_checkpoint(store) else "files"
 
 
 class Item:
