@@ -444,7 +444,7 @@ def array_item(ocp: Any, d: Path) -> None:
 def numpy_random_key(ocp: Any, d: Path) -> None:
     """numpy's random state"""
     checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-    state = np.random.RandomState(3).get_state()
+    state: Any = np.random.RandomState(3).get_state()
     checkpointer.save(d / "a", args=ocp.args.Composite(rng=ocp.args.NumpyRandomKeySave(state)))
     args = ocp.args.Composite(rng=ocp.args.NumpyRandomKeyRestore())
     found: Any = checkpointer.restore(d / "a", args=args).rng
@@ -1318,7 +1318,8 @@ def v1_training(ocp: Any, d: Path) -> None:
             checkpointer.save(0, tree())
         assert checkpointer.save(1, tree(), metrics={"loss": 1.0})
         assert checkpointer.save_async(2, tree()).result() is True
-        assert checkpointer.latest.step == 2
+        latest: Any = checkpointer.latest
+        assert latest.step == 2
         assert [found.step for found in checkpointer.checkpoints] == [1, 2]
         same(checkpointer.load(), tree())
         same(checkpointer.load(1, abstract()), tree())

@@ -23,7 +23,7 @@ from ostraka._save import save, save_async
 from ostraka._source import Source
 from ostraka.compat.orbax._leaves import Want
 from ostraka.compat.orbax._place import as_path, remove, store_at
-from ostraka.compat.orbax._tree import Keys, child_of, is_array_number, nest, saved_tree
+from ostraka.compat.orbax._tree import Keys, child_of, is_array_number, saved_tree
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, PartialRestore
 from ostraka.formats import is_checkpoint, open_source
 from ostraka.formats._orbax_items import is_orbax
@@ -294,9 +294,8 @@ class Item:
         return [want.finish(values.get(want.keys, want.saved)) for want in wants]
 
     def _read_arrays(self, wants: list[Want]) -> dict[Keys, Any]:
-        like = nest((w.keys, self.tree.flags[w.keys], w.template) for w in wants)
-        if any(w.keys and w.keys[0] in self._sparse(wants) for w in wants):
-            like = _dicts((w.keys, w.template) for w in wants)
+        # Dicts for lists too: of a list not all entries may be asked for, and paths are the same.
+        like = _dicts((want.keys, want.template) for want in wants)
         whole = like if self._within is None else {self._within: like}
         dtype = "like" if any(want.is_cast_by_engine for want in wants) else None
         with warnings.catch_warnings():
@@ -306,14 +305,12 @@ class Item:
         found = result if self._within is None else result[self._within]
         return {want.keys: _follow(found, want.keys) for want in wants}
 
-    def _sparse(self, wants: list[Want]) -> set[str]:
-        """Lists of which not all entries are arrays have to be dicts, or their numbers change."""
-        return {w.keys[0] for w in wants if any(self.tree.flags[w.keys])}
-
 
 def _dicts(found: Any) -> Any:
     root: dict[str, Any] = {}
     for keys, template in found:
+        if not keys:
+            return template
         node = root
         for key in keys[:-1]:
             node = node.setdefault(key, {})
