@@ -28,7 +28,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 GUIDE = (ROOT / "docs/guide.md").read_text("utf-8")
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-GUIDES = ["docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md", "docs/lora.md"]
+GUIDES = [
+    *("docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md", "docs/lora.md"),
+    "docs/migrating.md",
+]
 TOGETHER = "docs/evaluating.md"
 """Its programs run at the same time, in a test of their own."""
 PROGRAM_TIMEOUT_S = 400

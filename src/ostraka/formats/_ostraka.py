@@ -19,10 +19,14 @@ from ostraka._shards import Shards
 from ostraka._source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import Target, turns_of
 from ostraka.errors import NotACheckpoint
+from ostraka.formats._orbax_tree import fit_to
 from ostraka.storage import Store
 
 if TYPE_CHECKING:
     import numpy as np
+
+ORBAX_KEY = "ostraka.orbax"
+"""In the metadata of what `ostraka.compat.orbax` saved: its tree is as Orbax would have it."""
 
 
 class OstrakaSource:
@@ -54,6 +58,8 @@ class OstrakaSource:
             return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
     def tree_for(self, like: Branch | Leaf) -> Branch | Leaf:
+        if ORBAX_KEY in self.saved.user:
+            return fit_to(self._tree, like)
         return self._tree
 
     def read(

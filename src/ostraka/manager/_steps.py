@@ -266,27 +266,31 @@ class Root:
         if self.is_link(name):
             self.store.delete(name)
             return True
-        place = self.at(name)
-        with claimed(place) as claim:
-            if spare is not None and spare(claim):
-                return False
-            # The pin first: left alone in the directory, it would block the next save.
-            place.delete(PIN_NAME)
-            # Then `_METADATA`, synced before any shard is deleted: after a power failure there must
-            # be none without its shards.
-            place.delete(_format.METADATA_NAME)
-            place.sync("")
-            for other in place.list():
-                if is_of_a_save(other) and not is_claim(other):
-                    place.delete(other)
-        place.remove_if_empty()  # other people's files stay
-        return True
+        return remove_checkpoint(self.at(name), spare=spare)
 
     def _clean(self, name: str) -> None:
         place = self.at(name)
         with suppress(Busy, PathInTheWay):
             if find_leftovers(place):
                 collect_garbage(place)
+
+
+def remove_checkpoint(place: Store, *, spare: Callable[[Claim], bool] | None = None) -> bool:
+    """Delete the checkpoint at a place, unless `spare`; returns whether it is gone."""
+    with claimed(place) as claim:
+        if spare is not None and spare(claim):
+            return False
+        # The pin first: left alone in the directory, it would block the next save.
+        place.delete(PIN_NAME)
+        # Then `_METADATA`, synced before any shard is deleted: after a power failure there must
+        # be none without its shards.
+        place.delete(_format.METADATA_NAME)
+        place.sync("")
+        for other in place.list():
+            if is_of_a_save(other) and not is_claim(other):
+                place.delete(other)
+    place.remove_if_empty()  # other people's files stay
+    return True
 
 
 def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:

@@ -1,0 +1,171 @@
+"""One leaf: as it is saved, and how it comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ostraka._nodes import SavedStates
+from ostraka._spec import LeafSpec, is_floating, numpy_dtype
+from ostraka._tree import is_key
+from ostraka.compat.orbax import type_handlers
+from ostraka.compat.orbax._files import Files, empty_directory, pack, resolve, unpack, wait_for
+from ostraka.compat.orbax._place import as_path
+from ostraka.compat.orbax._tree import Keys, empty_as_saved, is_empty
+
+_SCALARS = (bool, int, float, str, bytes)
+STANDARD_TYPES = (int, float, np.ndarray, jax.Array, np.number)
+
+
+PLACEHOLDER: Any = ...
+"""A leaf of a template that is not to be restored."""
+
+
+def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
+    """A leaf as the engine takes it. Raises ValueError for types that nobody handles."""
+    if is_empty(leaf):
+        return empty_as_saved(leaf)
+    handler = type_handlers.own_handler(leaf)
+    if handler is not None:
+        return _serialize(keys, leaf, handler, save_args)
+    dtype = getattr(save_args, "dtype", None)
+    if isinstance(leaf, jax.Array | np.ndarray):
+        if dtype is None or is_key(leaf):
+            return leaf
+        return leaf.astype(dtype)
+    if isinstance(leaf, np.generic):
+        leaf = leaf.item()
+    if type(leaf) in _SCALARS:
+        return leaf if dtype is None or isinstance(leaf, str | bytes) else _cast(leaf, dtype)
+    raise ValueError(
+        f"TypeHandler lookup failed for: type={type(leaf)}, leaf {'/'.join(keys)!r}: only arrays, "
+        "numbers, text and types with a handler of yours (type_handlers.register_type_handler) "
+        "can be saved"
+    )
+
+
+def _cast(number: Any, dtype: Any) -> Any:
+    return np.asarray(number).astype(dtype).item()
+
+
+def _infos(keys: Keys, directory: Any, typestr: str) -> Any:
+    name = ".".join(keys)
+    return type_handlers.ParamInfo(
+        name=name, parent_dir=directory, path=as_path(directory) / name, value_typestr=typestr
+    )
+
+
+def _serialize(keys: Keys, leaf: Any, handler: Any, save_args: Any) -> Files:
+    with empty_directory() as directory:
+        info = _infos(keys, directory, handler.typestr())
+        args = [save_args if save_args is not None else type_handlers.SaveArgs()]
+        wait_for(resolve(handler.serialize([leaf], [info], args)))
+        return pack(directory, handler.typestr())
+
+
+def _deserialize(keys: Keys, saved: SavedStates, args: Any) -> Any:
+    typestr = saved.states[0]["by"]
+    handler = type_handlers.handler_for_typestr(typestr)
+    with empty_directory() as directory:
+        unpack(saved.states, directory)
+        args = args if args is not None else type_handlers.RestoreArgs()
+        found = resolve(handler.deserialize([_infos(keys, directory, typestr)], [args]))
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """How one leaf is to come back."""
+
+    keys: Keys
+    saved: Any
+    """A LeafSpec, or the value itself."""
+    kind: Any = None
+    """The type that was asked for; None for that which was saved."""
+    dtype: Any = None
+    sharding: Any = None
+    shape: tuple[int, ...] | None = None
+    strict: bool = True
+    args: Any = None
+
+    @property
+    def template(self) -> Any:
+        """What the engine is to restore for it; for arrays only."""
+        spec = self.saved
+        shape, dtype = spec.logical_shape, numpy_dtype(spec.dtype)
+        if spec.kind == "key":
+            key = jax.eval_shape(lambda: jax.random.key(0, impl=spec.prng))
+            return jax.ShapeDtypeStruct(shape, key.dtype, sharding=self.sharding)
+        if not self.is_jax or self.is_reshaped or _is_cut_by_jax(dtype):
+            view = np.broadcast_to(np.zeros((), dtype), shape)
+            return view[()] if spec.kind == "scalar" else view
+        if self.is_cast_by_engine:
+            dtype = np.dtype(self.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    @property
+    def is_jax(self) -> bool:
+        return self.kind is jax.Array if self.kind is not None else self.saved.kind == "jax"
+
+    @property
+    def is_cast_by_engine(self) -> bool:
+        if self.dtype is None:
+            return False
+        return is_floating(np.dtype(self.dtype).name) and is_floating(self.saved.dtype)
+
+    @property
+    def is_reshaped(self) -> bool:
+        return self.shape is not None and tuple(self.shape) != tuple(self.saved.logical_shape)
+
+    def finish(self, value: Any) -> Any:
+        """The value that was read, as it was asked for."""
+        if isinstance(self.saved, LeafSpec):
+            if self.saved.kind == "key":
+                return value
+            if self.is_reshaped:
+                value = self._reshaped(np.asarray(value))
+        elif isinstance(value, SavedStates):
+            return _deserialize(self.keys, value, self.args)
+        return _converted(value, self.kind, self.dtype, self.sharding)
+
+    def _reshaped(self, value: Any) -> Any:
+        shape = self.shape
+        if self.strict or shape is None or len(shape) != value.ndim:
+            raise ValueError(
+                f"leaf {'/'.join(self.keys)!r}: Requested shape: {shape} is not compatible with "
+                f"the stored shape: {value.shape}. Set strict=False to cut or pad it."
+            )
+        cut = value[tuple(slice(0, n) for n in shape)]
+        pads = [(0, n - have) for n, have in zip(shape, cut.shape, strict=True)]
+        return np.pad(cut, pads)
+
+
+def _is_cut_by_jax(dtype: Any) -> bool:
+    """Whether JAX would refuse 64 bits: then they are read into host memory, and cast there."""
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def _converted(value: Any, kind: Any, dtype: Any, sharding: Any) -> Any:
+    is_number = isinstance(value, bool | int | float)
+    if kind is jax.Array or (kind is None and isinstance(value, jax.Array)):
+        if not isinstance(value, jax.Array):
+            if isinstance(value, str):
+                raise ValueError(f"text was saved, {value[:40]!r}, and a jax.Array is asked for")
+            dtype = dtype if dtype is not None else (None if is_number else value.dtype)
+            array = np.asarray(value, dtype)
+            return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+        return value if dtype is None or value.dtype == dtype else value.astype(dtype)
+    if kind is np.ndarray or (kind is None and isinstance(value, np.ndarray)):
+        return np.asarray(value, dtype)
+    if kind in (int, float, bool, np.number) and not isinstance(value, str):
+        item = np.asarray(value, dtype).item() if np.ndim(value) == 0 else value
+        return kind(item) if kind in (int, float, bool) else item
+    if kind is str and not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} was saved, and text is asked for")
+    if dtype is not None and is_number:
+        return _cast(value, dtype)
+    return value

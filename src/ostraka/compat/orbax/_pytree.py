@@ -1,0 +1,222 @@
+"""Trees: to an item and back, by `item`, `restore_args`, `transforms` or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ostraka._spec import LeafSpec
+from ostraka.compat.orbax._engine import Item, Payload
+from ostraka.compat.orbax._leaves import PLACEHOLDER, STANDARD_TYPES, Want, prepare_leaf
+from ostraka.compat.orbax._tree import Flat, Keys, flatten, is_empty
+from ostraka.compat.orbax.transform_utils import apply_transformations
+from ostraka.compat.orbax.type_handlers import RestoreArgs
+
+
+def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
+    """A tree as an item. Raises ValueError for an empty one, or leaves that can't be saved."""
+    flat = flatten(item)
+    if not flat.leaves or (len(flat.leaves) == 1 and not flat.keys[0] and is_empty(item)):
+        raise ValueError("Found empty item.")
+    args = [None] * len(flat.leaves) if save_args is None else _matching(save_args, flat)
+    leaves = [
+        prepare_leaf(keys, leaf, arg)
+        for keys, leaf, arg in zip(flat.keys, flat.leaves, args, strict=True)
+    ]
+    return Payload("pytree", flat.nested(leaves), handler)
+
+
+def check_standard(item: Any) -> None:
+    """What `StandardSave` takes. Raises ValueError."""
+    flat = flatten(item)
+    if len(flat.keys) == 1 and not flat.keys[0]:
+        raise ValueError(
+            "StandardCheckpointHandler / StandardSave does not support single arrays or scalars. "
+            "Use ArrayCheckpointHandler / ArraySave"
+        )
+    for keys, leaf in zip(flat.keys, flat.leaves, strict=True):
+        if not is_empty(leaf) and not isinstance(leaf, STANDARD_TYPES):
+            raise ValueError(f"Unsupported type: {type(leaf)} for key: {keys}.")
+
+
+def _is_leaf_args(node: Any) -> bool:
+    # A variable of NNX has the attributes of its value, and is no leaf.
+    known = hasattr(node, "restore_type") or hasattr(node, "aggregate")
+    return known and jax.tree_util.all_leaves([node])
+
+
+def _matching(args: Any, flat: Flat) -> list[Any]:
+    """The args of each leaf: of a tree of them, or one for all."""
+    if _is_leaf_args(args):
+        return [args] * len(flat.leaves)
+    given = flatten(args, _is_leaf_args)
+    found = dict(zip(given.keys, given.leaves, strict=True))
+    wanted = [k for k, leaf in zip(flat.keys, flat.leaves, strict=True) if not is_empty(leaf)]
+    missing = [keys for keys in wanted if keys not in found]
+    if missing:
+        raise ValueError(
+            f"the tree of args has nothing at {'/'.join(missing[0])!r}: its structure must be that "
+            "of the item"
+        )
+    return [found.get(keys) for keys in flat.keys]
+
+
+def want_of(keys: Keys, saved: Any, args: Any) -> Want:
+    """How a leaf comes back, by its RestoreArgs, Orbax's own or ours."""
+    if args is None:
+        return Want(keys, saved)
+    sharding: Any = getattr(args, "sharding", None)
+    if hasattr(sharding, "to_jax_sharding"):
+        sharding = sharding.to_jax_sharding()
+    mesh = getattr(args, "mesh", None)
+    if sharding is None and mesh is not None:
+        sharding = NamedSharding(mesh, getattr(args, "mesh_axes", None) or jax.P())
+    shape = getattr(args, "global_shape", None)
+    if shape is None:
+        shape = getattr(args, "shape", None)
+    want = Want(
+        keys,
+        saved,
+        kind=args.restore_type,
+        dtype=args.dtype,
+        sharding=sharding,
+        shape=None if shape is None else tuple(shape),
+        strict=getattr(args, "strict", True),
+        args=args,
+    )
+    if isinstance(saved, LeafSpec) and want.is_reshaped and want.strict:
+        raise ValueError(
+            f"leaf {'/'.join(keys)!r}: Requested shape: {want.shape} is not compatible with the "
+            f"stored shape: {tuple(saved.logical_shape)}. Truncating/padding is disabled; "
+            "strict=False enables it."
+        )
+    return want
+
+
+def read_as_saved(item: Item, restore_args: Any = None) -> Any:
+    """The whole item, without a template."""
+    keys = list(item.tree.leaves)
+    args: list[Any] = [None] * len(keys)
+    if restore_args is not None and _is_leaf_args(restore_args):
+        args = [restore_args] * len(keys)
+    elif restore_args is not None:
+        given = flatten(restore_args, _is_leaf_args)
+        found = dict(zip(given.keys, given.leaves, strict=True))
+        missing = [k for k in keys if k not in found and not is_empty(item.tree.leaves[k])]
+        if missing:
+            raise ValueError(
+                f"restore_args has nothing for {'/'.join(missing[0])!r}, which is in the "
+                "checkpoint; its structure must be that of the checkpoint"
+            )
+        args = [found.get(k) for k in keys]
+    wants = [want_of(k, item.saved(k), _plain_args(a)) for k, a in zip(keys, args, strict=True)]
+    values = dict(zip(keys, item.read(wants), strict=True))
+    return item.tree.nested(values)
+
+
+def _plain_args(args: Any) -> Any:
+    return None if args is None or is_empty(args) or not hasattr(args, "restore_type") else args
+
+
+def read_like(item: Item, like: Any, restore_args: Any = None, *, partial: bool = False) -> Any:
+    """The item with the structure of a template. Raises ValueError where they differ."""
+    flat = flatten(like, lambda node: node is PLACEHOLDER)
+    args = [None] * len(flat.leaves) if restore_args is None else _matching(restore_args, flat)
+    _check_structure(item, flat, partial)
+    results: list[Any] = list(flat.leaves)
+    wants: dict[int, Want] = {}
+    for number, (keys, leaf) in enumerate(zip(flat.keys, flat.leaves, strict=True)):
+        if is_empty(leaf) or leaf is PLACEHOLDER or keys not in item.tree.leaves:
+            continue
+        wants[number] = want_of(keys, item.saved(keys), _plain_args(args[number]))
+    for number, value in zip(wants, item.read(list(wants.values())), strict=True):
+        results[number] = value
+    return flat.rebuild(results)
+
+
+def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
+    if partial:
+        return
+    pairs = list(zip(flat.keys, flat.leaves, strict=True))
+    wanted = {keys for keys, leaf in pairs if not is_empty(leaf)}
+    there = {keys for keys, value in item.tree.leaves.items() if not is_empty(value)}
+    placeholders = {keys for keys, leaf in pairs if leaf is PLACEHOLDER}
+    covered = {keys for keys in there if any(keys[: len(p)] == p for p in placeholders)}
+    missing = sorted(wanted - there - placeholders)
+    extra = sorted(there - wanted - covered)
+    if missing or extra:
+        lines = [f"{'/'.join(k)}: not in the checkpoint" for k in missing]
+        lines += [f"{'/'.join(k)}: in the checkpoint only" for k in extra]
+        raise ValueError(
+            "User-provided restore item and on-disk value metadata tree structures do not match: "
+            f"{'; '.join(lines[:20])}. If this mismatch is intentional, pass partial_restore=True."
+        )
+
+
+def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any = None) -> Any:
+    """The RestoreArgs that `StandardRestore(item)` implies."""
+    from ostraka.compat.orbax.checkpoint_utils import construct_restore_args
+
+    def make(leaf: Any) -> Any:
+        if is_empty(leaf) or leaf is PLACEHOLDER:
+            return RestoreArgs()
+        args = construct_restore_args(leaf, strict=strict)
+        if fallback_sharding is not None and getattr(args, "sharding", "") is None:
+            args.sharding = fallback_sharding
+        return args
+
+    return jax.tree.map(make, like, is_leaf=lambda n: is_empty(n) or n is PLACEHOLDER)
+
+
+def read_pytree(item: Item, args: Any) -> Any:
+    """What `PyTreeRestore` asks for."""
+    if args.legacy_transform_fn is not None:
+        raise NotImplementedError("PyTreeRestore(legacy_transform_fn=) is not supported")
+    if args.transforms is not None:
+        return _read_transformed(item, args)
+    if args.item is None:
+        if args.partial_restore and args.restore_args is not None:
+            return read_like(item, args.restore_args, args.restore_args, partial=True)
+        return read_as_saved(item, args.restore_args)
+    return read_like(item, args.item, args.restore_args, partial=args.partial_restore)
+
+
+def _read_transformed(item: Item, args: Any) -> Any:
+    if args.restore_args is None:
+        raise ValueError(
+            "If providing `transforms`, must provide `restore_args` matching structure of expected "
+            "result."
+        )
+    if args.item is None:
+        raise ValueError("If providing `transforms`, must provide `item`.")
+    if not args.transforms:
+        flat = flatten(args.item)
+        missing = [
+            k
+            for k, leaf in zip(flat.keys, flat.leaves, strict=True)
+            if not is_empty(leaf) and k not in item.tree.leaves
+        ]
+        if missing and not args.transforms_default_to_original:
+            raise ValueError(f"{'/'.join(missing[0])!r} is not in the checkpoint")
+        return read_like(item, args.item, args.restore_args, partial=True)
+    original = read_as_saved(item)
+    changed = apply_transformations(
+        original, args.transforms, args.item, args.transforms_default_to_original
+    )
+    flat = flatten(changed)
+    found = _matching(args.restore_args, flat)
+    return flat.rebuild(
+        leaf if is_empty(leaf) else _restored_as(keys, leaf, arg)
+        for keys, leaf, arg in zip(flat.keys, flat.leaves, found, strict=True)
+    )
+
+
+def _restored_as(keys: Keys, value: Any, args: Any) -> Any:
+    """A value that is there already, as its RestoreArgs want it."""
+    want = want_of(keys, value, _plain_args(args))
+    return Want(keys, None, want.kind, want.dtype, want.sharding).finish(
+        np.asarray(value) if want.kind is np.ndarray else value
+    )

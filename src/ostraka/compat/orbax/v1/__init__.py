@@ -1,0 +1,247 @@
+"""Orbax's v1: functions over paths, `training.Checkpointer`, `Context`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ostraka.compat.orbax._engine import About, Opened, as_json, write
+from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
+from ostraka.compat.orbax._place import is_finished, remove, store_at
+from ostraka.compat.orbax._refuse import refuse, refuse_options
+from ostraka.compat.orbax.metadata import tree_metadata
+from ostraka.compat.orbax.v1 import errors as errors
+from ostraka.compat.orbax.v1 import options as options
+from ostraka.compat.orbax.v1._items import StatefulCheckpointable as StatefulCheckpointable
+from ostraka.compat.orbax.v1._items import payloads_of as _payloads_of
+from ostraka.compat.orbax.v1._items import read_checkpointable as _read
+
+_refused = refuse(__name__)
+_STATE = "state"
+_AUTO = "AUTO"
+_CONTEXT: ContextVar[Context | None] = ContextVar("ostraka.orbax.v1", default=None)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "training":
+        from importlib import import_module
+
+        return import_module(f"{__name__}.training")
+    return _refused(name)
+
+
+class Context:
+    """Options for the calls inside `with Context(…):`."""
+
+    def __init__(
+        self,
+        context: Context | None = None,
+        *,
+        pytree_options: Any = None,
+        async_options: Any = None,
+        **others: Any,
+    ):
+        known = ("array_options", "multiprocessing_options", "file_options")
+        refuse_options("Context", {k: v for k, v in others.items() if v is not None}, known)
+        self.pytree_options = pytree_options or getattr(context, "pytree_options", None)
+        self.async_options = async_options or getattr(context, "async_options", None)
+        self._tokens: list[Token[Context | None]] = []
+
+    @property
+    def is_partial(self) -> bool:
+        return bool(self.pytree_options and self.pytree_options.loading.partial_load)
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_CONTEXT.set(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _CONTEXT.reset(self._tokens.pop())
+
+
+class AsyncResponse:
+    """Something that goes on in the background; `result()` waits for it."""
+
+    def __init__(self, wait: Callable[[float | None], Any]):
+        self._wait = wait
+        self._result: list[Any] = []
+        self._lock = threading.Lock()
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._lock:
+            if not self._result:
+                self._result.append(self._wait(timeout))
+            return self._result[0]
+
+
+@dataclass
+class CheckpointMetadata:
+    """What a checkpoint holds: `metadata` is a tree, or a dict of them."""
+
+    metadata: Any = None
+    custom_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Any = None
+    path: Any = None
+    step: int | None = None
+
+
+PyTreeMetadata = CheckpointMetadata
+
+
+def save(
+    path: Any,
+    state: Any,
+    *,
+    checkpointable_name: str = _STATE,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> None:
+    """Save a tree. Raises ValueError if something is there, unless `overwrite`."""
+    named = {checkpointable_name: state}
+    save_checkpointables(path, named, overwrite=overwrite, custom_metadata=custom_metadata)
+
+
+def save_async(
+    path: Any,
+    state: Any,
+    *,
+    checkpointable_name: str = _STATE,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> AsyncResponse:
+    """As `save`, in the background once the values are safe."""
+    named = {checkpointable_name: state}
+    return save_checkpointables_async(
+        path, named, overwrite=overwrite, custom_metadata=custom_metadata
+    )
+
+
+def save_checkpointables(
+    path: Any,
+    checkpointables: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> None:
+    """Save several trees and objects by name, in one atomic event."""
+    about = About(as_json(custom_metadata or {}, "custom_metadata"))
+    write(path, _payloads_of(checkpointables), about, force=overwrite)
+
+
+def save_checkpointables_async(
+    path: Any,
+    checkpointables: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> AsyncResponse:
+    about = About(as_json(custom_metadata or {}, "custom_metadata"))
+    payloads = _payloads_of(checkpointables)
+    handle = write(path, payloads, about, force=overwrite, background=True)
+    assert handle is not None
+    return AsyncResponse(handle.wait)
+
+
+def load(path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = _AUTO) -> Any:
+    """The tree at a path, as saved or as an abstract tree says."""
+    return load_tree(_open(path), abstract_state, checkpointable_name)
+
+
+def load_async(
+    path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = _AUTO
+) -> AsyncResponse:
+    name = checkpointable_name
+    return AsyncResponse(lambda _: load(path, abstract_state, checkpointable_name=name))
+
+
+def load_checkpointables(path: Any, abstract_checkpointables: Any = None) -> dict[str, Any]:
+    """Those that are asked for, or all."""
+    return load_items(_open(path), abstract_checkpointables)
+
+
+def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) -> AsyncResponse:
+    return AsyncResponse(lambda _: load_checkpointables(path, abstract_checkpointables))
+
+
+def pytree_metadata(path: Any, *, checkpointable_name: str | None = _AUTO) -> CheckpointMetadata:
+    """The shapes, dtypes and shardings of a tree."""
+    return tree_of(_open(path), checkpointable_name)
+
+
+def checkpointables_metadata(path: Any) -> CheckpointMetadata:
+    return items_of(_open(path))
+
+
+def is_orbax_checkpoint(path: Any) -> bool:
+    """Whether there is a checkpoint that can be loaded: of Orbax's, or of ours."""
+    return is_finished(store_at(path))
+
+
+def delete(path: Any) -> None:
+    """Delete the checkpoint at a path."""
+    _open(path)
+    remove(store_at(path))
+
+
+save_pytree, save_pytree_async = save, save_async
+load_pytree, load_pytree_async = load, load_async
+
+
+# Over opened checkpoints, for `training` too
+
+
+def _open(path: Any) -> Opened:
+    try:
+        return Opened(path)
+    except FileNotFoundError as error:
+        raise errors.InvalidLayoutError(f"there is no checkpoint at {path}") from error
+
+
+def is_partial() -> bool:
+    context = _CONTEXT.get()
+    return context is not None and context.is_partial
+
+
+def load_tree(opened: Opened, abstract: Any, name: str | None) -> Any:
+    wanted = getattr(abstract, "metadata", abstract) if _is_found(abstract) else abstract
+    return _read(opened.item(_name(opened, name)), wanted, partial=is_partial())
+
+
+def load_items(opened: Opened, abstract: Any) -> dict[str, Any]:
+    asked = abstract.metadata if _is_found(abstract) else abstract
+    wanted: dict[str, Any] = dict(asked) if asked else dict.fromkeys(opened.items())
+    partial = is_partial()
+    return {n: _read(opened.item(n), given, partial=partial) for n, given in wanted.items()}
+
+
+def tree_of(opened: Opened, name: str | None) -> CheckpointMetadata:
+    found = tree_metadata(opened.item(_name(opened, name))).tree
+    return CheckpointMetadata(found, opened.custom, opened.metrics, opened.path)
+
+
+def items_of(opened: Opened) -> CheckpointMetadata:
+    found = {
+        name: None if kind == "files" else tree_metadata(opened.item(name)).tree
+        for name, kind in opened.items().items()
+    }
+    return CheckpointMetadata(found, opened.custom, opened.metrics, opened.path)
+
+
+def _is_found(value: Any) -> bool:
+    return isinstance(value, CheckpointMetadata)
+
+
+def _name(opened: Opened, name: str | None) -> str | None:
+    """Which item a tree is: that of the name, or the one that is a tree."""
+    if name is None or opened.is_single:
+        return None
+    there = opened.items()
+    if name != _AUTO or _STATE in there:
+        return _STATE if name == _AUTO else name
+    trees = [known for known, kind in there.items() if kind == "pytree"]
+    if len(trees) != 1:
+        raise ValueError(f"{opened.path} has {list(there)}; say which with checkpointable_name=")
+    return trees[0]

@@ -1,0 +1,207 @@
+"""`training.Checkpointer`: the steps of a run, as v1 has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Self
+
+from ostraka.compat.orbax import v1
+from ostraka.compat.orbax._engine import Opened, Payload
+from ostraka.compat.orbax._refuse import refuse
+from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, CheckpointManagerOptions
+from ostraka.compat.orbax.checkpoint_managers import preservation_policy as preservation_policies
+from ostraka.compat.orbax.checkpoint_managers import save_decision_policy as save_decision_policies
+from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
+from ostraka.compat.orbax.v1 import errors as errors
+from ostraka.compat.orbax.v1._items import payloads_of
+
+__getattr__ = refuse(__name__)
+
+CheckpointMetadata = v1.CheckpointMetadata
+
+
+class Checkpointer:
+    """The steps of a run below one directory."""
+
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        context: Any = None,
+        save_decision_policy: Any = None,
+        preservation_policy: Any = None,
+        step_name_format: Any = None,
+        custom_metadata: Any = None,
+        cleanup_tmp_directories: bool = False,
+        lightweight_initialize: bool = False,
+        logger: Any = None,
+    ):
+        self._context = context
+        self._manager = CheckpointManager(
+            directory,
+            options=CheckpointManagerOptions(
+                save_decision_policy=save_decision_policy,
+                preservation_policy=preservation_policy,
+                step_name_format=step_name_format,
+            ),
+            metadata=custom_metadata,
+        )
+
+    @property
+    def directory(self) -> Any:
+        return self._manager.directory
+
+    @property
+    def latest(self) -> CheckpointMetadata | None:
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    @property
+    def checkpoints(self) -> Sequence[CheckpointMetadata]:
+        """The steps that are there, ascending; each has `step` and `metrics`."""
+        manager = self._manager
+        return [
+            CheckpointMetadata(step=step, metrics=manager.metrics(step), path=manager.path_of(step))
+            for step in manager.all_steps()
+        ]
+
+    def should_save(self, step: int) -> bool:
+        return self._manager.should_save(step)
+
+    def is_saving_in_progress(self) -> bool:
+        return self._manager.is_saving_in_progress()
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        checkpointable_name: str = "state",
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+    ) -> bool:
+        named = {checkpointable_name: state}
+        return self.save_async(
+            step,
+            named[checkpointable_name],
+            checkpointable_name=checkpointable_name,
+            force=force,
+            overwrite=overwrite,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+        ).result()
+
+    def save_async(
+        self, step: int, state: Any, *, checkpointable_name: str = "state", **options: Any
+    ) -> v1.AsyncResponse:
+        return self.save_checkpointables_async(step, {checkpointable_name: state}, **options)
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        return self.save_checkpointables_async(step, checkpointables, **options).result()
+
+    def save_checkpointables_async(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+    ) -> v1.AsyncResponse:
+        manager = self._manager
+        if step in manager.all_steps():
+            if not overwrite:
+                raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
+            manager.delete(step)
+        if not force and not manager.should_save(step):
+            return v1.AsyncResponse(lambda _: False)
+        payloads: dict[str, Payload] = payloads_of(checkpointables)
+        manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
+
+        def wait(timeout: float | None) -> bool:
+            manager.wait_until_finished()
+            return True
+
+        return v1.AsyncResponse(wait)
+
+    # Loading
+
+    def load(
+        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "AUTO"
+    ) -> Any:
+        with self._in_context():
+            return v1.load_tree(self._open(step), abstract_state, checkpointable_name)
+
+    def load_async(self, step: Any = None, abstract_state: Any = None) -> v1.AsyncResponse:
+        return v1.AsyncResponse(lambda _: self.load(step, abstract_state))
+
+    def load_checkpointables(self, step: Any = None, abstract: Any = None) -> dict[str, Any]:
+        with self._in_context():
+            return v1.load_items(self._open(step), abstract)
+
+    def load_checkpointables_async(self, step: Any = None, abstract: Any = None) -> Any:
+        return v1.AsyncResponse(lambda _: self.load_checkpointables(step, abstract))
+
+    save_pytree, save_pytree_async = save, save_async
+    load_pytree, load_pytree_async = load, load_async
+
+    def pytree_metadata(self, step: Any = None) -> CheckpointMetadata:
+        return v1.tree_of(self._open(step), "AUTO")
+
+    metadata = pytree_metadata
+
+    def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
+        return v1.items_of(self._open(step))
+
+    def root_metadata(self) -> Any:
+        return self._manager.metadata()
+
+    def _open(self, step: Any) -> Opened:
+        self._manager.wait_until_finished()
+        number = getattr(step, "step", step)
+        if number is None:
+            number = self._manager.latest_step()
+        if number is None or number not in self._manager.all_steps():
+            raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
+        return Opened(self._manager.path_of(number))
+
+    def _in_context(self) -> Any:
+        return nullcontext() if self._context is None else self._context
+
+    # Changing what is there
+
+    def delete(self, step: int) -> None:
+        self._manager.delete(step)
+
+    def reload(self) -> None:
+        self._manager.reload()
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+__all__ = [
+    "CheckpointMetadata",
+    "Checkpointer",
+    "RootMetadata",
+    "errors",
+    "preservation_policies",
+    "save_decision_policies",
+]
