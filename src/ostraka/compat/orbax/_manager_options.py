@@ -71,8 +71,8 @@ class CheckpointManagerOptions:
             self.max_to_keep = None
         if self.prevent_write_metrics:
             raise NotImplementedError(
-                "CheckpointManagerOptions(prevent_write_metrics=True) is not supported: metrics are "
-                "part of a step"
+                "CheckpointManagerOptions(prevent_write_metrics=True) is not supported: metrics "
+                "are a part of the step"
             )
 
     def naming(self) -> Any:
