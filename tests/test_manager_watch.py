@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -643,8 +644,8 @@ class Run:
     def tell(self, step: int) -> None:
         """The reader waits for the next after this step."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{step}\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # It may have saved its last step, and ended.
+            os.write(self.process.stdin.fileno(), f"{step}\n".encode())
 
     def kill(self) -> None:
         self.process.kill()

@@ -230,8 +230,13 @@ class ReaderLease:
 
     def _put(self, kind: str, number: int) -> None:
         marker = Marker(self._store, _name_of(self._reader, self._backlog, kind, number))
-        marker.put()
+        # Known before it is there: if a signal ends the program in between, it is removed, too.
         self._held.append(marker)
+        try:
+            marker.put()
+        except Exception:
+            self._held.pop()
+            raise
 
 
 def _remove_all(store: Store, reader: str, held: list[Marker], process: int) -> None:
