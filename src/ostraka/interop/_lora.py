@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ostraka._nodes import ArrayNumber, leaves_of
 from ostraka._pattern import Patterns, selects
@@ -23,7 +23,7 @@ def find_adapters(
     `only` says which leaves of the adapters count. What an optimizer keeps of them never does.
     Raises Mismatch for an adapter without a kernel, and for shapes that do not fit.
     """
-    ours, theirs = _numbers(base), _numbers(adapters)
+    ours, theirs = numbers_by_path(base), numbers_by_path(adapters)
     differences: list[str] = []
     pairs: dict[int, tuple[int, int]] = {}
     for path in theirs:
@@ -69,7 +69,8 @@ def _misfits(base: Source, kernel: int, adapters: Source, pair: tuple[int, int])
             yield f"{one.path!r} is {one.dtype}; it must be floating-point"
 
 
-def _numbers(source: Source) -> Mapping[str, int]:
+def numbers_by_path(source: Source) -> dict[str, int]:
+    """The numbers of a checkpoint's arrays; one that the tree has at several places has several."""
     return {
         leaf.path: leaf.value.number
         for leaf in leaves_of(source.tree)

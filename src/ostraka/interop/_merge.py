@@ -16,13 +16,12 @@ from ostraka._box import Box
 from ostraka._capture import DtypeRule
 from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule
-from ostraka._nodes import ArrayNumber, leaves_of
 from ostraka._pattern import Patterns
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, is_floating, numpy_dtype
 from ostraka._units import human_bytes
 from ostraka.errors import InvalidTree, Mismatch, count_of, name_few, nearest_path
-from ostraka.interop._lora import find_adapters
+from ostraka.interop._lora import find_adapters, numbers_by_path
 from ostraka.interop._streamed import Array, LeafReader, OnBytes, save_streamed
 from ostraka.storage import PathLike, open_store
 
@@ -222,7 +221,7 @@ def _matched(
 
     Raises Mismatch for leaves that are not alike in all of these.
     """
-    by_path = [_numbers_by_path(source) for source in sources]
+    by_path = [numbers_by_path(source) for source in sources]
     differences: list[str] = []
     rows: list[tuple[int | None, ...]] = []
     last = len(sources) - 1
@@ -249,14 +248,6 @@ def _matched(
 
 def _is_averaged(leaf: LeafSpec) -> bool:
     return is_floating(leaf.dtype) or leaf.dtype.startswith("complex")
-
-
-def _numbers_by_path(source: Source) -> dict[str, int]:
-    return {
-        leaf.path: leaf.value.number
-        for leaf in leaves_of(source.tree)
-        if isinstance(leaf.value, ArrayNumber)
-    }
 
 
 def _differences(
