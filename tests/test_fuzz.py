@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fuzz
+from figures import Figures
 from mutations import Mutator
 from ostraka._document import saved_tree
 from ostraka.errors import OstrakaError
@@ -36,9 +37,11 @@ def test_readers_withstand_hostile_input(name):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_readers_withstand_a_million_hostile_inputs(name):
+def test_readers_withstand_a_million_hostile_inputs(name, figures: Figures):
     new = bool(os.environ.get("OSTRAKA_NEW_EXAMPLES"))
-    check(name, fuzz.shares(IN_SOAK)[name], seed=time.time_ns() if new else IN_SOAK)
+    count = fuzz.shares(IN_SOAK)[name]
+    check(name, count, seed=time.time_ns() if new else IN_SOAK)
+    figures.add("hostile inputs", count)
 
 
 def test_the_harness_finds_what_it_looks_for():
