@@ -381,7 +381,8 @@ def watchdog(seconds: float) -> Generator[None]:
         raise Hang(f"it took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGPROF, bark)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Again and again: what is raised inside a callback of the garbage collector is ignored there.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)
     try:
         yield
     finally:
@@ -423,6 +424,8 @@ class Tally:
     inputs: int = 0
     refused: int = 0
     slowest_s: float = 0.0
+    slowest: int = 0
+    """The seed of that one's mutator."""
     most_bytes: int = 0
     failures: dict[str, tuple[str, int, Any]] = field(default_factory=dict)
     """By what went wrong: all of it, the seed of its mutator, and the input."""
@@ -474,7 +477,9 @@ def fuzz_one(
     if rise > MOST_MEMORY + MEMORY_PER_BYTE * size_of(given):
         tally.failures.setdefault("memory", (f"{rise >> 20} MiB", number, given))
     tally.inputs += 1
-    tally.slowest_s = max(tally.slowest_s, time.process_time() - begin)
+    taken = time.process_time() - begin
+    if taken > tally.slowest_s:
+        tally.slowest_s, tally.slowest = taken, number
     tally.most_bytes = max(tally.most_bytes, rise)
 
 
