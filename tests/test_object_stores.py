@@ -267,6 +267,28 @@ def test_nothing_is_there(bucket: str):
         ostraka.restore(f"{bucket}/nothing")
 
 
+@pytest.mark.parametrize("fault", ["error 503", "cut answer", "closed"])
+def test_a_server_in_trouble_is_no_damage(
+    bucket: str,
+    servers: Callable[[str], Server],
+    monkeypatch: pytest.MonkeyPatch,
+    no_retries: None,
+    fault: str,
+):
+    from ostraka.storage import _object
+
+    monkeypatch.setattr(_object, "_RETRY_FOR_S", 0.0)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        ostraka.save(f"{bucket}/c", {"a": np.arange(100_000)})
+        opened = ostraka.open(f"{bucket}/c")
+        proxy.faults, proxy.rate = (fault,), 1.0
+        with pytest.raises(StoreError, match="can't read .*(try again later|can't be reached)"):
+            opened["a"][:]
+        proxy.rate = 0.0
+        np.testing.assert_array_equal(opened["a"][:], np.arange(100_000))
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
