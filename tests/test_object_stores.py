@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,30 @@ def test_what_is_missing_is_named_as_that_store_calls_it(
 def test_nothing_is_there(bucket: str):
     with pytest.raises(CheckpointNotFound, match=f"{bucket}/nothing"):
         ostraka.restore(f"{bucket}/nothing")
+
+
+def test_a_server_that_is_down_for_many_retries(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    from ostraka.storage import _cloud
+
+    short = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10)}
+    monkeypatch.setitem(_cloud._RETRY, "backoff", short)
+    _cloud._open_bucket.cache_clear()
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        proxy.faults, proxy.rate = ("error 503",), 1.0
+
+        def recover() -> None:
+            while proxy.harmed.total() < 100:
+                time.sleep(0.001)
+            proxy.rate = 0.0
+
+        recovery = threading.Thread(target=recover, daemon=True)
+        recovery.start()
+        ostraka.save(f"{bucket}/c", {"a": np.arange(5)})
+        recovery.join()
+        assert_same(ostraka.restore(f"{bucket}/c"), {"a": np.arange(5)})
 
 
 @pytest.mark.parametrize("fault", ["error 503", "cut answer", "closed"])

@@ -23,7 +23,7 @@ from ostraka.storage._object import ObjectStore
 from ostraka.storage._refusals import refusal
 
 _RETRY = {
-    "max_retries": 20,
+    "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=5)},
 }
