@@ -2,11 +2,13 @@
 
 import os
 import random
+import re
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from obstore.exceptions import GenericError
+from obstore.store import LocalStore as ObstoreDirectory
 from obstore.store import MemoryStore as ObstoreMemory
 from obstore.store import S3Store
 
@@ -265,18 +268,94 @@ def test_nothing_is_there(bucket: str):
         ostraka.restore(f"{bucket}/nothing")
 
 
+def test_a_server_that_is_down_for_many_retries(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    from ostraka.storage import _cloud
+
+    short = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10)}
+    monkeypatch.setitem(_cloud._RETRY, "backoff", short)
+    _cloud._open_bucket.cache_clear()
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        proxy.faults, proxy.rate = ("error 503",), 1.0
+
+        def recover() -> None:
+            while proxy.harmed.total() < 100:
+                time.sleep(0.001)
+            proxy.rate = 0.0
+
+        recovery = threading.Thread(target=recover, daemon=True)
+        recovery.start()
+        ostraka.save(f"{bucket}/c", {"a": np.arange(5)})
+        recovery.join()
+        assert_same(ostraka.restore(f"{bucket}/c"), {"a": np.arange(5)})
+
+
+@pytest.mark.parametrize("fault", ["error 503", "cut answer", "closed"])
+def test_a_server_in_trouble_is_no_damage(
+    bucket: str,
+    servers: Callable[[str], Server],
+    monkeypatch: pytest.MonkeyPatch,
+    no_retries: None,
+    fault: str,
+):
+    from ostraka.storage import _object
+
+    monkeypatch.setattr(_object, "_RETRY_FOR_S", 0.0)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        ostraka.save(f"{bucket}/c", {"a": np.arange(100_000)})
+        opened = ostraka.open(f"{bucket}/c")
+        proxy.faults, proxy.rate = (fault,), 1.0
+        with pytest.raises(StoreError, match="can't read .*(try again later|can't be reached)"):
+            opened["a"][:]
+        proxy.rate = 0.0
+        np.testing.assert_array_equal(opened["a"][:], np.arange(100_000))
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("s3://key:secret@bucket/run", "credentials and endpoints come from the environment"),
         ("s3://bucket/run?region=x", "credentials and endpoints come from the environment"),
         ("s3:///run", "names no bucket; expected s3://bucket/prefix"),
-        ("s3://bucket/ru\nn", "has a line break or a tab in it"),
+        ("s3://bucket/ru\nn", "has a control character in it"),
+        ("s3://bucket/ru\0n", "has a control character in it"),
+        ("s3://bucket/run//7", "a part of it is empty, '.' or '..'"),
+        ("s3://bucket/./run", "a part of it is empty, '.' or '..'"),
+        ("az://bucket/run/../7", "a part of it is empty, '.' or '..'"),
+        ("s3://bucket/run\\7", "has a backslash, which some stores take for '/'"),
+        ("s3://bucket/run#7", "without ?, # or @"),
     ],
 )
 def test_what_is_no_path(path: str, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         ostraka.save(path, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://key:secret@bucket/run",
+        "s3://bucket/ru\nn?password=secret",
+        "https://key:secret@bucket/run",
+        "http://secret@bucket/run",
+        Path("s3://key:secret@bucket/run"),
+    ],
+)
+def test_a_secret_in_a_path_is_not_repeated(path: str | Path):
+    with pytest.raises((ValueError, UnsupportedFormat), match="bucket") as refused:
+        ostraka.save(path, {"a": 1})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(StoreError, match="profile 'nobody' in Amazon's files.*correct AWS_PROFILE"):
+        ostraka.open("s3://bucket/run")
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch):
@@ -305,20 +384,85 @@ def test_after_a_fork(bucket: str):
 
 def test_a_store_of_obstore_is_a_path(servers: Callable[[str], Server]):
     server = servers("moto")
-    store = S3Store(
+    store = given_store(server, "given/below")
+    ostraka.save(store, {"a": np.arange(5)})
+    assert_same(ostraka.restore(store), {"a": np.arange(5)})
+    assert open_store(store).location == f"s3://{BUCKET}/given/below"
+    keys = [file["path"] for file in obstore.list(store).collect()]
+    assert "_METADATA" in keys
+
+
+def given_store(server: Server, prefix: str) -> S3Store:
+    return S3Store(
         BUCKET,
-        prefix="given/below",
+        prefix=prefix,
         endpoint=server.endpoint,
         access_key_id="testing",
         secret_access_key="testing",
         region="us-east-1",
         client_options={"allow_http": True},
     )
+
+
+def test_a_given_store_is_not_looked_for_on_another_server(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    """The name of a given store leads to another server, where there is a step of that name."""
+    server, other = servers("moto"), servers("seaweed")
+    for name, value in other.environment.items():
+        monkeypatch.setenv(name, value)
+    ostraka.save(f"s3://{BUCKET}/elsewhere/step_7", {"on": "the other server"})
+    with pytest.raises(CheckpointNotFound, match="there is no such directory$"):
+        ostraka.restore(given_store(server, "elsewhere/7"))
+    with pytest.raises(CheckpointNotFound, match="there is no such directory$"):
+        ostraka.restore(given_store(server, "elsewhere"))
+
+
+def test_given_stores_of_one_name_on_two_servers(servers: Callable[[str], Server]):
+    places = [given_store(servers(kind), "one-name") for kind in ("moto", "seaweed")]
+    tree = {"a": np.arange(100_000)}
+    ostraka.save(places[0], tree)
+    ostraka.copy(*places)
+    assert_same(ostraka.restore(places[1]), tree)
+    shard = max(
+        (file["size"], file["path"])
+        for file in obstore.list(places[0]).collect()
+        if file["path"].endswith(".safetensors")
+    )[1]
+    data = bytearray(obstore.get(places[0], shard).bytes())
+    data[-1] ^= 1
+    obstore.put(places[0], shard, bytes(data))
+    assert ostraka.repair(places[0], from_=places[1]).mended
+    assert_same(ostraka.restore(places[0]), tree)
+
+
+def test_a_given_store_has_a_plan(servers: Callable[[str], Server], tmp_path: Path):
+    store = given_store(servers("moto"), "planned")
     ostraka.save(store, {"a": np.arange(5)})
-    assert_same(ostraka.restore(store), {"a": np.arange(5)})
-    assert open_store(store).location == f"s3://{BUCKET}/given/below"
-    keys = [file["path"] for file in obstore.list(store).collect()]
-    assert "_METADATA" in keys
+    ostraka.copy(store, tmp_path / "copy")
+    assert ostraka.plan(store).total_bytes == ostraka.plan(tmp_path / "copy").total_bytes
+
+
+def test_two_memories_of_obstore():
+    here, there, merged = ObstoreMemory(), ObstoreMemory(), ObstoreMemory()
+    ostraka.save(here, {"a": np.arange(5.0)})
+    ostraka.copy(here, there)
+    assert_same(ostraka.restore(there), {"a": np.arange(5.0)})
+    ostraka.merge([here, there], merged)
+    assert_same(ostraka.restore(merged), {"a": np.arange(5.0)})
+    root, mirror = ObstoreMemory(), ObstoreMemory()
+    with Manager(root, mirror=mirror) as manager:
+        manager.save(1, {"a": 1})
+    assert Manager(mirror, read_only=True).steps() == [1]
+
+
+def test_a_directory_of_obstore_is_a_path(tmp_path: Path):
+    store = ObstoreDirectory(tmp_path / "a b%20", mkdir=True)
+    with Manager(store, keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"a": np.full(3, step)})
+    assert Manager(tmp_path / "a b%20", read_only=True).steps() == [2]
+    assert_same(ostraka.restore(store), {"a": np.full(3, 2)})
 
 
 @pytest.mark.parametrize(

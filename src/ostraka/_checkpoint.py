@@ -16,7 +16,7 @@ from ostraka.formats import (
     is_finished_orbax,
     open_source,
 )
-from ostraka.storage import PathLike, Store, open_store
+from ostraka.storage import PathLike, Store, is_text, open_above, open_store
 
 Result = TypeVar("Result")
 
@@ -38,10 +38,10 @@ def locate(path: PathLike) -> Store:
     if names:
         found = _first_committed(store, reversed(steps_among(names).values()))
         return found or _newest_of_orbax(store, names) or store
-    above, _, name = store.location.rpartition("/")
-    if isinstance(path, Store) or not above or above.endswith(":/") or store.exists():
+    root = open_above(store) if is_text(path) and not store.exists() else None
+    if root is None:
         return store
-    root = open_store(above)
+    name = store.location.rpartition("/")[2]
     return _first_committed(root, [names_of_step(name, names_in(root))]) or store
 
 

@@ -8,8 +8,8 @@ from contextlib import closing
 
 from ostraka._format import METADATA_NAME, is_shards_directory
 from ostraka._step_names import list_steps, step_of, steps_among
-from ostraka.errors import CheckpointNotFound, NotACheckpoint, UnsupportedFormat, nearest
-from ostraka.storage import LocalStore, Store, open_store
+from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
+from ostraka.storage import LocalStore, Store, open_above
 
 _MOST_NAMES = 100
 """So many names of a directory are looked into, so that a sentence does not take a minute."""
@@ -38,7 +38,7 @@ def not_a_checkpoint(store: Store) -> CheckpointNotFound | NotACheckpoint:
     if found is not None:
         return NotACheckpoint(f"{where} {found}")
     if not is_directory:
-        why = f"there is no such directory{_hint_beside(where)}"
+        why = f"there is no such directory{_hint_beside(store)}"
     elif any(map(is_shards_directory, names)):
         why = f"a save to it never finished, or its {METADATA_NAME} is lost"
     elif not names:
@@ -100,10 +100,10 @@ def has_orbax_names(names: Sequence[str]) -> bool:
     return any(name in _ORBAX_NAMES or name.startswith("ocdbt.process_") for name in names)
 
 
-def _hint_beside(where: str) -> str:
+def _hint_beside(store: Store) -> str:
     """The steps beside a step that is not there, or the name that is most like it."""
-    above, _, name = where.rpartition("/")
-    root = _store_above(where)
+    above, _, name = store.location.rpartition("/")
+    root = open_above(store)
     if root is None:
         return ""
     names = names_in(root)
@@ -117,23 +117,12 @@ def _hint_beside(where: str) -> str:
     return nearest(name, names[:_MOST_NAMES])
 
 
-def _store_above(where: str) -> Store | None:
-    """The place that a place is in, if there is one that a path leads to."""
-    above = where.rpartition("/")[0]
-    if not above or above.endswith(":/"):
-        return None
-    try:
-        return open_store(above)
-    except UnsupportedFormat:  # The place of a store that was given as such.
-        return None
-
-
 def _start_of_file(store: Store) -> bytes | None:
     """The first bytes of what lies where a directory was meant; None if there is nothing."""
     where = store.location
     if isinstance(store, LocalStore) and not os.path.isfile(where):
         return b"" if os.path.exists(where) else None  # to open a pipe would take for ever
-    above, name = _store_above(where), where.rpartition("/")[2]
+    above, name = open_above(store), where.rpartition("/")[2]
     start = bytearray(9)
     try:
         if above is None or above.look(name) is None:

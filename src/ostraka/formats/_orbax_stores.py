@@ -132,7 +132,8 @@ def _base_of(store: Store) -> dict[str, Any]:
     if isinstance(store, LocalStore):
         return {"driver": "file", "path": f"{store.location.rstrip('/')}/"}
     url = urlsplit(store.location)
-    if url.scheme not in ("s3", "gs") or not url.netloc:
+    is_named = getattr(store, "is_named", True)  # Else it may be on another server.
+    if url.scheme not in ("s3", "gs") or not url.netloc or not is_named:
         raise UnsupportedFormat(
             f"can't read the Orbax checkpoint {store.location}: TensorStore reads directories, "
             "s3:// and gs:// only; copy it to one of those"

@@ -110,4 +110,9 @@ def _copies(store: Store, given: PathLike | Sequence[PathLike] | None) -> list[S
     for copy in found:
         if not copy.exists():
             raise CheckpointNotFound(f"there is nothing at {copy.location}, given as from_")
-    return [copy for copy in found if copy.location != store.location]
+    # A store that was given as such may have the same name on another server.
+    return [
+        copy
+        for copy in found
+        if copy.location != store.location or not getattr(copy, "is_named", True)
+    ]

@@ -23,7 +23,7 @@ from ostraka._units import human_bytes
 from ostraka.errors import InvalidTree, Mismatch, count_of, name_few, nearest_path
 from ostraka.interop._lora import find_adapters, numbers_by_path
 from ostraka.interop._streamed import Array, LeafReader, OnBytes, save_streamed
-from ostraka.storage import PathLike, open_store
+from ostraka.storage import PathLike, is_text, open_store
 
 _ALIKE = ("kind", "dtype", "shape", "prng")
 """What a leaf must have the same in all checkpoints that it is averaged over."""
@@ -106,7 +106,9 @@ def merge(
         raise ValueError(f"merge needs two checkpoints or more, and got {len(sources)}")
     opened = [open_at(source) for source in sources]
     location = open_store(target).location
-    if location in [source.location for source in opened]:
+    # Stores that were given as such may have one name on two servers.
+    named = [one.location for one, path in zip(opened, sources, strict=True) if is_text(path)]
+    if is_text(target) and location in named:
         raise ValueError(f"{location} is a source; the result needs a place of its own")
     if lora is not None:
         if weights is not None or ema is not None or take is not None or len(opened) != 2:

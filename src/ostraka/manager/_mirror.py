@@ -26,7 +26,7 @@ from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, describ
 from ostraka.manager._lock import RootLock
 from ostraka.manager._mirror_copy import Ended, Status, StepCopier
 from ostraka.manager._steps import Root, Step
-from ostraka.storage import LocalStore, PathLike, Store
+from ostraka.storage import LocalStore, PathLike, Store, is_text
 
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -48,7 +48,7 @@ def open_mirror(root: Root, given: PathLike, mirror: PathLike | None, every: Any
         return None
     place = Root(mirror)
     # Stores that were given as such may have one name on two servers.
-    if not isinstance(given, Store) and not isinstance(mirror, Store):
+    if is_text(given) and is_text(mirror):
         mine, other = (f"{_real(one.store)}/" for one in (root, place))
         if mine.startswith(other) or other.startswith(mine):
             raise ValueError(

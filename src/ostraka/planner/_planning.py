@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from ostraka._units import size_bytes
 from ostraka.planner._restore import target_mesh
 from ostraka.planner._save_plan import Plan, plan_state
 from ostraka.planner._sources import Options, plan_source
-from ostraka.storage import Store
+from ostraka.storage import may_be_path
 
 
 def plan(
@@ -57,7 +56,7 @@ def plan(
     >>> plan("llama-3.1-70b", mesh={"data": 64}, optimizer="adamw").bytes_by_group
     """
     size = size_bytes("max_file_bytes", max_file_bytes)
-    if isinstance(tree, str | os.PathLike | Store):
+    if may_be_path(tree):
         options = Options(
             mesh=None if mesh is None else target_mesh(mesh),
             hosts=processes,

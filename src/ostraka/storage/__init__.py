@@ -15,7 +15,7 @@ from ostraka.storage._base import (
 from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue, refuse_claimed
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
-from ostraka.storage._open import PathLike, open_store
+from ostraka.storage._open import PathLike, is_text, may_be_path, open_above, open_store
 
 __all__ = [
     "ANYTHING",
@@ -36,6 +36,9 @@ __all__ = [
     "is_claim",
     "is_overdue",
     "is_temporary",
+    "is_text",
+    "may_be_path",
+    "open_above",
     "open_store",
     "refuse_claimed",
 ]

@@ -6,7 +6,9 @@ what machines in a cloud are told. Profiles in the files of Amazon's tools are r
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
@@ -21,17 +23,16 @@ from ostraka.storage._object import ObjectStore
 from ostraka.storage._refusals import refusal
 
 _RETRY = {
-    "max_retries": 20,
+    "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=5)},
 }
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f]")
 _CLIENT = {"connect_timeout": "5s", "timeout": "60s"}
 
 
 def open_url(url: str) -> ObjectStore:
     """The store that a URL names. Nothing is asked of the network yet."""
-    if any(character in url for character in "\t\r\n"):  # which the next line would leave out
-        raise ValueError(f"{url!r} has a line break or a tab in it")
     parts = urlsplit(url)
     if (
         parts.query
@@ -41,13 +42,22 @@ def open_url(url: str) -> ObjectStore:
     ):
         raise ValueError(
             f"a checkpoint's path has the bucket and a prefix only, as in {parts.scheme}://bucket/"
-            "run; credentials and endpoints come from the environment"
+            "run, without ?, # or @; credentials and endpoints come from the environment"
         )
     if not parts.netloc:
         raise ValueError(f"{url} names no bucket; expected {parts.scheme}://bucket/prefix")
+    if _NO_KEY.search(url):  # Not `parts`: it leaves out line breaks and tabs.
+        raise ValueError(f"{url!r} can't be a path in a bucket: it has a control character in it")
+    if not {"", ".", ".."}.isdisjoint(parts.path.strip("/").split("/")) and parts.path.strip("/"):
+        raise ValueError(
+            f"{url!r} can't be a path in a bucket: a part of it is empty, '.' or '..'; there are "
+            "no directories in a bucket that these would lead to"
+        )
+    if "\\" in url:
+        raise ValueError(f"{url!r} has a backslash, which some stores take for '/'; write '/'")
     root = f"{parts.scheme}://{parts.netloc}"
     bucket = _open_bucket(root, _settings_of(parts.scheme))
-    return ObjectStore(bucket, root, parts.path, _discard_uploads_of(bucket))
+    return ObjectStore(bucket, root, parts.path, _discard_uploads_of(bucket), is_named=True)
 
 
 def open_bucket(bucket: Any) -> ObjectStore:
@@ -58,9 +68,8 @@ def open_bucket(bucket: Any) -> ObjectStore:
     scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(kind)
     prefix = str(getattr(bucket, "prefix", None) or "").strip("/")
     url = f"{scheme}://{name}" if scheme and name else f"{kind}://"
-    return ObjectStore(
-        bucket, f"{url}/{prefix}" if prefix else url, "", _discard_uploads_of(bucket)
-    )
+    name = f"{url}/{prefix}" if prefix else url
+    return ObjectStore(bucket, name, "", _discard_uploads_of(bucket), is_named=False)
 
 
 def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
@@ -116,6 +125,7 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
     try:
         import boto3
         import botocore.session
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise StoreError(
@@ -123,7 +133,16 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
             "pip install 'ostraka[cloud]'"
         ) from error
     session = botocore.session.Session()
-    if session.get_credentials() is None:
+    try:
+        credentials = session.get_credentials()
+    except BotoCoreError as error:
+        profile = environment.get("AWS_PROFILE", "default")
+        raise StoreError(
+            f"can't read the profile {profile!r} in Amazon's files: {error}; correct AWS_PROFILE "
+            "or the files in ~/.aws",
+            errno=errno.EACCES,
+        ) from error
+    if credentials is None:
         return {}
     found: dict[str, Any] = {
         "credential_provider": Boto3CredentialProvider(boto3.Session(botocore_session=session))

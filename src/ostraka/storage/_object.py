@@ -49,8 +49,9 @@ _user: list[int] = []
 class ObjectStore:
     """Names are keys below one prefix of a bucket.
 
-    `url` is that of the bucket, for messages. `discard_uploads` removes the multipart uploads below
-    a prefix that were never completed.
+    `url` is that of the bucket, for messages; `is_named` says whether it leads there, too: a store
+    that a caller made may have another server and other credentials. `discard_uploads` removes the
+    multipart uploads below a prefix that were never completed.
     """
 
     parts = Parts(
@@ -62,8 +63,17 @@ class ObjectStore:
         is_remote=True,
     )
 
-    def __init__(self, bucket: Any, url: str, prefix: str, discard_uploads: Callable[[str], None]):
+    def __init__(
+        self,
+        bucket: Any,
+        url: str,
+        prefix: str,
+        discard_uploads: Callable[[str], None],
+        *,
+        is_named: bool,
+    ):
         self._bucket = bucket
+        self.is_named = is_named
         self._url = url
         self._prefix = prefix.strip("/")
         self._start = f"{self._prefix}/" if self._prefix else ""
@@ -74,7 +84,8 @@ class ObjectStore:
         return self.location
 
     def at(self, name: str) -> ObjectStore:
-        return ObjectStore(self._bucket, self._url, self._start + name, self._discard_uploads)
+        start, discard = self._start, self._discard_uploads
+        return ObjectStore(self._bucket, self._url, start + name, discard, is_named=self.is_named)
 
     def prepare(self) -> bool:
         return not self.exists()

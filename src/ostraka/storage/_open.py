@@ -22,6 +22,8 @@ else:
 _CLOUD = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 _FOLDED_URL = re.compile(rf"(?:^|/)((?:{'|'.join((*_CLOUD, 'gcs', 'file', 'memory'))}):)/(.*)")
 """What pathlib and os.path make of a URL."""
+_USER = re.compile(r"(?<!abfs)(?<!abfss)(:/+)[^/]*@")
+"""With a password, perhaps. The `container@account` of abfs:// is no secret."""
 
 
 def open_store(path: PathLike) -> Store:
@@ -35,9 +37,9 @@ def open_store(path: PathLike) -> Store:
     if not isinstance(text, str):
         if isinstance(given, Store):
             return given
+        if _is_obstore(given):
+            return _open_obstore(given)
         kind = type(given).__name__
-        if any(base.__module__.startswith("obstore") for base in type(given).__mro__):
-            return _cloud(kind).open_bucket(given)
         raise TypeError(f"a checkpoint's path must be text or a pathlib.Path, not {kind}")
     if not text:
         raise ValueError("the checkpoint's path is empty")
@@ -53,13 +55,50 @@ def open_store(path: PathLike) -> Store:
     if scheme in _CLOUD:
         return _cloud(text).open_url(text)
     raise UnsupportedFormat(
-        f"can't open {text}: this version of Ostraka has no store for {scheme}://; "
-        "use a local path, file://, memory://, s3://, gs:// or az://"
+        f"can't open {_without_password(text)}: this version of Ostraka has no store for "
+        f"{scheme}://; use a local path, file://, memory://, s3://, gs:// or az://"
     )
+
+
+def may_be_path(value: object) -> bool:
+    """Whether something can be given where a path is wanted: text, a path or a store."""
+    return isinstance(value, str | os.PathLike | Store) or _is_obstore(value)
+
+
+def is_text(path: PathLike) -> bool:
+    """Whether a path names its place: two stores may have one name, on two servers."""
+    return isinstance(path, str | os.PathLike)
+
+
+def open_above(store: Store) -> Store | None:
+    """The place that a place is in; None for what was given as a store, which no name leads to."""
+    above = store.location.rpartition("/")[0]
+    if not above or above.endswith(":/") or not getattr(store, "is_named", True):
+        return None
+    try:
+        return open_store(above)
+    except UnsupportedFormat:  # a store of the caller's own kind
+        return None
+
+
+def _is_obstore(value: object) -> bool:
+    return any(base.__module__.startswith("obstore") for base in type(value).__mro__)
+
+
+def _open_obstore(given: Any) -> Store:
+    kind = type(given).__name__
+    if kind == "LocalStore":  # It has no conditional writes, and a directory needs no obstore.
+        return LocalStore(os.path.abspath(given.prefix or "/"))
+    return _cloud(kind).open_bucket(given)
+
+
+def _without_password(url: str) -> str:
+    return _USER.sub(r"\1…@", url)
 
 
 def _refuse_folded_url(path: str) -> None:
     """Raise for `Path("s3://bucket/run")`: it would be a directory `s3:` on the local disk."""
+    path = _without_password(path)
     folded = _FOLDED_URL.search(path)
     if folded is not None:
         scheme, rest = folded.groups()

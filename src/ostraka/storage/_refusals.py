@@ -79,11 +79,17 @@ _TEMPORARY = ("408", "429")
 
 
 def refusal(action: str, path: str, error: Exception) -> StoreError:
-    """The sentence for what a store said."""
+    """The sentence for what a store said.
+
+    Never EIO: that would be a lost file, and a server in trouble has lost nothing.
+    """
     text = str(error)
     known = next((known for known in _KNOWN if known.pattern.search(text)), None)
+    if known is None and is_transient(error):
+        sentence = f"the store is overloaded or in trouble, try again later; it said: {_said(text)}"
+        return StoreError(f"can't {action} {path}: {sentence}", errno=errno.EAGAIN)
     if known is None:
-        return StoreError(f"can't {action} {path}: {_first_line(text)}", errno=errno.EIO)
+        return StoreError(f"can't {action} {path}: {_said(text)}", errno=errno.EPROTO)
     credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
     sentence = known.sentence.format(credentials=credentials)
     return StoreError(f"can't {action} {path}: {sentence}", errno=known.errno)
@@ -113,5 +119,5 @@ def broke_off(error: Exception) -> bool:
     return "response body" in str(error) or "body from connection" in str(error)
 
 
-def _first_line(text: str) -> str:
+def _said(text: str) -> str:
     return re.sub(r"\s+", " ", text.split("\n\nDebug source")[0])[:300]

@@ -25,7 +25,7 @@ from ostraka.errors import (
 from ostraka.formats import has_finished_checkpoint, is_checkpoint
 from ostraka.formats._orbax import OrbaxSource
 from ostraka.formats._ostraka import OstrakaSource
-from ostraka.storage import PathLike, Store, open_store
+from ostraka.storage import PathLike, Store, is_text, open_store
 from ostraka.transfer._checkpoint import copy_checkpoint, total_bytes
 from ostraka.transfer._files import Tally
 from ostraka.transfer._orbax import copy_orbax, total_bytes_of_orbax
@@ -86,7 +86,7 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     begin = time.perf_counter()
     root, place = open_store(source), open_store(target)
     # Stores that were given as such may have one name on two servers.
-    are_paths = not isinstance(source, Store) and not isinstance(target, Store)
+    are_paths = is_text(source) and is_text(target)
     if are_paths and root.location == place.location:
         raise PathInTheWay(f"{root.location} can't be copied onto itself; give another place")
     tell = on_bytes or (lambda done, total: None)
