@@ -89,17 +89,22 @@ def test_any_two(saved: Path, tmp_path: Path):
     sums = sorted(f.name for f in saved.glob("shards-*/parity_*"))[:1]
     for lost in itertools.islice(itertools.combinations([*members(saved), *sums], 2), 0, None, 11):
         place = lose(saved, tmp_path / "-".join(lost), lost)
-        assert len(ostraka.repair(place).mended) == 2
+        mended = ostraka.repair(place).mended
+        assert len(mended) == 2
+        # In one pass, that is: block by block, headers would be from `_METADATA`.
+        assert {f.origins for f in mended} <= {("parity",), ("its group",)}
         assert all_bytes(place) == before
         shutil.rmtree(place)
 
 
-def test_nothing_is_read_twice(saved: Path, tmp_path: Path):
-    name = members(saved)[2]
-    place = lose(saved, tmp_path / "c", [name])
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_is_read_twice(saved: Path, tmp_path: Path, count: int):
+    names = members(saved)[2 : 2 + count]
+    place = lose(saved, tmp_path / "c", names)
     there = sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
     report = ostraka.repair(place)
-    assert report.bytes_written == next(saved.glob(f"shards-*/{name}")).stat().st_size
+    sizes = [next(saved.glob(f"shards-*/{name}")).stat().st_size for name in names]
+    assert report.bytes_written == sum(sizes)
     # Blocks that reach from one range into the next, and digests of parity, are read once more.
     assert report.bytes_read <= 1.5 * there
 

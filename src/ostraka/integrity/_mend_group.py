@@ -252,10 +252,10 @@ class _Pass:
                 _parity.add(p, part)
         else:
             self._solve_two(at, p, q)
-            for target, found in zip(
-                made, _parity.resolve(p, q, list(self._group.lost)), strict=True
-            ):
-                target[:] = found
+            found = _parity.resolve(p, q, list(self._group.lost))
+            # The last first: it lies where the first belongs.
+            for target, data in reversed(list(zip(made, found, strict=True))):
+                target[:] = data
         for (place, file), data in zip(self._group.lost.items(), made, strict=True):
             self._lost[place].add(at, data[: max(file.shard.entry.size - at, 0)])
 
