@@ -2,8 +2,8 @@
 
 The same tree on 8 devices of one process, in turns: saved without parity, with one and with two
 parity files; wall time and processor time of each. Then a shard file is lost: a restore that takes
-it from parity against one that does not need to, and the file rebuilt and written against a plain
-copy of it.
+it from parity against one that does not need to, and `ostraka.repair`, which reads and compares all
+other files, too, against a plain copy of the lost one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ostraka
 from bench.machine import remove
-from ostraka._checkpoint import open_at
-from ostraka._parallel import StopSignal, run_all
-from ostraka._shards import Shards
-from ostraka.formats._ostraka import OstrakaSource
 
 LEAVES = 16
 PIECE_BYTES = 8 << 20
@@ -48,11 +44,7 @@ def main() -> None:
         place = Path(directory)
         compare("save", saves(place, tree), arguments.rounds)
         compare("restore, one shard lost", restores(place, tree), arguments.rounds)
-        compare("one shard file", rebuilds(place), arguments.rounds)
-        # A copy reads and writes the file; a rebuild reads eight files and writes one.
-        print(
-            f"  by the byte that is read or written, a rebuild may take {9 / 2:.1f} times as long"
-        )
+        compare("one of 8 shard files", repairs(place), arguments.rounds)
 
 
 def make_tree(nbytes: int) -> dict[str, jax.Array]:
@@ -69,8 +61,9 @@ def make_tree(nbytes: int) -> dict[str, jax.Array]:
     }
 
 
-Contest = dict[str, Callable[[], Any]]
-"""What is compared, by name; the first is what the others are measured by."""
+Contest = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+"""What is compared, by name: what comes before, and what is measured; the first is what the others
+are measured by."""
 
 
 def compare(title: str, contest: Contest, rounds: int) -> None:
@@ -78,7 +71,8 @@ def compare(title: str, contest: Contest, rounds: int) -> None:
     wall: dict[str, list[float]] = {name: [] for name in contest}
     used: dict[str, list[float]] = {name: [] for name in contest}
     for number in range(rounds + 1):
-        for name, run in contest.items():
+        for name, (prepare, run) in contest.items():
+            prepare()
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             run()
             if number:  # the first round warms up
@@ -94,15 +88,17 @@ def compare(title: str, contest: Contest, rounds: int) -> None:
 
 
 def saves(place: Path, tree: Any) -> Contest:
+    def clear(parity: int) -> None:
+        remove(place / f"parity_{parity}")
+        os.sync()  # What was written before is not waited for by the next.
+
     def save(parity: int) -> None:
-        path = place / f"parity_{parity}"
-        remove(path)
-        ostraka.save(path, tree, parity=parity)
+        ostraka.save(place / f"parity_{parity}", tree, parity=parity)
 
     return {
-        "without parity": lambda: save(0),
-        "parity=1": lambda: save(1),
-        "parity=2": lambda: save(2),
+        "without parity": (lambda: clear(0), lambda: save(0)),
+        "parity=1": (lambda: clear(1), lambda: save(1)),
+        "parity=2": (lambda: clear(2), lambda: save(2)),
     }
 
 
@@ -116,36 +112,50 @@ def restores(place: Path, tree: Any) -> Contest:
             warnings.simplefilter("ignore")
             jax.block_until_ready(ostraka.restore(path, like=tree))
 
-    return {"whole": lambda: restore(whole), "by parity": lambda: restore(lost)}
+    def nothing() -> None:
+        pass
+
+    return {
+        "whole": (nothing, lambda: restore(whole)),
+        "by parity": (nothing, lambda: restore(lost)),
+    }
 
 
-def rebuilds(place: Path) -> Contest:
-    source = open_at(place / "lost")
-    assert isinstance(source, OstrakaSource)
-    shards: Shards = source.shards
-    file = next(file for file in source.metadata.files if file.device == 3)
-    original = next((place / "parity_1").glob(f"shards-*/{file.name}"))
-    target = place / "target"
+def repairs(place: Path) -> Contest:
+    """A copy of the file, on disk when it returns, as that of a repair is."""
 
-    def copy() -> None:
-        with original.open("rb") as read, target.open("wb") as write:
-            shutil.copyfileobj(read, write, PIECE_BYTES)
-            os.fsync(write.fileno())
+    def copy_of(path: Path, numbers: range) -> None:
+        for number in numbers:
+            original = next(path.glob(f"shards-*/shard_{number:05d}.safetensors"))
+            with original.open("rb") as read, (place / f"copy_{number}").open("wb") as write:
+                shutil.copyfileobj(read, write, PIECE_BYTES)
+                os.fsync(write.fileno())
 
-    def rebuild() -> None:
-        opened = shards.open_rebuild(file)
-        assert opened is not None
-        with target.open("wb") as write:
+    def repair(path: Path, numbers: range) -> None:
+        report = ostraka.repair(path)
+        assert len(report.mended) == len(numbers)
 
-            def put(start: int) -> None:
-                piece = opened.read(start, min(start + PIECE_BYTES, file.size))
-                os.pwrite(write.fileno(), piece.data, start)
+    def lose(path: Path, numbers: range) -> None:
+        for number in numbers:
+            next(path.glob(f"shards-*/shard_{number:05d}.safetensors")).unlink()
 
-            run_all(put, range(0, file.size, PIECE_BYTES), threads=2, stop=StopSignal())
-            os.fsync(write.fileno())
-        opened.close()
-
-    return {"copied": copy, "rebuilt from 7 shards and parity": rebuild}
+    one, two = place / "parity_1", place / "parity_2"
+    return {
+        "a file copied": (lambda: None, lambda: copy_of(one, range(1))),
+        "a lost file repaired, parity=1": (
+            lambda: lose(one, range(3, 4)),
+            lambda: repair(one, range(3, 4)),
+        ),
+        "a lost file repaired, parity=2": (
+            lambda: lose(two, range(3, 4)),
+            lambda: repair(two, range(3, 4)),
+        ),
+        "two files copied": (lambda: None, lambda: copy_of(two, range(2))),
+        "two lost files repaired, parity=2": (
+            lambda: lose(two, range(3, 5)),
+            lambda: repair(two, range(3, 5)),
+        ),
+    }
 
 
 if __name__ == "__main__":

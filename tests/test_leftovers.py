@@ -263,3 +263,46 @@ def test_a_save_over_a_checkpoint_reads_its_id_alone(step: Place, monkeypatch: p
     assert store.calls.count(("get", "_METADATA")) == 1
     assert not old.exists()
     assert ostraka.verify(step).ok
+
+
+def test_a_step_that_may_have_lost_its_metadata_is_spared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """It can't be told from a save that died just before its commit, and all of it is there."""
+    step = make_step(tmp_path)
+    before = files(step)
+    (step / "_METADATA").unlink()
+    for _ in range(2):
+        open_a_manager(step)
+    told = [r.getMessage() for r in caplog.records if "ostraka repair" in r.getMessage()]
+    assert len(told) == 2
+    assert f"{step} has all files of a checkpoint but _METADATA" in told[0]
+    assert Manager(step.parent, on_preemption=False, read_only=True).latest() is None
+    assert run("repair", step).exit_code == 0
+    assert files(step) == before
+    (step / "_METADATA").unlink()
+    collect_garbage(step)
+    assert not step.exists()
+
+
+def test_a_deletion_that_died_is_not_taken_for_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = make_step(tmp_path)
+    delete = LocalStore.delete
+
+    class Died(BaseException):
+        pass
+
+    def delete_and_die(self: LocalStore, name: str) -> None:
+        delete(self, name)
+        if name == "_METADATA":
+            raise Died("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "delete", delete_and_die)
+        with pytest.raises(Died, match="killed"):
+            Manager(step.parent, on_preemption=False).delete(7)
+    assert step.exists()
+    open_a_manager(step)
+    assert not step.exists()

@@ -583,3 +583,31 @@ def test_leaves_that_headers_do_not_tell(path: Path, index_is_lost: bool):
     assert not (path / "_METADATA").exists()
     with pytest.raises(ValueError, match="rebuild_tree makes a tree"):
         ostraka.repair(path, {"a": 1}, rebuild_tree=True)
+
+
+def test_a_directory_of_steps(tmp_path: Path, tree: Any):
+    """All of its steps, as `ostraka verify` has it."""
+    for step in (1, 2, 3):
+        ostraka.save(tmp_path / "runs" / str(step), tree, parity=1)
+    before = {f: f.read_bytes() for f in (tmp_path / "runs").rglob("*") if f.is_file()}
+    for step in (1, 3):
+        shard(tmp_path / "runs" / str(step), 2).unlink()
+    arguments = ["repair", str(tmp_path / "runs")]
+    said = json.loads(CliRunner().invoke(main, [*arguments, "--dry-run", "--json"]).output)
+    assert [len(report["mended"]) for report in said] == [1, 0, 1]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("1 file mended") == 2
+    assert {f: f.read_bytes() for f in before} == before
+    for number in (2, 3):
+        shard(tmp_path / "runs" / "1", number).unlink()
+    assert CliRunner().invoke(main, arguments).exit_code == 1
+
+
+def test_a_tree_from_headers_says_that_parity_is_gone(tmp_path: Path, tree: Any):
+    path = tmp_path / "c"
+    ostraka.save(path, tree, parity=1)
+    for name in ("_METADATA", *(str(f.relative_to(path)) for f in path.glob("*/metadata.json"))):
+        (path / name).unlink()
+    report = ostraka.repair(path, rebuild_tree=True)
+    assert any("parity files are not part of it any more" in note for note in report.notes)

@@ -86,6 +86,22 @@ def find_leftovers(store: Store) -> list[str]:
     return [*seen.leftovers, *find_temporaries(store, seen.kept)]
 
 
+def may_have_lost_metadata(store: Store, leftovers: Sequence[str]) -> bool:
+    """Whether leftovers where no `_METADATA` is may be a checkpoint that has lost it.
+
+    Its copy among the shards is written when all else is there, just before the commit, and is the
+    first to go when a checkpoint is deleted.
+    """
+    for directory in filter(_format.is_shards_directory, leftovers):
+        with suppress(OSError):
+            data = store.get(f"{directory}/{_format.METADATA_COPY}")
+            found = id_in(data)
+            is_own = found is not None and _format.shards_directory(found) == directory
+            if is_own and _metadata.metadata_is_intact(data):
+                return True
+    return False
+
+
 def find_temporaries(store: Store, directory: str | None) -> list[str]:
     """What repairs that died left in a shards directory, beside its files."""
     if directory is None or directory == UNKNOWN:

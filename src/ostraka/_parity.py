@@ -49,9 +49,9 @@ def encode(members: Sequence[Sequence[Array]], sums: Sequence[Array]) -> None:
             # Horner's rule: the last member is doubled most often.
             for number, column in enumerate(reversed(columns)):
                 if number:
-                    _double(q, spare[: len(q)])
+                    double(q, spare[: len(q)])
                 for at, piece in column:
-                    _add(q[at : at + len(piece)], piece)
+                    add(q[at:], piece)
             sums[1][start : start + len(p)] = q
 
 
@@ -75,15 +75,24 @@ def solve(
     # What is missing of each sum.
     p, q = np.empty(length, np.uint8), np.empty(length, np.uint8)
     encode([members.get(place, ()) for place in range(max(members, default=0) + 1)], [p, q])
-    _add(q, sums[1])
+    add(q, sums[1])
+    if len(lost) > 1:
+        add(p, sums[0])
+    return resolve(p, q, lost)
+
+
+def resolve(p: Array, q: Array, lost: Sequence[int]) -> list[Array]:
+    """One or two lost members, from what all others leave of the sums; changes `p` and `q`.
+
+    Of one member alone, `q` tells it, and `p` is not looked at.
+    """
     if len(lost) == 1:
         return [scale(q, inverse(power(lost[0])))]
     # D_a + D_b = p and 2^a·D_a + 2^b·D_b = q, so D_a = (q + 2^b·p) / (2^a + 2^b).
     one, other = lost
-    _add(p, sums[0])
-    _add(q, scale(p, power(other)))
+    add(q, scale(p, power(other)))
     first = scale(q, inverse(power(one) ^ power(other)))
-    _add(p, first)
+    add(p, first)
     return [first, p]
 
 
@@ -117,14 +126,16 @@ def _add_up(columns: Sequence[Sequence[tuple[int, Array]]], target: Array) -> No
     for number, column in enumerate(columns):
         if number != whole:
             for at, piece in column:
-                _add(target[at : at + len(piece)], piece)
+                add(target[at:], piece)
 
 
-def _add(target: Array, piece: Array) -> None:
+def add(target: Array, piece: Array) -> None:
+    """Add a piece, which may end before the target does."""
+    target = target[: len(piece)]
     np.bitwise_xor(target, piece, out=target)
 
 
-def _double(q: Array, spare: Array) -> None:
+def double(q: Array, spare: Array) -> None:
     """Every byte times 2: shift, and reduce those whose top bit falls out, which as signed are < 0.
 
     By operations that numpy does on whole vectors of bytes.
@@ -132,7 +143,7 @@ def _double(q: Array, spare: Array) -> None:
     np.less(q.view(np.int8), 0, out=spare.view(np.bool_))
     np.multiply(spare, _REDUCED, out=spare)
     np.add(q, q, out=q)
-    _add(q, spare)
+    add(q, spare)
 
 
 # The field

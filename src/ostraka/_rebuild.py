@@ -150,6 +150,10 @@ class Parities:
     def files(self) -> tuple[ParityFile, ...]:
         return self._parity.files
 
+    @property
+    def group_count(self) -> int:
+        return len(self._parity.groups)
+
     def files_of(self, group: int) -> tuple[ParityFile, ...]:
         return self._parity.files_of(group)
 

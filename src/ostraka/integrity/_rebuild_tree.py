@@ -74,6 +74,8 @@ def rebuild_metadata(store: Store, tally: Tally) -> Rebuilt:
             f"{few} lost, too: the digests are those of the files as they are, unproved, and "
             "whether the last shards of arrays are gone can't be told: compare their shapes"
         )
+    if any(name.startswith("parity_") for name in names):
+        notes.append("its parity files are not part of it any more: save it again with parity=")
     notes.insert(0, _NOTE)
     return Rebuilt(replace(metadata, indexes=known), made, tuple(notes))
 

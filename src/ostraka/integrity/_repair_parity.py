@@ -107,8 +107,11 @@ def _cut(window: _Window, start: int, stop: int) -> Array:
     raise AssertionError("a range ends inside a block")
 
 
-def find_lost_parity(shards: Shards, file: ParityFile, tally: Tally) -> str:
-    """What is wrong with a parity file; empty if it is as it was written."""
+def find_lost_parity(shards: Shards, file: ParityFile, tally: Tally, *, is_summed: bool) -> str:
+    """What is wrong with a parity file; empty if it is as it was written.
+
+    If `is_summed`, its parity has just been used and proved, and is not looked at again.
+    """
     try:
         parity = ShardFile(shards, file, ())
     except Damaged as error:
@@ -117,7 +120,11 @@ def find_lost_parity(shards: Shards, file: ParityFile, tally: Tally) -> str:
     scratch = memoryview(bytearray(_SCRATCH_BYTES))
     try:
         with parity.opened():
-            for block in parity.blocks:
+            assert shards.parities is not None
+            known = range(1, 1 + shards.parities.layout_of(file).blocks) if is_summed else ()
+            for number, block in enumerate(parity.blocks):
+                if number in known:
+                    continue
                 parity.check(block, scratch)
                 tally.add(read=block.file_stop - block.file_start)
     except Damaged as error:

@@ -8,6 +8,7 @@ and the other processes come in through two small protocols.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from ostraka.integrity._find_metadata import (
 )
 from ostraka.integrity._lost import LostFile, find_lost
 from ostraka.integrity._mend import MendJob, mend
+from ostraka.integrity._mend_group import Proved, mend_groups
 from ostraka.integrity._origins import CopyOrigin, Origin, Shard
 from ostraka.integrity._rebuild_tree import rebuild_metadata
 from ostraka.integrity._reindex import find_candidates, prove_index
@@ -74,6 +76,7 @@ class Repair:
     _live: Live | None = None
     _unproved: set[int] = field(default_factory=set[int])
     """Processes whose index is lost for good: nothing can be said of their files."""
+    _proved: Proved = field(default_factory=Proved)
     _rebuilt_indexes: dict[int, bytes] = field(default_factory=dict[int, bytes])
 
     def run(self) -> RepairReport:
@@ -82,6 +85,7 @@ class Repair:
         try:
             self._prepare()
             self._mend_indexes()
+            self._mend_groups()
             self._mend_files(self._find_lost())
             if self._shards.parities is not None:
                 self._mend_parity(self._shards.parities.files)
@@ -219,10 +223,26 @@ class Repair:
 
     # Shards
 
+    def _mend_groups(self) -> None:
+        """Files that are missing, from parity, if there is nothing better to mend them from."""
+        if self.copies or self.make_live is not None:
+            return
+
+        def shard_of(file: FileEntry) -> Shard | None:
+            with suppress(Damaged):  # It is told in the next stage.
+                if self.metadata.process_of[file.device] not in self._unproved:
+                    return self._shard((file.device, file.part))
+            return None
+
+        self._proved = mend_groups(self._job(), self._shards, shard_of)
+        self.mended += self._proved.mended
+
     def _find_lost(self) -> list[LostFile]:
         shards: list[Shard] = []
         for key, (file, _) in self._contents.items():
             process = self.metadata.process_of[file.device]
+            if self._shards.name_of(file) in self._proved.whole:
+                continue
             if self._is_mine(process) and process not in self._unproved:
                 try:
                     shards.append(self._shard(key))
@@ -245,7 +265,17 @@ class Repair:
         if not lost:
             return
         mine = [one for one, who in zip(lost, self._share_out(lost), strict=True) if self._is(who)]
-        job = MendJob(
+        job = self._job()
+        for result in run_all(
+            lambda one: mend(job, self._shard((one.device, one.part)), one),
+            mine,
+            threads=self.store.parts.at_once,
+            stop=StopSignal(),
+        ):
+            self._add(result)
+
+    def _job(self) -> MendJob:
+        return MendJob(
             store=self.store,
             metadata=self.metadata,
             origins=self._origins,
@@ -254,13 +284,6 @@ class Repair:
             tally=self.tally,
             check=self.team.check,
         )
-        for result in run_all(
-            lambda one: mend(job, self._shard((one.device, one.part)), one),
-            mine,
-            threads=self.store.parts.at_once,
-            stop=StopSignal(),
-        ):
-            self._add(result)
 
     def _mend_parity(self, files: Sequence[ParityFile]) -> None:
         """Last of the files: parity is made of indexes and shards."""
@@ -271,7 +294,8 @@ class Repair:
             if not self._is_mine(file.process):
                 continue
             self.team.check()
-            found = find_lost_parity(self._shards, file, tally)
+            is_summed = self._shards.name_of(file) in self._proved.sums
+            found = find_lost_parity(self._shards, file, tally, is_summed=is_summed)
             if not found:
                 continue
             if self.dry_run and not left:

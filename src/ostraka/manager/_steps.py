@@ -15,7 +15,12 @@ from typing import Any
 
 from ostraka import _format
 from ostraka._foreign import has_orbax_names, names_in
-from ostraka._leftovers import collect_garbage, find_leftovers, is_of_a_save
+from ostraka._leftovers import (
+    collect_garbage,
+    find_leftovers,
+    is_of_a_save,
+    may_have_lost_metadata,
+)
 from ostraka._lifetime import RenewedLock
 from ostraka._record import logger as log
 from ostraka._source import Saved
@@ -35,7 +40,15 @@ from ostraka.formats import open_source
 from ostraka.formats._ostraka import open_ostraka
 from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
-from ostraka.storage import Claim, PathLike, Store, claimed, is_claim, open_store
+from ostraka.storage import (
+    Claim,
+    PathLike,
+    Store,
+    claimed,
+    is_claim,
+    open_store,
+    refuse_claimed,
+)
 
 PIN_NAME = "_PINNED"
 """An empty file of this name in a step's directory: retention leaves the step alone."""
@@ -83,6 +96,8 @@ class Root:
         self.store = open_store(path)
         self.location = self.store.location
         self._cache: dict[str, tuple[Any, _Found | None]] = {}
+        self._spared: set[str] = set()
+        """Directories of which it has been said that they may have lost their `_METADATA`."""
         # Retention runs in the background while the training loop may scan, too.
         self._lock = RenewedLock()
 
@@ -271,8 +286,23 @@ class Root:
     def _clean(self, name: str) -> None:
         place = self.at(name)
         with suppress(Busy, PathInTheWay):
-            if find_leftovers(place):
+            leftovers = find_leftovers(place)
+            if not leftovers:
+                return
+            is_step = place.look(_format.METADATA_NAME) is not None
+            if is_step or not may_have_lost_metadata(place, leftovers):
                 collect_garbage(place)
+            elif name not in self._spared:
+                refuse_claimed(place)  # A save that is about to commit is no loss.
+                self._spared.add(name)
+                log.warning(
+                    "%s has all files of a checkpoint but %s: that was lost, or a save died just "
+                    "before its commit; `ostraka repair %s` makes it a checkpoint, `ostraka gc` "
+                    "deletes it",
+                    place.location,
+                    _format.METADATA_NAME,
+                    place.location,
+                )
 
 
 def remove_checkpoint(place: Store, *, spare: Callable[[Claim], bool] | None = None) -> bool:
@@ -280,8 +310,11 @@ def remove_checkpoint(place: Store, *, spare: Callable[[Claim], bool] | None = N
     with claimed(place) as claim:
         if spare is not None and spare(claim):
             return False
-        # The pin first: left alone in the directory, it would block the next save.
+        # The pin first: left alone in the directory, it would block the next save. Then the copy of
+        # `_METADATA`: what is left by a deletion that died is not to be taken for a loss.
         place.delete(PIN_NAME)
+        for directory in filter(_format.is_shards_directory, claim.names):
+            place.delete(f"{directory}/{_format.METADATA_COPY}")
         # Then `_METADATA`, synced before any shard is deleted: after a power failure there must
         # be none without its shards.
         place.delete(_format.METADATA_NAME)
