@@ -407,7 +407,7 @@ def test_arguments_of_init_that_are_wrong(model_fn: Any, optimizer: Any, message
 
 
 def test_a_model_or_an_optimizer_that_is_made_already():
-    model = plain()
+    model: Any = plain()
     message = r"model_fn is a Plain that is made already: .* with sharding.place"
     with pytest.raises(InvalidTree, match=message):
         init(model, SIZES, fsdp())
