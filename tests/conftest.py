@@ -99,19 +99,24 @@ _IN_THE_SUITE = 8
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of what takes long in a bucket to `make buckets`: all of it does not fit.
 
-    The suite has every eighth test function of each of these modules in a bucket, too.
+    The suite has every eighth test function of each of these modules in a bucket, too, with the
+    first of its parameters.
     """
     functions: dict[str, list[str]] = {}
+    kept: set[tuple[str, str]] = set()
     for item in items:
         module, name = item.path.stem, getattr(item, "originalname", item.name)
         params = getattr(getattr(item, "callspec", None), "params", {})
         kinds = {params.get(fixture) for fixture in ("place", "new_place")}
-        if module in _LONG_IN_BUCKETS and "bucket" in kinds:
-            known = functions.setdefault(module, [])
-            if name not in known:
-                known.append(name)
-            if known.index(name) % _IN_THE_SUITE:
-                item.add_marker(pytest.mark.buckets)
+        if module not in _LONG_IN_BUCKETS or "bucket" not in kinds:
+            continue
+        known = functions.setdefault(module, [])
+        if name not in known:
+            known.append(name)
+        if known.index(name) % _IN_THE_SUITE or (module, name) in kept:
+            item.add_marker(pytest.mark.buckets)
+        elif item.get_closest_marker("soak") is None:
+            kept.add((module, name))
 
 
 @pytest.hookimpl(trylast=True)
