@@ -4,7 +4,9 @@ JAX reads these variables when it is first imported and when it first looks for 
 set here, before any test module is collected. Nothing on this page imports JAX.
 """
 
+import gc
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from compiled import compiled_in
 from figures import FiguresPlugin
 from figures import figures as figures
 from ostraka.testing import preloaded
@@ -26,6 +29,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
     + [f"{_DEVICES}=8"]
 )
+
+# Tests start hundreds of programs, each of which would else compile the same Python files anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Most programs run once: compiling them well would take longer than running them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -49,29 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a test of the module, or a process that it starts, has compiled is not compiled again.
-
-    For tests that start one process at a time: JAX writes the files of its cache in place, where
-    another process may read half of one.
-    """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.2,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name.upper(), str(value))
-            jax.config.update(name, value)
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The directory of what the tests of a module have compiled: `compiled_in`."""
+    directory = tmp_path_factory.mktemp("compiled")
+    with compiled_in(directory):
+        yield str(directory)
 
 
 _LONG_IN_BUCKETS = {
@@ -84,6 +73,7 @@ _LONG_IN_BUCKETS = {
     "test_differences",
     "test_errors",
     "test_failures",
+    "test_iterators",
     "test_kill",
     "test_lazy",
     "test_leftovers",
@@ -94,8 +84,11 @@ _LONG_IN_BUCKETS = {
     "test_nnx",
     "test_nnx_processes",
     "test_nnx_restore",
+    "test_optax_linen",
     "test_place",
     "test_processes",
+    "test_restorable",
+    "test_roundtrip",
     "test_shared",
     "test_values",
 }
@@ -106,19 +99,31 @@ _IN_THE_SUITE = 8
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of what takes long in a bucket to `make buckets`: all of it does not fit.
 
-    The suite has every eighth test function of each of these modules in a bucket, too.
+    The suite has every eighth test function of each of these modules in a bucket, too, with the
+    first of its parameters.
     """
     functions: dict[str, list[str]] = {}
+    kept: set[tuple[str, str]] = set()
     for item in items:
         module, name = item.path.stem, getattr(item, "originalname", item.name)
         params = getattr(getattr(item, "callspec", None), "params", {})
         kinds = {params.get(fixture) for fixture in ("place", "new_place")}
-        if module in _LONG_IN_BUCKETS and "bucket" in kinds:
-            known = functions.setdefault(module, [])
-            if name not in known:
-                known.append(name)
-            if known.index(name) % _IN_THE_SUITE:
-                item.add_marker(pytest.mark.buckets)
+        if module not in _LONG_IN_BUCKETS or "bucket" not in kinds:
+            continue
+        known = functions.setdefault(module, [])
+        if name not in known:
+            known.append(name)
+        if known.index(name) % _IN_THE_SUITE or (module, name) in kept:
+            item.add_marker(pytest.mark.buckets)
+        elif item.get_closest_marker("soak") is None:
+            kept.add((module, name))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Have no test look for garbage among all that was imported: it took a third of a fuzzing."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +193,9 @@ def new_place(
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded() -> Iterator[None]:
     """To import JAX and Flax in each of its processes would be most of what many a test does."""
-    with preloaded(
-        "jax", "flax.nnx", "optax", "hypothesis", "pytest", "obstore", "ostraka.manager"
-    ):
+    modules = ["jax", "flax.nnx", "optax", "hypothesis", "pytest", "obstore", "safetensors"]
+    modules += ["jax.experimental.multihost_utils", "jaxlib.mlir.dialects.builtin"]
+    # Those of Ostraka that a process would import when it first saves, restores or verifies.
+    modules += ["ostraka.manager._manager", "ostraka.integrity", "ostraka._fetch"]
+    with preloaded(*modules):
         yield

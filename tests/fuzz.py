@@ -496,6 +496,7 @@ def run_program() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
+    gc.freeze()  # as in the suite: else much of the time goes into garbage of imports
     tally = fuzz(options.target, options.count, options.seed, stop_s=options.seconds)
     for text, number, given in tally.failures.values():
         print(f"--- seed {number}\n{text}\n{str(given)[:2000]}\n")

@@ -54,17 +54,14 @@ _DEPTHS = (3, 30, 199, 201, 950, 2000, 20000)
 def places_in(value: Json, path: Place = ()) -> list[Place]:
     """The place of every part of a document, itself first."""
     found = [path]
-    stack = [(path, value)]
+    stack = [(path, value)] if isinstance(value, dict | list) else []
     while stack:
         here, part = stack.pop()
-        entries: Any = ()
-        if isinstance(part, dict):
-            entries = part.items()
-        elif isinstance(part, list):
-            entries = enumerate(part)
-        for key, child in entries:
-            found.append((*here, key))
-            stack.append(((*here, key), child))
+        for key, child in part.items() if isinstance(part, dict) else enumerate(part):
+            place = (*here, key)
+            found.append(place)
+            if isinstance(child, dict | list):
+                stack.append((place, child))
     return found
 
 
@@ -89,7 +86,7 @@ class Mutator:
 
     def document(self, document: Json) -> Json:
         """A copy with one to four changes."""
-        document = copy.deepcopy(document)
+        document = json.loads(json.dumps(document))  # ten times as fast as `deepcopy`
         for _ in range(self.random.choice((1, 1, 1, 2, 3, 4))):
             if len(places := places_in(document)) < _MOST_PLACES:
                 document = self._change(document, places)
@@ -223,19 +220,36 @@ def _written_flat(document: Json) -> str:
             return "null"  # copies of copies: larger than an input should be
         item = todo.pop()
         if isinstance(item, _Text):
-            parts.append(item.text)
+            parts.append(item)
         elif isinstance(item, dict):
-            rows = [[_Text(f"{json.dumps(str(k))}:"), v, _Text(",")] for k, v in item.items()]
-            flat = [part for row in rows for part in row][:-1]
-            todo += reversed([_Text("{"), *flat, _Text("}")])
+            keys = [f"{json.dumps(str(key))}:" for key in item]
+            todo += _pieces("{", keys, list(item.values()), "}")
         elif isinstance(item, list):
-            flat = [part for value in item for part in (value, _Text(","))][:-1]
-            todo += reversed([_Text("["), *flat, _Text("]")])
+            todo += _pieces("[", [""] * len(item), item, "]")
         else:
             parts.append(json.dumps(item))
     return "".join(parts)
 
 
-class _Text:
-    def __init__(self, text: str):
-        self.text = text
+def _pieces(begin: str, keys: list[str], values: list[Json], end: str) -> list[Any]:
+    """The text of a container, last piece first, but for the containers in it."""
+    pieces: list[Any] = []
+    text = begin
+    for key, value in zip(keys, values, strict=True):
+        text += key
+        if isinstance(value, dict | list):
+            pieces += [_Text(text), value]
+            text = ","
+        else:
+            text += f"{json.dumps(value)},"
+    if values:
+        text = text[:-1]
+    pieces.append(_Text(text + end))
+    pieces.reverse()
+    return pieces
+
+
+class _Text(str):
+    """A piece of JSON that is written already."""
+
+    __slots__ = ()

@@ -8,6 +8,7 @@ what only directories have (links, permissions, locks, syncs, renames) take `tmp
 from __future__ import annotations
 
 import fnmatch
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -163,6 +164,13 @@ def copy_tree(place: Place, to: Place) -> None:
 
 def flip(file: Place, offset: int, mask: int = 1) -> None:
     """Change bits of one byte."""
+    if isinstance(file, Path):  # without writing the rest again, which may be large
+        with file.open("r+b") as opened:
+            place = opened.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+            changed = bytes([opened.read(1)[0] ^ mask])
+            opened.seek(place)
+            opened.write(changed)
+        return
     data = bytearray(file.read_bytes())
     data[offset] ^= mask
     file.write_bytes(bytes(data))

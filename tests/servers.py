@@ -145,14 +145,14 @@ def _s3_server(port: int) -> Server:
 def _program(name: str) -> str:
     found = Path(sys.executable).parent / name
     if not found.exists():
-        pytest.skip(f"{name} is not installed; `make venv` installs it")
+        pytest.skip(f"NOT TESTED HERE: {name}, which is not installed; `make venv` installs it")
     return str(found)
 
 
 def _azurite_program() -> str:
     found = _ROOT / ".azurite" / "node_modules" / ".bin" / "azurite-blob"
     if not found.exists():
-        pytest.skip("Azurite is not installed; `make azurite` installs it, with npm")
+        pytest.skip("NOT TESTED HERE: Azure. `make azurite` installs Azurite, with npm")
     return str(found)
 
 

@@ -25,7 +25,7 @@ from ostraka._leftovers import find_leftovers
 from ostraka._record import Record
 from ostraka.errors import CheckpointNotFound, Damaged, PathInTheWay, StoreError
 from ostraka.storage import _claim, open_store
-from ostraka.testing import FaultyStore
+from ostraka.testing import FaultyStore, run_processes
 from places import place_of_kind
 
 LONG_S = 120.0
@@ -600,7 +600,7 @@ def test_a_program_that_never_closes_its_manager(tmp_path: Path):
     assert steps_in(tmp_path / "mirror") == [1]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="NOT TESTED HERE: forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
 def test_a_forked_child_leaves_the_mirror_alone(tmp_path: Path):
@@ -620,33 +620,31 @@ def test_a_forked_child_leaves_the_mirror_alone(tmp_path: Path):
 
 # kill -9
 
-KILLED = """
-import os, random, signal, sys
-import numpy as np
-import ostraka
-from ostraka.testing import FaultyStore
 
-root, mirror, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
-left = [moment]
+def save_until_killed(root: str, mirror: str, moment: int) -> None:
+    """In a process of its own, which ends at the given write to the mirror."""
+    left = moment
 
-def before(verb, name):
-    if verb in ("create", "write", "finish", "put", "publish", "sync", "touch", "delete"):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def before(verb: str, name: str) -> None:
+        nonlocal left
+        if verb in ("create", "write", "finish", "put", "publish", "sync", "touch", "delete"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-there = FaultyStore(mirror, before=before)
-with ostraka.Manager(root, keep=2, mirror=there, mirror_every=2) as manager:
-    first = (manager.latest() or 0) + 1
-    for step in range(first, first + 6):
-        tree = {"a": np.full(1000, step), "b": np.arange(300_000) + step, "step": step}
-        manager.save(step, tree)
-"""
+    there = FaultyStore(mirror, before=before)
+    with Manager(root, keep=2, mirror=there, mirror_every=2) as manager:
+        first = (manager.latest() or 0) + 1
+        for step in range(first, first + 6):
+            manager.save(step, tree_of(step))
 
 
 def run_killed(root: Path, mirror: Any, moment: int) -> int:
-    command = [sys.executable, "-c", KILLED, str(root), str(mirror), str(moment)]
-    return subprocess.run(command, check=False, timeout=LONG_S).returncode
+    (result,) = run_processes(
+        save_until_killed, str(root), str(mirror), moment, processes=1, check=False
+    )
+    assert result.error is None
+    return result.exit_code
 
 
 def kill_and_go_on(tmp_path: Path, mirror: Any, moments: list[int]) -> None:

@@ -612,8 +612,7 @@ import sys
 import numpy as np
 from ostraka import Manager
 
-root, (first, last, ahead) = sys.argv[1], map(int, sys.argv[2:])
-done = first - 1
+root, (done, first, last, ahead) = sys.argv[1], map(int, sys.argv[2:])
 with Manager(root, keep=2) as manager:
     assert manager.latest() == (first - 1 or None), manager.steps()
     for step in range(first, last + 1):
@@ -622,20 +621,23 @@ with Manager(root, keep=2) as manager:
         manager.save(step, {"a": np.full(8, step), "step": step})
         manager.wait()
         assert len(manager.steps()) <= ahead, manager.steps()
-print("trained")
+        print("saved", step, flush=True)
 """
 
 
 class Run:
     """A training run in another process, at most `ahead` steps ahead of its reader.
 
-    So what is seen does not depend on how this machine shares out its time.
+    So what is seen does not depend on how this machine shares out its time. `done` is the last step
+    that the reader is through with when the run begins.
     """
 
-    def __init__(self, root: Path, first: int, last: int, *, ahead: int = 3):
+    def __init__(self, root: Path, first: int, last: int, *, ahead: int = 3, done: int = 0):
+        self.first = first
         self.last = last
+        numbers = map(str, (done, first, last, ahead))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(root), str(first), str(last), str(ahead)],
+            [sys.executable, "-c", TRAIN, str(root), *numbers],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -647,12 +649,28 @@ class Run:
         with suppress(BrokenPipeError):  # It may have saved its last step, and ended.
             os.write(self.process.stdin.fileno(), f"{step}\n".encode())
 
-    def kill(self) -> None:
+    def check(self) -> None:
+        """One that has failed saves no more steps: a reader would wait for ever."""
+        assert self.process.poll() in (None, 0)
+
+    def wait_for(self, metadata: Path) -> None:
+        def is_there() -> bool:
+            self.check()
+            return metadata.exists()
+
+        wait_until(is_there)
+
+    def kill_after(self, step: int) -> None:
+        """Once it has saved this step and deleted what it does not keep: with no claim."""
+        assert self.process.stdout is not None
+        for saved in range(self.first, step + 1):
+            assert self.process.stdout.readline() == f"saved {saved}\n"
         self.process.kill()
         assert self.process.communicate()[0] == ""
 
     def end(self) -> None:
-        assert self.process.communicate(timeout=LONG_S)[0] == "trained\n"
+        saved = [f"saved {step}\n" for step in range(self.first, self.last + 1)]
+        assert self.process.communicate(timeout=LONG_S)[0] == "".join(saved)
         assert self.process.returncode == 0
 
 
@@ -672,15 +690,17 @@ class SlowReader:
         while not seen or seen[-1] < last:
             step = next(self.watched)
             later = self._root / f"step_{min(step + 2, self.run.last):08d}" / "_METADATA"
-            wait_until(later.exists)
+            self.run.wait_for(later)
             assert self._manager.restore(step)["step"] == step
             self._done = step
             seen.append(step)
         return seen
 
     def _tell(self, verb: str, name: str) -> None:
-        # It has its lease before it looks at the root.
-        if (verb, name) == ("list", "") and self._told < self._done and self.run is not None:
+        if (verb, name) != ("list", "") or self.run is None:
+            return
+        self.run.check()
+        if self._told < self._done:  # It has its lease before it looks at the root.
             self._told = self._done
             self.run.tell(self._done)
 
@@ -710,14 +730,17 @@ def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahea
         nonlocal run
         if (verb, name) == ("list", "") and run is None:
             run = Run(tmp_path, 1, steps, ahead=ahead)
-        elif (verb, name) == ("list", "") and seen:
+        elif (verb, name) == ("list", ""):
             assert run is not None
-            run.tell(seen[-1])
+            run.check()
+            if seen:
+                run.tell(seen[-1])
 
     watched = Manager(FaultyStore(tmp_path, before=tell), read_only=True).watch(backlog=ahead)
     for step in watched:
         if ahead < steps and step % ahead == 1:  # Else each is as fast as it can be.
-            wait_until((tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA").exists)
+            assert run is not None
+            run.wait_for(tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA")
         assert manager.restore(step)["step"] == step
         seen.append(step)
         if step == steps:
@@ -736,9 +759,8 @@ def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
     reader.run = Run(tmp_path, 1, 100)
     assert reader.read_up_to(5) == [1, 2, 3, 4, 5]
     # Having saved step 7, it waits until the reader asks for the next one.
-    wait_until(lambda: Root(tmp_path).steps()[-1].step == 7)
-    reader.run.kill()
-    reader.run = Run(tmp_path, 8, 12)
+    reader.run.kill_after(7)
+    reader.run = Run(tmp_path, 8, 12, done=5)
     assert reader.read_up_to(12) == [6, 7, 8, 9, 10, 11, 12]
     reader.watched.close()
     reader.run.end()

@@ -39,7 +39,8 @@ SHARED = {
 FOREIGN = ("float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4", "float4_e2m1fn", "int2")
 
 pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="PyTorch is not installed in .venv-torch; `make torch` does that"
+    not PYTHON.exists(),
+    reason="NOT TESTED HERE: PyTorch. `make torch` installs it into .venv-torch",
 )
 
 
