@@ -31,8 +31,8 @@ class CountingStore(FaultyStore):
 
     nbytes = 0
 
-    def open(self, name: str) -> Any:
-        return _CountingReader(self, super().open(name))
+    def open(self, name: str, first_bytes: int = 0) -> Any:
+        return _CountingReader(self, super().open(name, first_bytes))
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         data = super().get(name, most_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from ostraka import _box, _pack
 from ostraka._blocks import ShardFile
@@ -15,10 +16,19 @@ from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_r
 from ostraka._shards import Shards
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
+from ostraka.storage import opening_bytes
 
 _OPEN_FILES = 64
 
-_Task = tuple[ShardFile, FileRead, Chunk]
+
+class _Task(NamedTuple):
+    """A chunk that is to be read."""
+
+    file: ShardFile
+    read: FileRead
+    chunk: Chunk
+    is_first: bool
+    """Of those of its file."""
 
 
 def read_boxes(
@@ -62,7 +72,7 @@ class _Fetch:
         tasks = in_turn([self._chunks_of(*file) for file in self._files], at_a_time=_OPEN_FILES)
         try:
             for _, (chunk, nbytes) in run_as_completed(
-                lambda task: self._execute(*task),
+                self._execute,
                 tasks,
                 threads=self._threads,
                 stop=StopSignal(),
@@ -81,12 +91,19 @@ class _Fetch:
         # A file that gives nothing but empty boxes still must be there.
         chunks = plan_chunks(read.pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
-        self._on_bytes(read.file.header_bytes)
+        header_bytes = read.file.header_bytes
+        file.first_bytes = header_bytes
+        if chunks[0].moves:
+            blocks = file.blocks[chunks[0].first_block : chunks[0].last_block]
+            span = (blocks[0].file_start, blocks[-1].file_stop)
+            file.first_bytes = opening_bytes(header_bytes, *span)
+        self._on_bytes(header_bytes)
         for chunk in chunks:
             for move in chunk.moves:
                 self._waiting[move.buffer] += 1
         self._done_with(read.pieces)
-        yield from ((file, read, chunk) for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            yield _Task(file, read, chunk, number == 0)
 
     def _done_with(self, parts: Sequence[Piece | Move]) -> None:
         waiting = self._waiting
@@ -102,25 +119,30 @@ class _Fetch:
                 self._buffers.allocate(piece.buffer for piece in read.pieces)
                 self._allocated.add(file.name)
 
-    def _execute(self, file: ShardFile, read: FileRead, chunk: Chunk) -> tuple[Chunk, int]:
-        """Read a chunk; returns it, and how many bytes of the file that took."""
+    def _execute(self, task: _Task) -> tuple[Chunk, int]:
+        """Read a chunk; returns it, and how many bytes of the file that took.
+
+        Whoever reads the first one checks the header. The others need not wait for it: it tells
+        them nothing, and bytes of a bucket's file that has just been opened are still on their way.
+        """
+        file, read, chunk, is_first = task
         with file.opened():
-            file.check_header()
             self._allocate(file, read)
-            if not chunk.moves:
-                return chunk, 0
-            if _fits_in_place(chunk.moves):
+            is_in_place = _fits_in_place(chunk.moves)
+            if is_in_place:
                 memory = self._buffers.memory_of(chunk, self._scratch.take)
                 for piece in memory:
                     map_pages(piece)
-                return chunk, self._read(file, chunk, memory)
-            scratch = self._scratch.take(chunk.stop - chunk.start)
-            nbytes = self._read(file, chunk, [scratch])
-            self._copy(chunk, scratch)
+            else:
+                memory = [self._scratch.take(chunk.stop - chunk.start)]
+            if is_first:
+                file.check_header()
+            if not chunk.moves:
+                return chunk, 0
+            nbytes = file.read(chunk.first_block, chunk.last_block, memory, self._stored.take)
+            if not is_in_place:
+                self._copy(chunk, memory[0])
             return chunk, nbytes
-
-    def _read(self, file: ShardFile, chunk: Chunk, memory: Sequence[Array]) -> int:
-        return file.read(chunk.first_block, chunk.last_block, memory, self._stored.take)
 
     def _copy(self, chunk: Chunk, data: Array) -> None:
         """Copy what is wanted out of the bytes of a chunk."""

@@ -16,6 +16,7 @@ from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue,
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 from ostraka.storage._open import PathLike, open_store
+from ostraka.storage._requests import opening_bytes
 
 __all__ = [
     "ANYTHING",
@@ -37,5 +38,6 @@ __all__ = [
     "is_overdue",
     "is_temporary",
     "open_store",
+    "opening_bytes",
     "refuse_claimed",
 ]
