@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ostraka import _box, _pack
 from ostraka._blocks import ShardFile
@@ -51,6 +53,9 @@ class _Fetch:
             reads = plan_read(shards.metadata, targets, shards.allowance())
         self._files = [(ShardFile(shards, read.file, read.entries), read) for read in reads]
         self._buffers = Buffers(targets, self._leaves)
+        self._cast = {number for number, target in enumerate(targets) if target.dtype is not None}
+        self._on_overflow: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}
+        """What the caller has chosen for casts; other threads don't see it."""
         self._waiting = [0] * len(targets)
         """Of each target: the files not yet looked at, and the moves that are yet to be made."""
         for read in reads:
@@ -128,7 +133,7 @@ class _Fetch:
         file, read, chunk, is_first = task
         with file.opened():
             self._allocate(file, read)
-            is_in_place = _fits_in_place(chunk.moves)
+            is_in_place = self._fits_in_place(chunk.moves)
             if is_in_place:
                 memory = self._buffers.memory_of(chunk, self._scratch.take)
                 for piece in memory:
@@ -148,7 +153,7 @@ class _Fetch:
         """Copy what is wanted out of the bytes of a chunk."""
         boxes: dict[tuple[int, int], Array] = {}
         for start, stop, buffer, _, box, shared in chunk.moves:
-            leaf, target = self._targets[buffer]
+            leaf, target, cast = self._targets[buffer]
             rows = boxes.get((start, stop))
             if rows is None:
                 stored = data[start - chunk.start : stop - chunk.start]
@@ -157,14 +162,20 @@ class _Fetch:
             memory = self._buffers.array(buffer)[(*within, ...)]  # a view, also if 0-d
             if memory.flags.c_contiguous:
                 map_pages(memory)
-            memory[...] = rows[_box.slices(shared, box)]
+            found = rows[_box.slices(shared, box)]
+            if cast is None:
+                memory[...] = found
+            else:
+                with np.errstate(**self._on_overflow):
+                    memory[...] = found
 
-
-def _fits_in_place(moves: Sequence[Move]) -> bool:
-    """Whether all moves, which are in order, can be read to their places, each byte to one."""
-    return all(move.buffer_start is not None for move in moves) and all(
-        one.stop <= other.start for one, other in pairwise(moves)
-    )
+    def _fits_in_place(self, moves: Sequence[Move]) -> bool:
+        """Whether all moves, which are in order, can be read to their places, each byte to one."""
+        return (
+            all(move.buffer_start is not None for move in moves)
+            and all(one.stop <= other.start for one, other in pairwise(moves))
+            and not (self._cast and any(move.buffer in self._cast for move in moves))
+        )
 
 
 def _elements(data: Array, dtype: str, box: _box.Box) -> Array:
