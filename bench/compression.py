@@ -84,13 +84,14 @@ def compare(directory: Path, tree: Any, rounds: int) -> None:
     ]
     saves: dict[str, list[float]] = {c.name: [] for c in contenders}
     restores: dict[str, list[float]] = {c.name: [] for c in contenders}
+    busy: dict[str, list[float]] = {c.name: [] for c in contenders}
     sizes: dict[str, int] = {}
     path = directory / "checkpoint"
     for turn in range(rounds + 1):
         for contender in contenders:
             remove(path)
             save_s, _ = timed(lambda c=contender: c.save(path, tree))
-            restore_s, restored = timed(lambda c=contender: c.restore(path, like))
+            restore_s, (busy_s, restored) = timed(lambda c=contender: with_busy_s(c, path, like))
             if turn == 0:
                 contender.check(restored, tree)
                 files = (file for file in path.rglob("*") if file.is_file())
@@ -98,8 +99,17 @@ def compare(directory: Path, tree: Any, rounds: int) -> None:
             else:
                 saves[contender.name].append(save_s)
                 restores[contender.name].append(restore_s)
+                busy[contender.name].append(busy_s)
             del restored
     show(nbytes, sizes, saves, restores)
+    show_busy(nbytes, busy)
+
+
+def with_busy_s(contender: Contender, path: Path, like: Any) -> tuple[float, Any]:
+    """What is restored, and the seconds of CPU that it took."""
+    begun_s = time.process_time()
+    restored = contender.restore(path, like)
+    return time.process_time() - begun_s, restored
 
 
 def show(
@@ -118,6 +128,16 @@ def show(
             f"{nbytes / restore_s / 1e9:.2f} GB/s)",
             flush=True,
         )
+
+
+def show_busy(nbytes: int, busy: dict[str, list[float]]) -> None:
+    """What a whole restore takes of the cores: reading, digests, decoding, and fresh memory."""
+    rates = {name: nbytes / statistics.median(found) / 1e9 for name, found in busy.items()}
+    print(
+        f"  a core restores {rates[OURS]:.2f} GB/s compressed and {rates[PLAIN]:.2f} GB/s plain, "
+        f"by CPU time ({rates[OURS] / rates[PLAIN]:.2f} of plain)",
+        flush=True,
+    )
 
 
 # States: normal weights, and what Adam makes of their gradients

@@ -75,8 +75,8 @@ class LimitedStore(FaultyStore):
         self.limit = limit
         self.nbytes = 0
 
-    def open(self, name: str) -> Any:
-        return _LimitedReader(self, super().open(name))
+    def open(self, name: str, first_bytes: int = 0) -> Any:
+        return _LimitedReader(self, super().open(name, first_bytes))
 
 
 class _LimitedReader:

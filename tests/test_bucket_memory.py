@@ -45,15 +45,25 @@ def make_tree(leaves: int, mib: int) -> dict[str, jax.Array]:
     }
 
 
-def measure(path: str, leaves: int, mib: int, how: dict[str, Any]) -> list[int]:
-    """Of a save, and of a restore beyond the arrays that it makes."""
+def measure(
+    path: str, leaves: int, mib: int, how: dict[str, Any], cast: str | None = None
+) -> list[int]:
+    """Of a save, and of a restore, which may `cast`, beyond the arrays that it makes."""
     tree = jax.block_until_ready(make_tree(leaves, mib))
     ostraka.save(f"{path}-small", {"x": np.zeros(99_999)}, **how)
     saved = extra_bytes(lambda: ostraka.save(path, tree, **how))
-    dtype = how.get("dtype") or "float32"
+    dtype = cast or how.get("dtype") or "float32"
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype, sharding=a.sharding), tree)
     kept: list[Any] = []
-    read = extra_bytes(lambda: kept.append(jax.block_until_ready(ostraka.restore(path, like=like))))
+
+    def restore() -> None:
+        kept.append(jax.block_until_ready(ostraka.restore(path, like=like, dtype=cast)))
+
+    read = extra_bytes(restore)
+    for name, leaf in kept[0].items():
+        assert leaf.dtype == dtype
+        found, wanted = (np.asarray(a.addressable_shards[-1].data[-9:]) for a in (leaf, tree[name]))
+        assert (found == wanted.astype(dtype)).all()
     return [saved, read - sum(leaf.nbytes for leaf in jax.tree.leaves(kept))]
 
 
@@ -61,29 +71,44 @@ AS_BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 COMPRESSED: dict[str, Any] = {"compress": "zstd"}
 
 
-# Files that were written or read in one go, and boxes that were converted whole, would be more.
+# Files written or read in one go, and boxes converted or cast whole, would be more.
 @pytest.mark.parametrize(
-    ("leaves", "mib", "how"),
+    ("leaves", "mib", "how", "cast"),
     [
-        pytest.param(2, 640, {}, id="plain"),
-        pytest.param(1, 1280, AS_BFLOAT16, id="converted"),
-        pytest.param(1, 640, COMPRESSED, id="compressed"),
-        pytest.param(1, 4096, {}, marks=pytest.mark.soak, id="plain, 4 GiB"),
-        pytest.param(1, 4096, AS_BFLOAT16, marks=pytest.mark.soak, id="converted, 4 GiB"),
-        pytest.param(64, 4096, AS_BFLOAT16, marks=pytest.mark.soak, id="converted, many"),
-        pytest.param(1, 4096, COMPRESSED, marks=pytest.mark.soak, id="compressed, 4 GiB"),
-        pytest.param(64, 4096, COMPRESSED, marks=pytest.mark.soak, id="compressed, many"),
-        pytest.param(1, 4096, AS_BFLOAT16 | COMPRESSED, marks=pytest.mark.soak, id="both, 4 GiB"),
+        pytest.param(2, 640, {}, None, id="plain"),
+        pytest.param(1, 1280, AS_BFLOAT16, None, id="converted"),
+        pytest.param(1, 640, COMPRESSED, None, id="compressed"),
+        pytest.param(1, 640, {}, "bfloat16", id="cast"),
+        pytest.param(1, 640, COMPRESSED, "bfloat16", id="compressed, cast"),
+        pytest.param(1, 4096, {}, None, marks=pytest.mark.soak, id="plain, 4 GiB"),
+        pytest.param(1, 4096, AS_BFLOAT16, None, marks=pytest.mark.soak, id="converted, 4 GiB"),
+        pytest.param(64, 4096, AS_BFLOAT16, None, marks=pytest.mark.soak, id="converted, many"),
+        pytest.param(1, 4096, COMPRESSED, None, marks=pytest.mark.soak, id="compressed, 4 GiB"),
+        pytest.param(64, 4096, COMPRESSED, None, marks=pytest.mark.soak, id="compressed, many"),
+        pytest.param(
+            1, 4096, AS_BFLOAT16 | COMPRESSED, None, marks=pytest.mark.soak, id="both, 4 GiB"
+        ),
+        pytest.param(1, 4096, {}, "bfloat16", marks=pytest.mark.soak, id="cast, 4 GiB"),
+        pytest.param(64, 4096, {}, "bfloat16", marks=pytest.mark.soak, id="cast, many"),
+        pytest.param(
+            1, 4096, COMPRESSED, "bfloat16", marks=pytest.mark.soak, id="compressed, cast, 4 GiB"
+        ),
+        pytest.param(
+            1, 4096, AS_BFLOAT16, "float32", marks=pytest.mark.soak, id="cast back, 4 GiB"
+        ),
     ],
 )
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
-def test_memory_is_bounded(bucket: str, leaves: int, mib: int, how: dict[str, Any]):
+def test_memory_is_bounded(
+    bucket: str, leaves: int, mib: int, how: dict[str, Any], cast: str | None
+):
     (result,) = run_processes(
         measure,
         f"{bucket}/large",
         leaves,
         mib,
         how,
+        cast,
         processes=1,
         devices_per_process=8,
         timeout_s=600,

@@ -91,24 +91,63 @@ def test_requests_of_a_thousand_leaves(
     print(f"save {saved}, restore {restored}, save again {again} requests")
 
 
-@pytest.mark.parametrize("rows", [4, 3 << 20])
+@pytest.mark.parametrize(("leaves", "rows"), [(2, 4), (2, 3 << 20), (3000, 1)])
 def test_requests_are_as_planned(
-    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, rows: int
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, leaves: int, rows: int
 ):
-    """For files that are one request, and for those that are uploaded in parts."""
+    """For files that are one request, those that are uploaded in parts, and long headers."""
     server = servers("moto")
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    tree = sharded_tree(2, rows)
+    tree = sharded_tree(leaves, rows)
     plan = ostraka.plan(tree)
     with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        path = f"{server.url}/planned-{rows}"
+        path = f"{server.url}/planned-{leaves}-{rows}"
         ostraka.save(path, tree)
         assert without_renewals(proxy.requests) == sum(plan.requests_by_process)
         proxy.requests.clear()
         assert_same(ostraka.restore(path), tree)
         assert proxy.requests.total() == plan.restore().requests.most
+    # Large ranges apart, a request for each file, and three for what is there.
+    assert plan.restore().requests.most == 11 + (8 * 3 if rows == 3 << 20 else 0)
+
+
+def test_what_is_read_first_comes_with_the_request_that_opens_a_file(
+    servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    server = servers("moto")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    data = np.random.default_rng(0).bytes(1 << 20)
+    with proxied(int(server.endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        store: Any = open_store(f"{server.url}/first")
+        store.upload("file", memoryview(data))
+
+        def read(reader: Any, start: int, stop: int) -> int:
+            """Compares; returns how many requests that took."""
+            before = proxy.requests.total()
+            memory = bytearray(stop - start)
+            assert reader.read_into(start, [memory]) == stop - start
+            assert memory == data[start:stop]
+            return proxy.requests.total() - before
+
+        proxy.requests.clear()
+        reader = store.open("file", 700_000)
+        assert reader.size == len(data)
+        assert read(reader, 0, 4096) + read(reader, 4096, 700_000) == 0
+        assert proxy.requests == {"GET": 1}
+        # Large ranges are not kept once they were read.
+        assert [read(reader, *span) for span in [(0, 4096), (4096, 700_000)]] == [0, 1]
+        assert read(reader, 700_000, 1 << 20) == 1
+        reader.close()
+        proxy.rate, proxy.faults = 1.0, ("cut answer",)
+        reader = store.open("file", 700_000)
+        proxy.rate = 0.0
+        assert read(reader, 0, 4096) > 0  # asked for again
+        assert read(reader, 4096, 700_000) == 0
+        reader.close()
 
 
 def test_requests_of_several_processes_are_as_planned(

@@ -295,10 +295,10 @@ class CountingStore:
             self.other_bytes += len(data)
         return data
 
-    def open(self, name: str) -> Any:
+    def open(self, name: str, first_bytes: int = 0) -> Any:
         with self._lock:
             self.opened += 1
-        return CountingReader(self, self._store.open(name))
+        return CountingReader(self, self._store.open(name, first_bytes))
 
     def count(self, size: int) -> None:
         with self._lock:

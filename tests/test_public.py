@@ -404,9 +404,9 @@ class CountingStore:
         self.gotten.append(name)
         return self._store.get(name, most_bytes)
 
-    def open(self, name: str) -> CountingReader:
+    def open(self, name: str, first_bytes: int = 0) -> CountingReader:
         self.opened.append(name)
-        return CountingReader(self._store.open(name), self)
+        return CountingReader(self._store.open(name, first_bytes), self)
 
 
 BLOCK = 4 << 20

@@ -31,8 +31,8 @@ class CountingStore(FaultyStore):
 
     nbytes = 0
 
-    def open(self, name: str) -> Any:
-        return _CountingReader(self, super().open(name))
+    def open(self, name: str, first_bytes: int = 0) -> Any:
+        return _CountingReader(self, super().open(name, first_bytes))
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         data = super().get(name, most_bytes)
@@ -179,6 +179,27 @@ def test_every_byte_is_read_once_and_comes_back_as_it_was(tmp_path: Path):
         else:  # What only some share is too small to be worth it.
             assert sum(counts) <= 1.5 * size, (case, stages)
         assert max(counts) <= 1.1 * sum(counts) / 4, (case, stages)
+
+
+def restore_cast(path: str) -> int:
+    """On 2 processes with 2 devices each; how many bytes this process has read."""
+    value = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+    replicated = by_rows(mesh_of(data=4))
+    ostraka.save(path, place({"w": value}, replicated))
+    expected = place({"w": value.astype(ml_dtypes.bfloat16)}, replicated)
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), expected
+    )
+    store = CountingStore(path, parts=REMOTE)
+    with small_stages():
+        assert_same(ostraka.restore(store, like=like, dtype="like"), expected)
+    return store.nbytes
+
+
+def test_what_is_shared_is_cast_when_it_is_there(tmp_path: Path):
+    path = str(tmp_path / "checkpoint")
+    results = run_processes(restore_cast, path, processes=2, devices_per_process=2)
+    assert sum(result.value for result in results) < 1.1 * 8 * MIB
 
 
 def restore_with_options(path: str, bucket: str) -> dict[str, int]:

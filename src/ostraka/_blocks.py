@@ -34,6 +34,8 @@ class ShardFile:
         self.entry = entry
         self.reads_left = 0
         """How many times it will be opened; after the last of them it is closed."""
+        self.first_bytes = 0
+        """How many bytes from its beginning will be read first."""
         self._contents = contents
         data_bytes = contents[-1].offset + contents[-1].nbytes if contents else 0
         self._shards = shards
@@ -50,7 +52,6 @@ class ShardFile:
         self._rebuild: Rebuild | None = None
         self._rebuilding = threading.Lock()
         self._lock = threading.Lock()
-        self._is_header_checked = False
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -101,16 +102,13 @@ class ShardFile:
         return found
 
     def check_header(self) -> None:
-        """Compare the header with its digest, once."""
-        with self._lock:
-            if not self._is_header_checked:
-                header = bytearray(self.entry.header_bytes)
-                try:
-                    self._fill(0, len(header), [header], self.blocks[:1])
-                    self._compare(self.blocks[0], [header])
-                except Damaged as error:
-                    self._rebuilt(0, len(header), error)
-                self._is_header_checked = True
+        """Compare the header with its digest."""
+        header = bytearray(self.entry.header_bytes)
+        try:
+            self._fill(0, len(header), [header], self.blocks[:1])
+            self._compare(self.blocks[0], [header])
+        except Damaged as error:
+            self._rebuilt(0, len(header), error)
 
     def read(
         self, first: int, last: int, buffers: Sequence[Any], take_memory: Callable[[int], Any]
@@ -251,7 +249,7 @@ class ShardFile:
     def _open(self) -> FileReader:
         size, end = self.entry.size, self.blocks[-1].stop
         with damage_on_loss(lambda found: self.damaged(found, 0, end)):
-            reader = self._shards.store.open(self.name)
+            reader = self._shards.store.open(self.name, self.first_bytes)
         if reader.size != size:
             reader.close()
             if reader.size > size:  # All bytes of all leaves are there.

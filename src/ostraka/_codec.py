@@ -170,18 +170,18 @@ def decode(stored: Array, out: Array) -> None:
 def _put_pair(low: Array, high: Array, out: Array, place: int, width: int) -> None:
     """Put two groups to `place` of elements that have `width` pairs of bytes.
 
-    By arithmetic on whole integers: numpy stores bytes with gaps between them one by one.
+    As whole integers: numpy stores bytes with gaps between them one by one. Those of `high` are
+    stored one byte further on, which shifts them.
     """
-    pairs, shifted = _thread.pairs
+    pairs = _thread.pairs
     whole = out.view(_INTEGERS[2 * width])
     for start in range(0, low.size, _PUT_ELEMENTS):
         stop = min(start + _PUT_ELEMENTS, low.size)
         made = out[start:stop] if width == 1 else pairs[: stop - start]
-        made[:] = low[start:stop]
-        upper = shifted[: stop - start]
-        upper[:] = high[start:stop]
-        np.multiply(upper, 256, out=upper)  # quicker than a shift
-        np.bitwise_or(made, upper, out=made)
+        places = made.view(np.uint8)
+        places[1:-1].view(_INTEGERS[2])[:] = high[start : stop - 1]
+        places[0], places[-1] = 0, high[stop - 1]
+        np.bitwise_or(made, low[start:stop], out=made)
         if width > 1 and place == 0:
             whole[start:stop] = made  # The others follow; whole elements are quicker.
         elif width > 1:
@@ -194,7 +194,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self._compressors: dict[int | None, Any] = {}
         self._decompressor: Any = None
-        self.pairs = np.empty((2, _PUT_ELEMENTS), _INTEGERS[2])
+        self.pairs = np.empty(_PUT_ELEMENTS, _INTEGERS[2])
         """For what `_put_pair` makes."""
 
     def compressor(self, level: int | None) -> Any:

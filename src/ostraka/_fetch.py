@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ostraka import _box, _pack
 from ostraka._blocks import ShardFile
@@ -15,10 +18,19 @@ from ostraka._plan_read import Chunk, FileRead, Move, Piece, plan_chunks, plan_r
 from ostraka._shards import Shards
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, Target, numpy_dtype
+from ostraka.storage import opening_bytes
 
 _OPEN_FILES = 64
 
-_Task = tuple[ShardFile, FileRead, Chunk]
+
+class _Task(NamedTuple):
+    """A chunk that is to be read."""
+
+    file: ShardFile
+    read: FileRead
+    chunk: Chunk
+    is_first: bool
+    """Of those of its file."""
 
 
 def read_boxes(
@@ -41,6 +53,9 @@ class _Fetch:
             reads = plan_read(shards.metadata, targets, shards.allowance())
         self._files = [(ShardFile(shards, read.file, read.entries), read) for read in reads]
         self._buffers = Buffers(targets, self._leaves)
+        self._cast = {number for number, target in enumerate(targets) if target.dtype is not None}
+        self._on_overflow: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}
+        """What the caller has chosen for casts; other threads don't see it."""
         self._waiting = [0] * len(targets)
         """Of each target: the files not yet looked at, and the moves that are yet to be made."""
         for read in reads:
@@ -62,7 +77,7 @@ class _Fetch:
         tasks = in_turn([self._chunks_of(*file) for file in self._files], at_a_time=_OPEN_FILES)
         try:
             for _, (chunk, nbytes) in run_as_completed(
-                lambda task: self._execute(*task),
+                self._execute,
                 tasks,
                 threads=self._threads,
                 stop=StopSignal(),
@@ -81,12 +96,19 @@ class _Fetch:
         # A file that gives nothing but empty boxes still must be there.
         chunks = plan_chunks(read.pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
-        self._on_bytes(read.file.header_bytes)
+        header_bytes = read.file.header_bytes
+        file.first_bytes = header_bytes
+        if chunks[0].moves:
+            blocks = file.blocks[chunks[0].first_block : chunks[0].last_block]
+            span = (blocks[0].file_start, blocks[-1].file_stop)
+            file.first_bytes = opening_bytes(header_bytes, *span)
+        self._on_bytes(header_bytes)
         for chunk in chunks:
             for move in chunk.moves:
                 self._waiting[move.buffer] += 1
         self._done_with(read.pieces)
-        yield from ((file, read, chunk) for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            yield _Task(file, read, chunk, number == 0)
 
     def _done_with(self, parts: Sequence[Piece | Move]) -> None:
         waiting = self._waiting
@@ -102,31 +124,36 @@ class _Fetch:
                 self._buffers.allocate(piece.buffer for piece in read.pieces)
                 self._allocated.add(file.name)
 
-    def _execute(self, file: ShardFile, read: FileRead, chunk: Chunk) -> tuple[Chunk, int]:
-        """Read a chunk; returns it, and how many bytes of the file that took."""
+    def _execute(self, task: _Task) -> tuple[Chunk, int]:
+        """Read a chunk; returns it, and how many bytes of the file that took.
+
+        Whoever reads the first one checks the header. The others need not wait for it: it tells
+        them nothing, and bytes of a bucket's file that has just been opened are still on their way.
+        """
+        file, read, chunk, is_first = task
         with file.opened():
-            file.check_header()
             self._allocate(file, read)
-            if not chunk.moves:
-                return chunk, 0
-            if _fits_in_place(chunk.moves):
+            is_in_place = self._fits_in_place(chunk.moves)
+            if is_in_place:
                 memory = self._buffers.memory_of(chunk, self._scratch.take)
                 for piece in memory:
                     map_pages(piece)
-                return chunk, self._read(file, chunk, memory)
-            scratch = self._scratch.take(chunk.stop - chunk.start)
-            nbytes = self._read(file, chunk, [scratch])
-            self._copy(chunk, scratch)
+            else:
+                memory = [self._scratch.take(chunk.stop - chunk.start)]
+            if is_first:
+                file.check_header()
+            if not chunk.moves:
+                return chunk, 0
+            nbytes = file.read(chunk.first_block, chunk.last_block, memory, self._stored.take)
+            if not is_in_place:
+                self._copy(chunk, memory[0])
             return chunk, nbytes
-
-    def _read(self, file: ShardFile, chunk: Chunk, memory: Sequence[Array]) -> int:
-        return file.read(chunk.first_block, chunk.last_block, memory, self._stored.take)
 
     def _copy(self, chunk: Chunk, data: Array) -> None:
         """Copy what is wanted out of the bytes of a chunk."""
         boxes: dict[tuple[int, int], Array] = {}
         for start, stop, buffer, _, box, shared in chunk.moves:
-            leaf, target = self._targets[buffer]
+            leaf, target, cast = self._targets[buffer]
             rows = boxes.get((start, stop))
             if rows is None:
                 stored = data[start - chunk.start : stop - chunk.start]
@@ -135,14 +162,20 @@ class _Fetch:
             memory = self._buffers.array(buffer)[(*within, ...)]  # a view, also if 0-d
             if memory.flags.c_contiguous:
                 map_pages(memory)
-            memory[...] = rows[_box.slices(shared, box)]
+            found = rows[_box.slices(shared, box)]
+            if cast is None:
+                memory[...] = found
+            else:
+                with np.errstate(**self._on_overflow):
+                    memory[...] = found
 
-
-def _fits_in_place(moves: Sequence[Move]) -> bool:
-    """Whether all moves, which are in order, can be read to their places, each byte to one."""
-    return all(move.buffer_start is not None for move in moves) and all(
-        one.stop <= other.start for one, other in pairwise(moves)
-    )
+    def _fits_in_place(self, moves: Sequence[Move]) -> bool:
+        """Whether all moves, which are in order, can be read to their places, each byte to one."""
+        return (
+            all(move.buffer_start is not None for move in moves)
+            and all(one.stop <= other.start for one, other in pairwise(moves))
+            and not (self._cast and any(move.buffer in self._cast for move in moves))
+        )
 
 
 def _elements(data: Array, dtype: str, box: _box.Box) -> Array:

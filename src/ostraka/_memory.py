@@ -51,8 +51,8 @@ class Buffers:
         for number in targets:
             if number in self._made:
                 continue
-            leaf, box = self._targets[number]
-            key = (self._leaves[leaf].dtype, box)
+            leaf, box, cast = self._targets[number]
+            key = (cast or self._leaves[leaf].dtype, box)
             kind = self._kinds.get(key)
             if kind is None:  # Many leaves are of few kinds.
                 dtype = numpy_dtype(key[0])

@@ -75,7 +75,7 @@ def plan_read(
         of_leaf = {entry.leaf: entry for entry in entries}  # A file has one box of a leaf at most.
         pieces = [
             Piece(of_leaf[leaf], DTYPES[metadata.leaves[leaf].spec.dtype], number, box, shared)
-            for number, (leaf, box), shared in rows
+            for number, (leaf, box, _), shared in rows
         ]
         pieces.sort(key=lambda piece: piece.entry.offset)
         reads.append(FileRead(file, tuple(entries), tuple(pieces)))

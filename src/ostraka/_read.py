@@ -224,7 +224,8 @@ class _Restore:
         turns = {leaf: turn for turn, leaf in enumerate(source.order())}
         destinations = sorted(wanted.arrays, key=lambda found: turns[found.number])
         needs = find_needs(source, destinations, agreement)
-        reader = Reader(source, needs, agreement, self._add_bytes)
+        casts = [found.cast for found in destinations]
+        reader = Reader(source, needs, casts, agreement, self._add_bytes)
         assembler = Assembler()
         for arrays, destination in zip(reader.read(), destinations, strict=True):
             leaf = source.saved.leaves[destination.number]
@@ -256,8 +257,8 @@ def _place(
     if leaf.per_process:
         boxes = tuple(box[1:] for box in boxes)
         arrays = [array[0] for array in arrays]
-    if destination.cast is not None:
-        arrays = [array.astype(numpy_dtype(destination.cast)) for array in arrays]
+    if destination.cast is not None:  # Most sources have done so on the way.
+        arrays = [array.astype(numpy_dtype(destination.cast), copy=False) for array in arrays]
     match destination.kind:
         case "numpy":
             return detached(arrays[0])

@@ -229,10 +229,17 @@ class Reader:
     """Reads what is needed, by itself or together with others."""
 
     def __init__(
-        self, source: Source, needs: Sequence[Need], agreement: Agreement, on_bytes: OnBytes
+        self,
+        source: Source,
+        needs: Sequence[Need],
+        casts: Sequence[str | None],
+        agreement: Agreement,
+        on_bytes: OnBytes,
     ):
         self._leaves = source.saved.leaves
         self._needs = needs
+        self._casts = casts
+        """The dtype that each need is cast to; None to leave it as it is."""
         self._agreement = agreement
         self._process = agreement.operation.process
         self._stages: list[list[Gather]] = []
@@ -266,7 +273,7 @@ class Reader:
             for box, wanted in enumerate(need.boxes):
                 if (number, box) not in self._gathered:
                     self._numbers[number, box] = len(targets)
-                    targets.append(Target(need.leaf, wanted))
+                    targets.append(Target(need.leaf, wanted, self._casts[number]))
         return targets
 
     def read(self) -> Iterator[list[Array]]:
@@ -319,9 +326,11 @@ class Reader:
                 array = self._gathered[unit.need, unit.box]
                 dtype = numpy_dtype(self._leaves[self._needs[unit.need].leaf].dtype)
                 if array is None:
-                    memory = aligned(_box.count(within) * dtype.itemsize)
+                    cast = self._casts[unit.need]
+                    made = dtype if cast is None else numpy_dtype(cast)
+                    memory = aligned(_box.count(within) * made.itemsize)
                     map_pages(memory)
-                    array = memory.view(dtype).reshape(_box.shape_of(within))
+                    array = memory.view(made).reshape(_box.shape_of(within))
                     self._gathered[unit.need, unit.box] = array
                 elements = part[offset : offset + unit.nbytes].view(dtype)
                 place = array[(*_box.slices(unit.part, within), ...)]  # a view, also if 0-d

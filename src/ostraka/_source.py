@@ -98,6 +98,10 @@ class Source(Protocol):
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """The number and the elements of each target, as soon as all of it is there.
 
+        A target with a `dtype` is cast to it as its bytes arrive, so that no more of it is in
+        memory as it was saved than is just being read. A source whose boxes are small may leave
+        that to its caller.
+
         Arrays are fresh memory, aligned to 64 bytes, and written to by nobody once they are handed
         out; small ones may be parts of one larger piece of memory. Raises Damaged, naming the file
         and the leaves, for bytes that are missing or not as written.

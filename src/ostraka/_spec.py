@@ -194,6 +194,8 @@ class Target(NamedTuple):
 
     leaf: int
     box: _box.Box
+    dtype: str | None = None
+    """What it is cast to; None to leave it as it was saved."""
 
 
 def largest_cell_bytes(leaf: LeafSpec, grid: Sequence[int]) -> int:

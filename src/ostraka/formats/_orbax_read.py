@@ -121,7 +121,7 @@ class _Reading:
         array = self._arrays[piece.leaf]
         self._allocate(piece)
         shared = None
-        if len(piece.wanted) == 1:
+        if len(piece.wanted) == 1 and self._targets[piece.wanted[0]].dtype is None:
             number = piece.wanted[0]
             within = _box.slices(piece.box, self._targets[number].box)
             memory = self._buffers.array(number)[(*within, ...)]  # a view, also if 0-d

@@ -31,10 +31,10 @@ from ostraka._spec import (
     partition_grid,
 )
 from ostraka.storage._requests import (
-    AHEAD_BYTES,
     COMMIT_REQUESTS,
     JOIN_REQUESTS,
     OPEN_REQUESTS,
+    opening_bytes,
     upload_requests,
 )
 
@@ -339,7 +339,7 @@ class ReadAccount:
     index_processes: tuple[int, ...] = field(repr=False)
     """Whose indexes are read, too."""
     far_ranges: int = field(repr=False)
-    """How many of the reads are not of the first bytes of a file."""
+    """How many of the reads are of bytes that do not come with opening a file."""
 
     @property
     def requests(self) -> int:
@@ -366,8 +366,9 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
         chunks = plan_chunks(part.pieces, blocks)
         read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
-        ends = (header_bytes, *(header_bytes + chunk.stop for chunk in chunks))
-        far += sum(end > AHEAD_BYTES for end in ends)
+        spans = [(header_bytes + chunk.start, header_bytes + chunk.stop) for chunk in chunks]
+        opened = opening_bytes(header_bytes, *spans[0]) if spans else header_bytes
+        far += sum(stop > opened for _, stop in spans)
     needed = sum(
         DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
         for target in targets

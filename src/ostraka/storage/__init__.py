@@ -16,6 +16,7 @@ from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue,
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 from ostraka.storage._open import PathLike, is_text, may_be_path, open_above, open_store
+from ostraka.storage._requests import opening_bytes
 
 __all__ = [
     "ANYTHING",
@@ -40,5 +41,6 @@ __all__ = [
     "may_be_path",
     "open_above",
     "open_store",
+    "opening_bytes",
     "refuse_claimed",
 ]

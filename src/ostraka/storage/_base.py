@@ -210,7 +210,13 @@ class Store(Protocol):
         """
         ...
 
-    def open(self, name: str) -> FileReader: ...
+    def open(self, name: str, first_bytes: int = 0) -> FileReader:
+        """Open a file for reading.
+
+        `first_bytes` is how many from its beginning will be read first. A store where each request
+        takes time brings them with the request that opens the file.
+        """
+        ...
 
     def look(self, name: str) -> FileInfo | None:
         """A file's size, time and version; None if it is not there."""

@@ -184,7 +184,7 @@ class LocalStore:
             return _ReplacingWriter(file, path, size, above, leaf + suffix)
         return LocalWriter(file, path, size)
 
-    def open(self, name: str) -> LocalReader:
+    def open(self, name: str, first_bytes: int = 0) -> LocalReader:
         path = self._start + name
         try:
             above, leaf = self._find(name)

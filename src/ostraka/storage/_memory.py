@@ -107,7 +107,7 @@ class MemoryStore:
             self._add(name, data)
         return _MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
 
-    def open(self, name: str) -> _MemoryReader:
+    def open(self, name: str, first_bytes: int = 0) -> _MemoryReader:
         return _MemoryReader(self._find(name).data)
 
     def look(self, name: str) -> FileInfo | None:

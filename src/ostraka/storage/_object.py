@@ -42,6 +42,7 @@ _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
 
 T = TypeVar("T")
+_NO_BYTES = np.empty(0, np.uint8)
 _user: list[int] = []
 """The process that has used obstore, whose threads don't survive a fork."""
 
@@ -187,20 +188,21 @@ class ObjectStore:
         at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
         return _Upload(self._bucket, self._start + name, self._path(name), part_bytes, at_once)
 
-    def open(self, name: str) -> _ObjectReader:
-        """Its size comes with its first bytes: whoever opens a file reads its header."""
+    def open(self, name: str, first_bytes: int = 0) -> _ObjectReader:
+        """Its size comes with its first bytes, which are on their way when this returns."""
         key = self._start + name
+        stop = max(first_bytes, AHEAD_BYTES)
 
         def begin() -> tuple[Any, int]:
             try:
-                found = obstore.get(self._bucket, key, options={"range": (0, AHEAD_BYTES)})
-                return found.bytes(), found.meta["size"]
+                found = obstore.get(self._bucket, key, options={"range": (0, stop)})
+                return found, found.meta["size"]
             except BaseError as error:
                 if is_past_the_end(error):  # It is empty.
-                    return b"", obstore.head(self._bucket, key)["size"]
+                    return None, obstore.head(self._bucket, key)["size"]
                 raise
 
-        return _ObjectReader(self, name, *self._retry("read", name, begin))
+        return _ObjectReader(self, name, *self._retry("read", name, begin), stop)
 
     def read(self, name: str, start: int, stop: int) -> Any:
         """A range of a file as a buffer; shorter if the file is."""
@@ -395,10 +397,16 @@ class _Abandoned(Exception):
 
 
 class _ObjectReader:
-    def __init__(self, store: ObjectStore, name: str, first: Any, size: int):
+    """`arriving` answers the request for the first `stop` bytes; None for an empty file."""
+
+    def __init__(self, store: ObjectStore, name: str, arriving: Any, size: int, stop: int):
         self._store = store
         self._name = name
-        self._first = np.frombuffer(first, np.uint8)
+        self._arriving = arriving
+        self._first = _NO_BYTES
+        self._first_stop = 0 if arriving is None else min(stop, size)
+        """How many bytes `_first` has, or will have."""
+        self._lock = threading.Lock()
         self.size = size
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
@@ -406,9 +414,8 @@ class _ObjectReader:
         total = sum(view.nbytes for view in views)
         if not total:
             return 0
-        if offset + total <= self._first.size:
-            data = self._first[offset : offset + total]
-        else:
+        data = self._of_first(offset, offset + total)
+        if data is None:
             data = np.frombuffer(self._store.read(self._name, offset, offset + total), np.uint8)
         start = 0
         for view in views:
@@ -418,8 +425,31 @@ class _ObjectReader:
             start += found.size
         return start
 
+    def _of_first(self, start: int, stop: int) -> Any:
+        """A range of the bytes that came with opening; None if it reaches beyond them."""
+        if stop > self._first_stop:
+            return None
+        with self._lock:
+            if self._arriving is not None:
+                self._first, self._arriving = self._receive(self._arriving), None
+            first = self._first
+            if stop > first.size:
+                return None
+            if stop == first.size > AHEAD_BYTES:
+                # Whoever asked for more than usual has it now: not to be held for every open file.
+                self._first = first[:AHEAD_BYTES].copy()
+                self._first_stop = AHEAD_BYTES
+            return first[start:stop]
+
+    def _receive(self, arriving: Any) -> Any:
+        try:
+            data = arriving.bytes()
+        except BaseError:  # The answer broke off.
+            data = self._store.read(self._name, 0, self._first_stop)
+        return np.frombuffer(data, np.uint8)
+
     def close(self) -> None:
-        pass
+        self._arriving, self._first, self._first_stop = None, _NO_BYTES, 0
 
 
 def _info(name: str, meta: Any) -> FileInfo:

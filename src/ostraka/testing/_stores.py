@@ -148,9 +148,10 @@ class FaultyStore:
             self._unsynced.made(self._below, name, self._whole(name))
         return _Writer(self, name, writer)
 
-    def open(self, name: str) -> FileReader:
+    def open(self, name: str, first_bytes: int = 0) -> FileReader:
         self.call("open", name)
-        return _Reader(self, name, self._below.open(name), self._cut_reads_bytes)
+        reader = self._below.open(name, first_bytes)
+        return _Reader(self, name, reader, self._cut_reads_bytes)
 
     def look(self, name: str) -> FileInfo | None:
         self.call("look", name)
