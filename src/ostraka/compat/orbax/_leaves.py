@@ -33,6 +33,8 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
     if handler is not None:
         return _serialize(keys, leaf, handler, save_args)
     dtype = getattr(save_args, "dtype", None)
+    if dtype is None and type(leaf) in _SCALARS:
+        return leaf
     if isinstance(leaf, jax.Array | np.ndarray):
         if dtype is None or is_key(leaf):
             return leaf
@@ -46,6 +48,13 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
         "numbers, text and types with a handler of yours (type_handlers.register_type_handler) "
         "can be saved"
     )
+
+
+def prepare_plain_leaf(keys: Keys, leaf: Any) -> Any:
+    """As `prepare_leaf`, of which nothing is asked."""
+    if isinstance(leaf, jax.Array | np.ndarray) and not type_handlers.has_own_handlers():
+        return leaf
+    return prepare_leaf(keys, leaf, None)
 
 
 def _cast(number: Any, dtype: Any) -> Any:

@@ -10,36 +10,58 @@ from jax.sharding import NamedSharding
 
 from ostraka._spec import LeafSpec
 from ostraka.compat.orbax._engine import Item, Payload
-from ostraka.compat.orbax._leaves import PLACEHOLDER, STANDARD_TYPES, Want, prepare_leaf
-from ostraka.compat.orbax._tree import Flat, Keys, flatten, is_empty
+from ostraka.compat.orbax._leaves import (
+    PLACEHOLDER,
+    STANDARD_TYPES,
+    Want,
+    prepare_leaf,
+    prepare_plain_leaf,
+)
+from ostraka.compat.orbax._tree import Flat, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.transform_utils import apply_transformations
-from ostraka.compat.orbax.type_handlers import RestoreArgs
+from ostraka.compat.orbax.type_handlers import RestoreArgs, has_own_handlers
 
 
 def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
     """A tree as an item. Raises ValueError for an empty one, or leaves that can't be saved."""
-    flat = flatten(item)
-    if not flat.leaves or (len(flat.leaves) == 1 and not flat.keys[0] and is_empty(item)):
+    if is_empty(item):
         raise ValueError("Found empty item.")
-    args = [None] * len(flat.leaves) if save_args is None else _matching(save_args, flat)
-    leaves = [
-        prepare_leaf(keys, leaf, arg)
-        for keys, leaf, arg in zip(flat.keys, flat.leaves, args, strict=True)
-    ]
-    return Payload("pytree", flat.nested(leaves), handler)
+    if save_args is None or _says_nothing(save_args, item):
+        tree = as_saved(item, prepare_plain_leaf)
+    else:
+        flat = flatten(item)
+        args = _matching(save_args, flat)
+        leaves = map(prepare_leaf, flat.keys, flat.leaves, args)
+        tree = flat.nested(leaves)
+    if isinstance(tree, dict | list) and not tree:
+        raise ValueError("Found empty item.")
+    return Payload("pytree", tree, handler)
 
 
 def check_standard(item: Any) -> None:
     """What `StandardSave` takes. Raises ValueError."""
-    flat = flatten(item)
-    if len(flat.keys) == 1 and not flat.keys[0]:
+    leaves = jax.tree_util.tree_leaves(item)
+    if len(leaves) == 1 and leaves[0] is item:
         raise ValueError(
             "StandardCheckpointHandler / StandardSave does not support single arrays or scalars. "
             "Use ArrayCheckpointHandler / ArraySave"
         )
+    kinds = {type(leaf): leaf for leaf in leaves}
+    if all(isinstance(leaf, STANDARD_TYPES) for leaf in kinds.values()):
+        return
+    flat = flatten(item)
     for keys, leaf in zip(flat.keys, flat.leaves, strict=True):
         if not is_empty(leaf) and not isinstance(leaf, STANDARD_TYPES):
             raise ValueError(f"Unsupported type: {type(leaf)} for key: {keys}.")
+
+
+def _says_nothing(save_args: Any, item: Any) -> bool:
+    """Whether a tree of args, as Flax makes it, has one for each leaf and asks for nothing."""
+    if has_own_handlers():
+        return False  # which get them
+    args, structure = jax.tree_util.tree_flatten(save_args)
+    asks = [getattr(arg, "dtype", None) is not None or not _is_leaf_args(arg) for arg in args]
+    return not any(asks) and structure == jax.tree_util.tree_structure(item)
 
 
 def _is_leaf_args(node: Any) -> bool:
@@ -113,8 +135,7 @@ def read_as_saved(item: Item, restore_args: Any = None) -> Any:
             )
         args = [found.get(k) for k in keys]
     wants = [want_of(k, item.saved(k), _plain_args(a)) for k, a in zip(keys, args, strict=True)]
-    values = dict(zip(keys, item.read(wants), strict=True))
-    return item.tree.nested(values)
+    return item.tree.nested(item.read(wants))
 
 
 def _plain_args(args: Any) -> Any:

@@ -132,8 +132,7 @@ class RootMetadata:
 
 def tree_metadata(item: Item) -> TreeMetadata:
     """What each leaf of an item is."""
-    leaves = {keys: _leaf(item, keys) for keys in item.tree.leaves}
-    return TreeMetadata(item.tree.nested(leaves))
+    return TreeMetadata(item.tree.nested([_leaf(item, keys) for keys in item.tree.leaves]))
 
 
 def _leaf(item: Item, keys: tuple[str, ...]) -> Any:
