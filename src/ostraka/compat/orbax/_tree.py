@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ _TRANSPARENT = ("nnx", "variable")
 _SEQUENCES = ("list", "tuple")
 _LEAF_TYPES: set[type] = {np.ndarray, jax.ShapeDtypeStruct, bool, int, float, str, type(...)}
 """Types that are leaves for JAX, whatever is registered; its own arrays are added when met."""
+ARRAY_TYPES: set[type] = {np.ndarray}
+"""Those of them that are arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ def is_plain_leaf(node: Any) -> bool:
         return True
     if isinstance(node, jax.Array):
         _LEAF_TYPES.add(type(node))
+        ARRAY_TYPES.add(type(node))
         return True
     return False
 
@@ -179,36 +183,50 @@ _NOTHING: Any = object()
 """What is left of a node without any leaf, not even an empty one."""
 
 
-def as_saved(tree: Any, prepare: Callable[[Keys, Any], Any]) -> Any:
-    """A tree as dicts and lists alone, its leaves prepared. Raises ValueError as `nest` does."""
-    made = _as_saved(tree, (), prepare)
+def as_saved(tree: Any, prepare: Callable[[Keys, Any], Any], plain: Container[type]) -> Any:
+    """A tree as dicts and lists alone. Raises ValueError as `nest` does.
+
+    Leaves are prepared, but for those of the types in `plain`, which stay as they are.
+    """
+    made = _as_saved(tree, (), prepare, plain)
     return {} if made is _NOTHING else made
 
 
-def _as_saved(node: Any, keys: Keys, prepare: Callable[[Keys, Any], Any]) -> Any:
+def _as_saved(node: Any, keys: Keys, prepare: Any, plain: Container[type]) -> Any:
     kind = type(node)
+    if kind in plain:
+        return node
     if kind is dict and node:
-        return _as_dict([(key, node[key]) for key in in_order(node)], keys, prepare)
+        return _as_dict(in_order(node), node.__getitem__, keys, prepare, plain)
     if (kind is list or kind is tuple) and node:
-        children = [_as_saved(c, (*keys, str(n)), prepare) for n, c in enumerate(node)]
+        children = [
+            child if type(child) in plain else _as_saved(child, (*keys, str(n)), prepare, plain)
+            for n, child in enumerate(node)
+        ]
         return [child for child in children if child is not _NOTHING]
     if is_plain_leaf(node):
         return prepare(keys, node)
     if (names := fields_of(node)) is not None:
-        return _as_dict(list(zip(names, node, strict=True)), keys, prepare)
+        return _as_dict(names, partial(getattr, node), keys, prepare, plain)
     flat = flatten(node)
     leaves = [prepare((*keys, *k), leaf) for k, leaf in zip(flat.keys, flat.leaves, strict=True)]
     return flat.nested(leaves) if leaves else _NOTHING
 
 
 def _as_dict(
-    items: list[tuple[Any, Any]], keys: Keys, prepare: Callable[[Keys, Any], Any]
+    names: Sequence[Any], child_of: Any, keys: Keys, prepare: Any, plain: Container[type]
 ) -> dict[str, Any]:
-    made = {str(key): _as_saved(child, (*keys, str(key)), prepare) for key, child in items}
-    if len(made) < len(items):
-        twice = next(n for n in made if sum(str(key) == n for key, _ in items) > 1)
-        raise _same_text((*keys, twice))
-    return {key: child for key, child in made.items() if child is not _NOTHING}
+    made: dict[str, Any] = {}
+    for name in names:
+        text, child = str(name), child_of(name)
+        if text in made:
+            raise _same_text((*keys, text))
+        if type(child) not in plain:
+            child = _as_saved(child, (*keys, text), prepare, plain)
+        made[text] = child
+    for text in [text for text, child in made.items() if child is _NOTHING]:
+        del made[text]
+    return made
 
 
 def _same_text(keys: Keys) -> ValueError:
@@ -224,8 +242,8 @@ class SavedTree:
 
     node: Node
     leaves: dict[Keys, Any]
-    paths: dict[Keys, str]
-    """Of each leaf of the checkpoint, its path there."""
+    nodes: dict[Keys, Leaf]
+    """Those of them that are no empty containers, as the checkpoint has them."""
 
     def nested(self, values: Iterable[Any]) -> Any:
         """Dicts and lists, with a value for each leaf, in order."""
@@ -243,7 +261,7 @@ def _walk(node: Node, keys: Keys, tree: SavedTree) -> None:
     if isinstance(node, Leaf):
         if keys in tree.leaves:
             raise _same_text(keys)
-        tree.leaves[keys], tree.paths[keys] = node.value, node.path
+        tree.leaves[keys], tree.nodes[keys] = node.value, node
         return
     if node.kind in _TRANSPARENT:
         _walk(node.children[0], keys, tree)

@@ -9,12 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._files import empty_directory, pack, unpack
-from ostraka.compat.orbax._pytree import (
-    args_of_template,
-    pytree_payload,
-    read_as_saved,
-    read_like,
-)
+from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
 
 
 @runtime_checkable
@@ -93,4 +88,4 @@ def read_checkpointable(item: Item, abstract: Any, *, partial: bool) -> Any:
         )
     if abstract is None:
         return read_as_saved(item)
-    return read_like(item, abstract, args_of_template(abstract), partial=partial)
+    return read_standard(item, abstract, partial=partial)
