@@ -71,10 +71,13 @@ from ostraka.compat.orbax.type_handlers import ArrayRestoreArgs as ArrayRestoreA
 from ostraka.compat.orbax.type_handlers import RestoreArgs as RestoreArgs
 from ostraka.compat.orbax.type_handlers import SaveArgs as SaveArgs
 
+__version__ = "0.12.8"
+"""The version of Orbax whose names and behaviour these are."""
+
 _refused = _refuse(__name__)
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("v1", "abstract_checkpoint_manager"):
+    if name in ("v1", "experimental", "abstract_checkpoint_manager"):
         return _import_module(f"{__name__}.{name}")
     return _refused(name)
