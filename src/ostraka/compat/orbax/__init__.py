@@ -20,6 +20,7 @@ from ostraka.compat.orbax import metadata as metadata
 from ostraka.compat.orbax import multihost as multihost
 from ostraka.compat.orbax import options as options
 from ostraka.compat.orbax import path as path
+from ostraka.compat.orbax import pathways as pathways
 from ostraka.compat.orbax import test_utils as test_utils
 from ostraka.compat.orbax import transform_utils as transform_utils
 from ostraka.compat.orbax import tree as tree

@@ -27,7 +27,7 @@ _AUTO = "AUTO"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("training", "path"):
+    if name in ("training", "path", "arrays"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")

@@ -6,7 +6,10 @@ import copy
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
+import jax
+
 from ostraka.compat.orbax._refuse import refuse_options
+from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1 import options as options_lib
 
 _ACTIVE: ContextVar[Context | None] = ContextVar("ostraka.orbax.v1", default=None)
@@ -101,16 +104,18 @@ class Context:
     def is_strict(self) -> bool:
         return not self.array_options.loading.enable_padding_and_truncation
 
-    @property
-    def save_dtype(self) -> Any:
-        """The dtype that all arrays are saved as; None for their own. Raises NotImplementedError
-        for choices by leaf."""
+    def save_args(self, tree: Any) -> Any:
+        """What is asked of the leaves that are saved; None for nothing."""
         saving = self.array_options.saving
-        if saving.scoped_storage_options_creator is not None:
-            raise NotImplementedError(
-                "ArrayOptions.Saving(scoped_storage_options_creator=) is not supported"
-            )
-        return saving.storage_options.dtype
+        general, scoped = saving.storage_options, saving.scoped_storage_options_creator
+        if scoped is None:
+            return None if general.dtype is None else SaveArgs(dtype=general.dtype)
+
+        def choose(path: Any, leaf: Any) -> SaveArgs:
+            found = scoped(path, leaf)
+            return SaveArgs(dtype=(general if found is None else found).dtype)
+
+        return jax.tree_util.tree_map_with_path(choose, tree)
 
     def __enter__(self) -> Self:
         self._tokens.append(_ACTIVE.set(self))

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._files import empty_directory, pack, unpack
 from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
-from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1._context import Context
 
 
@@ -67,8 +66,7 @@ def is_stateful(value: Any) -> bool:
 
 def payload_of_checkpointable(value: Any, context: Context) -> Payload:
     if not is_stateful(value):
-        dtype = context.save_dtype
-        return pytree_payload(value, None if dtype is None else SaveArgs(dtype=dtype), "pytree")
+        return pytree_payload(value, context.save_args(value), "pytree")
     with empty_directory() as directory:
         run_twice(value.save(_Directory(directory)))
         return Payload("files", pack(directory, type(value).__qualname__), "stateful")

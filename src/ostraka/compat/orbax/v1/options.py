@@ -56,15 +56,17 @@ class PyTreeOptions:
 
 @dataclass
 class _Storage:
-    """How arrays are stored. `dtype` casts floating-point arrays and integers alike."""
+    """How arrays are stored. `dtype` casts them, floats and integers alike."""
 
     dtype: Any = None
     chunk_byte_size: int | None = None
-    shard_axes: tuple[int, ...] = ()
+    shard_axes: tuple[int, ...] | None = None
 
 
 @dataclass
 class _ArraySaving:
+    """`scoped_storage_options_creator(path, leaf)` gives the options of a leaf, or None."""
+
     StorageOptions = _Storage
     storage_options: _Storage = field(default_factory=_Storage)
     use_ocdbt: bool = True
@@ -83,13 +85,22 @@ class _ArraySaving:
 
 
 @dataclass
+class _Broadcast:
+    replica_axis_index: int | None = 0
+    primary_replica_id: int | None = 0
+    broadcast_memory_limit_bytes: int | None = None
+    broadcast_memory_scaling_factor: float | None = 0.75
+
+
+@dataclass
 class _ArrayLoading:
     """`enable_padding_and_truncation`: another shape is cut, or padded with zeros."""
 
+    LoadAndBroadcastOptions = _Broadcast
     enable_padding_and_truncation: bool = False
     raise_array_data_missing_error: bool = True
     use_load_and_broadcast: bool = False
-    load_and_broadcast_options: Any = None
+    load_and_broadcast_options: _Broadcast = field(default_factory=_Broadcast)
 
 
 @dataclass
