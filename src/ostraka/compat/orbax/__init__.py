@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from ostraka.compat.orbax import args as args
+from ostraka.compat.orbax import arrays as arrays
 from ostraka.compat.orbax import checkpoint_args as checkpoint_args
 from ostraka.compat.orbax import checkpoint_manager as checkpoint_manager
 from ostraka.compat.orbax import checkpoint_managers as checkpoint_managers

@@ -285,14 +285,15 @@ def _read_transformed(item: Item, args: Any) -> Any:
             raise ValueError(f"{'/'.join(missing[0])!r} is not in the checkpoint")
         return read_like(item, args.item, args.restore_args, partial=True)
     original = read_as_saved(item)
-    changed = apply_transformations(
-        original, args.transforms, args.item, args.transforms_default_to_original
-    )
+    # What neither the checkpoint nor a transform has stays as it is in the item.
+    default = None if args.transforms_default_to_original else False
+    changed = apply_transformations(original, args.transforms, args.item, default)
     flat = flatten(changed)
-    found = _matching(args.restore_args, flat)
+    given = flatten(args.restore_args, _is_leaf_args)
+    found = dict(zip(given.keys, given.leaves, strict=True))
     return flat.rebuild(
-        leaf if is_empty(leaf) else _restored_as(keys, leaf, arg)
-        for keys, leaf, arg in zip(flat.keys, flat.leaves, found, strict=True)
+        leaf if is_empty(leaf) else _restored_as(keys, leaf, found.get(keys))
+        for keys, leaf in zip(flat.keys, flat.leaves, strict=True)
     )
 
 

@@ -125,7 +125,7 @@ def _children_with_keys(metadata: TreeMetadata) -> tuple[list[tuple[Any, Any]], 
 def _from_children(about: Any, children: Any) -> TreeMetadata:
     kind, custom = about
     if kind is None:
-        return TreeMetadata(*children, custom)
+        return TreeMetadata(children[0], custom)
     tree = list(children) if kind is list else dict(zip(kind, children, strict=True))
     return TreeMetadata(tree, custom)
 
