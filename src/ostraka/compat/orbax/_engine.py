@@ -211,11 +211,12 @@ class Opened:
 
     def _orbax_kind(self, name: str, store: Store) -> str:
         names = names_in(store)
+        found = child_of(self.source.tree, name)
+        is_array = isinstance(found, Leaf) and is_array_number(found.value)
+        if is_array and "_METADATA" not in names:
+            return "array"  # with the files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
-        found = child_of(self.source.tree, name)
-        if isinstance(found, Leaf) and is_array_number(found.value):
-            return "array"
         return "json" if "metadata" in names else "files"
 
     def _orbax_item(self, name: str, kind: str) -> Item:
