@@ -213,9 +213,9 @@ class Opened:
         names = names_in(store)
         found = child_of(self.source.tree, name)
         has_array = not {"checkpoint", "array_metadatas"}.isdisjoint(names)
-        if isinstance(found, Leaf) and "_METADATA" not in names:
-            if has_array or is_array_number(found.value):
-                return "array"  # with some files of a tree all the same
+        is_array = isinstance(found, Leaf) and (has_array or is_array_number(found.value))
+        if is_array and "_METADATA" not in names:
+            return "array"  # with some files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
         return "json" if "metadata" in names else "files"
