@@ -6,11 +6,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint
 import pytest
 
+import orbax_user_scenarios as orbax_user_scenarios  # adds to the scenarios
 import ostraka.compat.orbax
 from orbax_scenarios import SCENARIOS, Scenario, as_table
+from ostraka.compat.orbax._engine import Opened
+from ostraka.compat.orbax._pytree import read_as_saved, read_standard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,3 +40,42 @@ def test_scenario(ocp: Any, found: Scenario, tmp_path: Path):
 def test_the_table_in_the_docs_is_that_of_the_scenarios():
     assert len(SCENARIOS) >= 60
     assert as_table() in DOC.read_text()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path):
+    """What was opened before another save is read from what that save has put there."""
+    checkpointer = ostraka.compat.orbax.PyTreeCheckpointer()
+    checkpointer.save(tmp_path / "a", {"x": {"w": jnp.zeros((4, 2)), "b": np.zeros(3)}})
+    item = Opened(tmp_path / "a").item(None)
+    assert len(item.tree.leaves) == 2
+    new = {"x": {"w": jnp.ones((4, 2)), "b": np.ones(3)}}
+    checkpointer.save(tmp_path / "a", new, force=True)
+    np.testing.assert_array_equal(read_as_saved(item)["x"]["b"], np.ones(3))
+    item = Opened(tmp_path / "a").item(None)
+    checkpointer.save(tmp_path / "a", jax.tree.map(lambda x: x + 1, new), force=True)
+    found = read_standard(item, new)
+    np.testing.assert_array_equal(found["x"]["w"], np.full((4, 2), 2.0))
+
+
+def test_keys_that_are_one_text_are_refused(tmp_path: Path):
+    checkpointer = ostraka.compat.orbax.PyTreeCheckpointer()
+    with pytest.raises(ValueError, match="can't be compared"):
+        checkpointer.save(tmp_path / "a", {"x": {1: jnp.ones(1), "1": jnp.ones(1)}})
+    with pytest.raises(ValueError, match="two keys of the tree are 'x/1' as text"):
+        checkpointer.save(tmp_path / "a", {"x": {1: jnp.ones(1), _One(): 0}})
+
+
+class _One(int):
+    """Another key that is written as 1."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __str__(self) -> str:
+        return "1"
+
+    def __lt__(self, other: object) -> bool:
+        return True

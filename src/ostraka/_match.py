@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -97,10 +98,8 @@ class Matcher:
         )
         self._process = process
         self._process_count = process_count
-        self._saved_tree = source.tree if like is None else source.tree_for(like)
+        self._source = source
         self._rename = rename_with(choices.rename or {})
-        self._saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
-        """By the path in `like`, what was saved."""
         self._differences = Differences()
         self._tolerated: defaultdict[str, list[str]] = defaultdict(list)
         self._arrays: list[Destination] = []
@@ -109,6 +108,32 @@ class Matcher:
         self._states: list[tuple[Any, Any]] = []
         self._places: dict[int, list[tuple[Destination, int | None]]] = {}
         """Of each array: where it goes, and which object of `like` stands there."""
+
+    @cached_property
+    def _saved_tree(self) -> Node:
+        return self._source.tree if self._like is None else self._source.tree_for(self._like)
+
+    @cached_property
+    def _saved(self) -> Mapping[str, Any]:
+        """By the path in `like`, what was saved."""
+        return {self._rename(leaf.path): leaf.value for leaf in leaves_of(self._saved_tree)}
+
+    def match_numbers(self, asked: Sequence[tuple[Leaf, int]]) -> Wanted:
+        """Settle arrays of the checkpoint by their numbers, in place of a tree. Raises Mismatch.
+
+        The value of a leaf is what is wanted, or an ArrayNumber for what was saved.
+        """
+        for leaf, number in asked:
+            try:
+                self._match_array(leaf, number)
+            except Unplaceable as error:
+                self._differences.general += error.args
+            except Unfit as error:
+                self._differences.of_leaves += [(leaf.path, text) for text in error.args]
+        leaves = tuple(leaf for leaf, _ in asked)
+        self._raise_or_warn(None, [leaf.path for leaf in leaves])
+        tree = Branch("list", "", leaves, list)
+        return Wanted(tree, tuple(self._arrays), self._values, tuple(self._copies))
 
     def match(self) -> Wanted:
         """Settle every leaf of a parsed `like`, or of all that was saved. Raises Mismatch."""

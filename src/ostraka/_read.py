@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from ostraka._inplace import InPlace
 from ostraka._lifetime import paused_gc
 from ostraka._match import Choices, Matcher, Wanted
 from ostraka._memory import detached
-from ostraka._nodes import Branch, Leaf, rebuild
+from ostraka._nodes import ArrayNumber, Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
 from ostraka._place import Destination
 from ostraka._record import OnRecord, Stopwatch, report, summarize
@@ -135,6 +135,29 @@ def restore(
     return result
 
 
+def restore_leaves(
+    source: Source, asked: Sequence[tuple[Leaf, int]], *, dtype: DtypeRule = None
+) -> list[Any] | None:
+    """The arrays of an opened checkpoint by their numbers, without a tree to compare it with.
+
+    A leaf has the path that messages name, and what is wanted; an ArrayNumber for what was saved.
+    Returns None, on all processes, if a save has replaced the checkpoint: open it again.
+    """
+    work = _Restore(source.location, Choices(dtype=dtype), "auto", asked=asked)
+    together = _numbers_span_processes(source, asked)
+    name = f"restore of {source.location}"
+    try:
+        with paused_gc(), Operation(name, alone=not together, own_errors=True) as operation:
+            found = work.try_once(operation, source, 0)
+    except ProcessFailed as failure:
+        location, process, reason = source.location, failure.process, failure.reason
+        raise RestoreFailed(location, process, reason) from failure.__cause__
+    if found is None:
+        return None
+    report("restore", work.location, work.watch, work.summary, None)
+    return found[0]
+
+
 @dataclass(slots=True)
 class _Restore:
     """A restore, and what it has done so far."""
@@ -146,6 +169,8 @@ class _Restore:
     """What is wanted; None for all that was saved."""
     place: InPlace | None = None
     """The objects that are changed, if there are any."""
+    asked: Sequence[tuple[Leaf, int]] | None = None
+    """Arrays by their numbers, in place of a template."""
     location: str = ""
     """Where the checkpoint really is: of a run, which step."""
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -159,42 +184,47 @@ class _Restore:
         Whoever finds its files replaced says so, and all begin again with the new ones.
         """
         for attempt in range(ATTEMPTS):
-            source = open_at(self.path)
-            self.location = source.location
-            found = [source.saved.id, least_hosts(self.share_reads, source), socket.gethostname()]
-            is_same, least, hosts = operation.exchange(f"open-{attempt}", found, _compare)
-            self.watch.lap("open")
-            if not is_same:
-                continue
-            agreement = Agreement(operation, str(attempt), least, hosts)
-            result: Any = None
-            replaced = False
-            try:
-                result = self._restore_from(source, agreement)
-            except Replaced:
-                replaced = True
-            except Damaged as error:
-                replaced = not source.is_current()
-                if not replaced:
-                    if self.place is not None:
-                        error.add_note("what was given as into= may have been changed in part")
-                    raise
-                agreement.refuse_stage()
-            done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
-            again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
-            self.watch.lap("agree")
-            if not again:
-                return result
+            found = self.try_once(operation, open_at(self.path), attempt)
+            if found is not None:
+                return found[0]
         raise overwritten([self.location])
 
+    def try_once(self, operation: Operation, source: Source, attempt: int) -> tuple[Any] | None:
+        """The result; None, on all processes, if one of them has found another checkpoint."""
+        self.location = source.location
+        found = [source.saved.id, least_hosts(self.share_reads, source), socket.gethostname()]
+        is_same, least, hosts = operation.exchange(f"open-{attempt}", found, _compare)
+        self.watch.lap("open")
+        if not is_same:
+            return None
+        agreement = Agreement(operation, str(attempt), least, hosts)
+        result: Any = None
+        replaced = False
+        try:
+            result = self._restore_from(source, agreement)
+        except Replaced:
+            replaced = True
+        except Damaged as error:
+            replaced = not source.is_current()
+            if not replaced:
+                if self.place is not None:
+                    error.add_note("what was given as into= may have been changed in part")
+                raise
+            agreement.refuse_stage()
+        done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
+        again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
+        self.watch.lap("agree")
+        return None if again else (result,)
+
     def _restore_from(self, source: Source, agreement: Agreement) -> Any:
-        wanted = Matcher(
+        matcher = Matcher(
             source,
             self.template,
             self.choices,
             process=jax.process_index(),
             process_count=jax.process_count(),
-        ).match()
+        )
+        wanted = matcher.match() if self.asked is None else matcher.match_numbers(self.asked)
         self.watch.lap("match")
         values: dict[str, Any] = {}
         put = values.__setitem__ if self.place is None else self.place.put
@@ -292,3 +322,15 @@ def _spans_processes(like: Any, mesh: Any, specs: Any) -> bool:
         for found in meshes
         if isinstance(found, Mesh)
     )
+
+
+def _numbers_span_processes(source: Source, asked: Sequence[tuple[Leaf, int]]) -> bool:
+    if jax.process_count() == 1:
+        return False
+    saved = source.saved
+    as_saved = [saved.leaves[n] for leaf, n in asked if isinstance(leaf.value, ArrayNumber)]
+    meshes = {leaf.mesh for leaf in as_saved if leaf.kind in ("jax", "key") and leaf.mesh >= 0}
+    devices = [saved.meshes[mesh].devices for mesh in meshes]
+    if any(len({saved.process_of[number] for number in found}) > 1 for found in devices):
+        return True
+    return _spans_processes([leaf.value for leaf, _ in asked], None, None)

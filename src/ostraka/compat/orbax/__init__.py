@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from ostraka.compat.orbax import args as args
+from ostraka.compat.orbax import arrays as arrays
 from ostraka.compat.orbax import checkpoint_args as checkpoint_args
 from ostraka.compat.orbax import checkpoint_manager as checkpoint_manager
 from ostraka.compat.orbax import checkpoint_managers as checkpoint_managers
@@ -20,6 +21,7 @@ from ostraka.compat.orbax import metadata as metadata
 from ostraka.compat.orbax import multihost as multihost
 from ostraka.compat.orbax import options as options
 from ostraka.compat.orbax import path as path
+from ostraka.compat.orbax import pathways as pathways
 from ostraka.compat.orbax import test_utils as test_utils
 from ostraka.compat.orbax import transform_utils as transform_utils
 from ostraka.compat.orbax import tree as tree
@@ -71,10 +73,13 @@ from ostraka.compat.orbax.type_handlers import ArrayRestoreArgs as ArrayRestoreA
 from ostraka.compat.orbax.type_handlers import RestoreArgs as RestoreArgs
 from ostraka.compat.orbax.type_handlers import SaveArgs as SaveArgs
 
+__version__ = "0.12.8"
+"""The version of Orbax whose names and behaviour these are."""
+
 _refused = _refuse(__name__)
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("v1", "abstract_checkpoint_manager"):
+    if name in ("v1", "experimental", "abstract_checkpoint_manager"):
         return _import_module(f"{__name__}.{name}")
     return _refused(name)

@@ -17,11 +17,12 @@ import jax
 
 from ostraka._foreign import names_in
 from ostraka._handle import SaveHandle
-from ostraka._nodes import Leaf, Lost, Node, SavedStates
-from ostraka._read import restore
+from ostraka._lifetime import paused_gc
+from ostraka._nodes import ArrayNumber, Leaf, Lost, Node, SavedStates
+from ostraka._read import restore, restore_leaves
 from ostraka._save import save, save_async
 from ostraka._source import Source
-from ostraka.compat.orbax._leaves import Want
+from ostraka.compat.orbax._leaves import Template, Want
 from ostraka.compat.orbax._place import as_path, remove, store_at
 from ostraka.compat.orbax._tree import Keys, child_of, is_array_number, saved_tree
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, PartialRestore
@@ -122,6 +123,7 @@ def as_json(value: Any, what: str) -> Any:
 class Opened:
     """A checkpoint that is there, of ours or of Orbax's."""
 
+    @paused_gc()
     def __init__(self, path: Any):
         self.path = as_path(path)
         self._within: str | None = None
@@ -209,11 +211,13 @@ class Opened:
 
     def _orbax_kind(self, name: str, store: Store) -> str:
         names = names_in(store)
+        found = child_of(self.source.tree, name)
+        has_array = not {"checkpoint", "array_metadatas"}.isdisjoint(names)
+        is_array = isinstance(found, Leaf) and (has_array or is_array_number(found.value))
+        if is_array and "_METADATA" not in names:
+            return "array"  # with some files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
-        found = child_of(self.source.tree, name)
-        if isinstance(found, Leaf) and is_array_number(found.value):
-            return "array"
         return "json" if "metadata" in names else "files"
 
     def _orbax_item(self, name: str, kind: str) -> Item:
@@ -285,25 +289,58 @@ class Item:
             raise ValueError(f"{self.path} was not written by a handler of yours")
         return node.value.states
 
-    def read(self, wants: list[Want]) -> list[Any]:
+    def read(self, keys: list[Keys], wants: list[Want | Template]) -> list[Any]:
         """The values of the leaves that are asked for, as they are asked for."""
-        arrays = [want for want in wants if is_array_number(self.tree.leaves[want.keys])]
-        values: dict[Keys, Any] = {}
-        if arrays:
-            values = self._read_arrays(arrays)
-        return [want.finish(values.get(want.keys, want.saved)) for want in wants]
+        asked: list[tuple[Leaf, int]] = []
+        is_cast = False
+        for key, want in zip(keys, wants, strict=True):
+            node = self.tree.nodes.get(key)
+            if node is None or not isinstance(node.value, ArrayNumber):
+                continue
+            template = want
+            if isinstance(want, Want):
+                template = want.template(node.value)
+                is_cast = is_cast or want.is_cast_by_engine
+            leaf = node if template is node.value else Leaf(node.path, template)
+            asked.append((leaf, node.value.number))
+        values = iter(self._read_arrays(asked, keys, wants, "like" if is_cast else None))
+        # A template is for an array that needs nothing more.
+        return [w.finish_with(values) if isinstance(w, Want) else next(values) for w in wants]
 
-    def _read_arrays(self, wants: list[Want]) -> dict[Keys, Any]:
+    def _read_arrays(
+        self, asked: list[tuple[Leaf, int]], keys: list[Keys], wants: list[Any], dtype: Any
+    ) -> list[Any]:
+        if not asked:
+            return []
+        found = restore_leaves(self._source, asked, dtype=dtype)
+        if found is not None:
+            return found
+        arrays = [
+            (key, self._template_of(key, want))
+            for key, want in zip(keys, wants, strict=True)
+            if isinstance(self.tree.leaves[key], ArrayNumber)
+        ]
+        return self._read_replaced(arrays, dtype)
+
+    def _template_of(self, keys: Keys, want: Want | Template) -> Any:
+        """What to ask of a checkpoint whose numbers may be others."""
+        if isinstance(want, ArrayNumber):
+            want = Want(keys, self.saved(keys))
+        if isinstance(want, Want):
+            return want.template(None)
+        return jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=want.sharding)
+
+    def _read_replaced(self, arrays: list[tuple[Keys, Any]], dtype: Any) -> list[Any]:
+        """The same from the checkpoint that another save has put in the place of this one."""
         # Dicts for lists too: of a list not all entries may be asked for, and paths are the same.
-        like = _dicts((want.keys, want.template) for want in wants)
+        like = _dicts(arrays)
         whole = like if self._within is None else {self._within: like}
-        dtype = "like" if any(want.is_cast_by_engine for want in wants) else None
         with warnings.catch_warnings():
             # All shapes are known, and what is left out was not asked for.
             warnings.simplefilter("ignore", PartialRestore)
             result = restore(self._source.store, like=whole, strict=False, dtype=dtype)
         found = result if self._within is None else result[self._within]
-        return {want.keys: _follow(found, want.keys) for want in wants}
+        return [_follow(found, keys) for keys, _ in arrays]
 
 
 def _dicts(found: Any) -> Any:

@@ -15,8 +15,8 @@ from ostraka.compat.orbax._pytree import (
     check_standard,
     pytree_payload,
     read_as_saved,
-    read_like,
     read_pytree,
+    read_standard,
     want_of,
 )
 from ostraka.compat.orbax._refuse import refuse_options
@@ -136,8 +136,8 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
         if args.item is None:
             return read_as_saved(item)
         like = getattr(args.item, "tree", args.item) if _is_metadata(args.item) else args.item
-        made = args_of_template(like, strict=args.strict, fallback_sharding=args.fallback_sharding)
-        return read_like(item, like, made)
+        where = args.fallback_sharding
+        return read_standard(item, like, strict=args.strict, fallback_sharding=where)
 
 
 def _is_metadata(item: Any) -> bool:
@@ -170,7 +170,7 @@ class ArrayCheckpointHandler(EngineHandler):
         if given is None and args.item is not None:
             given = args_of_template(args.item)
         keys = next(iter(item.tree.leaves))
-        return item.read([want_of(keys, item.saved(keys), given)])[0]
+        return item.read([keys], [want_of(keys, item.saved(keys), given)])[0]
 
 
 class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
@@ -181,7 +181,7 @@ class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
 
     def read(self, item: Item, args: Any) -> Any:
         keys = next(iter(item.tree.leaves))
-        return item.read([want_of(keys, item.saved(keys), None)])[0]
+        return item.read([keys], [want_of(keys, item.saved(keys), None)])[0]
 
 
 class NumpyRandomKeyCheckpointHandler(EngineHandler):

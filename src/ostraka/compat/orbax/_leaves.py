@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ostraka._nodes import SavedStates
+from ostraka._inplace import Outline
+from ostraka._nodes import ArrayNumber, SavedStates
 from ostraka._spec import LeafSpec, is_floating, numpy_dtype
 from ostraka._tree import is_key
 from ostraka.compat.orbax import type_handlers
@@ -18,6 +20,9 @@ from ostraka.compat.orbax._place import as_path
 from ostraka.compat.orbax._tree import Keys, empty_as_saved, is_empty
 
 _SCALARS = (bool, int, float, str, bytes)
+_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+_config: Any = jax.config
+"""JAX's flags, which its type declarations leave out."""
 STANDARD_TYPES = (int, float, np.ndarray, jax.Array, np.number)
 
 
@@ -25,7 +30,7 @@ PLACEHOLDER: Any = ...
 """A leaf of a template that is not to be restored."""
 
 
-def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
+def prepare_leaf(keys: Keys, leaf: Any, save_args: Any = None) -> Any:
     """A leaf as the engine takes it. Raises ValueError for types that nobody handles."""
     if is_empty(leaf):
         return empty_as_saved(leaf)
@@ -33,6 +38,8 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any) -> Any:
     if handler is not None:
         return _serialize(keys, leaf, handler, save_args)
     dtype = getattr(save_args, "dtype", None)
+    if dtype is None and type(leaf) in _SCALARS:
+        return leaf
     if isinstance(leaf, jax.Array | np.ndarray):
         if dtype is None or is_key(leaf):
             return leaf
@@ -77,6 +84,10 @@ def _deserialize(keys: Keys, saved: SavedStates, args: Any) -> Any:
     return found[0]
 
 
+Template = Outline | ArrayNumber
+"""Of an array that comes back as it was saved: what it is and where it goes, or its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """How one leaf is to come back."""
@@ -92,20 +103,28 @@ class Want:
     strict: bool = True
     args: Any = None
 
-    @property
-    def template(self) -> Any:
-        """What the engine is to restore for it; for arrays only."""
+    def template(self, number: Any) -> Any:
+        """What the engine is to restore, for arrays only; the number if that is as it was saved."""
         spec = self.saved
         shape, dtype = spec.logical_shape, numpy_dtype(spec.dtype)
+        is_cut = self.is_jax and is_cut_by_jax(spec.dtype)
+        if number is not None and self.is_as_saved and not is_cut:
+            return number
         if spec.kind == "key":
             key = jax.eval_shape(lambda: jax.random.key(0, impl=spec.prng))
             return jax.ShapeDtypeStruct(shape, key.dtype, sharding=self.sharding)
-        if not self.is_jax or self.is_reshaped or _is_cut_by_jax(dtype):
+        if not self.is_jax or self.is_reshaped or is_cut:
             view = np.broadcast_to(np.zeros((), dtype), shape)
             return view[()] if spec.kind == "scalar" else view
         if self.is_cast_by_engine:
             dtype = np.dtype(self.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    @property
+    def is_as_saved(self) -> bool:
+        """Whether nothing is asked for but the leaf."""
+        asked = (self.kind, self.dtype, self.sharding, self.shape)
+        return all(said is None for said in asked)
 
     @property
     def is_jax(self) -> bool:
@@ -120,6 +139,10 @@ class Want:
     @property
     def is_reshaped(self) -> bool:
         return self.shape is not None and tuple(self.shape) != tuple(self.saved.logical_shape)
+
+    def finish_with(self, arrays: Iterator[Any]) -> Any:
+        """The value: of an array, the next that was read."""
+        return self.finish(next(arrays) if isinstance(self.saved, LeafSpec) else self.saved)
 
     def finish(self, value: Any) -> Any:
         """The value that was read, as it was asked for."""
@@ -144,9 +167,19 @@ class Want:
         return np.pad(cut, pads)
 
 
-def _is_cut_by_jax(dtype: Any) -> bool:
+def is_cut_by_jax(dtype: str) -> bool:
     """Whether JAX would refuse 64 bits: then they are read into host memory, and cast there."""
-    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+    return dtype in _WIDE and not _config.jax_enable_x64
+
+
+def template_of(saved: Any, dtype: Any, shape: Any, sharding: Any) -> Template | None:
+    """A JAX array that was saved as it is wanted; None if anything of it has to change."""
+    if type(saved) is not LeafSpec or saved.kind != "jax" or is_cut_by_jax(saved.dtype):
+        return None
+    own = numpy_dtype(saved.dtype)
+    if (dtype is not None and dtype != own) or (shape is not None and shape != saved.own_shape):
+        return None
+    return Outline(saved.own_shape, own, sharding, committed=True)
 
 
 def _converted(value: Any, kind: Any, dtype: Any, sharding: Any) -> Any:

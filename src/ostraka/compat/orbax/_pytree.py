@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ostraka._lifetime import paused_gc
 from ostraka._spec import LeafSpec
 from ostraka.compat.orbax._engine import Item, Payload
-from ostraka.compat.orbax._leaves import PLACEHOLDER, STANDARD_TYPES, Want, prepare_leaf
-from ostraka.compat.orbax._tree import Flat, Keys, flatten, is_empty
+from ostraka.compat.orbax._leaves import (
+    PLACEHOLDER,
+    STANDARD_TYPES,
+    Template,
+    Want,
+    is_cut_by_jax,
+    prepare_leaf,
+    template_of,
+)
+from ostraka.compat.orbax._tree import ARRAY_TYPES, Flat, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.transform_utils import apply_transformations
-from ostraka.compat.orbax.type_handlers import RestoreArgs
+from ostraka.compat.orbax.type_handlers import RestoreArgs, has_own_handlers
 
 
+@paused_gc()
 def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
     """A tree as an item. Raises ValueError for an empty one, or leaves that can't be saved."""
-    flat = flatten(item)
-    if not flat.leaves or (len(flat.leaves) == 1 and not flat.keys[0] and is_empty(item)):
+    if is_empty(item):
         raise ValueError("Found empty item.")
-    args = [None] * len(flat.leaves) if save_args is None else _matching(save_args, flat)
-    leaves = [
-        prepare_leaf(keys, leaf, arg)
-        for keys, leaf, arg in zip(flat.keys, flat.leaves, args, strict=True)
-    ]
-    return Payload("pytree", flat.nested(leaves), handler)
+    if save_args is None or _says_nothing(save_args, item):
+        tree = as_saved(item, prepare_leaf, () if has_own_handlers() else ARRAY_TYPES)
+    else:
+        flat = flatten(item)
+        args = _matching(save_args, flat)
+        leaves = map(prepare_leaf, flat.keys, flat.leaves, args)
+        tree = flat.nested(leaves)
+    if isinstance(tree, dict | list) and not tree:
+        raise ValueError("Found empty item.")
+    return Payload("pytree", tree, handler)
 
 
 def check_standard(item: Any) -> None:
     """What `StandardSave` takes. Raises ValueError."""
-    flat = flatten(item)
-    if len(flat.keys) == 1 and not flat.keys[0]:
+    leaves = jax.tree_util.tree_leaves(item)
+    if len(leaves) == 1 and leaves[0] is item:
         raise ValueError(
             "StandardCheckpointHandler / StandardSave does not support single arrays or scalars. "
             "Use ArrayCheckpointHandler / ArraySave"
         )
+    kinds = {type(leaf): leaf for leaf in leaves}
+    if all(isinstance(leaf, STANDARD_TYPES) for leaf in kinds.values()):
+        return
+    flat = flatten(item)
     for keys, leaf in zip(flat.keys, flat.leaves, strict=True):
         if not is_empty(leaf) and not isinstance(leaf, STANDARD_TYPES):
             raise ValueError(f"Unsupported type: {type(leaf)} for key: {keys}.")
+
+
+def _says_nothing(save_args: Any, item: Any) -> bool:
+    """Whether a tree of args, as Flax makes it, has one for each leaf and asks for nothing."""
+    if has_own_handlers():
+        return False  # which get them
+    args, structure = jax.tree_util.tree_flatten(save_args)
+    asks = [getattr(arg, "dtype", None) is not None or not _is_leaf_args(arg) for arg in args]
+    return not any(asks) and structure == jax.tree_util.tree_structure(item)
 
 
 def _is_leaf_args(node: Any) -> bool:
@@ -64,7 +91,7 @@ def _matching(args: Any, flat: Flat) -> list[Any]:
     return [found.get(keys) for keys in flat.keys]
 
 
-def want_of(keys: Keys, saved: Any, args: Any) -> Want:
+def want_of(keys: Keys, saved: Any, args: Any) -> Want | Template:
     """How a leaf comes back, by its RestoreArgs, Orbax's own or ours."""
     if args is None:
         return Want(keys, saved)
@@ -77,10 +104,15 @@ def want_of(keys: Keys, saved: Any, args: Any) -> Want:
     shape = getattr(args, "global_shape", None)
     if shape is None:
         shape = getattr(args, "shape", None)
+    kind = args.restore_type
+    if kind is None or kind is jax.Array:
+        found = template_of(saved, args.dtype, None if shape is None else tuple(shape), sharding)
+        if found is not None:
+            return found
     want = Want(
         keys,
         saved,
-        kind=args.restore_type,
+        kind=kind,
         dtype=args.dtype,
         sharding=sharding,
         shape=None if shape is None else tuple(shape),
@@ -96,13 +128,16 @@ def want_of(keys: Keys, saved: Any, args: Any) -> Want:
     return want
 
 
+@paused_gc()
 def read_as_saved(item: Item, restore_args: Any = None) -> Any:
     """The whole item, without a template."""
     keys = list(item.tree.leaves)
+    if restore_args is None:
+        return item.tree.nested(item.read(keys, [_want_as_saved(item, k) for k in keys]))
     args: list[Any] = [None] * len(keys)
-    if restore_args is not None and _is_leaf_args(restore_args):
+    if _is_leaf_args(restore_args):
         args = [restore_args] * len(keys)
-    elif restore_args is not None:
+    else:
         given = flatten(restore_args, _is_leaf_args)
         found = dict(zip(given.keys, given.leaves, strict=True))
         missing = [k for k in keys if k not in found and not is_empty(item.tree.leaves[k])]
@@ -113,32 +148,79 @@ def read_as_saved(item: Item, restore_args: Any = None) -> Any:
             )
         args = [found.get(k) for k in keys]
     wants = [want_of(k, item.saved(k), _plain_args(a)) for k, a in zip(keys, args, strict=True)]
-    values = dict(zip(keys, item.read(wants), strict=True))
-    return item.tree.nested(values)
+    return item.tree.nested(item.read(keys, wants))
+
+
+def _want_as_saved(item: Item, keys: Keys) -> Want | Template:
+    saved = item.saved(keys)
+    if type(saved) is LeafSpec and not (saved.kind == "jax" and is_cut_by_jax(saved.dtype)):
+        return item.tree.leaves[keys]
+    return Want(keys, saved)
 
 
 def _plain_args(args: Any) -> Any:
     return None if args is None or is_empty(args) or not hasattr(args, "restore_type") else args
 
 
+@paused_gc()
 def read_like(item: Item, like: Any, restore_args: Any = None, *, partial: bool = False) -> Any:
     """The item with the structure of a template. Raises ValueError where they differ."""
-    flat = flatten(like, lambda node: node is PLACEHOLDER)
+    flat = flatten(like)
     args = [None] * len(flat.leaves) if restore_args is None else _matching(restore_args, flat)
+    return _read_flat(
+        item, flat, partial, lambda n, keys, saved: want_of(keys, saved, _plain_args(args[n]))
+    )
+
+
+@paused_gc()
+def read_standard(
+    item: Item,
+    like: Any,
+    *,
+    partial: bool = False,
+    strict: bool = True,
+    fallback_sharding: Any = None,
+) -> Any:
+    """As `read_like`, each leaf with the type, dtype, shape and sharding that the template has."""
+    flat = flatten(like)
+
+    def want(number: int, keys: Keys, saved: Any) -> Want | Template:
+        leaf = flat.leaves[number]
+        if type(leaf) is jax.ShapeDtypeStruct or isinstance(leaf, jax.Array):
+            where = fallback_sharding if leaf.sharding is None else leaf.sharding
+            found = template_of(saved, leaf.dtype, leaf.shape, where)
+            if found is not None:
+                return found
+        made = args_of_template(leaf, strict=strict, fallback_sharding=fallback_sharding)
+        return want_of(keys, saved, _plain_args(made))
+
+    return _read_flat(item, flat, partial, want)
+
+
+def _read_flat(
+    item: Item, flat: Flat, partial: bool, want: Callable[[int, Keys, Any], Want | Template]
+) -> Any:
+    """Read what a template has and the checkpoint too; `want` says how each leaf comes back."""
     _check_structure(item, flat, partial)
     results: list[Any] = list(flat.leaves)
-    wants: dict[int, Want] = {}
-    for number, (keys, leaf) in enumerate(zip(flat.keys, flat.leaves, strict=True)):
-        if is_empty(leaf) or leaf is PLACEHOLDER or keys not in item.tree.leaves:
-            continue
-        wants[number] = want_of(keys, item.saved(keys), _plain_args(args[number]))
-    for number, value in zip(wants, item.read(list(wants.values())), strict=True):
+    there = item.tree.leaves
+    numbers = [
+        number
+        for number, leaf in enumerate(flat.leaves)
+        if leaf is not PLACEHOLDER and not is_empty(leaf) and flat.keys[number] in there
+    ]
+    keys = [flat.keys[number] for number in numbers]
+    wants = [want(n, k, item.saved(k)) for n, k in zip(numbers, keys, strict=True)]
+    for number, value in zip(numbers, item.read(keys, wants), strict=True):
         results[number] = value
     return flat.rebuild(results)
 
 
 def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
     if partial:
+        return
+    saved = item.tree.leaves
+    if flat.keys == list(saved) and not any(map(is_empty, (*flat.leaves, *saved.values()))):
         return
     pairs = list(zip(flat.keys, flat.leaves, strict=True))
     wanted = {keys for keys, leaf in pairs if not is_empty(leaf)}
@@ -203,20 +285,22 @@ def _read_transformed(item: Item, args: Any) -> Any:
             raise ValueError(f"{'/'.join(missing[0])!r} is not in the checkpoint")
         return read_like(item, args.item, args.restore_args, partial=True)
     original = read_as_saved(item)
-    changed = apply_transformations(
-        original, args.transforms, args.item, args.transforms_default_to_original
-    )
+    # What neither the checkpoint nor a transform has stays as it is in the item.
+    default = None if args.transforms_default_to_original else False
+    changed = apply_transformations(original, args.transforms, args.item, default)
     flat = flatten(changed)
-    found = _matching(args.restore_args, flat)
+    given = flatten(args.restore_args, _is_leaf_args)
+    found = dict(zip(given.keys, given.leaves, strict=True))
     return flat.rebuild(
-        leaf if is_empty(leaf) else _restored_as(keys, leaf, arg)
-        for keys, leaf, arg in zip(flat.keys, flat.leaves, found, strict=True)
+        leaf if is_empty(leaf) else _restored_as(keys, leaf, found.get(keys))
+        for keys, leaf in zip(flat.keys, flat.leaves, strict=True)
     )
 
 
 def _restored_as(keys: Keys, value: Any, args: Any) -> Any:
     """A value that is there already, as its RestoreArgs want it."""
     want = want_of(keys, value, _plain_args(args))
+    assert isinstance(want, Want), "templates are for arrays of a checkpoint"
     return Want(keys, None, want.kind, want.dtype, want.sharding).finish(
         np.asarray(value) if want.kind is np.ndarray else value
     )

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from ostraka._nodes import ArrayNumber, Branch, Leaf, Node
 
 Keys = tuple[str, ...]
 
 _EMPTY: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
+_SequenceKey = jax.tree_util.SequenceKey
+_TRANSPARENT = ("nnx", "variable")
+_SEQUENCES = ("list", "tuple")
+_LEAF_TYPES: set[type] = {np.ndarray, jax.ShapeDtypeStruct, bool, int, float, str, type(...)}
+"""Types that are leaves for JAX, whatever is registered; its own arrays are added when met."""
+ARRAY_TYPES: set[type] = {np.ndarray}
+"""Those of them that are arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +31,37 @@ class Flat:
     keys: list[Keys]
     in_sequence: list[tuple[bool, ...]]
     leaves: list[Any]
-    structure: Any
+    tree: Any
+    stops: Callable[[Any], bool]
+    """Where JAX has to stop, so that it finds the same leaves."""
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
-        return jax.tree_util.tree_unflatten(self.structure, list(leaves))
+        structure = jax.tree_util.tree_structure(self.tree, is_leaf=self.stops)
+        return jax.tree_util.tree_unflatten(structure, list(leaves))
 
     def nested(self, leaves: Iterable[Any]) -> Any:
         """The same tree of dicts and lists alone, with other leaves."""
         return nest(zip(self.keys, self.in_sequence, leaves, strict=True))
 
 
+def is_plain_leaf(node: Any) -> bool:
+    """Whether this is an array or a number, which need no look at what JAX has registered."""
+    if type(node) in _LEAF_TYPES:
+        return True
+    if isinstance(node, jax.Array):
+        _LEAF_TYPES.add(type(node))
+        ARRAY_TYPES.add(type(node))
+        return True
+    return False
+
+
 def is_empty(node: Any) -> bool:
     """Whether a container holds nothing, or this is None: Orbax counts both as leaves."""
+    kind = type(node)
+    if kind is dict or kind is list or kind is tuple:
+        return not node
+    if kind in _LEAF_TYPES:
+        return False
     return node is None or (isinstance(node, Mapping | list | tuple) and not node)
 
 
@@ -46,13 +74,69 @@ def empty_as_saved(node: Any) -> Any:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+    """Take a tree apart, in JAX's order. `is_leaf` is not asked of dicts, lists and tuples."""
+
     def stops(node: Any) -> bool:
         return is_empty(node) or (is_leaf is not None and is_leaf(node))
 
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)
-    keys = [tuple(key_text(key) for key in path) for path, _ in found]
-    flags = [tuple(isinstance(k, jax.tree_util.SequenceKey) for k in path) for path, _ in found]
-    return Flat(keys, flags, [leaf for _, leaf in found], structure)
+    flat = Flat([], [], [], tree, is_empty if is_leaf is None else stops)
+    _flatten(tree, (), (), flat)
+    return flat
+
+
+def _flatten(node: Any, keys: Keys, flags: tuple[bool, ...], flat: Flat) -> None:
+    """Add the leaves below a node. JAX asks a function of ours about each node, which costs more
+    than to follow dicts and sequences here."""
+    kind = type(node)
+    if kind is dict and node:
+        below = (*flags, False)
+        for key in in_order(node):
+            _flatten(node[key], (*keys, str(key)), below, flat)
+    elif (kind is list or kind is tuple) and node:
+        below = (*flags, True)
+        for number, child in enumerate(node):
+            _flatten(child, (*keys, str(number)), below, flat)
+    elif is_plain_leaf(node):
+        flat.keys.append(keys)
+        flat.in_sequence.append(flags)
+        flat.leaves.append(node)
+    elif (names := fields_of(node)) is not None:
+        below = (*flags, False)
+        for name, child in zip(names, node, strict=True):
+            _flatten(child, (*keys, name), below, flat)
+    else:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(node, is_leaf=flat.stops)[0]:
+            flat.keys.append((*keys, *[key_text(key) for key in path]))
+            flat.in_sequence.append((*flags, *[type(key) is _SequenceKey for key in path]))
+            flat.leaves.append(leaf)
+
+
+def in_order(node: dict[Any, Any]) -> list[Any]:
+    """The keys of a dict as JAX orders them, and so all processes of a run. Raises ValueError."""
+    try:
+        return sorted(node)
+    except TypeError as error:
+        raise ValueError(f"the keys of a dict can't be compared with each other: {error}") from None
+
+
+def fields_of(node: Any) -> tuple[str, ...] | None:
+    """The fields of a named tuple that has some, and that JAX takes for one; None for others."""
+    kind = type(node)
+    if not isinstance(node, tuple) or not node or not hasattr(kind, "_fields"):
+        return None
+    return _fields_of(kind, node)
+
+
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
+
+
+def _fields_of(kind: type, node: Any) -> tuple[str, ...] | None:
+    if kind not in _FIELDS:
+        found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        names = tuple(key_text(path[0]) if path else "" for path, _ in found)
+        # A class that was registered with JAX may have children of other names.
+        _FIELDS[kind] = names if names == node._fields else None
+    return _FIELDS[kind]
 
 
 def key_text(key: Any) -> str:
@@ -82,7 +166,7 @@ def nest(found: Iterable[tuple[Keys, tuple[bool, ...], Any]]) -> Any:
                 raise ValueError(f"{'/'.join(keys)!r} is below another leaf")
         node.is_sequence &= flags[-1]
         if keys[-1] in node.children:
-            raise ValueError(f"two keys of the tree are {'/'.join(keys)!r} as text, as 1 and '1'")
+            raise _same_text(keys)
         node.children[keys[-1]] = leaf
     return _closed(root)
 
@@ -95,41 +179,111 @@ def _closed(node: Any) -> Any:
     return {key: _closed(child) for key, child in node.children.items()}
 
 
+_NOTHING: Any = object()
+"""What is left of a node without any leaf, not even an empty one."""
+
+
+def as_saved(tree: Any, prepare: Callable[[Keys, Any], Any], plain: Container[type]) -> Any:
+    """A tree as dicts and lists alone. Raises ValueError as `nest` does.
+
+    Leaves are prepared, but for those of the types in `plain`, which stay as they are.
+    """
+    made = _as_saved(tree, (), prepare, plain)
+    return {} if made is _NOTHING else made
+
+
+def _as_saved(node: Any, keys: Keys, prepare: Any, plain: Container[type]) -> Any:
+    kind = type(node)
+    if kind in plain:
+        return node
+    if kind is dict and node:
+        return _as_dict(in_order(node), node.__getitem__, keys, prepare, plain)
+    if (kind is list or kind is tuple) and node:
+        children = [
+            child if type(child) in plain else _as_saved(child, (*keys, str(n)), prepare, plain)
+            for n, child in enumerate(node)
+        ]
+        return [child for child in children if child is not _NOTHING]
+    if is_plain_leaf(node):
+        return prepare(keys, node)
+    if (names := fields_of(node)) is not None:
+        return _as_dict(names, partial(getattr, node), keys, prepare, plain)
+    flat = flatten(node)
+    leaves = [prepare((*keys, *k), leaf) for k, leaf in zip(flat.keys, flat.leaves, strict=True)]
+    return flat.nested(leaves) if leaves else _NOTHING
+
+
+def _as_dict(
+    names: Sequence[Any], child_of: Any, keys: Keys, prepare: Any, plain: Container[type]
+) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name in names:
+        text, child = str(name), child_of(name)
+        if text in made:
+            raise _same_text((*keys, text))
+        if type(child) not in plain:
+            child = _as_saved(child, (*keys, text), prepare, plain)
+        made[text] = child
+    for text in [text for text, child in made.items() if child is _NOTHING]:
+        del made[text]
+    return made
+
+
+def _same_text(keys: Keys) -> ValueError:
+    return ValueError(f"two keys of the tree are {'/'.join(keys)!r} as text, as 1 and '1'")
+
+
 # What was saved
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """A saved tree: its leaves by their keys, in order, and which keys are of sequences."""
+    """A saved tree: its leaves by their keys, in order, and how to put it together."""
 
+    node: Node
     leaves: dict[Keys, Any]
-    flags: dict[Keys, tuple[bool, ...]]
+    nodes: dict[Keys, Leaf]
+    """Those of them that are no empty containers, as the checkpoint has them."""
 
-    def nested(self, values: Mapping[Keys, Any]) -> Any:
-        return nest((keys, self.flags[keys], values[keys]) for keys in self.leaves)
+    def nested(self, values: Iterable[Any]) -> Any:
+        """Dicts and lists, with a value for each leaf, in order."""
+        return _rebuilt(self.node, iter(values))
 
 
 def saved_tree(node: Node) -> SavedTree:
-    """An opened checkpoint's tree, or a part of it, in Orbax's form."""
-    tree = SavedTree({}, {})
-    _walk(node, (), (), tree)
+    """An opened checkpoint's tree, or a part of it, in Orbax's form. Raises ValueError."""
+    tree = SavedTree(node, {}, {})
+    _walk(node, (), tree)
     return tree
 
 
-def _walk(node: Node, keys: Keys, flags: tuple[bool, ...], tree: SavedTree) -> None:
+def _walk(node: Node, keys: Keys, tree: SavedTree) -> None:
     if isinstance(node, Leaf):
-        tree.leaves[keys], tree.flags[keys] = node.value, flags
+        if keys in tree.leaves:
+            raise _same_text(keys)
+        tree.leaves[keys], tree.nodes[keys] = node.value, node
         return
-    if node.kind in ("nnx", "variable"):
-        _walk(node.children[0], keys, flags, tree)
+    if node.kind in _TRANSPARENT:
+        _walk(node.children[0], keys, tree)
         return
     if not node.children:
-        tree.leaves[keys], tree.flags[keys] = _EMPTY.get(node.kind), flags
+        tree.leaves[keys] = _EMPTY.get(node.kind)
         return
-    is_sequence = node.kind in ("list", "tuple")
-    names = range(len(node.children)) if is_sequence else node.keys
+    names = range(len(node.children)) if node.kind in _SEQUENCES else node.keys
     for name, child in zip(names, node.children, strict=True):
-        _walk(child, (*keys, str(name)), (*flags, is_sequence), tree)
+        _walk(child, (*keys, str(name)), tree)
+
+
+def _rebuilt(node: Node, values: Iterator[Any]) -> Any:
+    if isinstance(node, Leaf) or not node.children:
+        return next(values)
+    if node.kind in _TRANSPARENT:
+        return _rebuilt(node.children[0], values)
+    if node.kind in _SEQUENCES:
+        return [_rebuilt(child, values) for child in node.children]
+    return {
+        str(k): _rebuilt(child, values) for k, child in zip(node.keys, node.children, strict=True)
+    }
 
 
 def child_of(node: Node, name: str) -> Node | None:

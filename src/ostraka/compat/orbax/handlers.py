@@ -63,6 +63,8 @@ class CompositeCheckpointHandler(CheckpointHandler):
         self.item_names = item_names
         self.known: dict[str, Any] = {k: h for k, h in items_and_handlers.items() if h is not None}
         self.registry = handler_registry
+        self.seen: set[str] = set()
+        """The items that were ever given to a save."""
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         given = save_args_for(self, args, kwargs)
@@ -100,6 +102,7 @@ def composite_payloads(composite: CompositeCheckpointHandler, args: Any) -> dict
     if not isinstance(args, args_lib.Composite):
         raise ValueError("Must provide `args` of type `Composite` for several items.")
     payloads: dict[str, Payload] = {}
+    composite.seen |= set(args.keys())
     for name, given in args.items():
         if given is not None:
             adopted = args_lib.adopt(given)
@@ -110,9 +113,10 @@ def composite_payloads(composite: CompositeCheckpointHandler, args: Any) -> dict
 def read_composite(composite: CompositeCheckpointHandler, opened: Opened, args: Any) -> Any:
     """The items that are asked for; without args, all."""
     wanted: dict[str, Any] = dict(args.items()) if args is not None else {}
+    found: dict[str, Any] = {}
     if not wanted:
         wanted = dict.fromkeys(opened.items())
-    found: dict[str, Any] = {}
+        found = dict.fromkeys(sorted(composite.seen - set(wanted)))
     for name, given in sorted(wanted.items()):
         item = opened.item(name)
         adopted = args_lib.adopt(given) if given is not None else None

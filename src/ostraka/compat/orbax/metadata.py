@@ -107,11 +107,30 @@ class TreeMetadata:
         return f"TreeMetadata(tree={self.tree!r})"
 
 
-jax.tree_util.register_pytree_node(
-    TreeMetadata,
-    lambda m: ((m.tree,), m.custom_metadata),
-    lambda aux, kids: TreeMetadata(kids[0], aux),
-)
+def _children_with_keys(metadata: TreeMetadata) -> tuple[list[tuple[Any, Any]], Any]:
+    """The entries of the tree itself, so that leaves have the paths that they have there."""
+    tree = metadata.tree
+    if isinstance(tree, dict):
+        known: dict[str, Any] = tree
+        names = sorted(known)
+        children = [(jax.tree_util.DictKey(name), known[name]) for name in names]
+        return children, (names, metadata.custom_metadata)
+    if isinstance(tree, list):
+        several: list[Any] = tree
+        children = [(jax.tree_util.SequenceKey(n), child) for n, child in enumerate(several)]
+        return children, (list, metadata.custom_metadata)
+    return [(jax.tree_util.GetAttrKey("tree"), tree)], (None, metadata.custom_metadata)
+
+
+def _from_children(about: Any, children: Any) -> TreeMetadata:
+    kind, custom = about
+    if kind is None:
+        return TreeMetadata(children[0], custom)
+    tree = list(children) if kind is list else dict(zip(kind, children, strict=True))
+    return TreeMetadata(tree, custom)
+
+
+jax.tree_util.register_pytree_with_keys(TreeMetadata, _children_with_keys, _from_children)
 
 
 @dataclass
@@ -132,8 +151,7 @@ class RootMetadata:
 
 def tree_metadata(item: Item) -> TreeMetadata:
     """What each leaf of an item is."""
-    leaves = {keys: _leaf(item, keys) for keys in item.tree.leaves}
-    return TreeMetadata(item.tree.nested(leaves))
+    return TreeMetadata(item.tree.nested([_leaf(item, keys) for keys in item.tree.leaves]))
 
 
 def _leaf(item: Item, keys: tuple[str, ...]) -> Any:

@@ -184,6 +184,10 @@ def is_supported_type(value: Any, *unused: Any) -> bool:
     return has_type_handler(type(value))
 
 
+def has_own_handlers() -> bool:
+    return bool(_REGISTERED)
+
+
 def own_handler(value: Any) -> Any:
     """The handler of one's own for a leaf; None for what the engine saves itself."""
     for known, handler in _REGISTERED:

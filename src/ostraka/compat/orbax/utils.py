@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from ostraka.compat.orbax._refuse import refuse
@@ -39,9 +40,26 @@ def is_empty_node(node: Any) -> bool:
 
 
 def is_empty_or_leaf(node: Any) -> bool:
-    import jax
-
     return is_empty(node) or jax.tree_util.all_leaves([node])
+
+
+def fully_replicated_host_local_array_to_global_array(arr: jax.Array) -> jax.Array:
+    """An array that each process has as a whole on its devices, as one over all devices.
+
+    With a leading dimension of devices, as `jax.pmap` makes it, that is taken away.
+    """
+    shards = sorted(arr.addressable_shards, key=lambda shard: shard.device.id)
+    parts: list[Any] = [shard.data for shard in shards]
+    if parts[0].shape != arr.shape:
+        parts = [part[0] for part in parts]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    return jax.make_array_from_single_device_arrays(
+        parts[0].shape, jax.sharding.NamedSharding(mesh, jax.P()), parts
+    )
+
+
+def record_saved_duration(checkpoint_start_time: float) -> None:
+    """For Orbax's own statistics; ours are in the log, and given to `on_record`."""
 
 
 def sync_global_devices(name: str) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
+from ostraka.compat.orbax import multihost as multihost
 from ostraka.compat.orbax._engine import About, Opened, as_json, write
 from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
 from ostraka.compat.orbax._place import is_finished, remove, store_at
-from ostraka.compat.orbax._refuse import refuse, refuse_options
+from ostraka.compat.orbax._refuse import refuse
 from ostraka.compat.orbax.metadata import tree_metadata
 from ostraka.compat.orbax.v1 import errors as errors
 from ostraka.compat.orbax.v1 import options as options
+from ostraka.compat.orbax.v1._context import Context as Context
+from ostraka.compat.orbax.v1._context import active_context
 from ostraka.compat.orbax.v1._items import StatefulCheckpointable as StatefulCheckpointable
 from ostraka.compat.orbax.v1._items import payloads_of as _payloads_of
 from ostraka.compat.orbax.v1._items import read_checkpointable as _read
@@ -22,44 +24,14 @@ from ostraka.compat.orbax.v1._items import read_checkpointable as _read
 _refused = refuse(__name__)
 _STATE = "state"
 _AUTO = "AUTO"
-_CONTEXT: ContextVar[Context | None] = ContextVar("ostraka.orbax.v1", default=None)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "training":
+    if name in ("training", "path", "arrays"):
         from importlib import import_module
 
-        return import_module(f"{__name__}.training")
+        return import_module(f"{__name__}.{name}")
     return _refused(name)
-
-
-class Context:
-    """Options for the calls inside `with Context(…):`."""
-
-    def __init__(
-        self,
-        context: Context | None = None,
-        *,
-        pytree_options: Any = None,
-        async_options: Any = None,
-        **others: Any,
-    ):
-        known = ("array_options", "multiprocessing_options", "file_options")
-        refuse_options("Context", {k: v for k, v in others.items() if v is not None}, known)
-        self.pytree_options = pytree_options or getattr(context, "pytree_options", None)
-        self.async_options = async_options or getattr(context, "async_options", None)
-        self._tokens: list[Token[Context | None]] = []
-
-    @property
-    def is_partial(self) -> bool:
-        return bool(self.pytree_options and self.pytree_options.loading.partial_load)
-
-    def __enter__(self) -> Self:
-        self._tokens.append(_CONTEXT.set(self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _CONTEXT.reset(self._tokens.pop())
 
 
 class AsyncResponse:
@@ -86,6 +58,8 @@ class CheckpointMetadata:
     metrics: Any = None
     path: Any = None
     step: int | None = None
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
 
 
 PyTreeMetadata = CheckpointMetadata
@@ -128,7 +102,7 @@ def save_checkpointables(
 ) -> None:
     """Save several trees and objects by name, in one atomic event."""
     about = About(as_json(custom_metadata or {}, "custom_metadata"))
-    write(path, _payloads_of(checkpointables), about, force=overwrite)
+    write(path, _payloads_of(checkpointables, active_context()), about, force=overwrite)
 
 
 def save_checkpointables_async(
@@ -139,7 +113,7 @@ def save_checkpointables_async(
     custom_metadata: Any = None,
 ) -> AsyncResponse:
     about = About(as_json(custom_metadata or {}, "custom_metadata"))
-    payloads = _payloads_of(checkpointables)
+    payloads = _payloads_of(checkpointables, active_context())
     handle = write(path, payloads, about, force=overwrite, background=True)
     assert handle is not None
     return AsyncResponse(handle.wait)
@@ -147,7 +121,7 @@ def save_checkpointables_async(
 
 def load(path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = _AUTO) -> Any:
     """The tree at a path, as saved or as an abstract tree says."""
-    return load_tree(_open(path), abstract_state, checkpointable_name)
+    return load_tree(_open(path), abstract_state, checkpointable_name, active_context())
 
 
 def load_async(
@@ -159,7 +133,7 @@ def load_async(
 
 def load_checkpointables(path: Any, abstract_checkpointables: Any = None) -> dict[str, Any]:
     """Those that are asked for, or all."""
-    return load_items(_open(path), abstract_checkpointables)
+    return load_items(_open(path), abstract_checkpointables, active_context())
 
 
 def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) -> AsyncResponse:
@@ -169,6 +143,9 @@ def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) 
 def pytree_metadata(path: Any, *, checkpointable_name: str | None = _AUTO) -> CheckpointMetadata:
     """The shapes, dtypes and shardings of a tree."""
     return tree_of(_open(path), checkpointable_name)
+
+
+metadata = pytree_metadata
 
 
 def checkpointables_metadata(path: Any) -> CheckpointMetadata:
@@ -186,6 +163,12 @@ def delete(path: Any) -> None:
     remove(store_at(path))
 
 
+def delete_async(path: Any) -> AsyncResponse:
+    """As `delete`; it has been done when this returns."""
+    delete(path)
+    return AsyncResponse(lambda _: None)
+
+
 save_pytree, save_pytree_async = save, save_async
 load_pytree, load_pytree_async = load, load_async
 
@@ -200,21 +183,15 @@ def _open(path: Any) -> Opened:
         raise errors.InvalidLayoutError(f"there is no checkpoint at {path}") from error
 
 
-def is_partial() -> bool:
-    context = _CONTEXT.get()
-    return context is not None and context.is_partial
-
-
-def load_tree(opened: Opened, abstract: Any, name: str | None) -> Any:
+def load_tree(opened: Opened, abstract: Any, name: str | None, context: Context) -> Any:
     wanted = getattr(abstract, "metadata", abstract) if _is_found(abstract) else abstract
-    return _read(opened.item(_name(opened, name)), wanted, partial=is_partial())
+    return _read(opened.item(_name(opened, name)), wanted, context)
 
 
-def load_items(opened: Opened, abstract: Any) -> dict[str, Any]:
+def load_items(opened: Opened, abstract: Any, context: Context) -> dict[str, Any]:
     asked = abstract.metadata if _is_found(abstract) else abstract
     wanted: dict[str, Any] = dict(asked) if asked else dict.fromkeys(opened.items())
-    partial = is_partial()
-    return {n: _read(opened.item(n), given, partial=partial) for n, given in wanted.items()}
+    return {name: _read(opened.item(name), given, context) for name, given in wanted.items()}
 
 
 def tree_of(opened: Opened, name: str | None) -> CheckpointMetadata:

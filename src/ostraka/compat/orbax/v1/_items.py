@@ -9,12 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._files import empty_directory, pack, unpack
-from ostraka.compat.orbax._pytree import (
-    args_of_template,
-    pytree_payload,
-    read_as_saved,
-    read_like,
-)
+from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
+from ostraka.compat.orbax.v1._context import Context
 
 
 @runtime_checkable
@@ -68,19 +64,19 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and isinstance(value, StatefulCheckpointable)
 
 
-def payload_of_checkpointable(name: str, value: Any) -> Payload:
+def payload_of_checkpointable(value: Any, context: Context) -> Payload:
     if not is_stateful(value):
-        return pytree_payload(value, None, "pytree")
+        return pytree_payload(value, context.save_args(value), "pytree")
     with empty_directory() as directory:
         run_twice(value.save(_Directory(directory)))
         return Payload("files", pack(directory, type(value).__qualname__), "stateful")
 
 
-def payloads_of(checkpointables: Mapping[str, Any]) -> dict[str, Payload]:
-    return {name: payload_of_checkpointable(name, v) for name, v in checkpointables.items()}
+def payloads_of(checkpointables: Mapping[str, Any], context: Context) -> dict[str, Payload]:
+    return {name: payload_of_checkpointable(v, context) for name, v in checkpointables.items()}
 
 
-def read_checkpointable(item: Item, abstract: Any, *, partial: bool) -> Any:
+def read_checkpointable(item: Item, abstract: Any, context: Context) -> Any:
     """One checkpointable: as saved, like an abstract tree, or into an object with `load`."""
     if abstract is not None and is_stateful(abstract):
         with empty_directory() as directory:
@@ -93,4 +89,4 @@ def read_checkpointable(item: Item, abstract: Any, *, partial: bool) -> Any:
         )
     if abstract is None:
         return read_as_saved(item)
-    return read_like(item, abstract, args_of_template(abstract), partial=partial)
+    return read_standard(item, abstract, partial=context.is_partial, strict=context.is_strict)

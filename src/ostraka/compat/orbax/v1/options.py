@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,30 @@ from ostraka.compat.orbax.options import MultiprocessingOptions as Multiprocessi
 __getattr__ = refuse(__name__)
 
 
+class CheckpointLayout(enum.Enum):
+    """What is at a path. Whatever it says, a checkpoint is recognised by what it holds."""
+
+    ORBAX = "orbax"
+    SAFETENSORS = "safetensors"
+    AUTO = "auto"
+
+
+class AtomicityMode(enum.Enum):
+    AUTO = "auto"
+    COMMIT_FILE = "commit_file"
+    ATOMIC_RENAME = "atomic_rename"
+
+
 @dataclass
 class AsyncOptions:
     timeout_secs: int = 600
     post_finalization_callback: Any = None
     create_directories_asynchronously: bool = True
+
+
+@dataclass
+class _TreeSaving:
+    pytree_metadata_options: Any = None
 
 
 @dataclass
@@ -28,13 +48,87 @@ class _TreeLoading:
 class PyTreeOptions:
     """`PyTreeOptions(loading=PyTreeOptions.Loading(partial_load=True))`."""
 
+    Saving = _TreeSaving
     Loading = _TreeLoading
+    saving: _TreeSaving = field(default_factory=_TreeSaving)
     loading: _TreeLoading = field(default_factory=_TreeLoading)
 
 
 @dataclass
-class ArrayOptions:
-    """About Orbax's files."""
+class _Storage:
+    """How arrays are stored. `dtype` casts them, floats and integers alike."""
 
-    saving: Any = None
-    loading: Any = None
+    dtype: Any = None
+    chunk_byte_size: int | None = None
+    shard_axes: tuple[int, ...] | None = None
+
+
+@dataclass
+class _ArraySaving:
+    """`scoped_storage_options_creator(path, leaf)` gives the options of a leaf, or None."""
+
+    StorageOptions = _Storage
+    storage_options: _Storage = field(default_factory=_Storage)
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    use_compression: bool = True
+    ocdbt_target_data_file_size: int | None = None
+    enable_pinned_host_transfer: bool | None = None
+    enable_post_merge_validation: bool = True
+    use_replica_parallel: bool | None = None
+    min_slice_bytes_for_replica_parallel: int | None = None
+    max_replicas_for_replica_parallel: int | None = None
+    enable_replica_parallel_separate_folder: bool = False
+    enable_write_sharding_file: bool = True
+    array_metadata_store: Any = None
+    scoped_storage_options_creator: Any = None
+
+
+@dataclass
+class _Broadcast:
+    replica_axis_index: int | None = 0
+    primary_replica_id: int | None = 0
+    broadcast_memory_limit_bytes: int | None = None
+    broadcast_memory_scaling_factor: float | None = 0.75
+
+
+@dataclass
+class _ArrayLoading:
+    """`enable_padding_and_truncation`: another shape is cut, or padded with zeros."""
+
+    LoadAndBroadcastOptions = _Broadcast
+    enable_padding_and_truncation: bool = False
+    raise_array_data_missing_error: bool = True
+    use_load_and_broadcast: bool = False
+    load_and_broadcast_options: _Broadcast = field(default_factory=_Broadcast)
+
+
+@dataclass
+class ArrayOptions:
+    Saving = _ArraySaving
+    Loading = _ArrayLoading
+    saving: _ArraySaving = field(default_factory=_ArraySaving)
+    loading: _ArrayLoading = field(default_factory=_ArrayLoading)
+
+
+@dataclass
+class MemoryOptions:
+    write_concurrent_bytes: int | None = None
+    read_concurrent_bytes: int | None = None
+    transfer_concurrent_bytes: int | None = None
+    regulator_options: Any = None
+    expected_surge_bytes: int | None = None
+    is_prioritized_key_fn: Any = None
+    serialization_status_callback: Any = None
+    deepcopy_host_arrays: bool = True
+
+
+@dataclass
+class PathwaysOptions:
+    checkpointing_impl: Any = None
+
+
+@dataclass
+class AtomicityOptions:
+    mode: AtomicityMode = AtomicityMode.AUTO
+    allow_legacy_atomic_rename: bool = True

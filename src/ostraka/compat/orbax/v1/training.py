@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Self
 
 from ostraka.compat.orbax import v1
@@ -13,7 +12,9 @@ from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, Checkpoin
 from ostraka.compat.orbax.checkpoint_managers import preservation_policy as preservation_policies
 from ostraka.compat.orbax.checkpoint_managers import save_decision_policy as save_decision_policies
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
+from ostraka.compat.orbax.options import AsyncOptions
 from ostraka.compat.orbax.v1 import errors as errors
+from ostraka.compat.orbax.v1._context import active_context
 from ostraka.compat.orbax.v1._items import payloads_of
 
 __getattr__ = refuse(__name__)
@@ -37,13 +38,14 @@ class Checkpointer:
         lightweight_initialize: bool = False,
         logger: Any = None,
     ):
-        self._context = context
+        self._context = v1.Context(context or active_context())
         self._manager = CheckpointManager(
             directory,
             options=CheckpointManagerOptions(
                 save_decision_policy=save_decision_policy,
                 preservation_policy=preservation_policy,
                 step_name_format=step_name_format,
+                async_options=AsyncOptions(self._context.async_options.timeout_secs),
             ),
             metadata=custom_metadata,
         )
@@ -85,26 +87,27 @@ class Checkpointer:
         metrics: Any = None,
         custom_metadata: Any = None,
     ) -> bool:
-        named = {checkpointable_name: state}
-        return self.save_async(
+        """Save a tree if it is time to; returns whether it did."""
+        return self.save_checkpointables(
             step,
-            named[checkpointable_name],
-            checkpointable_name=checkpointable_name,
+            {checkpointable_name: state},
             force=force,
             overwrite=overwrite,
             metrics=metrics,
             custom_metadata=custom_metadata,
-        ).result()
+        )
 
     def save_async(
         self, step: int, state: Any, *, checkpointable_name: str = "state", **options: Any
-    ) -> v1.AsyncResponse:
+    ) -> v1.AsyncResponse | None:
+        """As `save`, in the background; None if it is not time to."""
         return self.save_checkpointables_async(step, {checkpointable_name: state}, **options)
 
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        return self.save_checkpointables_async(step, checkpointables, **options).result()
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        return False if response is None else response.result()
 
     def save_checkpointables_async(
         self,
@@ -115,15 +118,16 @@ class Checkpointer:
         overwrite: bool = False,
         metrics: Any = None,
         custom_metadata: Any = None,
-    ) -> v1.AsyncResponse:
+    ) -> v1.AsyncResponse | None:
+        """Begin to save several trees and objects; None if it is not time to."""
         manager = self._manager
         if step in manager.all_steps():
             if not overwrite:
                 raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
             manager.delete(step)
         if not force and not manager.should_save(step):
-            return v1.AsyncResponse(lambda _: False)
-        payloads: dict[str, Payload] = payloads_of(checkpointables)
+            return None
+        payloads: dict[str, Payload] = payloads_of(checkpointables, self._active())
         manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
@@ -137,15 +141,14 @@ class Checkpointer:
     def load(
         self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "AUTO"
     ) -> Any:
-        with self._in_context():
-            return v1.load_tree(self._open(step), abstract_state, checkpointable_name)
+        opened = self._open(step)
+        return v1.load_tree(opened, abstract_state, checkpointable_name, self._active())
 
     def load_async(self, step: Any = None, abstract_state: Any = None) -> v1.AsyncResponse:
         return v1.AsyncResponse(lambda _: self.load(step, abstract_state))
 
     def load_checkpointables(self, step: Any = None, abstract: Any = None) -> dict[str, Any]:
-        with self._in_context():
-            return v1.load_items(self._open(step), abstract)
+        return v1.load_items(self._open(step), abstract, self._active())
 
     def load_checkpointables_async(self, step: Any = None, abstract: Any = None) -> Any:
         return v1.AsyncResponse(lambda _: self.load_checkpointables(step, abstract))
@@ -173,8 +176,9 @@ class Checkpointer:
             raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
         return Opened(self._manager.path_of(number))
 
-    def _in_context(self) -> Any:
-        return nullcontext() if self._context is None else self._context
+    def _active(self) -> v1.Context:
+        """The context that the caller is inside of, or else the one it gave at first."""
+        return active_context(self._context)
 
     # Changing what is there
 
