@@ -46,7 +46,7 @@ class NpySource:
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        for number, (leaf, box) in enumerate(targets):
+        for number, (leaf, box, _) in enumerate(targets):
             yield number, self._arrays[leaf][tuple(slice(*span) for span in box)].copy()
 
     def order(self) -> Sequence[int]:

@@ -119,9 +119,9 @@ def _batches(sources: Sequence[Source], wanted: Iterable[Targets]) -> Iterator[l
     batch: list[Targets] = []
     held = 0
     for targets in wanted:
-        leaf, box = targets[0]
-        dtype = numpy_dtype(sources[0].saved.leaves[leaf].dtype)
-        nbytes = _box.count(box) * dtype.itemsize
+        first = targets[0]
+        dtype = numpy_dtype(sources[0].saved.leaves[first.leaf].dtype)
+        nbytes = _box.count(first.box) * dtype.itemsize
         if batch and held + nbytes > PIECE_BYTES:
             yield batch
             batch, held = [], 0
