@@ -20,10 +20,10 @@ def replaced_once(path: Place, tree: Any, monkeypatch: pytest.MonkeyPatch) -> Ge
     kind: Any = type(open_store(path))
     real = kind.open
 
-    def replace_first(self: Any, name: str) -> Any:
+    def replace_first(self: Any, name: str, *options: Any) -> Any:
         monkeypatch.setattr(kind, "open", real)
         ostraka.save(path, tree)
-        return real(self, name)
+        return real(self, name, *options)
 
     monkeypatch.setattr(kind, "open", replace_first)
     yield
