@@ -3,6 +3,7 @@
 from ostraka.storage._base import (
     ANYTHING,
     MOST_BYTES,
+    USUAL_READERS,
     USUAL_WRITERS,
     FileInfo,
     FileReader,
@@ -20,6 +21,7 @@ from ostraka.storage._open import PathLike, open_store
 __all__ = [
     "ANYTHING",
     "MOST_BYTES",
+    "USUAL_READERS",
     "USUAL_WRITERS",
     "Claim",
     "FileInfo",
