@@ -16,6 +16,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import xxhash
+
 from ostraka import _box
 from ostraka._box import Box
 from ostraka._document import encode
@@ -131,7 +133,7 @@ class _Renamed:
         tree = self._tree_of(lambda found: not found.stands_in)
         self._tree = tree
         self.saved = Saved(
-            id=source.saved.id,
+            id=xxhash.xxh3_128_hexdigest(repr((source.saved.id, self._seen)).encode()),
             tree=encode(tree, self._numbers, {}),
             leaves=tuple(leaves),
             user=source.saved.user,

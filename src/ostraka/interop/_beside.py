@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+from ostraka._source import Source
+from ostraka._view import CONFIG
 from ostraka.storage import Store
 
 _MOST_BYTES = 256 << 20
+_CONFIG_FILE = "config.json"
 _BESIDE = re.compile(
     r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map"
     r"|added_tokens|chat_template|tokenizer|tokenizer_config|vocab)\.json"
@@ -15,9 +19,15 @@ _BESIDE = re.compile(
 )
 
 
-def copy_beside(source: Store, target: Store) -> None:
-    """Copy the configuration, the tokenizer and their like, as they are; none are made up."""
-    there = set(target.list())
-    for name in source.list():
-        if _BESIDE.fullmatch(name) and name not in there:
-            target.put(name, source.get(name, _MOST_BYTES))
+def copy_beside(source: Source, target: Store) -> None:
+    """Copy the configuration, the tokenizer and their like, as they are; none are made up.
+
+    A checkpoint of ours that was converted from a model of Hugging Face's has the configuration in
+    its metadata.
+    """
+    names = list(filter(_BESIDE.fullmatch, source.store.list()))
+    for name in names:
+        target.put(name, source.store.get(name, _MOST_BYTES))
+    config = source.saved.user.get(CONFIG)
+    if _CONFIG_FILE not in names and isinstance(config, dict):
+        target.put(_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())

@@ -13,10 +13,12 @@ import xxhash
 from ostraka._capture import DtypeRule, may_cast
 from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule, check_compress
+from ostraka._names_given import NamesLike
 from ostraka._pattern import Patterns
 from ostraka._spec import DTYPES
 from ostraka._units import human_bytes
 from ostraka._version import __version__
+from ostraka._view import renamed
 from ostraka.errors import (
     Damaged,
     InvalidTree,
@@ -30,6 +32,7 @@ from ostraka.interop._beside import copy_beside
 from ostraka.interop._npz import plan_npz
 from ostraka.interop._orbax_plan import plan_orbax
 from ostraka.interop._read_back import check_files, find_in_npz, find_in_safetensors
+from ostraka.interop._selected import select
 from ostraka.interop._tensor_files import INDEX, PlannedFile, plan_safetensors
 from ostraka.interop._to_orbax import check_orbax, import_tensorstore, is_step, write_orbax
 from ostraka.interop._to_ostraka import write_ostraka
@@ -44,6 +47,7 @@ _NUMPY = frozenset(
     {"bool", "float16", "float32", "float64", "complex64", "complex128"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
+_OF_TREES = ("ostraka", "orbax")
 _NOTES = "_converting-"
 
 
@@ -74,6 +78,7 @@ def convert(
     target: PathLike,
     *,
     to: Format,
+    names: NamesLike | None = None,
     only: Patterns | None = None,
     dtype: DtypeRule = None,
     compress: CompressRule = None,
@@ -92,7 +97,11 @@ def convert(
     - `"hf"`: a directory as Hugging Face writes it, with files of at most 5 GB and their index.
     - `"npz"`: one file that `numpy.load` reads.
 
-    `only` are path patterns: other leaves are left out. `dtype` casts floating-point arrays, as in
+    `names` says how the leaves of a tree and the tensors of files correspond, as in `restore`: from
+    tensors to a tree if `to` is `"ostraka"` or `"orbax"`, else back.
+
+    `only` are path patterns: other leaves are left out. With `names` on the way back, `only="model"`
+    means the model itself: its paths begin below that name. `dtype` casts floating-point arrays, as in
     `save`; `compress` is for `to="ostraka"` alone. What the target can't hold raises InvalidTree
     before anything is written; `key_data=True` has PRNG keys written as their integers where there
     are no keys.
@@ -114,7 +123,13 @@ def convert(
     opened = open_at(source)
     if opened.location == place.location:
         raise PathInTheWay(f"{place.location} can't be converted onto itself; give another path")
-    work = choose(opened, only=only, dtype=dtype)
+    renaming = opened
+    if names is not None and to in _OF_TREES:
+        renaming = renamed(opened, names)
+    elif names is not None:
+        renaming = renamed(opened if only is None else select(opened, only), names, back=True)
+        only = None
+    work = choose(renaming, only=only, dtype=dtype)
     if compress is not None:
         check_compress(compress, [item.spec for item in work.items])
     tally = Tally(work.nbytes, on_bytes)
@@ -242,7 +257,7 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
             digests = write_in_directory(work, files, place, tally)
             _check(work, files, place.files, digests, to, tally)
             if to == "hf":
-                copy_beside(work.source.store, place.files)
+                copy_beside(work.source, place.files)
             if index is not None:
                 place.files.put(INDEX, index)
 
@@ -292,7 +307,7 @@ def _to_bucket(
             target.delete(notes)
             raise
         if to == "hf":
-            copy_beside(work.source.store, target)
+            copy_beside(work.source, target)
         claim.check()
         if index is not None:
             target.put(INDEX, index, replaces=None)

@@ -105,4 +105,4 @@ def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
 
 
 def _name(item: Item) -> bytes:
-    return f"{item.path}.npy".encode()
+    return f"{item.name}.npy".encode()

@@ -44,27 +44,27 @@ def check_files(
     scratch, stop = Scratch(), StopSignal()
 
     def check(group: Sequence[Piece]) -> None:
-        file = places[work.items[group[0].item].path].file
+        file = places[work.items[group[0].item].name].file
         with closing(store.open(file)) as reader:
             for piece in group:
                 stop.check()
                 item = work.items[piece.item]
                 nbytes = piece_bytes(work, piece)
-                start = places[item.path].start + offset_of(work, piece)
+                start = places[item.name].start + offset_of(work, piece)
                 if digest_range(reader, start, nbytes, scratch) != digests[piece]:
                     raise _not_as_written(store.location, file, item.path)
                 tally.add(nbytes)
 
     by_file: dict[str, list[Piece]] = {}
     for piece in digests:
-        by_file.setdefault(places[work.items[piece.item].path].file, []).append(piece)
+        by_file.setdefault(places[work.items[piece.item].name].file, []).append(piece)
     groups = (group for of_file in by_file.values() for group in read_together(work, of_file))
     run_all(check, groups, threads=_THREADS, stop=stop)
 
 
 def _differences(work: Work, store: Store, places: Mapping[str, Place]) -> list[Problem]:
     problems: list[Problem] = []
-    wanted = {item.path: item.spec for item in work.items}
+    wanted = {item.name: item.spec for item in work.items}
     for path in wanted.keys() ^ places.keys():
         what = "is not in it" if path in wanted else "is in it, and was not converted"
         problems.append(Problem(store.location, f"the tensor {path!r} {what}"))

@@ -54,7 +54,7 @@ def plan_safetensors(
     files = [
         _plan_file(name, items, group, metadata) for name, group in zip(names, groups, strict=True)
     ]
-    weights = {items[at].path: file.name for file in files for at in file.places}
+    weights = {items[at].name: file.name for file in files for at in file.places}
     total = sum(item.spec.nbytes for item in items)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
@@ -77,7 +77,7 @@ def _plan_file(
     name: str, items: Sequence[Item], numbers: Sequence[int], metadata: Mapping[str, str]
 ) -> PlannedFile:
     # Wide elements first, so that all begin at a multiple of their size; then by name.
-    ordered = sorted(numbers, key=lambda at: (-DTYPES[items[at].spec.dtype].bits, items[at].path))
+    ordered = sorted(numbers, key=lambda at: (-DTYPES[items[at].spec.dtype].bits, items[at].name))
     described: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offsets: dict[int, int] = {}
     end = 0
@@ -85,7 +85,7 @@ def _plan_file(
         spec = items[at].spec
         offsets[at] = end
         end += spec.nbytes
-        described[items[at].path] = {
+        described[items[at].name] = {
             "dtype": DTYPES[spec.dtype].code,
             "shape": list(spec.shape),
             "data_offsets": [offsets[at], end],

@@ -16,6 +16,7 @@ from ostraka._checkpoint import unless_replaced
 from ostraka._document import encode
 from ostraka._nodes import (
     ArrayNumber,
+    Branch,
     Kept,
     Leaf,
     Lost,
@@ -40,6 +41,10 @@ _TOGETHER_BYTES = 16 << 20
 """Small arrays share blocks of files, and are read together: so much of them."""
 
 
+_RESERVED = "__metadata__"
+"""What safetensors has for something else than a tensor."""
+
+
 class Item(NamedTuple):
     """An array that the target has under a path; another path may have the same one."""
 
@@ -48,6 +53,9 @@ class Item(NamedTuple):
     """In the source."""
     spec: LeafSpec
     """As the target is to have it."""
+    name: str
+    """What a file of tensors calls it: its key in a flat dict, such as tensors of files are; else
+    its path."""
 
 
 class Piece(NamedTuple):
@@ -97,7 +105,7 @@ class Work:
         """By number in the source."""
         for at, item in enumerate(self.items):
             first.setdefault(item.number, at)
-        if self.is_whole:
+        if self.is_whole and len(first) == len(self.source.saved.leaves):
             order = range(len(self.source.saved.leaves))
             tree = self.source.saved.tree
         else:
@@ -129,8 +137,14 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
             f"{name_few([leaf.path for leaf in lost])} of {source.location} can't be read: "
             f"{lost[0].value.why}; leave it out with only"
         )
+    names = _keys_of(tree)
     items = [
-        Item(leaf.path, leaf.value.number, source.saved.leaves[leaf.value.number])
+        Item(
+            leaf.path,
+            leaf.value.number,
+            source.saved.leaves[leaf.value.number],
+            names.get(leaf.path, leaf.path),
+        )
         for leaf in leaves
         if isinstance(leaf.value, ArrayNumber)
     ]
@@ -138,6 +152,16 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
         check_dtype_rule(dtype, [item.spec for item in items])
         items = [item._replace(spec=_cast(item.spec, dtype)) for item in items]
     return Work(source, tree, tuple(items), is_whole=only is None)
+
+
+def _keys_of(tree: Node) -> dict[str, str]:
+    """By path, the keys of a flat dict whose keys are text; nothing for any other tree."""
+    if not isinstance(tree, Branch) or tree.kind != "dict":
+        return {}
+    pairs = list(zip(tree.keys, tree.children, strict=True))
+    if not all(type(key) is str and isinstance(child, Leaf) for key, child in pairs):
+        return {}
+    return {child.path: key for key, child in pairs if key != _RESERVED}
 
 
 def _cast(spec: LeafSpec, rule: DtypeRule) -> LeafSpec:

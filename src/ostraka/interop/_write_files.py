@@ -116,7 +116,7 @@ def write_in_directory(
                 for at in range(0, len(data), _WRITE_BYTES):
                     stop.check()
                     writer.write(start + at, [data[at : at + _WRITE_BYTES]])
-                crc = zlib.crc32(memoryview(data)) if file.finish is not None else 0
+                crc = _crc32(data) if file.finish is not None else 0
                 note = notes[numbers[piece]] = Note(_format.block_digest([data]), crc)
                 place.journal.note(numbers[piece], note)
                 tally.add(len(data))
@@ -136,6 +136,10 @@ def write_in_directory(
         raise
     place.files.sync("")
     return {piece: notes[number].digest for piece, number in numbers.items()}
+
+
+def _crc32(data: Any) -> int:
+    return zlib.crc32(data)
 
 
 def _crcs(
