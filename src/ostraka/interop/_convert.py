@@ -100,11 +100,11 @@ def convert(
     `names` says how the leaves of a tree and the tensors of files correspond, as in `restore`: from
     tensors to a tree if `to` is `"ostraka"` or `"orbax"`, else back.
 
-    `only` are path patterns: other leaves are left out. With `names` on the way back, `only="model"`
-    means the model itself: its paths begin below that name. `dtype` casts floating-point arrays, as in
-    `save`; `compress` is for `to="ostraka"` alone. What the target can't hold raises InvalidTree
-    before anything is written; `key_data=True` has PRNG keys written as their integers where there
-    are no keys.
+    `only` are path patterns: other leaves are left out. With `names` on the way back,
+    `only="model"` means the model itself: its paths begin below that name. `dtype` casts
+    floating-point arrays, as in `save`; `compress` is for `to="ostraka"` alone. What the target
+    can't hold raises InvalidTree before anything is written; `key_data=True` has PRNG keys written
+    as their integers where there are no keys.
 
     Everything is read back and compared with what the source had. The target appears when all of it
     is there, and must not be there before: raises PathInTheWay. If a conversion is killed, the same

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
-from ostraka import _format
+from ostraka import _box, _format
 from ostraka._box import Box
 from ostraka._capture import Captured
 from ostraka._codec import CompressRule
@@ -32,6 +33,8 @@ from ostraka.interop._write_files import digest_range
 from ostraka.storage import Store
 
 _NOTE = ".finished"
+_SMALL_BYTES = 1 << 20
+_AHEAD_BYTES = 64 << 20
 
 
 def write_ostraka(
@@ -45,19 +48,9 @@ def write_ostraka(
         _remove_notes(target, save_id)
         return False
     tree, leaves, items = work.document()
-    digests: dict[Piece, str] = {}
-    lock = threading.Lock()
-
-    def work_out(item: int, box: Box) -> Array:
-        ((piece, array),) = work.read([Piece(item, box)])
-        digest = digest_of(array)
-        with lock:
-            digests[piece] = digest
-        tally.add(array.nbytes)
-        return array
-
+    reader = _Reader(work, items, tally)
     values: list[Any] = [
-        _Value(leaf.shape, partial(work_out, item))
+        _Value(leaf.shape, partial(reader.read, item))
         for leaf, item in zip(leaves, items, strict=True)
     ]
     saved = work.source.saved
@@ -70,12 +63,52 @@ def write_ostraka(
     saving.run(lambda: captured)
     _remove_notes(target, save_id)
     number_of = {item: number for number, item in enumerate(items)}
-    check_source(work, digests, open_source(target), lambda piece: number_of[piece.item], tally)
+    check_source(
+        work, reader.digests, open_source(target), lambda piece: number_of[piece.item], tally
+    )
     return True
 
 
 class _Value(StreamedValue):
     band_bytes = WHOLE_BYTES
+
+
+class _Reader:
+    """Reads boxes of items, and keeps their digests; small items once, and all together."""
+
+    def __init__(self, work: Work, items: Sequence[int], tally: Tally):
+        self.digests: dict[Piece, str] = {}
+        self._work = work
+        self._tally = tally
+        sizes = {item: work.items[item].spec.nbytes for item in items}
+        small = [item for item in items if sizes[item] < _SMALL_BYTES]
+        sums = accumulate(sizes[item] for item in small)
+        self._small = [
+            Piece(item, _box.full(work.items[item].spec.shape))
+            for item, total in zip(small, sums, strict=True)
+            if total <= _AHEAD_BYTES
+        ]
+        self._are_small = frozenset(piece.item for piece in self._small)
+        self._ahead: dict[int, Array] | None = None
+        self._lock = threading.Lock()
+
+    def read(self, item: int, box: Box) -> Array:
+        if item in self._are_small:
+            whole = _box.full(self._work.items[item].spec.shape)
+            array = self._read_ahead()[item][_box.slices(box, whole)]
+        else:
+            ((_, array),) = self._work.read([Piece(item, box)])
+        digest = digest_of(array)
+        with self._lock:
+            self.digests[Piece(item, box)] = digest
+        self._tally.add(array.nbytes)
+        return array
+
+    def _read_ahead(self) -> dict[int, Array]:
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = {piece.item: array for piece, array in self._work.read(self._small)}
+            return self._ahead
 
 
 def _is_there(target: Store, save_id: str) -> bool:
