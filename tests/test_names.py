@@ -216,9 +216,9 @@ def test_likely_causes_come_first():
 def test_leaves_that_no_rule_names():
     with pytest.raises(Mismatch, match=r"no rule names 1 leaf \('step'\): give one"):
         read_names("llama").decompose({"norm/scale": (8,), "step": ()})
+    names = read_names({"t": {"path": "w", "merge": {0: [2, -1]}}})
     with pytest.raises(Mismatch, match="leaf 'w' has 7 elements along axis 0"):
-        rule = {"path": "w", "merge": {0: [2, -1]}}
-        read_names({"t": rule}).decompose({"w": (7,)})
+        names.decompose({"w": (7,)})
 
 
 # Families

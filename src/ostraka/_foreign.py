@@ -16,11 +16,6 @@ _MOST_NAMES = 100
 _ORBAX_NAMES = frozenset(
     {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
 )
-_USE_SAFETENSORS = (
-    "reading these is to come: load the arrays with the safetensors package, and write them with "
-    "ostraka.save"
-)
-_SAFETENSORS = ".safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors package accepts."""
 
@@ -87,11 +82,6 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
             "holds Orbax checkpoints, none of which is a finished step; give the path of one, "
             f"such as {store.location}/{orbax[-1]}"
         )
-    if any(name.endswith(_SAFETENSORS) for name in names):
-        return (
-            "holds safetensors files, as Hugging Face publishes them, and no Ostraka checkpoint; "
-            f"{_USE_SAFETENSORS}"
-        )
     return None
 
 
@@ -103,7 +93,7 @@ def has_orbax_names(names: Sequence[str]) -> bool:
 def _hint_beside(where: str) -> str:
     """The steps beside a step that is not there, or the name that is most like it."""
     above, _, name = where.rpartition("/")
-    root = _store_above(where)
+    root = store_above(where)
     if root is None:
         return ""
     names = names_in(root)
@@ -117,7 +107,7 @@ def _hint_beside(where: str) -> str:
     return nearest(name, names[:_MOST_NAMES])
 
 
-def _store_above(where: str) -> Store | None:
+def store_above(where: str) -> Store | None:
     """The place that a place is in, if there is one that a path leads to."""
     above = where.rpartition("/")[0]
     if not above or above.endswith(":/"):
@@ -133,7 +123,7 @@ def _start_of_file(store: Store) -> bytes | None:
     where = store.location
     if isinstance(store, LocalStore) and not os.path.isfile(where):
         return b"" if os.path.exists(where) else None  # to open a pipe would take for ever
-    above, name = _store_above(where), where.rpartition("/")[2]
+    above, name = store_above(where), where.rpartition("/")[2]
     start = bytearray(9)
     try:
         if above is None or above.look(name) is None:
@@ -153,5 +143,8 @@ def _file(where: str, start: bytes) -> str:
         return f"is a file, not a checkpoint directory: it is a part of {above}; give that"
     # With a length and a JSON object, as these begin.
     if start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES:
-        return f"is a safetensors file, not a checkpoint directory; {_USE_SAFETENSORS}"
+        return (
+            "looks like a safetensors file, and its name does not end in .safetensors; rename it "
+            "to have it opened as one"
+        )
     return "is a file, not a checkpoint directory; give the directory that a save was given"

@@ -36,16 +36,13 @@ from ostraka._nodes import (
     leaves_of,
 )
 from ostraka._rearrange import Rearrangement, Shape
-from ostraka._source import OnBytes, Saved, Source, StoredBox, StoredFile
+from ostraka._source import CONFIG, OnBytes, Saved, Source, StoredBox, StoredFile
 from ostraka._spec import HOST_LOCAL, LeafSpec, Target, numpy_dtype
 from ostraka.errors import Mismatch
 from ostraka.storage import Store
 
 if TYPE_CHECKING:
     import numpy as np
-
-CONFIG = "config"
-"""In `Saved.user`: the config.json of a model that Hugging Face's files hold."""
 
 
 def renamed(source: Source, names: NamesLike, *, back: bool = False) -> Source:

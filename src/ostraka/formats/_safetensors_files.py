@@ -1,0 +1,408 @@
+"""Which safetensors files a place holds, and their headers, as checked values. No JAX.
+
+A place is a single file, a directory with an index (`*.safetensors.index.json`, which says in which
+file each tensor is), or a directory with one or several files. Nothing that a file says is used
+before it has been checked, since it may come from a stranger; there are no digests, so that bytes
+which were changed in place are not noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import xxhash
+
+from ostraka._damage import damage_on_loss, damaged
+from ostraka._foreign import has_orbax_names, names_in, store_above
+from ostraka._format import METADATA_NAME, is_shards_directory
+from ostraka._parallel import StopSignal, run_all, with_full_stack
+from ostraka._spec import DTYPES
+from ostraka.errors import Damaged, NotACheckpoint, Problem, UnsupportedFormat, name_few
+from ostraka.storage import FileReader, LocalStore, Store
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+USUAL_INDEX = f"model{INDEX_SUFFIX}"
+CONFIG_FILE = "config.json"
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors package accepts."""
+_FIRST_BYTES = 64 << 10
+_MOST_INDEX_BYTES = 256 << 20
+_MOST_CONFIG_BYTES = 16 << 20
+_MOST_DEPTH = 100
+_MOST_RANK = 64
+_LFS = b"version https://git-lfs"
+
+BITS = {dtype.code: dtype.bits for dtype in DTYPES.values() if not dtype.opaque} | {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Of the dtypes that safetensors has."""
+NAMES = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque} | {
+    "F4": "float4_e2m1fn"
+}
+"""Of those that can be read, ours."""
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    code: str
+    """The dtype, as safetensors calls it."""
+    shape: tuple[int, ...]
+    start: int
+    """Where it begins in the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file with its header."""
+
+    store: Store
+    """Where it is read from."""
+    stored_as: str
+    """Its name there."""
+    name: str
+    """Its name in the directory."""
+    size: int
+    version: Any
+    header_digest: str
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+    def open(self) -> FileReader:
+        return self.store.open(self.stored_as)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is at a place."""
+
+    location: str
+    files: tuple[TensorFile, ...]
+    file_of: Mapping[str, int]
+    """By tensor, which file has it."""
+    config: Mapping[str, Any] | None
+    index: str | None
+    """The name of the index, if one decides."""
+
+
+def has_safetensors(names: Sequence[str]) -> bool:
+    """Whether a directory with these names may be one of safetensors files, and is not ours."""
+    if METADATA_NAME in names or any(map(is_shards_directory, names)) or has_orbax_names(names):
+        return False
+    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+
+
+def find_files(store: Store) -> Found | None:
+    """The safetensors files at a place; None if there are none.
+
+    Raises Damaged for files that contradict themselves or each other, UnsupportedFormat for those
+    that are meant for something else.
+    """
+    names = names_in(store)
+    if names:
+        return _in_directory(store, names) if has_safetensors(names) else None
+    name = store.location.rpartition("/")[2]
+    above = store_above(store.location) if name.endswith((SUFFIX, INDEX_SUFFIX)) else None
+    if above is None or above.look(name) is None:
+        return None
+    if name.endswith(INDEX_SUFFIX):
+        return _by_index(store, above, name)
+    if is_shards_directory(above.location.rpartition("/")[2]):
+        return None
+    (file,) = _read_headers(above, [name])
+    return Found(store.location, (file,), dict.fromkeys(file.tensors, 0), _config(above), None)
+
+
+def _in_directory(store: Store, names: Sequence[str]) -> Found:
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1 and USUAL_INDEX not in indexes:
+        raise UnsupportedFormat(
+            f"{store.location} has {len(indexes)} indexes of safetensors files, "
+            f"{name_few(indexes)}: give the path of the one that is meant"
+        )
+    if indexes:
+        return _by_index(store, store, USUAL_INDEX if USUAL_INDEX in indexes else indexes[0])
+    chosen = [name for name in names if name.endswith(SUFFIX)]
+    if "model.safetensors" in chosen:
+        # Mistral publishes the same weights in both, under other names.
+        chosen = [name for name in chosen if not name.startswith("consolidated")]
+    files = _read_headers(store, chosen)
+    file_of: dict[str, int] = {}
+    for number, file in enumerate(files):
+        for tensor in file.tensors:
+            if file_of.setdefault(tensor, number) != number:
+                raise UnsupportedFormat(
+                    f"{store.location} has tensor {tensor!r} in both {files[file_of[tensor]].name} "
+                    f"and {file.name}, and no index that says which is meant: give the path of one "
+                    "file"
+                )
+    return Found(store.location, tuple(files), file_of, _config(store), None)
+
+
+def _by_index(store: Store, place: Store, index: str) -> Found:
+    """The files that an index lists; of a tensor that several of them have, the one it says."""
+    document = _read_json(place, index, _MOST_INDEX_BYTES)
+    mapped = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(mapped, dict) or not mapped:
+        raise damaged(place, index, "it has no weight_map, which says where tensors are")
+    listed = cast("dict[str, Any]", mapped)
+    for tensor, name in listed.items():
+        if not _is_plain(name):
+            text = f"it says that the tensor is in {name!r}, which is no safetensors file beside it"
+            raise damaged(place, index, text, (tensor,))
+    names = sorted(set(listed.values()))
+    files = _read_headers(place, names, listed)
+    numbers = {name: number for number, name in enumerate(names)}
+    file_of = {t: number for number, file in enumerate(files) for t in file.tensors}
+    problems: list[Problem] = []
+    for tensor, name in listed.items():
+        if tensor not in files[numbers[name]].tensors:
+            problems.append(Problem(name, f"it has no such tensor, as {index} says", (tensor,)))
+        file_of[tensor] = numbers[name]
+    if problems:
+        raise Damaged(place.location, problems)
+    return Found(store.location, tuple(files), file_of, _config(place), index)
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether this is the name of a file in the directory itself."""
+    if not isinstance(name, str) or not name.endswith(SUFFIX) or name == SUFFIX:
+        return False
+    return not any(sign in name for sign in "/\\\0") and not name.startswith("..")
+
+
+def _config(store: Store) -> Mapping[str, Any] | None:
+    place, name = resolve(store, CONFIG_FILE)
+    if place.look(name) is None:
+        return None
+    document = _read_json(store, CONFIG_FILE, _MOST_CONFIG_BYTES)
+    if not isinstance(document, dict):
+        raise damaged(store, CONFIG_FILE, "it has no JSON object at its top")
+    return cast("dict[str, Any]", document)
+
+
+# Files
+
+
+_BLOB = re.compile(r"(?:\.\./){2}blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+
+
+def resolve(store: Store, name: str) -> tuple[Store, str]:
+    """Where a file really is: the cache of Hugging Face's hub has links to its own blobs.
+
+    Those are followed, from `snapshots/REVISION/name` to `blobs/DIGEST` beside `snapshots`, and no
+    other links are.
+    """
+    if not isinstance(store, LocalStore) or not store.is_link(name):
+        return store, name
+    place = os.path.realpath(store.location)
+    try:
+        matched = _BLOB.fullmatch(os.readlink(os.path.join(place, name)))
+    except OSError:
+        return store, name
+    root, snapshots = os.path.split(os.path.dirname(place))
+    if matched is None or snapshots != "snapshots":
+        return store, name
+    return LocalStore(os.path.join(root, "blobs")), matched[1]
+
+
+def _read_json(store: Store, name: str, most_bytes: int) -> Any:
+    place, stored_as = resolve(store, name)
+    with damage_on_loss(partial(damaged, store, name)):
+        data = place.get(stored_as, most_bytes)
+    return _decode(store, name, data)
+
+
+def _decode(store: Store, name: str, data: bytes) -> Any:
+    def decode() -> Any:
+        found = json.loads(data, object_pairs_hook=_unique)
+        _check_depth(found, _MOST_DEPTH)
+        return found
+
+    try:
+        return with_full_stack(decode)
+    except (ValueError, RecursionError) as error:
+        if data.startswith(_LFS):
+            why = "it is a pointer of Git LFS, not the file itself: run git lfs pull"
+        else:
+            why = f"it can't be read as JSON ({' '.join(str(error).split())[:200]})"
+        raise damaged(store, name, why) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"it has {name[:100]!r} twice")
+            seen.add(name)
+    return found
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if not left:
+        raise ValueError("it is nested too deep")
+    nested: Any = value
+    for child in nested.values() if isinstance(value, dict) else nested:
+        _check_depth(child, left - 1)
+
+
+def _read_headers(
+    store: Store, names: Sequence[str], listed: Mapping[str, str] | None = None
+) -> list[TensorFile]:
+    """The headers of files, in the order of their names."""
+
+    def read(name: str) -> TensorFile:
+        try:
+            return _read_header(store, name)
+        except Damaged as error:
+            tensors = tuple(t for t, file in (listed or {}).items() if file == name)
+            problems = [
+                Problem(problem.file, problem.found, problem.leaves or tensors)
+                for problem in error.problems
+            ]
+            raise Damaged(error.path, problems) from error
+
+    return run_all(read, sorted(names), threads=store.parts.reads_at_once, stop=StopSignal())
+
+
+def _read_header(store: Store, name: str) -> TensorFile:
+    place, stored_as = resolve(store, name)
+    with damage_on_loss(partial(damaged, store, name)):
+        there = place.look(stored_as)
+        with closing(place.open(stored_as)) as file:
+            size = file.size
+            data = bytearray(min(size, _FIRST_BYTES))
+            _fill(store, name, file, 0, data)
+            length = int.from_bytes(data[:8], "little")
+            _check_length(store, name, size, length, bytes(data[:32]))
+            if 8 + length > len(data):
+                rest = bytearray(8 + length - len(data))
+                _fill(store, name, file, len(data), rest)
+                data += rest
+    header = bytes(data[8 : 8 + length])
+    document = _decode(store, name, header)
+    if not isinstance(document, dict):
+        raise damaged(store, name, "its header is no JSON object")
+    fields = cast("dict[str, Any]", document)
+    try:
+        metadata = _metadata(fields.pop("__metadata__", None))
+        tensors = {tensor: _tensor(tensor, about) for tensor, about in fields.items()}
+        _check_places(tensors, size - 8 - length)
+    except ValueError as error:
+        raise damaged(store, name, str(error)) from error
+    _refuse_shards(store, name, metadata)
+    return TensorFile(
+        place,
+        stored_as,
+        name,
+        size,
+        None if there is None else there.version,
+        xxhash.xxh3_128_hexdigest(header),
+        metadata,
+        {t: about._replace(start=about.start + 8 + length) for t, about in tensors.items()},
+    )
+
+
+def _fill(store: Store, name: str, file: FileReader, offset: int, data: bytearray) -> None:
+    if file.read_into(offset, [data]) != len(data):
+        raise damaged(store, name, "it has become shorter while it was read")
+
+
+def _check_length(store: Store, name: str, size: int, length: int, start: bytes) -> None:
+    if start.startswith(_LFS):
+        raise damaged(
+            store, name, "it is a pointer of Git LFS, not the file itself: run git lfs pull"
+        )
+    if size < 8 or start[8:9] not in (b"{", b""):
+        raise damaged(store, name, "it is no safetensors file")
+    if length > MAX_HEADER_BYTES:
+        text = f"its header would have {length:,} bytes, more than {MAX_HEADER_BYTES:,}"
+        raise damaged(store, name, text)
+    if 8 + length > size or length < 2:
+        text = f"it has {size:,} bytes, and its header alone has {length:,}: it is cut short"
+        raise damaged(store, name, text)
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        if all(isinstance(text, str) for text in found.values()):
+            return found
+    raise ValueError("the __metadata__ of its header must be text by name")
+
+
+def _tensor(name: str, about: Any) -> Tensor:
+    if not isinstance(about, dict):
+        raise ValueError(f"its header has no description of tensor {name[:200]!r}")
+    fields = cast("dict[str, Any]", about)
+    code: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(code, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise ValueError(
+            f"its header says of tensor {name[:200]!r} what can't be: dtype, shape and "
+            "data_offsets must be text and lists of sizes"
+        )
+    sizes, (start, stop) = tuple(shape), (offsets if len(offsets) == 2 else (1, 0))
+    if start > stop or len(sizes) > _MOST_RANK:
+        raise ValueError(f"its header has no sound offsets or shape for tensor {name[:200]!r}")
+    if code in BITS:
+        bits = prod(sizes) * BITS[code]
+        if bits % 8 or bits // 8 != stop - start:
+            raise ValueError(
+                f"its header says that tensor {name[:200]!r}, {code} of the shape "
+                f"{list(sizes)}, has {stop - start:,} bytes, not {bits / 8:,.0f}"
+            )
+    return Tensor(code, sizes, start, stop - start)
+
+
+def _are_sizes(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in cast("list[Any]", value))
+
+
+def _check_places(tensors: Mapping[str, Tensor], data_bytes: int) -> None:
+    """Tensors must fill the file, without holes, and share no bytes."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != position:
+            what = "shares bytes with another" if tensor.start < position else "comes after a hole"
+            raise ValueError(f"its header says that tensor {name[:200]!r} {what}")
+        position += tensor.nbytes
+    if position != data_bytes:
+        what = "it is cut short" if position > data_bytes else "something is at its end"
+        raise ValueError(
+            f"its tensors have {position:,} bytes, and the file has {data_bytes:,} for them: {what}"
+        )
+
+
+def _refuse_shards(store: Store, name: str, metadata: Mapping[str, str]) -> None:
+    if "ostraka" in metadata:
+        raise NotACheckpoint(
+            f"{store.location}/{name} is a part of an Ostraka checkpoint; give the directory that "
+            "the save was given"
+        )
+    if "DCP_SHARDING_INFO" in metadata:
+        raise UnsupportedFormat(
+            f"{store.location}/{name} is a shard of PyTorch's distributed checkpoint, which has "
+            "parts of tensors: put them together with PyTorch's consolidate_safetensors_files first"
+        )
