@@ -161,7 +161,7 @@ def test_all_ways_in_which_orbax_reads(tmp_path: Path):
         "arrays": make_arrays(mesh),
         "optax": OPTIMIZER.init({"w": jnp.ones((4, 4))}),
         "rng": jax.random.key(5, impl="rbg"),
-        "values": {"step": 3, "rate": 0.1, "flag": True, "text": "größe", "none": None},
+        "values": {"step": 3, "rate": 0.1, "flag": True, "none": None},
         "empty": {"dict": {}, "list": [], "tuple": (), "optax": optax.EmptyState()},
         "nested": [(np.arange(3), [np.ones(2, np.float32)])],
     }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from ostraka._source import Source
-from ostraka._view import CONFIG
+from ostraka._source import CONFIG, Source
+from ostraka.formats._safetensors_files import CONFIG_FILE, resolve
 from ostraka.storage import Store
 
 _MOST_BYTES = 256 << 20
-_CONFIG_FILE = "config.json"
 _BESIDE = re.compile(
     r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map"
     r"|added_tokens|chat_template|tokenizer|tokenizer_config|vocab)\.json"
@@ -27,7 +26,8 @@ def copy_beside(source: Source, target: Store) -> None:
     """
     names = list(filter(_BESIDE.fullmatch, source.store.list()))
     for name in names:
-        target.put(name, source.store.get(name, _MOST_BYTES))
+        place, stored_as = resolve(source.store, name)
+        target.put(name, place.get(stored_as, _MOST_BYTES))
     config = source.saved.user.get(CONFIG)
-    if _CONFIG_FILE not in names and isinstance(config, dict):
-        target.put(_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+    if CONFIG_FILE not in names and isinstance(config, dict):
+        target.put(CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
