@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import ostraka
 from cli_runs import run
@@ -554,3 +554,124 @@ def test_the_command(tmp_path: Path):
     done = run("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf", "--only", "model")
     assert done.exit_code == 2
     assert "is there already" in done.stderr
+
+
+# Hugging Face
+
+
+def save_for_hugging_face(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """A model of several files with an index, as the safetensors package writes them."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (128, 64),
+        "model.norm.weight": (64,),
+        "lm_head.weight": (128, 64),
+    }
+    for layer in range(2):
+        above = f"model.layers.{layer}"
+        shapes |= {
+            f"{above}.self_attn.q_proj.weight": (128, 64),
+            f"{above}.self_attn.k_proj.weight": (64, 64),
+            f"{above}.self_attn.v_proj.weight": (64, 64),
+            f"{above}.self_attn.o_proj.weight": (64, 128),
+            f"{above}.mlp.gate_proj.weight": (96, 64),
+            f"{above}.mlp.up_proj.weight": (96, 64),
+            f"{above}.mlp.down_proj.weight": (64, 96),
+            f"{above}.input_layernorm.weight": (64,),
+            f"{above}.post_attention_layernorm.weight": (64,),
+        }
+    found = {name: numbers(shape, np.float16, n) for n, (name, shape) in enumerate(shapes.items())}
+    names = list(found)
+    path.mkdir()
+    weights: dict[str, str] = {}
+    for number in (1, 2, 3):
+        file = f"model-{number:05d}-of-00003.safetensors"
+        part = {name: found[name] for name in names[number - 1 :: 3]}
+        save_file(part, path / file, {"format": "pt"})
+        weights |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(a.nbytes for a in found.values())}}
+    (path / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": weights}))
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text('{"version": "1.0"}')
+    return found
+
+
+@pytest.mark.parametrize("names", [None, "hf", "llama"])
+def test_from_hugging_face_to_ours_and_back(
+    tmp_path: Path, names: Any, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = save_for_hugging_face(tmp_path / "hf")
+    report = ostraka.convert(tmp_path / "hf", tmp_path / "ours", to="ostraka", names=names)
+    assert report.arrays == len(wanted)
+    assert ostraka.verify(tmp_path / "ours").ok
+    opened = ostraka.open(tmp_path / "ours")
+    if names is None:
+        assert set(opened) == set(wanted)
+    else:
+        kernel = np.asarray(opened["layers/1/mlp/down_proj/kernel"])
+        same(kernel, np.ascontiguousarray(wanted["model.layers.1.mlp.down_proj.weight"].T))
+    monkeypatch.setattr(_tensor_files, "MAX_FILE_BYTES", 100_000)
+    ostraka.convert(tmp_path / "ours", tmp_path / "back", to="hf", names=names)
+    files = sorted((tmp_path / "back").glob("model-*-of-00003.safetensors"))
+    assert len(files) == 3
+    found = {name: array for file in files for name, array in load_file(file).items()}
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        same(found[name], array)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "hf" / "config.json").read_text())
+    again = ostraka.open(tmp_path / "back")
+    for name, array in wanted.items():
+        same(again[name], array)
+
+
+def test_what_lies_beside_the_weights_goes_along(tmp_path: Path):
+    wanted = save_for_hugging_face(tmp_path / "hf")
+    (tmp_path / "hf" / "notes.txt").write_text("not of a model")
+    ostraka.convert(tmp_path / "hf", tmp_path / "wide", to="hf", dtype="float32")
+    assert sorted(path.name for path in (tmp_path / "wide").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "wide" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    for name, array in load_file(tmp_path / "wide" / "model.safetensors").items():
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(array, wanted[name].astype(np.float32))
+
+
+def test_a_model_beside_its_optimizer_to_hugging_face(tmp_path: Path):
+    wanted = save_for_hugging_face(tmp_path / "hf")
+    ostraka.convert(tmp_path / "hf", tmp_path / "model", to="ostraka", names="hf")
+    model = ostraka.restore(tmp_path / "model")
+    ostraka.save(tmp_path / "run", {"model": model, "moments": jax.tree.map(jnp.zeros_like, model)})
+    ostraka.convert(tmp_path / "run", tmp_path / "back", to="hf", only="model", names="llama")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        same(found[name], array)
+    ostraka.convert(tmp_path / "hf", tmp_path / "orbax", to="orbax", names="llama")
+    with quiet():
+        restored = ocp.PyTreeCheckpointer().restore(tmp_path / "orbax")
+    same(restored["norm"]["scale"], wanted["model.norm.weight"])
+
+
+def test_names_of_tensors_are_not_changed(tmp_path: Path):
+    found = {"a/b": numbers((2,), np.float32), "c~d": numbers((3,), np.float32, 1)}
+    save_file(found, tmp_path / "odd.safetensors")
+    ostraka.convert(tmp_path / "odd.safetensors", tmp_path / "w.npz", to="npz")
+    ostraka.convert(tmp_path / "odd.safetensors", tmp_path / "ours", to="ostraka")
+    ostraka.convert(tmp_path / "ours", tmp_path / "again.safetensors", to="safetensors")
+    with np.load(tmp_path / "w.npz", allow_pickle=False) as loaded:
+        assert set(loaded) == set(found)
+    assert load_file(tmp_path / "again.safetensors").keys() == found.keys()

@@ -31,6 +31,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 GUIDES = [
     *("docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md", "docs/lora.md"),
     "docs/migrating.md",
+    "docs/convert.md",
 ]
 TOGETHER = "docs/evaluating.md"
 """Its programs run at the same time, in a test of their own."""
