@@ -106,7 +106,7 @@ def test_a_conversion_that_was_killed_goes_on(tmp_path: Path, to: str):
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_an_interrupt(tmp_path: Path, to: str):
+def test_an_interrupt(tmp_path: Path, to: Any):
     wanted = tree(8)
     ostraka.save(tmp_path / "a", wanted)
     target = tmp_path / TARGETS[to]
@@ -199,7 +199,7 @@ def test_two_at_the_same_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_a_full_disk(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch):
     for name in (
         "_work._TOGETHER_BYTES",
         "_to_orbax._TOGETHER_BYTES",

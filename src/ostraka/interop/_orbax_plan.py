@@ -105,7 +105,7 @@ def plan_orbax(work: Work) -> OrbaxPlan:
         about: dict[str, Any] = {"value_type": _value_type(leaf, item, empty)}
         about["skip_deserialize"] = about["value_type"] in {*_EMPTY.values(), "None"}
         if number is not None and item is not None:
-            chunk = _chunk_of(item.spec, meshes)
+            chunk = _chunk_of(item.spec, meshes, work.source.grid_of(item.number))
             arrays.append(OrbaxArray(keys.name, keys.path, number, item.spec, chunk))
             if _is_jax(item.spec):
                 about["write_shape"] = list(arrays[-1].chunk)
@@ -219,14 +219,22 @@ def _key_metadata(keys: Keys) -> list[dict[str, Any]]:
 # Arrays
 
 
-def _chunk_of(spec: LeafSpec, meshes: Sequence[MeshSpec]) -> tuple[int, ...]:
-    """How an array is cut: as it was sharded, and again where that is large; evenly, if it can."""
+def _chunk_of(spec: LeafSpec, meshes: Sequence[MeshSpec], grid: Sequence[int]) -> tuple[int, ...]:
+    """How an array is cut: as it was sharded, and again where that is large; evenly, if it can.
+
+    What is not sharded is cut first where the source is, which has it in such a `grid`: a
+    transposed array by its columns, which are rows of a file.
+    """
     chunk = list(spec.shape)
+    order = list(range(len(chunk)))
+    if spec.mesh == HOST_LOCAL:
+        order.sort(key=lambda dimension: -grid[dimension])
     if spec.mesh != HOST_LOCAL and spec.kind != "key":
         grid = partition_grid(meshes[spec.mesh], spec.partition, len(chunk))
         chunk = [size // parts for size, parts in zip(chunk, grid, strict=True)]
     item_bytes = numpy_dtype(spec.dtype).itemsize
-    for dimension, size in enumerate(chunk):
+    for dimension in order:
+        size = chunk[dimension]
         parts = -(-prod(chunk) * item_bytes // _CHUNK_BYTES)
         if parts <= 1:
             break

@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-WHOLE_BYTES = 64 << 20
+WHOLE_BYTES = 128 << 20
 """An array up to this size is read at once, a larger one in bands of no more than this."""
 _TOGETHER_BYTES = 16 << 20
 """Small arrays share blocks of files, and are read together: so much of them."""

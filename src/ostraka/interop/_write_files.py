@@ -31,7 +31,7 @@ from ostraka.storage._file import LocalWriter
 READ_BYTES = 8 << 20
 _WRITE_BYTES = 2 << 20
 """What is written at a time: more at a time takes longer on ext4."""
-_HELD_BYTES = 160 << 20
+_HELD_BYTES = 256 << 20
 """How much of arrays is in memory at one time."""
 _THREADS = 4
 
