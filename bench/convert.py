@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +59,7 @@ def measure(
         "copy": (root / "out", lambda target: copy(source, target))
     }
     for to, name in TARGETS.items():
-        works[to] = (root / name, lambda target, to=to: ostraka.convert(source, target, to=to))
+        works[to] = (root / name, partial(convert, source, to=to))
     taken: dict[str, list[tuple[float, float]]] = {to: [] for to in works}
     for number in range(rounds + 1):
         for to, (target, work) in works.items():
@@ -75,6 +76,12 @@ def measure(
     }
     base = medians["copy"]["s"]
     return {to: {**found, "of_copy": found["s"] / base} for to, found in medians.items()}
+
+
+def convert(source: Path, target: Path, to: Any) -> None:
+    import ostraka
+
+    ostraka.convert(source, target, to=to)
 
 
 def copy(source: Path, target: Path) -> None:
