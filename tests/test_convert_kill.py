@@ -61,7 +61,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 from ostraka.interop import _to_orbax, _to_ostraka, _work, convert
 _work._TOGETHER_BYTES = _to_orbax._TOGETHER_BYTES = 1 << 16
-_work.WHOLE_BYTES = 1 << 17
+_work.BAND_BYTES = 1 << 17
 _to_ostraka.MAX_FILE_BYTES = 1 << 20
 _to_ostraka._SMALL_BYTES = 0
 source, target, to, kill_at = sys.argv[1:]

@@ -8,7 +8,7 @@ the files whose every block is as that says. After the commit these notes are re
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from itertools import accumulate
@@ -28,7 +28,7 @@ from ostraka.formats import open_source
 from ostraka.formats._ostraka import open_ostraka
 from ostraka.interop._read_back import check_source
 from ostraka.interop._streamed import StreamedValue
-from ostraka.interop._work import WHOLE_BYTES, Array, Piece, Tally, Work, digest_of
+from ostraka.interop._work import Array, Piece, Tally, Work, band_bytes, digest_of
 from ostraka.interop._write_files import digest_range
 from ostraka.storage import Store
 
@@ -49,10 +49,7 @@ def write_ostraka(
         return False
     tree, leaves, items = work.document()
     reader = _Reader(work, items, tally)
-    values: list[Any] = [
-        _Value(leaf.shape, partial(reader.read, item))
-        for leaf, item in zip(leaves, items, strict=True)
-    ]
+    values: list[Any] = [_Value(work, item, partial(reader.read, item)) for item in items]
     saved = work.source.saved
     process_of = (0,) * len(saved.process_of)  # One process writes the shards of all devices.
     captured = Captured(tree, leaves, values, saved.meshes, process_of, {}, {})
@@ -70,7 +67,9 @@ def write_ostraka(
 
 
 class _Value(StreamedValue):
-    band_bytes = WHOLE_BYTES
+    def __init__(self, work: Work, item: int, work_out: Callable[[Box], Array]):
+        super().__init__(work.items[item].spec.shape, work_out)
+        self.band_bytes = band_bytes(work, item)
 
 
 class _Reader:

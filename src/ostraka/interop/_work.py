@@ -27,7 +27,7 @@ from ostraka._nodes import (
 )
 from ostraka._pattern import Patterns
 from ostraka._source import Source
-from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
+from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, Target, numpy_dtype
 from ostraka._values import flat_bytes
 from ostraka.errors import InvalidTree, name_few
 
@@ -36,7 +36,10 @@ OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
 WHOLE_BYTES = 128 << 20
-"""An array up to this size is read at once, a larger one in bands of no more than this."""
+"""What is read at once of an array whose rows lie scattered in the source, as transposed ones do:
+for each band all of it may have to be read."""
+BAND_BYTES = 32 << 20
+"""What is read at once of others."""
 _TOGETHER_BYTES = 16 << 20
 """Small arrays share blocks of files, and are read together: so much of them."""
 
@@ -182,12 +185,21 @@ def digest_of(array: Array) -> str:
     return _format.block_digest([bytes_of(array)])
 
 
-def bands_of(item: Item, number: int) -> list[Piece]:
+def band_bytes(work: Work, number: int) -> int:
+    """How much of an item is read at once."""
+    item = work.items[number]
+    grid = work.source.grid_of(item.number)
+    is_across = item.spec.mesh == HOST_LOCAL and grid[:1] == (1,) and max(grid) > 1
+    return WHOLE_BYTES if is_across else BAND_BYTES
+
+
+def bands_of(work: Work, number: int) -> list[Piece]:
     """An item as boxes that follow each other in the order of its elements."""
-    whole = _box.full(item.spec.shape)
-    size = numpy_dtype(item.spec.cast_from or item.spec.dtype).itemsize
-    size = max(size, numpy_dtype(item.spec.dtype).itemsize)
-    bands = _box.bands(whole, whole, WHOLE_BYTES // size) if _box.count(whole) else [whole]
+    spec = work.items[number].spec
+    whole = _box.full(spec.shape)
+    dtypes = (spec.dtype, spec.cast_from or spec.dtype)
+    most = band_bytes(work, number) // max(numpy_dtype(dtype).itemsize for dtype in dtypes)
+    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
     return [Piece(number, band) for band in bands]
 
 

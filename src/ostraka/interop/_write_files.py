@@ -51,7 +51,7 @@ def offset_of(work: Work, piece: Piece) -> int:
 
 def pieces_of(work: Work, file: PlannedFile) -> list[Piece]:
     """The pieces of a file, in its order."""
-    return [piece for at in file.places for piece in bands_of(work.items[at], at)]
+    return [piece for at in file.places for piece in bands_of(work, at)]
 
 
 # In a file system
