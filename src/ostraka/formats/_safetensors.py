@@ -61,6 +61,11 @@ class SafetensorsSource:
         return self.found.location
 
     @property
+    def header_bytes(self) -> int:
+        """What was read to open it, but for its index and config.json."""
+        return sum(file.header_bytes for file in self.found.files)
+
+    @property
     def tree(self) -> Node:
         return self._tree
 

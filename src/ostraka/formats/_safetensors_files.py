@@ -75,6 +75,7 @@ class TensorFile:
     name: str
     """Its name in the directory."""
     size: int
+    header_bytes: int
     version: Any
     header_digest: str
     metadata: Mapping[str, str]
@@ -138,6 +139,7 @@ def _in_directory(store: Store, names: Sequence[str]) -> Found:
     if "model.safetensors" in chosen:
         # Mistral publishes the same weights in both, under other names.
         chosen = [name for name in chosen if not name.startswith("consolidated")]
+    _check_numbered(store, chosen)
     files = _read_headers(store, chosen)
     file_of: dict[str, int] = {}
     for number, file in enumerate(files):
@@ -149,6 +151,22 @@ def _in_directory(store: Store, names: Sequence[str]) -> Found:
                     "file"
                 )
     return Found(store.location, tuple(files), file_of, _config(store), None)
+
+
+_NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.DOTALL)
+
+
+def _check_numbered(store: Store, names: Sequence[str]) -> None:
+    """Names such as `model-00001-of-00003.safetensors` say how many files there must be."""
+    counts: dict[tuple[str, int], set[int]] = {}
+    for matched in filter(None, map(_NUMBERED.fullmatch, names)):
+        counts.setdefault((matched[1], int(matched[3])), set()).add(int(matched[2]))
+    for (stem, count), there in counts.items():
+        missing = next((n for n in range(1, count + 1) if n not in there), None)
+        if missing is not None:
+            name = f"{stem}-{missing:05}-of-{count:05}{SUFFIX}"
+            text = f"it is missing: {len(there)} of {count} files are there, and no index"
+            raise damaged(store, name, text)
 
 
 def _by_index(store: Store, place: Store, index: str) -> Found:
@@ -312,6 +330,7 @@ def _read_header(store: Store, name: str) -> TensorFile:
         stored_as,
         name,
         size,
+        8 + length,
         None if there is None else there.version,
         xxhash.xxh3_128_hexdigest(header),
         metadata,
