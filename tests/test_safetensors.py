@@ -508,7 +508,7 @@ def test_a_manager_is_not_confused(tmp_path: Path):
     write_hf(tmp_path / "7", llama_tensors())
     damaged = write_hf(tmp_path / "step_9", llama_tensors())
     (damaged / "model-00001-of-00004.safetensors").unlink()
-    assert ostraka.Manager(tmp_path, read_only=True).steps == [3]
+    assert ostraka.Manager(tmp_path, read_only=True).steps() == [3]
     assert np.array_equal(ostraka.restore(tmp_path)["w"], np.ones(3))
     manager.close()
 

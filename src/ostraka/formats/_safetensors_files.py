@@ -38,6 +38,7 @@ _FIRST_BYTES = 64 << 10
 _MOST_INDEX_BYTES = 256 << 20
 _MOST_CONFIG_BYTES = 16 << 20
 _MOST_DEPTH = 100
+_MOST_NAME_BYTES = 255
 _MOST_RANK = 64
 _LFS = b"version https://git-lfs"
 
@@ -177,7 +178,7 @@ def _by_index(store: Store, place: Store, index: str) -> Found:
         raise damaged(place, index, "it has no weight_map, which says where tensors are")
     listed = cast("dict[str, Any]", mapped)
     for tensor, name in listed.items():
-        if not _is_plain(name):
+        if not _is_plain(name) or not _is_text(tensor):
             text = f"it says that the tensor is in {name!r}, which is no safetensors file beside it"
             raise damaged(place, index, text, (tensor,))
     names = sorted(set(listed.values()))
@@ -198,7 +199,17 @@ def _is_plain(name: Any) -> bool:
     """Whether this is the name of a file in the directory itself."""
     if not isinstance(name, str) or not name.endswith(SUFFIX) or name == SUFFIX:
         return False
-    return not any(sign in name for sign in "/\\\0") and not name.startswith("..")
+    is_plain = not any(sign in name for sign in "/\\\0") and not name.startswith("..")
+    return is_plain and _is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
+
+
+def _is_text(name: str) -> bool:
+    """Whether this can be written: JSON can escape halves of characters."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _config(store: Store) -> Mapping[str, Any] | None:
@@ -369,8 +380,8 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def _tensor(name: str, about: Any) -> Tensor:
-    if not isinstance(about, dict):
-        raise ValueError(f"its header has no description of tensor {name[:200]!r}")
+    if not isinstance(about, dict) or not _is_text(name):
+        raise ValueError(f"its header has no sound description of tensor {name[:200]!r}")
     fields = cast("dict[str, Any]", about)
     code: Any = fields.get("dtype")
     shape: Any = fields.get("shape")

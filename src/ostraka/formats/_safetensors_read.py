@@ -79,7 +79,8 @@ class _Reading:
 
     def run(self, on_bytes: OnBytes) -> Iterator[tuple[int, Array]]:
         empty = [number for number, missing in enumerate(self._missing) if missing == 0]
-        self._buffers.allocate(empty)
+        for number in empty:
+            self._allocate(self._targets[number].leaf, [number])
         yield from ((number, self._buffers.take(number)) for number in empty)
         try:
             for _, (band, nbytes) in run_as_completed(
