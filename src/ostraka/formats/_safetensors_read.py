@@ -26,7 +26,8 @@ from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
 from ostraka.errors import StoreError
-from ostraka.formats._safetensors_files import Tensor, TensorFile
+from ostraka.formats._safetensors_files import TensorFile
+from ostraka.formats._safetensors_header import Tensor
 from ostraka.storage import FileReader, Store
 
 _CHUNK_BYTES = 8 << 20
