@@ -19,6 +19,7 @@ def placeholders(pattern: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str, *, is_path: bool) -> re.Pattern[str]:
+    """What matches a name or a path as a whole, with a group for each placeholder."""
     text = ""
     seen: set[str] = set()
     for number, part in enumerate(_PLACEHOLDER.split(pattern)):
@@ -35,6 +36,8 @@ def compiled(pattern: str, *, is_path: bool) -> re.Pattern[str]:
 
 
 def filled(pattern: str, values: Mapping[str, str], *, is_path: bool) -> str:
+    """A pattern with its placeholders filled in, as a path or as the name of a tensor."""
+
     def fill(match: re.Match[str]) -> str:
         name = match[1]
         text = values[name.rstrip("*")]
