@@ -536,3 +536,13 @@ def test_saving_it_with_ostraka_and_back(tmp_path: Path):
     assert_is_model(model, tensors)
     ostraka.save(tmp_path / "ours", model)
     assert_is_model(ostraka.restore(tmp_path / "ours", like=like), tensors)
+
+
+def test_names_of_a_manager_s_step(tmp_path: Path):
+    """A checkpoint of ours has other names, too, if they are asked for."""
+    with ostraka.Manager(tmp_path) as manager:
+        manager.save(1, {"old": {"w": jnp.arange(6.0).reshape(2, 3)}})
+        manager.wait()
+        rules = {"old/w": {"path": "new/kernel", "transpose": True}}
+        found = manager.restore(like={"new": {"kernel": jnp.zeros((3, 2))}}, names=rules)
+    assert np.array_equal(found["new"]["kernel"], np.arange(6.0).reshape(2, 3).T)
