@@ -1,4 +1,4 @@
-"""A Python that has torch and transformers: .venv-torch, or the one that OSTRAKA_HF_PYTHON names."""
+"""A Python that has torch and transformers: that of .venv-torch, or of OSTRAKA_HF_PYTHON."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ TORCH_PYTHON = Path(__file__).parents[1] / ".venv-torch" / "bin" / "python"
 def find_python() -> str | None:
     for python in (os.environ.get("OSTRAKA_HF_PYTHON"), str(TORCH_PYTHON)):
         if python is not None and Path(python).exists():
-            tried = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True)
-            if tried.returncode == 0:
+            command = [python, "-c", "import torch, transformers"]
+            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 return python
     return None
 

@@ -38,6 +38,7 @@ LAYERS = (
     "_pack",
     "_pattern",
     "_rearrange",
+    "_name_patterns",
     "_names",
     "_name_families",
     "_names_given",

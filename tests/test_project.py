@@ -28,6 +28,7 @@ TESTED_IN = {
     "_match": "restorable",
     "_metadata": "format",
     "_name_families": "names",
+    "_name_patterns": "names",
     "_names_given": "names",
     "_plan_read": "plan",
     "_plan_write": "plan",

@@ -19,10 +19,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
+from ostraka._name_patterns import compiled, filled
 from ostraka._rearrange import Rearrangement, Shape, rearranged, restored
 from ostraka.errors import Mismatch, count_of, name_few, nearest
 
@@ -214,41 +214,7 @@ def _optional(made: Composition, optional: bool) -> Composition:
 
 # Patterns
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z_0-9]*\*?)\}")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-
-
-def placeholders(pattern: str) -> list[str]:
-    """The names of what a pattern leaves open; `rest*` with its star."""
-    return _PLACEHOLDER.findall(pattern)
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str, *, is_path: bool) -> re.Pattern[str]:
-    text = ""
-    seen: set[str] = set()
-    for number, part in enumerate(_PLACEHOLDER.split(pattern)):
-        name = part.rstrip("*")
-        if number % 2 == 0:
-            text += re.escape(part)
-        elif name in seen:
-            text += f"(?P={name})"
-        else:
-            seen.add(name)
-            anything = ".+" if part.endswith("*") else "[^/]+" if is_path else "[^./]+"
-            text += f"(?P<{name}>{anything})"
-    return re.compile(text, re.DOTALL)
-
-
-def _filled(pattern: str, values: Mapping[str, str], *, is_path: bool) -> str:
-    def fill(match: re.Match[str]) -> str:
-        name = match[1]
-        text = values[name.rstrip("*")]
-        if not name.endswith("*"):
-            return text
-        return text.replace(".", "/") if is_path else text.replace("/", ".")
-
-    return _PLACEHOLDER.sub(fill, pattern)
 
 
 class _Finder:
@@ -269,13 +235,13 @@ class _Finder:
             return None
         number, old, new = known
         rule = self._names.rules[number]
-        matched = _compiled(rule.tensor, is_path=False).fullmatch(f"{new}{name[len(old) :]}")
+        matched = compiled(rule.tensor, is_path=False).fullmatch(f"{new}{name[len(old) :]}")
         assert matched is not None
         if rule.path is None:
             return Match(None, rule=number)
         values = matched.groupdict()
         index = tuple(_number(name, values[placeholder]) for placeholder in rule.stack)
-        return Match(_filled(rule.path, values, is_path=True), rule.form, index, number)
+        return Match(filled(rule.path, values, is_path=True), rule.form, index, number)
 
     def _first(self, name: str) -> tuple[int, str, str] | None:
         """The number of the rule, and how the name begins in the file and in the rule."""
@@ -284,7 +250,7 @@ class _Finder:
                 continue
             renamed = f"{new}{name[len(old) :]}"
             for number, rule in enumerate(self._names.rules):
-                if _compiled(rule.tensor, is_path=False).fullmatch(renamed):
+                if compiled(rule.tensor, is_path=False).fullmatch(renamed):
                     return number, old, new
         return None
 
@@ -301,7 +267,7 @@ def _number(name: str, text: str) -> int:
 def _match_path(rules: Sequence[Rule], path: str) -> tuple[int, dict[str, str]] | None:
     for number, rule in enumerate(rules):
         if rule.path is not None:
-            matched = _compiled(rule.path, is_path=True).fullmatch(path)
+            matched = compiled(rule.path, is_path=True).fullmatch(path)
             if matched is not None:
                 return number, matched.groupdict()
     return None
@@ -369,7 +335,7 @@ def _taken_apart(rule: Rule, path: str, shape: Shape, values: Mapping[str, str])
     if prod(stack) > MOST_STACKED:
         raise ValueError(f"would be taken apart into {prod(stack):,} tensors")
     names = [
-        _filled(
+        filled(
             rule.tensor,
             {**values, **dict(zip(rule.stack, map(str, i), strict=True))},
             is_path=False,

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ostraka._name_families import FAMILIES, family_names
-from ostraka._names import AS_IT_IS, Form, Match, Names, Rule, placeholders
+from ostraka._name_patterns import placeholders
+from ostraka._names import AS_IT_IS, Form, Match, Names, Rule
 from ostraka.errors import nearest
 
 NamesLike = (

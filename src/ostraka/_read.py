@@ -94,8 +94,8 @@ def restore(
     directories if at least four hosts need the same.
 
     Every byte that is read is verified, unless its format has no digests. Raises Mismatch with all
-    differences at once, Damaged for bytes that are not as written; with arrays that span several processes, the others raise
-    RestoreFailed, which names the process that failed and its error.
+    differences at once, Damaged for bytes that are not as written; with arrays that span several
+    processes, the others raise RestoreFailed, which names the process that failed and its error.
 
     >>> state = ostraka.restore("runs/7", like=state)
     """

@@ -34,6 +34,7 @@ from ostraka._nodes import (
     dict_builder,
     escape,
     leaves_of,
+    prune,
 )
 from ostraka._rearrange import Rearrangement, Shape
 from ostraka._source import CONFIG, OnBytes, Saved, Source, StoredBox, StoredFile
@@ -127,8 +128,10 @@ class _Renamed:
         if problems:
             raise Mismatch(f"{names.given} does not fit {where}", problems)
         self._numbers = {found.path: number for number, found in enumerate(self._seen)}
-        tree = self._tree_of(lambda found: not found.stands_in)
-        self._tree = tree
+        self._tree = self._tree_of(lambda found: not found.stands_in)
+        # As JSON without what can't be read, which is no value.
+        known = prune(self._tree, lambda leaf: not isinstance(leaf.value, Lost))
+        tree = Branch("dict", "", (), dict) if known is None else known
         self.saved = Saved(
             id=xxhash.xxh3_128_hexdigest(repr((source.saved.id, self._seen)).encode()),
             tree=encode(tree, self._numbers, {}),

@@ -18,7 +18,8 @@ from ostraka._document import encode
 from ostraka._nodes import ArrayNumber, Branch, Leaf, Lost, Node, dict_builder, escape
 from ostraka._source import CONFIG, OnBytes, Saved, StoredBox, StoredFile
 from ostraka._spec import LeafSpec, Target
-from ostraka.formats._safetensors_files import NAMES, Found, Tensor, TensorFile, find_files
+from ostraka.formats._safetensors_files import Found, TensorFile, find_files
+from ostraka.formats._safetensors_header import NAMES, Tensor
 from ostraka.storage import Store
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class SafetensorsSource:
     @property
     def location(self) -> str:
         return self.found.location
+
+    @property
+    def header_bytes(self) -> int:
+        """What was read to open it, but for its index and config.json."""
+        return sum(file.header_bytes for file in self.found.files)
 
     @property
     def tree(self) -> Node:

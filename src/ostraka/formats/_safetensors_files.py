@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import xxhash
 
@@ -24,8 +23,8 @@ from ostraka._damage import damage_on_loss, damaged
 from ostraka._foreign import has_orbax_names, names_in, store_above
 from ostraka._format import METADATA_NAME, is_shards_directory
 from ostraka._parallel import StopSignal, run_all, with_full_stack
-from ostraka._spec import DTYPES
 from ostraka.errors import Damaged, NotACheckpoint, Problem, UnsupportedFormat, name_few
+from ostraka.formats._safetensors_header import Tensor, is_text, read_header
 from ostraka.storage import FileReader, LocalStore, Store
 
 SUFFIX = ".safetensors"
@@ -38,30 +37,8 @@ _FIRST_BYTES = 64 << 10
 _MOST_INDEX_BYTES = 256 << 20
 _MOST_CONFIG_BYTES = 16 << 20
 _MOST_DEPTH = 100
-_MOST_RANK = 64
+_MOST_NAME_BYTES = 255
 _LFS = b"version https://git-lfs"
-
-BITS = {dtype.code: dtype.bits for dtype in DTYPES.values() if not dtype.opaque} | {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
-"""Of the dtypes that safetensors has."""
-NAMES = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque} | {
-    "F4": "float4_e2m1fn"
-}
-"""Of those that can be read, ours."""
-
-
-class Tensor(NamedTuple):
-    """What a header says of a tensor."""
-
-    code: str
-    """The dtype, as safetensors calls it."""
-    shape: tuple[int, ...]
-    start: int
-    """Where it begins in the file."""
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +52,7 @@ class TensorFile:
     name: str
     """Its name in the directory."""
     size: int
+    header_bytes: int
     version: Any
     header_digest: str
     metadata: Mapping[str, str]
@@ -138,6 +116,7 @@ def _in_directory(store: Store, names: Sequence[str]) -> Found:
     if "model.safetensors" in chosen:
         # Mistral publishes the same weights in both, under other names.
         chosen = [name for name in chosen if not name.startswith("consolidated")]
+    _check_numbered(store, chosen)
     files = _read_headers(store, chosen)
     file_of: dict[str, int] = {}
     for number, file in enumerate(files):
@@ -151,6 +130,22 @@ def _in_directory(store: Store, names: Sequence[str]) -> Found:
     return Found(store.location, tuple(files), file_of, _config(store), None)
 
 
+_NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.DOTALL)
+
+
+def _check_numbered(store: Store, names: Sequence[str]) -> None:
+    """Names such as `model-00001-of-00003.safetensors` say how many files there must be."""
+    counts: dict[tuple[str, int], set[int]] = {}
+    for matched in filter(None, map(_NUMBERED.fullmatch, names)):
+        counts.setdefault((matched[1], int(matched[3])), set()).add(int(matched[2]))
+    for (stem, count), there in counts.items():
+        missing = next((n for n in range(1, count + 1) if n not in there), None)
+        if missing is not None:
+            name = f"{stem}-{missing:05}-of-{count:05}{SUFFIX}"
+            text = f"it is missing: {len(there)} of {count} files are there, and no index"
+            raise damaged(store, name, text)
+
+
 def _by_index(store: Store, place: Store, index: str) -> Found:
     """The files that an index lists; of a tensor that several of them have, the one it says."""
     document = _read_json(place, index, _MOST_INDEX_BYTES)
@@ -159,7 +154,7 @@ def _by_index(store: Store, place: Store, index: str) -> Found:
         raise damaged(place, index, "it has no weight_map, which says where tensors are")
     listed = cast("dict[str, Any]", mapped)
     for tensor, name in listed.items():
-        if not _is_plain(name):
+        if not _is_plain(name) or not is_text(tensor):
             text = f"it says that the tensor is in {name!r}, which is no safetensors file beside it"
             raise damaged(place, index, text, (tensor,))
     names = sorted(set(listed.values()))
@@ -180,7 +175,8 @@ def _is_plain(name: Any) -> bool:
     """Whether this is the name of a file in the directory itself."""
     if not isinstance(name, str) or not name.endswith(SUFFIX) or name == SUFFIX:
         return False
-    return not any(sign in name for sign in "/\\\0") and not name.startswith("..")
+    is_plain = not any(sign in name for sign in "/\\\0") and not name.startswith("..")
+    return is_plain and is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
 
 
 def _config(store: Store) -> Mapping[str, Any] | None:
@@ -301,9 +297,7 @@ def _read_header(store: Store, name: str) -> TensorFile:
         raise damaged(store, name, "its header is no JSON object")
     fields = cast("dict[str, Any]", document)
     try:
-        metadata = _metadata(fields.pop("__metadata__", None))
-        tensors = {tensor: _tensor(tensor, about) for tensor, about in fields.items()}
-        _check_places(tensors, size - 8 - length)
+        metadata, tensors = read_header(fields, size - 8 - length)
     except ValueError as error:
         raise damaged(store, name, str(error)) from error
     _refuse_shards(store, name, metadata)
@@ -312,6 +306,7 @@ def _read_header(store: Store, name: str) -> TensorFile:
         stored_as,
         name,
         size,
+        8 + length,
         None if there is None else there.version,
         xxhash.xxh3_128_hexdigest(header),
         metadata,
@@ -337,62 +332,6 @@ def _check_length(store: Store, name: str, size: int, length: int, start: bytes)
     if 8 + length > size or length < 2:
         text = f"it has {size:,} bytes, and its header alone has {length:,}: it is cut short"
         raise damaged(store, name, text)
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        found = cast("dict[str, Any]", value)
-        if all(isinstance(text, str) for text in found.values()):
-            return found
-    raise ValueError("the __metadata__ of its header must be text by name")
-
-
-def _tensor(name: str, about: Any) -> Tensor:
-    if not isinstance(about, dict):
-        raise ValueError(f"its header has no description of tensor {name[:200]!r}")
-    fields = cast("dict[str, Any]", about)
-    code: Any = fields.get("dtype")
-    shape: Any = fields.get("shape")
-    offsets: Any = fields.get("data_offsets")
-    if not isinstance(code, str) or not _are_sizes(shape) or not _are_sizes(offsets):
-        raise ValueError(
-            f"its header says of tensor {name[:200]!r} what can't be: dtype, shape and "
-            "data_offsets must be text and lists of sizes"
-        )
-    sizes, (start, stop) = tuple(shape), (offsets if len(offsets) == 2 else (1, 0))
-    if start > stop or len(sizes) > _MOST_RANK:
-        raise ValueError(f"its header has no sound offsets or shape for tensor {name[:200]!r}")
-    if code in BITS:
-        bits = prod(sizes) * BITS[code]
-        if bits % 8 or bits // 8 != stop - start:
-            raise ValueError(
-                f"its header says that tensor {name[:200]!r}, {code} of the shape "
-                f"{list(sizes)}, has {stop - start:,} bytes, not {bits / 8:,.0f}"
-            )
-    return Tensor(code, sizes, start, stop - start)
-
-
-def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    return all(type(n) is int and 0 <= n < 1 << 63 for n in cast("list[Any]", value))
-
-
-def _check_places(tensors: Mapping[str, Tensor], data_bytes: int) -> None:
-    """Tensors must fill the file, without holes, and share no bytes."""
-    position = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if tensor.start != position:
-            what = "shares bytes with another" if tensor.start < position else "comes after a hole"
-            raise ValueError(f"its header says that tensor {name[:200]!r} {what}")
-        position += tensor.nbytes
-    if position != data_bytes:
-        what = "it is cut short" if position > data_bytes else "something is at its end"
-        raise ValueError(
-            f"its tensors have {position:,} bytes, and the file has {data_bytes:,} for them: {what}"
-        )
 
 
 def _refuse_shards(store: Store, name: str, metadata: Mapping[str, str]) -> None:

@@ -26,7 +26,8 @@ from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._source import OnBytes
 from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
 from ostraka.errors import StoreError
-from ostraka.formats._safetensors_files import Tensor, TensorFile
+from ostraka.formats._safetensors_files import TensorFile
+from ostraka.formats._safetensors_header import Tensor
 from ostraka.storage import FileReader, Store
 
 _CHUNK_BYTES = 8 << 20
@@ -79,7 +80,8 @@ class _Reading:
 
     def run(self, on_bytes: OnBytes) -> Iterator[tuple[int, Array]]:
         empty = [number for number, missing in enumerate(self._missing) if missing == 0]
-        self._buffers.allocate(empty)
+        for number in empty:
+            self._allocate(self._targets[number].leaf, [number])
         yield from ((number, self._buffers.take(number)) for number in empty)
         try:
             for _, (band, nbytes) in run_as_completed(
