@@ -12,6 +12,7 @@ FULL := .venv/.installed-full
 LIGHT := .venv/.installed-light
 TORCH_BIN := .venv-torch/bin
 TORCH_READY := .venv-torch/.installed
+TRANSFORMERS_READY := .venv-torch/.installed-transformers
 WORLD_BIN := .venv-world/bin
 WORLD_READY := .venv-world/.installed
 NEWEST_BIN := .venv-world-newest/bin
@@ -101,7 +102,8 @@ format: $(FULL) ## format the code and sort its imports
 bench: $(FULL) torch ## compare with Orbax and PyTorch (BENCH_ARGS=...)
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
-# PyTorch lives in an environment of its own. Without it the benchmark still runs, and says so.
+# PyTorch lives in an environment of its own, with transformers. Without it the benchmark still runs,
+# and says so; without transformers its tests are skipped, and say so.
 torch:
 	@test -e $(TORCH_READY) || { \
 	  echo "Setting up .venv-torch ($(TORCH))"; \
@@ -109,6 +111,10 @@ torch:
 	  && $(TORCH_BIN)/python $(PIP_INSTALL) $(TORCH) numpy safetensors \
 	  && touch $(TORCH_READY); \
 	} || echo "*** $(TORCH) COULD NOT BE INSTALLED: THE PYTORCH ROWS ARE SKIPPED ***" >&2
+	@test ! -e $(TORCH_READY) || test -e $(TRANSFORMERS_READY) || { \
+	  echo "Setting up .venv-torch (transformers)"; \
+	  $(TORCH_BIN)/python $(PIP_INSTALL) $(TORCH) transformers && touch $(TRANSFORMERS_READY); \
+	} || echo "*** transformers COULD NOT BE INSTALLED: ITS TESTS ARE SKIPPED ***" >&2
 
 # An emulator of Azure's store, for the tests: without it they are skipped, and say so.
 azurite: ## install Azurite with npm, for the tests on Azure's store

@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save as save_tensors
 
 import ostraka
 from mutations import Mutator
@@ -358,11 +359,81 @@ def read_checkpoint(files: Mapping[str, bytes]) -> None:
     assert Settings.made == made, "a restore has called a class of the program's"
 
 
+# Directories of safetensors files
+
+
+@cache
+def hf_seed() -> Mapping[str, bytes]:
+    """A small model of two files, with an index and a config."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "tie_word_embeddings": True,
+        "architectures": ["LlamaForCausalLM"],
+        "transformers_version": "5.0.0",
+    }
+    first = {"model.embed_tokens.weight": np.ones((16, 8), np.float32)}
+    second = {
+        "model.norm.weight": np.ones(8, np.float16),
+        "model.layers.0.self_attn.q_proj.weight": np.ones((12, 8), np.float32),
+        "model.layers.0.input_layernorm.weight": np.zeros((0,), np.int64),
+    }
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    parts = dict(zip(names, (first, second), strict=True))
+    weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    return {
+        **{name: save_tensors(part, {"format": "pt"}) for name, part in parts.items()},
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "config.json": json.dumps(config).encode(),
+    }
+
+
+def make_safetensors(mutator: Mutator) -> dict[str, bytes]:
+    """The directory with one file changed; now and then without its index."""
+    files = dict(hf_seed())
+    name = mutator.random.choice(sorted(files))
+    if name.endswith(".json"):
+        files[name] = mutator.text(mutator.document(json.loads(files[name])))
+    elif mutator.random.random() < 0.7:
+        files[name] = _other_header(mutator, files[name])
+    else:
+        files[name] = mutator.bytes(files[name])
+    if mutator.random.random() < 0.2:
+        del files["model.safetensors.index.json"]
+    return files
+
+
+def read_safetensors(files: Mapping[str, bytes]) -> None:
+    place = "memory://fuzz-hf/model"
+    put_files("fuzz-hf/model", files)
+    work = [
+        lambda: open_all(place),
+        lambda: ostraka.restore(place),
+        lambda: ostraka.restore(place, names="llama"),
+        lambda: ostraka.restore(place, names=lambda name, shape: f"a/{len(shape)}/{len(name)}"),
+        lambda: ostraka.verify(place, raises=False),
+        lambda: ostraka.restore(f"{place}/model-00002-of-00002.safetensors"),
+    ]
+    for read in work:
+        with suppress(OstrakaError):
+            read()
+    for arguments in (
+        ("show", place),
+        ("show", place, "--files", "--json"),
+        ("verify", place),
+        ("diff", place, place, "--json"),
+        ("plan", place),
+    ):
+        call(*arguments)
+
+
 TARGETS: dict[str, Target] = {
     "metadata": Target(make_metadata, read_metadata, share=500),
     "index": Target(make_index, read_index, share=150),
     "block": Target(make_block, read_block, (_codec.Undecodable,), share=350),
     "checkpoint": Target(make_checkpoint, read_checkpoint, share=8),
+    "safetensors": Target(make_safetensors, read_safetensors, share=16),
 }
 
 

@@ -1,12 +1,11 @@
 """Every family and every built-in model against the shapes that `transformers` builds.
 
 They are recorded in data/hf_models.json: record_hf_shapes.py wrote it, from the configs in
-hf_cases.py. With a Python that has torch and transformers in OSTRAKA_HF_PYTHON they are recorded
-anew, and compared too.
+hf_cases.py. Where .venv-torch has transformers, or the Python that OSTRAKA_HF_PYTHON names, they
+are recorded anew, and compared too.
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from math import prod
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from hf_cases import CASES
+from hf_python import transformers_python
 from ostraka.planner._models import FAMILIES, parameters_of
 from ostraka.planner._names import MODELS
 
@@ -45,13 +45,8 @@ def test_what_a_config_leaves_out_is_what_it_would_say():
 
 
 def test_transformers_itself():
-    python = os.environ.get("OSTRAKA_HF_PYTHON")
-    if python is None:
-        pytest.skip(
-            "NOT TESTED HERE: OSTRAKA_HF_PYTHON names no Python with torch and transformers"
-        )
     found = subprocess.run(
-        [python, HERE / "record_hf_shapes.py"],
+        [transformers_python(), HERE / "record_hf_shapes.py"],
         input=json.dumps(CASES),
         capture_output=True,
         text=True,

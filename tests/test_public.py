@@ -56,6 +56,7 @@ def test_the_public_names():
     assert sorted(ostraka.__all__) == [
         "Best",
         "Checkpoint",
+        "ConvertReport",
         "CopyReport",
         "LazyArray",
         "Manager",
@@ -66,6 +67,7 @@ def test_the_public_names():
         "Report",
         "SaveHandle",
         "__version__",
+        "convert",
         "copy",
         "errors",
         "exercises",

@@ -29,8 +29,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 GUIDE = (ROOT / "docs/guide.md").read_text("utf-8")
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 GUIDES = [
-    *("docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md", "docs/lora.md"),
-    "docs/migrating.md",
+    *("docs/convert.md", "docs/evaluating.md", "docs/finetuning.md", "docs/from-orbax.md"),
+    *("docs/huggingface.md", "docs/lora.md", "docs/migrating.md"),
 ]
 TOGETHER = "docs/evaluating.md"
 """Its programs run at the same time, in a test of their own."""

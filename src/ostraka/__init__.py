@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ostraka._record import Record
     from ostraka._save import save, save_async
     from ostraka.integrity import RepairReport, Report, repair, verify
-    from ostraka.interop import MergeReport, merge
+    from ostraka.interop import ConvertReport, MergeReport, convert, merge
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
     from ostraka.transfer import CopyReport, copy
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Best",
     "Checkpoint",
+    "ConvertReport",
     "CopyReport",
     "LazyArray",
     "Manager",
@@ -35,6 +36,7 @@ __all__ = [
     "Report",
     "SaveHandle",
     "__version__",
+    "convert",
     "copy",
     "errors",
     "exercises",
@@ -56,6 +58,7 @@ _MODULES = ("exercises", "sharding")
 _HOMES = {
     "Best": ("ostraka.manager", "Best"),
     "Checkpoint": ("ostraka._lazy", "Checkpoint"),
+    "ConvertReport": ("ostraka.interop", "ConvertReport"),
     "CopyReport": ("ostraka.transfer", "CopyReport"),
     "LazyArray": ("ostraka._lazy", "LazyArray"),
     "Manager": ("ostraka.manager", "Manager"),
@@ -65,6 +68,7 @@ _HOMES = {
     "RepairReport": ("ostraka.integrity", "RepairReport"),
     "Report": ("ostraka.integrity", "Report"),
     "SaveHandle": ("ostraka._handle", "SaveHandle"),
+    "convert": ("ostraka.interop", "convert"),
     "copy": ("ostraka.transfer", "copy"),
     "merge": ("ostraka.interop", "merge"),
     "open": ("ostraka._lazy", "open_checkpoint"),

@@ -48,8 +48,11 @@ def agree(
     parity: int,
     user: Mapping[str, Any],
     take_place: Callable[[], None],
+    save_id: str | None = None,
 ) -> Agreed:
     """Have all processes agree on the tree, on the place and on a new save's id.
+
+    `save_id` is that of an unfinished save that this one goes on with.
 
     With `parity`, they learn who is on which host, too. `take_place` is called on process 0 once
     all trees are known to be alike, and may refuse. Raises ProcessFailed on all processes, naming
@@ -63,7 +66,7 @@ def agree(
         for path in captured.states:
             states[path] = [mine["states"][path] for mine in described]
         take_place()
-        answer: dict[str, Any] = {"id": secrets.token_hex(8), "joined": joined}
+        answer: dict[str, Any] = {"id": save_id or secrets.token_hex(8), "joined": joined}
         if parity:
             answer["hosts"] = _number([mine["host"] for mine in described])
         return answer

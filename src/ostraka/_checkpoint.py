@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ostraka._foreign import names_in
+from ostraka._names_given import NamesLike
 from ostraka._source import Source
 from ostraka._step_names import names_of_step, prefixed_steps, steps_among
+from ostraka._view import renamed
 from ostraka.errors import Busy, CheckpointNotFound, Damaged
 from ostraka.formats import (
     has_finished_checkpoint,
@@ -57,15 +59,16 @@ def _newest_of_orbax(root: Store, names: Sequence[str]) -> Store | None:
     return next((store for store in stores if is_finished_orbax(store)), None)
 
 
-def open_at(path: PathLike) -> Source:
-    """Open the checkpoint that a path means, as `locate` says.
+def open_at(path: PathLike, names: NamesLike | None = None) -> Source:
+    """Open the checkpoint that a path means, as `locate` says; with `names`, seen under those.
 
     Raises CheckpointNotFound, NotACheckpoint, UnsupportedFormat or Damaged, each a sentence.
     """
     for _ in range(ATTEMPTS):
         store = locate(path)
         try:
-            return open_source(store)
+            source = open_source(store)
+            return source if names is None else renamed(source, names)
         except CheckpointNotFound:
             # Of a run that keeps few steps, the newest may have been deleted since it was found.
             if locate(path).location == store.location:

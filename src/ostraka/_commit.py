@@ -6,7 +6,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,7 +27,14 @@ from ostraka._runs import encode_runs
 from ostraka._version import __version__
 from ostraka._write_parity import with_sizes
 from ostraka._write_shards import Written
-from ostraka.errors import Busy, InvalidTree, NotDurable, OutcomeUnknown, TooLarge
+from ostraka.errors import (
+    Busy,
+    InvalidTree,
+    NotDurable,
+    OutcomeUnknown,
+    PathInTheWay,
+    TooLarge,
+)
 from ostraka.storage import MOST_BYTES, Claim, Store
 
 _LOOKERS = 16
@@ -45,14 +52,24 @@ class SavePlace:
         self._may_be_there = False
         """Whether the commit may have happened, or may yet happen, though it raised."""
 
-    def take(self) -> None:
+    def take(self, *, unfinished: str | None = None) -> None:
         """Make the place exist and claim it; clear what dead saves left, or do so later.
 
-        Raises Busy while another save writes there, PathInTheWay for what is not ours.
+        `unfinished` is the directory of a save that this one goes on with: it stays, and no other
+        checkpoint is replaced. Raises Busy while another save writes there, PathInTheWay for what
+        is not ours.
         """
         self._is_new = self.store.prepare()
         self._claim.take(wait=True)
         self._seen = take_over(self.store, self._claim.names)
+        if unfinished is not None:
+            if self._seen.version is not None:
+                raise PathInTheWay(
+                    f"{self.store.location} has a checkpoint already, which is not replaced; "
+                    "remove it, or give another place"
+                )
+            names = tuple(name for name in self._seen.names if name != unfinished)
+            self._seen = replace(self._seen, names=names)
         if self._seen.names:
             remove_leftovers(self.store, self._seen)
 

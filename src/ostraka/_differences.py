@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ostraka._name_families import FAMILIES
 from ostraka._nodes import ROOT
 from ostraka._pattern import names_on
 from ostraka.errors import count_of, name_few, nearest
@@ -100,6 +102,20 @@ def _likely_cause(
             f"the checkpoint has at its top what `like` has under {name!r}: pass what is under "
             f"{name!r} itself"
         )
+
+
+def hint_at_names(config: Any) -> str:
+    """What to do if `like` does not have the names that tensors have in files."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    if isinstance(kind, str) and kind in FAMILIES:
+        return (
+            "the checkpoint has tensors under the names of Hugging Face: pass names='hf' to have "
+            f"those of a {kind} model, or names= with rules of your own"
+        )
+    return (
+        "the checkpoint has tensors under the names of their files: pass names= with rules that "
+        "say which leaf each is"
+    )
 
 
 def show_tolerated(by_kind: Mapping[str, Sequence[str]]) -> str:

@@ -98,6 +98,9 @@ def encode(node: Node, numbers: Mapping[str, int], variables: Mapping[str, str])
 def _encode_leaf(leaf: Leaf) -> Any:
     if isinstance(leaf.value, Stateful):
         return {"states": [], "path": leaf.path, "items": []}
+    if isinstance(leaf.value, SavedStates):
+        states = [encode_state(leaf.path, state) for state in leaf.value.states]
+        return {"states": states, "items": []}
     if isinstance(leaf.value, Kept):
         return {"kept": leaf.value.name, "structure": leaf.value.is_structure, "items": []}
     try:

@@ -16,11 +16,6 @@ _MOST_NAMES = 100
 _ORBAX_NAMES = frozenset(
     {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
 )
-_USE_SAFETENSORS = (
-    "reading these is to come: load the arrays with the safetensors package, and write them with "
-    "ostraka.save"
-)
-_SAFETENSORS = ".safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors package accepts."""
 
@@ -87,11 +82,6 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
             "holds Orbax checkpoints, none of which is a finished step; give the path of one, "
             f"such as {store.location}/{orbax[-1]}"
         )
-    if any(name.endswith(_SAFETENSORS) for name in names):
-        return (
-            "holds safetensors files, as Hugging Face publishes them, and no Ostraka checkpoint; "
-            f"{_USE_SAFETENSORS}"
-        )
     return None
 
 
@@ -142,5 +132,8 @@ def _file(where: str, start: bytes) -> str:
         return f"is a file, not a checkpoint directory: it is a part of {above}; give that"
     # With a length and a JSON object, as these begin.
     if start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES:
-        return f"is a safetensors file, not a checkpoint directory; {_USE_SAFETENSORS}"
+        return (
+            "looks like a safetensors file, and its name does not end in .safetensors; rename it "
+            "to have it opened as one"
+        )
     return "is a file, not a checkpoint directory; give the directory that a save was given"

@@ -10,6 +10,7 @@ import numpy as np
 from ostraka._box import Box
 from ostraka._checkpoint import open_at, unless_replaced
 from ostraka._memory import detached
+from ostraka._names_given import NamesLike
 from ostraka._nodes import ArrayNumber, Kept, Lost, leaves_of
 from ostraka._source import Source
 from ostraka._spec import LeafSpec, MeshSpec, Target, numpy_dtype, show_partition
@@ -161,16 +162,18 @@ class Checkpoint(Mapping[str, Any]):
         return f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}"
 
 
-def open_checkpoint(path: PathLike) -> Checkpoint:
+def open_checkpoint(path: PathLike, *, names: NamesLike | None = None) -> Checkpoint:
     """Open a checkpoint without reading any array.
 
     `path` may also be a directory of steps, for the newest of them, or `runs/7` for step 7 of
-    `runs`; the checkpoint's `path` tells which it was.
+    `runs`; the checkpoint's `path` tells which it was. Safetensors files, single or as Hugging Face
+    publishes them, are opened, too; with `names`, as for `restore`, they have the paths and shapes
+    of a model's leaves.
 
     >>> checkpoint = ostraka.open("runs/7")
     >>> checkpoint["params/embedding"][:16]
     """
-    return Checkpoint(open_at(path))
+    return Checkpoint(open_at(path, names))
 
 
 def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ...]]:

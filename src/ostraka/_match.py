@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule, floating_dtype, may_cast
-from ostraka._differences import Differences, show_tolerated
+from ostraka._differences import Differences, hint_at_names, show_tolerated
 from ostraka._leaf_types import (
     Unfit,
     key_problem,
@@ -43,10 +43,11 @@ from ostraka._nodes import (
 )
 from ostraka._pattern import Patterns, rename_with, selects, split_patterns, unmatched
 from ostraka._place import Destination, Placer, Unplaceable
-from ostraka._source import Source
+from ostraka._source import CONFIG, Source
 from ostraka._spec import LeafSpec, is_floating
 from ostraka._tree import is_object
 from ostraka.errors import Mismatch, PartialRestore, nearest, warn_caller
+from ostraka.formats._safetensors import SafetensorsSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Matcher:
         process_count: int,
     ):
         self._like = like
+        self._source = source
         self._checkpoint = source.saved
         self._location = source.location
         self._choices = choices
@@ -164,10 +166,17 @@ class Matcher:
         if self._differences:
             what = "can't place checkpoint" if like is None else "`like` does not fit checkpoint"
             lines = self._differences.lines(paths, list(self._saved))
+            if like is not None and self._differences.missing:
+                lines = [*self._names_hint(), *lines]
             raise Mismatch(f"{what} {self._location}", lines)
         if self._tolerated:
             found = show_tolerated(self._tolerated)
             warn_caller(PartialRestore(f"restored {self._location} in part: {found}"))
+
+    def _names_hint(self) -> Iterator[str]:
+        """Tensors of files have names of their own, which no model has."""
+        if isinstance(self._source, SafetensorsSource):
+            yield hint_at_names(self._checkpoint.user.get(CONFIG))
 
     # What the arguments say
 

@@ -94,6 +94,8 @@ class Lost:
     """Stands for a leaf that a checkpoint of another format names, and that can't be read."""
 
     why: str
+    shape: tuple[int, ...] = ()
+    """Of an array, if it is known."""
 
 
 # Walking

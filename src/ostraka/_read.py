@@ -20,6 +20,7 @@ from ostraka._inplace import InPlace
 from ostraka._lifetime import paused_gc
 from ostraka._match import Choices, Matcher, Wanted
 from ostraka._memory import detached
+from ostraka._names_given import NamesLike
 from ostraka._nodes import ArrayNumber, Branch, Leaf, rebuild
 from ostraka._pattern import Patterns
 from ostraka._place import Destination
@@ -53,6 +54,7 @@ def restore(
     strict: bool = True,
     only: Patterns | None = None,
     rename: Mapping[str, str] | None = None,
+    names: NamesLike | None = None,
     dtype: DtypeRule = None,
     as_state: bool = False,
     share_reads: ShareReads = "auto",
@@ -77,7 +79,10 @@ def restore(
 
     `only` restores the leaves that match a pattern such as `"model/**"`, or all but those of
     `"!model/head/**"`, and leaves others as they are in `like`. `rename` maps paths in the
-    checkpoint to paths in `like`, for parts that have moved. `strict=False` keeps what `like` has
+    checkpoint to paths in `like`, for parts that have moved. `names` says how the tensors of
+    safetensors files make up the leaves of `like`: "hf" for the family of models that config.json
+    names, a family such as "llama", rules from names of tensors to paths, the path of a JSON file
+    of them, or a function; docs/huggingface.md has it all. `strict=False` keeps what `like` has
     where the checkpoint has nothing or another shape, ignores what the checkpoint has beyond
     `like`, and warns of each (PartialRestore). `dtype` casts floating-point arrays: to one dtype,
     by path pattern, or with `"like"` to those of `like`. `on_record` is called with what was done
@@ -88,9 +93,9 @@ def restore(
     is restored; "auto" is for arrays that span several processes, from object stores, and from
     directories if at least four hosts need the same.
 
-    Every byte that is read is verified. Raises Mismatch with all differences at once, Damaged for
-    bytes that are not as written; with arrays that span several processes, the others raise
-    RestoreFailed, which names the process that failed and its error.
+    Every byte that is read is verified, unless its format has no digests. Raises Mismatch with all
+    differences at once, Damaged for bytes that are not as written; with arrays that span several
+    processes, the others raise RestoreFailed, which names the process that failed and its error.
 
     >>> state = ostraka.restore("runs/7", like=state)
     """
@@ -113,7 +118,7 @@ def restore(
         as_state,
         in_place=into is not _NOT_GIVEN,
     )
-    work = _Restore(path, choices, share_reads)
+    work = _Restore(path, names, choices, share_reads)
     together = share_reads is True or _spans_processes(given, mesh, specs)
     try:
         with (
@@ -143,7 +148,7 @@ def restore_leaves(
     A leaf has the path that messages name, and what is wanted; an ArrayNumber for what was saved.
     Returns None, on all processes, if a save has replaced the checkpoint: open it again.
     """
-    work = _Restore(source.location, Choices(dtype=dtype), "auto", asked=asked)
+    work = _Restore(source.location, None, Choices(dtype=dtype), "auto", asked=asked)
     together = _numbers_span_processes(source, asked)
     name = f"restore of {source.location}"
     try:
@@ -163,6 +168,7 @@ class _Restore:
     """A restore, and what it has done so far."""
 
     path: PathLike
+    names: NamesLike | None
     choices: Choices
     share_reads: ShareReads
     template: Branch | Leaf | None = None
@@ -184,7 +190,7 @@ class _Restore:
         Whoever finds its files replaced says so, and all begin again with the new ones.
         """
         for attempt in range(ATTEMPTS):
-            found = self.try_once(operation, open_at(self.path), attempt)
+            found = self.try_once(operation, open_at(self.path, self.names), attempt)
             if found is not None:
                 return found[0]
         raise overwritten([self.location])

@@ -30,8 +30,8 @@ from ostraka._plan_write import MAX_FILE_BYTES, plan_write
 from ostraka._record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka._units import size_bytes
 from ostraka._write_parity import write_parity
-from ostraka._write_shards import Progress, write_shards
-from ostraka.errors import InvalidTree, SaveFailed, describe
+from ostraka._write_shards import Journal, Progress, write_shards
+from ostraka.errors import Damaged, InvalidTree, SaveFailed, describe
 from ostraka.storage import PathLike, open_store
 
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
@@ -135,6 +135,9 @@ class Save:
     on_record: OnRecord | None
     on_commit: Callable[[], None] | None = None
     check_place: Callable[[], None] | None = None
+    journal: Journal | None = None
+    """Of a save that can go on after it was killed: this process alone does it, from values that
+    are not in host memory; if it fails its files stay, unless what it saves is damaged."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """The caller's, if it has waited before."""
     _progress: Progress = field(init=False, default_factory=Progress)
@@ -180,7 +183,7 @@ class Save:
     def enter(self) -> None:
         """Come to the save, after all earlier ones: all processes number them alike."""
         self.watch.lap("wait")
-        self._operation = Operation(f"save to {self.path}")
+        self._operation = Operation(f"save to {self.path}", alone=self.journal is not None)
 
     def capture(self, capture_tree: Callable[[], Captured]) -> Captured:
         """The first stage: check the arguments and take the tree apart."""
@@ -216,6 +219,7 @@ class Save:
             parity=self.parity,
             user=self._user,
             take_place=self._take_place,
+            save_id=None if self.journal is None else self.journal.save_id,
         )
         self._save_id = agreed.save_id
         self._values.append(agreed.values)
@@ -236,7 +240,15 @@ class Save:
         watch.lap("plan")
         store, save_id = place.store, agreed.save_id
         written = write_shards(
-            operation, store, save_id, plan, agreed.values, codecs, self._progress, parity
+            operation,
+            store,
+            save_id,
+            plan,
+            agreed.values,
+            codecs,
+            self._progress,
+            parity,
+            self.journal,
         )
         watch.lap("write")
         self._let_go_of_values()
@@ -276,7 +288,8 @@ class Save:
         # The error may be kept for long, and would keep the values with it.
         self._let_go_of_values()
         if self._place is not None:
-            self._clean_up(self._place)
+            keeps = self.journal is not None and not isinstance(error, Damaged)
+            self._clean_up(self._place, "" if keeps else self._save_id)
         if isinstance(error, ProcessFailed):
             failed = SaveFailed(str(self.path), error.process, error.reason)
             failed.__cause__ = error.__cause__
@@ -287,14 +300,14 @@ class Save:
             return error
         return failed
 
-    def _clean_up(self, place: SavePlace) -> None:
+    def _clean_up(self, place: SavePlace, save_id: str) -> None:
         """On process 0, once the others have stopped, remove what a failed save wrote."""
         try:
             with suppress(OSError):
                 if self._operation.process == 0:
                     if self._save_id:
                         self._operation.wait_until_left()
-                    place.clean_up(self._save_id)
+                    place.clean_up(save_id)
         finally:
             place.release()
 
@@ -303,7 +316,9 @@ class Save:
         if self.check_place is not None:
             self.check_place()
         assert self._place is not None
-        self._place.take()
+        journal = self.journal
+        unfinished = None if journal is None else _format.shards_directory(journal.save_id)
+        self._place.take(unfinished=unfinished)
 
     def _let_go_of_values(self) -> None:
         for values in self._values:

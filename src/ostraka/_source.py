@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 OnBytes = Callable[[int], None]
 """Told how many bytes have been read since it was last called."""
 
+CONFIG = "config"
+"""In `Saved.user` of what Hugging Face's files hold: the model's config.json."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:

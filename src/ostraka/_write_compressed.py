@@ -134,6 +134,9 @@ class CompressedFile:
         if self._writer is not None:
             self._writer.abandon()
 
+    def is_finished(self) -> bool:
+        return self._unwritten == 0
+
     def digests(self) -> FileDigests:
         return FileDigests(
             sum(self._lengths),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, compress, count
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,6 +61,20 @@ class Progress:
             self.written += nbytes
 
 
+class Journal(Protocol):
+    """Which files of a save are finished, for one that goes on after it was killed."""
+
+    save_id: str
+
+    def find_finished(self, store: Store, files: Sequence[FileEntry]) -> Mapping[str, FileDigests]:
+        """By name, the files that are there and whole; what else is there of them is removed."""
+        ...
+
+    def note(self, store: Store, name: str, digests: FileDigests) -> None:
+        """Keep in mind that a file is finished; called by any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What all files of one process are written from and with."""
@@ -81,6 +95,7 @@ class _Job:
     version: int
     beside: int
     """How many files are written at the same time."""
+    journal: Journal | None
     scratch: threading.local = field(default_factory=threading.local)
     """For each thread, memory for a block."""
     staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
@@ -113,16 +128,18 @@ def write_shards(
     codecs: Mapping[int, Zstd],
     progress: Progress,
     parity: ParityPlan | None = None,
+    journal: Journal | None = None,
 ) -> Written:
     """Write the files of this process, and last its index.
 
     With them come parity files whose groups can be summed up in memory; others are left to
     `write_parity`. Between blocks the operation is checked, so that nobody goes on writing for a
-    save that has failed.
+    save that has failed. Files that `journal` knows to be finished are not written again.
     """
     files = plan.files_of(operation.process)
     if not files:
         return Written()
+    finished = {} if journal is None else journal.find_finished(store, files)
     contents = _format.entries_by_file(
         plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
     )
@@ -141,13 +158,16 @@ def write_shards(
         codecs,
         plan.version,
         beside,
+        journal,
     )
-    shards = [_Shard(job, file, contents[file.device, file.part]) for file in files]
-    progress.total = sum(map(attrgetter("size"), files))
+    missing = [file for file in files if file.name not in finished]
+    shards = [_Shard(job, file, contents[file.device, file.part]) for file in missing]
+    progress.total = sum(map(attrgetter("size"), missing))
     groups = [] if parity is None else _plan_groups(job, shards, plan, parity)
     try:
         _write_all(job, shards, groups, progress)
-        digests = {shard.name: shard.digests() for shard in shards}
+        known = {**finished, **{shard.name: shard.digests() for shard in shards}}
+        digests = {file.name: known[file.name] for file in files}
         # Parity has copies of the index, whose length must be known before: not that of identities.
         where = "" if parity is not None else store.location
         index = _format.encode_index(
@@ -228,6 +248,8 @@ def _write_all(
         for number, pieces in blocks:
             job.check()
             progress.add(shard.write(number, pieces))
+        if job.journal is not None and isinstance(shard, _Shard) and shard.is_finished():
+            job.journal.note(job.store, shard.name, shard.digests())
 
     parts = job.store.parts
     run_all(write, _tasks(job, shards, groups, parts), threads=parts.at_once, stop=job.stop)
@@ -263,6 +285,7 @@ class _Shard:
         self.write = self._write_copy if is_live else self._target.write
         self.abandon = self._target.abandon
         self.digests = self._target.digests
+        self.is_finished = self._target.is_finished
 
     def _write_copy(self, number: int, pieces: list[Array]) -> int:
         """Write a block that the program may write to meanwhile, from memory of our own.
@@ -366,6 +389,9 @@ class _PlainFile:
     def abandon(self) -> None:
         if self._writer is not None and self._blocks_left:
             self._writer.abandon()
+
+    def is_finished(self) -> bool:
+        return self._blocks_left == 0
 
     def digests(self) -> FileDigests:
         return FileDigests(

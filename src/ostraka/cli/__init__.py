@@ -1,4 +1,4 @@
-"""The `ostraka` command. Only `merge` imports JAX, and `plan` for a Python function.
+"""The `ostraka` command. Only `convert` and `merge` import JAX, and `plan` for a Python function.
 
 Results go to stdout, an error as one line to stderr.
 """
@@ -15,6 +15,7 @@ __all__ = ["main"]
 # A line for each command: the module that has a click command of the same name.
 _HOMES = {
     "completion": "ostraka.cli._completion",
+    "convert": "ostraka.cli._convert",
     "copy": "ostraka.cli._copy",
     "diff": "ostraka.cli._diff",
     "gc": "ostraka.cli._gc",
@@ -39,7 +40,7 @@ _HOMES = {
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Plan, show, compare, copy, verify and repair Ostraka checkpoints.
+    """Plan, show, compare, copy, convert, verify and repair Ostraka checkpoints.
 
     \b
     Examples:

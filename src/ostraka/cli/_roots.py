@@ -8,6 +8,7 @@ from ostraka import _format
 from ostraka._step_names import prefixed_steps, steps_among
 from ostraka.errors import CheckpointNotFound, Damaged, Problem, UnsupportedFormat
 from ostraka.formats import is_finished_orbax, is_orbax, open_source
+from ostraka.formats._safetensors_files import has_safetensors
 from ostraka.manager._steps import Root, Step, saved_s
 from ostraka.storage import Store, open_store
 
@@ -28,6 +29,8 @@ def is_checkpoint(path: str) -> bool:
 
 def _has_checkpoint(store: Store) -> bool:
     names = store.list()
+    if has_safetensors(names):
+        return not steps_among(names)  # Beside steps they are something that lies about.
     return _format.METADATA_NAME in names or is_orbax(names)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ostraka._nodes import ArrayNumber, Kept, Lost, leaves_of
-from ostraka._source import Saved, Source, StoredFile
+from ostraka._source import CONFIG, Saved, Source, StoredFile
 from ostraka._spec import LeafSpec, show_partition
 from ostraka.cli._text import (
     Table,
@@ -192,9 +192,23 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     lines += [f"mesh: {mesh}" for mesh in dict.fromkeys(meshes)]
     lines += _hosts_line(source.saved)
     lines += _took(source.saved.writer.get("timeline"))
-    if source.saved.user:
-        lines.append(f"metadata: {json_text(source.saved.user)}")
+    lines += _model_line(source.saved.user.get(CONFIG))
+    user = {name: value for name, value in source.saved.user.items() if name != CONFIG}
+    if user:
+        lines.append(f"metadata: {json_text(user)}")
     return lines
+
+
+def _model_line(config: Any) -> list[str]:
+    """What a model's config.json says that it is; --json has all of it."""
+    if not isinstance(config, dict):
+        return []
+    about: dict[Any, Any] = config
+    kind = _text_in(about, "model_type") or "of an unknown type"
+    listed = about.get("architectures")
+    names: list[Any] = listed if isinstance(listed, list) else []
+    known = ", ".join(shorten(n, _VALUE_WIDTH) for n in names[:3] if isinstance(n, str))
+    return [f"model: {printable(kind)}{f' ({printable(known)})' if known else ''}"]
 
 
 def _hosts_line(saved: Saved) -> list[str]:

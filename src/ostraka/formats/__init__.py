@@ -14,9 +14,10 @@ from ostraka._source import Source
 from ostraka.formats._orbax import open_orbax
 from ostraka.formats._orbax_items import is_finished, is_orbax
 from ostraka.formats._ostraka import open_ostraka
+from ostraka.formats._safetensors import open_safetensors
 from ostraka.storage import Store
 
-FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka, open_orbax]
+FORMATS: list[Callable[[Store], Source | None]] = [open_ostraka, open_orbax, open_safetensors]
 
 
 def open_source(store: Store) -> Source:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule
 from ostraka._codec import CompressRule, check_compress
+from ostraka._names_given import NamesLike
 from ostraka._pattern import Patterns
 from ostraka._plan_parity import check_parity
 from ostraka._plan_write import MAX_FILE_BYTES
@@ -293,6 +294,7 @@ class Manager:
         strict: bool = True,
         only: Patterns | None = None,
         rename: Mapping[str, str] | None = None,
+        names: NamesLike | None = None,
         dtype: DtypeRule = None,
         as_state: bool = False,
         share_reads: ShareReads = "auto",
@@ -336,6 +338,7 @@ class Manager:
                 strict=strict,
                 only=only,
                 rename=rename,
+                names=names,
                 dtype=dtype,
                 as_state=as_state,
                 share_reads=share_reads,

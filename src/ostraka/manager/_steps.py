@@ -38,6 +38,7 @@ from ostraka.errors import (
 )
 from ostraka.formats import open_source
 from ostraka.formats._ostraka import open_ostraka
+from ostraka.formats._safetensors_files import has_safetensors
 from ostraka.manager._leases import remove_dead_leases
 from ostraka.manager._metrics import NO_METRICS, metrics_in
 from ostraka.storage import (
@@ -335,7 +336,8 @@ def _read(place: Store) -> _Found | None:
         source = open_ostraka(place)
         if source is None:
             # A manager lists, and deletes, only what it could have saved.
-            if not has_orbax_names(names_in(place)):
+            names = names_in(place)
+            if not has_orbax_names(names) and not has_safetensors(names):
                 open_source(place)  # Raises, unless it is another format's.
             return None
         saved = source.saved

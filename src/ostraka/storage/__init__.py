@@ -3,6 +3,7 @@
 from ostraka.storage._base import (
     ANYTHING,
     MOST_BYTES,
+    USUAL_READERS,
     USUAL_WRITERS,
     FileInfo,
     FileReader,
@@ -21,6 +22,7 @@ from ostraka.storage._requests import opening_bytes
 __all__ = [
     "ANYTHING",
     "MOST_BYTES",
+    "USUAL_READERS",
     "USUAL_WRITERS",
     "Claim",
     "FileInfo",

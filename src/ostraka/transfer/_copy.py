@@ -25,10 +25,12 @@ from ostraka.errors import (
 from ostraka.formats import has_finished_checkpoint, is_checkpoint
 from ostraka.formats._orbax import OrbaxSource
 from ostraka.formats._ostraka import OstrakaSource
+from ostraka.formats._safetensors import SafetensorsSource
 from ostraka.storage import PathLike, Store, is_text, open_store
 from ostraka.transfer._checkpoint import copy_checkpoint, total_bytes
 from ostraka.transfer._files import Tally
 from ostraka.transfer._orbax import copy_orbax, total_bytes_of_orbax
+from ostraka.transfer._safetensors import copy_safetensors, total_bytes_of_safetensors
 
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are in the target so far, and those that will be."""
@@ -74,8 +76,9 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     there. Every byte is compared with its digest on the way: what is damaged raises Damaged, and is
     not copied; the other steps are. A copy that was interrupted goes on where it ended if it is
     started again. A checkpoint that is there already is not read again (`verify` does that); a
-    different one is not replaced: it raises PathInTheWay. A checkpoint of Orbax is copied file
-    by file; it has no digests to compare with.
+    different one is not replaced: it raises PathInTheWay. A checkpoint of Orbax, and a directory of
+    safetensors files with what lies beside them, is copied file by file; it has no digests to
+    compare with.
 
     `source` may be `runs/7` for step 7 of `runs`; `target` is taken as it is. Steps keep the names
     of their directories; pins are not copied. `on_bytes` is called now and then, from threads, with
@@ -132,6 +135,8 @@ def _copy_to(path: PathLike, target: Store, on_bytes: OnBytes) -> _Done:
         tally = Tally(lambda done: on_bytes(done, total))
         if isinstance(source, OrbaxSource):
             is_new = copy_orbax(source, target, tally)
+        elif isinstance(source, SafetensorsSource):
+            is_new = copy_safetensors(source, target, tally)
         else:
             is_new = copy_checkpoint(_ours(source), target, tally)
         return _Done(source.location, is_new, tally.copied, tally.skipped)
@@ -194,6 +199,8 @@ def _below(name: str, error: Damaged) -> list[Problem]:
 def _total_bytes(source: Source) -> int:
     if isinstance(source, OrbaxSource):
         return total_bytes_of_orbax(source)
+    if isinstance(source, SafetensorsSource):
+        return total_bytes_of_safetensors(source)
     return total_bytes(_ours(source))
 
 

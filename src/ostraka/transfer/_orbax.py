@@ -15,6 +15,7 @@ from functools import partial
 from ostraka._damage import damage_on_loss, damaged
 from ostraka._memory import aligned
 from ostraka._parallel import StopSignal, run_all
+from ostraka._source import Source
 from ostraka.errors import Busy, PathInTheWay, store_error
 from ostraka.formats import open_source
 from ostraka.formats._orbax import OrbaxSource
@@ -38,21 +39,21 @@ def copy_orbax(source: OrbaxSource, target: Store, tally: Tally) -> bool:
     """
     files = source.store.files("")
     if target.list():
-        _check_same(source, target)
+        check_same(source, target)
         tally.add(skipped=sum(file.size for file in files))
         return False
     if not isinstance(target, LocalStore):
         _copy_files(source.store, target, files, tally)
         if not any(file.name == COMMITTED for file in files):
             target.put(COMMITTED, b"")  # which only buckets had before Orbax 0.12.3
-        _check_current(source)
+        check_current(source)
         return True
     # Of its own, not to take the files of another copy; Orbax removes what a killed one has left.
     name = f"{target.location.rstrip('/')}{TEMPORARY}-{secrets.token_hex(8)}"
     try:
         _copy_files(source.store, LocalStore(name), files, tally)
-        _check_current(source)
-        _rename(name, target.location)
+        check_current(source)
+        give_name(name, target.location)
     except BaseException:
         shutil.rmtree(name, ignore_errors=True)
         raise
@@ -60,14 +61,14 @@ def copy_orbax(source: OrbaxSource, target: Store, tally: Tally) -> bool:
     return True
 
 
-def _rename(name: str, final: str) -> None:
+def give_name(name: str, final: str) -> None:
     try:
         os.rename(name, final)
     except OSError as error:
         raise store_error("give its name to the copy", final, error) from error
 
 
-def _check_same(source: OrbaxSource, target: Store) -> None:
+def check_same(source: Source, target: Store) -> None:
     found = None
     with suppress(OSError, ValueError):  # Something that is not the same, whatever it is.
         found = open_source(target)
@@ -78,7 +79,7 @@ def _check_same(source: OrbaxSource, target: Store) -> None:
         )
 
 
-def _check_current(source: OrbaxSource) -> None:
+def check_current(source: Source) -> None:
     if not source.is_current():
         raise Busy(f"{source.location} was replaced or removed while it was copied; copy again")
 
@@ -89,16 +90,19 @@ def _copy_files(source: Store, target: Store, files: list[FileInfo], tally: Tall
     last = [file for file in files if file.name.rpartition("/")[2] in _LAST]
     last.sort(key=lambda file: (-file.name.count("/"), _LAST[file.name.rpartition("/")[2]]))
     others = [file for file in files if file not in last]
-    copy = partial(_copy_file, source, target, tally)
+    copy = partial(copy_file, source, target, tally)
     run_all(copy, others, threads=target.parts.at_once, stop=StopSignal())
     for file in last:
         copy(file)
 
 
-def _copy_file(source: Store, target: Store, tally: Tally, file: FileInfo) -> None:
+def copy_file(
+    source: Store, target: Store, tally: Tally, file: FileInfo, name: str | None = None
+) -> None:
+    """Copy one file, under another name if one is given."""
     with damage_on_loss(partial(damaged, source, file.name)):
         reader = source.open(file.name)
-    writer = target.create(file.name, file.size)
+    writer = target.create(name or file.name, file.size)
     try:
         with closing(reader):
             for start in range(0, file.size, _PIECE_BYTES):

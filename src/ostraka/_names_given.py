@@ -1,0 +1,211 @@
+"""What users give as `names=`, made into `Names`: a family, rules, a file of rules, a function.
+
+| `names=` | means |
+| --- | --- |
+| `"hf"` | the family that the `model_type` of `config.json` says |
+| `"llama"` | that family |
+| a mapping | rules: patterns of names to paths, to forms, or to None for what is left out |
+| the path of a JSON file | the same, in a file |
+| a function | from a name and a shape to a path, a form, or None |
+
+A form is a mapping with a `path`, and any of `transpose` (true, or the order of the axes), then
+`split` (`{axis: sizes}`) or `merge` (the same for axes of the leaf), and `stack` (the placeholders
+that number the parts of a leaf, which become its first axes; from a function, the numbers).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from ostraka._name_families import FAMILIES, family_names
+from ostraka._name_patterns import placeholders
+from ostraka._names import AS_IT_IS, Form, Match, Names, Rule
+from ostraka.errors import nearest
+
+NamesLike = (
+    str | os.PathLike[str] | Mapping[str, Any] | Callable[[str, tuple[int, ...]], Any] | Names
+)
+
+_FORM_KEYS = ("path", "transpose", "split", "merge", "stack")
+_MOST_FILE_BYTES = 16 << 20
+
+
+def read_names(names: NamesLike, config: Mapping[str, Any] | None = None) -> Names:
+    """What the caller gave, as rules. `config` is the model's config.json, if there is one.
+
+    Raises ValueError, a sentence that names the rule and what is wrong with it.
+    """
+    if isinstance(names, Names):
+        return names
+    if isinstance(names, Mapping):
+        return _of_mapping(names, "names=")
+    if isinstance(names, str | os.PathLike):
+        return _of_text(os.fspath(names), config)
+    if callable(names):
+        return _of_function(names)
+    raise ValueError(
+        "names= takes 'hf', the name of a family, rules, the path of a JSON file of rules or a "
+        f"function, not {type(names).__name__}"
+    )
+
+
+def _of_text(text: str, config: Mapping[str, Any] | None) -> Names:
+    known = ", ".join(FAMILIES)
+    if text == "hf":
+        kind = (config or {}).get("model_type")
+        if not isinstance(kind, str):
+            raise ValueError(
+                "names='hf' needs the model_type of a config.json, and there is none: give the "
+                f"family, such as names='llama', or rules of your own; families are {known}"
+            )
+        if kind not in FAMILIES:
+            raise ValueError(
+                f"names='hf': config.json has the model_type {kind!r}, for which there are no "
+                f"built-in rules: give rules of your own, or the family that has the same names "
+                f"of tensors; families are {known}"
+            )
+        return family_names(kind, config, f"names='hf' ({kind})")
+    if text in FAMILIES:
+        return family_names(text, config, f"names={text!r}")
+    if not os.path.exists(text):
+        raise ValueError(
+            f"names={text!r} is neither a family{nearest(text, list(FAMILIES))} nor a file of "
+            f"rules; families are {known}, and 'hf' takes the one of config.json"
+        )
+    return _of_mapping(_load(text), f"names={text!r}")
+
+
+def _load(path: str) -> Mapping[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"it has {twice!r} twice")
+        return found
+
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > _MOST_FILE_BYTES:
+            raise ValueError(f"it is no file of at most {_MOST_FILE_BYTES:,} bytes")
+        with open(path, encoding="utf-8") as file:
+            rules = json.load(file, object_pairs_hook=unique)
+        if not isinstance(rules, dict):
+            raise ValueError("it has no JSON object at its top")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"names={path!r} can't be read as rules: {error}") from error
+    return cast("dict[str, Any]", rules)
+
+
+def _of_mapping(rules: Mapping[str, Any], given: str) -> Names:
+    if not rules:
+        raise ValueError(f"{given} has no rules")
+    made = tuple(_rule(pattern, value) for pattern, value in rules.items())
+    return Names("names=" if given == "names=" else given, made)
+
+
+def _rule(pattern: Any, value: Any) -> Rule:
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"names= has a rule for {pattern!r}, which is no name of a tensor")
+    what = f"names=, the rule for {pattern!r}:"
+    if value is None:
+        return Rule(pattern, None)
+    path, form, stack = _parse(what, value)
+    numbering = [stack] if isinstance(stack, str) else list(stack)
+    open_names = placeholders(pattern)
+    if not all(isinstance(name, str) and name in open_names for name in numbering):
+        raise ValueError(f"{what} stack has {stack!r}, which must be placeholders of the name")
+    in_path = placeholders(path)
+    for name in in_path:
+        if name not in open_names:
+            raise ValueError(f"{what} the path has {{{name}}}, which the name has not")
+    for name in open_names:
+        if (name in in_path) == (name in numbering):
+            both = "both in the path and in stack" if name in in_path else "not in the path"
+            raise ValueError(
+                f"{what} {{{name}}} is {both}: a part of a name goes into the path, or it numbers "
+                "the parts of a stack"
+            )
+    return Rule(pattern, path, form, tuple(numbering))
+
+
+def _parse(what: str, value: Any) -> tuple[str, Form, Any]:
+    """The path, the form and the stack that a rule or a function gives."""
+    if isinstance(value, str):
+        return _checked_path(what, value), AS_IT_IS, ()
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} it must be a path, a mapping with a path, or None, not {value!r}")
+    given = cast("Mapping[Any, Any]", value)
+    for key in given:
+        if key not in _FORM_KEYS:
+            hint = nearest(str(key), _FORM_KEYS)
+            raise ValueError(f"{what} it has {key!r}{hint}; it may have {', '.join(_FORM_KEYS)}")
+    path = _checked_path(what, given.get("path"))
+    split = _sizes_by_axis(what, "split", given.get("split"))
+    merge = _sizes_by_axis(what, "merge", given.get("merge"))
+    if split and merge:
+        raise ValueError(f"{what} it has both split and merge; it may have one of them")
+    form = Form(_axes(what, given.get("transpose", False)), split, merge)
+    return path, form, given.get("stack", ())
+
+
+def _checked_path(what: str, path: Any) -> str:
+    if not isinstance(path, str) or not path or not all(path.split("/")):
+        raise ValueError(f"{what} its path must be one such as 'layers/{{n}}/kernel', not {path!r}")
+    return path
+
+
+def _axes(what: str, value: Any) -> Any:
+    if value is False or value is None:
+        return None
+    if value is True:
+        return "reversed"
+    if _are_integers(value):
+        return tuple(value)
+    raise ValueError(
+        f"{what} transpose must be true, false, or the order of the axes such as [1, 0], "
+        f"not {value!r}"
+    )
+
+
+def _sizes_by_axis(what: str, key: str, value: Any) -> dict[int, tuple[int, ...]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} {key} must be such as {{1: [8, -1]}}, not {value!r}")
+    found: dict[int, tuple[int, ...]] = {}
+    for axis, sizes in cast("Mapping[Any, Any]", value).items():
+        number: Any = int(axis) if isinstance(axis, str) and axis.isdecimal() else axis
+        is_fine = type(number) is int and number >= 0 and _are_integers(sizes) and len(sizes) > 1
+        if not is_fine or [*sizes].count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
+            raise ValueError(
+                f"{what} {key} must be such as {{1: [8, -1]}}: an axis, and sizes of which one may "
+                f"be -1, not {value!r}"
+            )
+        found[number] = tuple(sizes)
+    return found
+
+
+def _are_integers(value: Any) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(type(item) is int for item in cast("Sequence[Any]", value))
+
+
+def _of_function(function: Callable[[str, tuple[int, ...]], Any]) -> Names:
+    called = getattr(function, "__qualname__", type(function).__name__)
+
+    def find(name: str, shape: tuple[int, ...]) -> Match:
+        value = function(name, shape)
+        if value is None:
+            return Match(None)
+        what = f"names=, what {called} gives for {name!r}:"
+        path, form, stack = _parse(what, value)
+        index = (stack,) if type(stack) is int else stack
+        if not _are_integers(index) or any(number < 0 for number in index):
+            raise ValueError(f"{what} stack must be the number of a part, not {stack!r}")
+        return Match(path, form, tuple(index))
+
+    return Names(f"names={called}", function=find)

@@ -1,0 +1,338 @@
+"""Read boxes of tensors: just the ranges of files that they lie in. No JAX.
+
+A box whose rows are whole is one range of its file. Of one that is a part of each row, every row
+has a range of its own: on disks those are read one by one, unless they are shorter than
+`_SHORT_BYTES` or nearly all of the rows; in buckets, where each costs a request, unless they are
+shorter than `_SHORT_REMOTE_BYTES`. What is not worth that is read with what lies between.
+Boxes of one process that lie side by side are read as one.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+from ostraka import _box, _pack
+from ostraka._box import Box
+from ostraka._damage import damage_on_loss, damaged
+from ostraka._memory import Array, Buffers, Scratch, map_pages
+from ostraka._parallel import StopSignal, run_as_completed
+from ostraka._source import OnBytes
+from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
+from ostraka.errors import StoreError
+from ostraka.formats._safetensors_files import TensorFile
+from ostraka.formats._safetensors_header import Tensor
+from ostraka.storage import FileReader, Store
+
+_CHUNK_BYTES = 8 << 20
+"""What is read at one time, with what lies between."""
+_SHORT_BYTES = 256
+_SHORT_REMOTE_BYTES = 1 << 20
+_NEARLY_ALL = 16 / 17
+"""Of a row: the rest of it is read, too."""
+
+
+class _Band(NamedTuple):
+    """A box of a tensor that is read at one time, and the targets that want elements of it."""
+
+    leaf: int
+    box: Box
+    wanted: tuple[int, ...]
+
+
+def read_tensors(
+    store: Store,
+    tensors: Sequence[tuple[TensorFile, Tensor]],
+    leaves: Sequence[LeafSpec],
+    targets: Sequence[Target],
+    on_bytes: OnBytes | None,
+) -> Iterator[tuple[int, Array]]:
+    """The number and the elements of each target, as soon as all of it is there."""
+    return _Reading(store, tensors, leaves, targets).run(on_bytes or (lambda nbytes: None))
+
+
+class _Reading:
+    def __init__(
+        self,
+        store: Store,
+        tensors: Sequence[tuple[TensorFile, Tensor]],
+        leaves: Sequence[LeafSpec],
+        targets: Sequence[Target],
+    ):
+        self._store = store
+        self._tensors = tensors
+        self._leaves = leaves
+        self._targets = targets
+        self._buffers = Buffers(targets, leaves)
+        self._missing = [_box.count(target.box) for target in targets]
+        """Of each target: the elements that are yet to come."""
+        self._scratch = Scratch()
+        self._rows = Scratch()
+        """For whole rows, of which a part is wanted."""
+        self._files = _OpenFiles(store)
+        self._short_bytes = _SHORT_REMOTE_BYTES if store.parts.is_remote else _SHORT_BYTES
+
+    def run(self, on_bytes: OnBytes) -> Iterator[tuple[int, Array]]:
+        empty = [number for number, missing in enumerate(self._missing) if missing == 0]
+        for number in empty:
+            self._allocate(self._targets[number].leaf, [number])
+        yield from ((number, self._buffers.take(number)) for number in empty)
+        try:
+            for _, (band, nbytes) in run_as_completed(
+                self._execute,
+                self._bands(),
+                threads=self._store.parts.reads_at_once,
+                stop=StopSignal(),
+            ):
+                on_bytes(nbytes)
+                for number in band.wanted:
+                    shared = _shared(band.box, self._targets[number].box)
+                    self._missing[number] -= _box.count(shared)
+                    if self._missing[number] == 0:
+                        yield number, self._buffers.take(number)
+        finally:
+            self._files.close()
+
+    # What to read
+
+    def _bands(self) -> Iterator[_Band]:
+        """In the order of files, and of places in them; memory is made as they come."""
+        by_leaf: dict[int, list[int]] = {}
+        for number, target in enumerate(self._targets):
+            if self._missing[number]:
+                by_leaf.setdefault(target.leaf, []).append(number)
+        file: TensorFile | None = None
+        for leaf in sorted(by_leaf, key=self._place_of):
+            if file is not None and file.name != self._tensors[leaf][0].name:
+                self._files.end(file)
+            file = self._tensors[leaf][0]
+            for area, numbers in self._areas(leaf, by_leaf[leaf]):
+                self._allocate(leaf, numbers)
+                for box in self._cut(leaf, area):
+                    targets = ((n, self._targets[n].box) for n in numbers)
+                    wanted = [n for n, other in targets if _box.intersect(box, other) is not None]
+                    self._files.expect(file)
+                    yield _Band(leaf, box, tuple(wanted))
+
+    def _place_of(self, leaf: int) -> tuple[str, int, int]:
+        file, tensor = self._tensors[leaf]
+        return file.name, tensor.start, leaf
+
+    def _areas(self, leaf: int, numbers: Sequence[int]) -> list[tuple[Box, list[int]]]:
+        """Boxes that cover the targets of a leaf, each with the targets that it has elements of."""
+        if DTYPES[self._leaves[leaf].dtype].packed:
+            return [(_box.full(self._leaves[leaf].shape), list(numbers))]
+        areas = [(self._targets[number].box, [number]) for number in numbers]
+        for dimension in reversed(range(len(self._leaves[leaf].shape))):
+            areas = _joined(areas, dimension)
+        return sorted(areas, key=lambda area: area[0])
+
+    def _cut(self, leaf: int, area: Box) -> Iterator[Box]:
+        spec = self._leaves[leaf]
+        if DTYPES[spec.dtype].packed:
+            return iter([area])
+        most = _CHUNK_BYTES // numpy_dtype(spec.dtype).itemsize
+        return _box.bands(area, _box.full(spec.shape), most)
+
+    def _allocate(self, leaf: int, numbers: Sequence[int]) -> None:
+        try:
+            self._buffers.allocate(numbers)
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            spec = self._leaves[leaf]
+            raise StoreError(
+                f"leaf {spec.path!r} has {spec.nbytes:,} bytes, for which there is no memory; "
+                "restore a part of it",
+                errno=errno.ENOMEM,
+            ) from error
+
+    # Reading
+
+    def _execute(self, band: _Band) -> tuple[_Band, int]:
+        """Read a band; returns it, and how many bytes of the file that took."""
+        file, tensor = self._tensors[band.leaf]
+        spec = self._leaves[band.leaf]
+        with self._files.opened(file) as reader:
+            if DTYPES[spec.dtype].packed:
+                data = self._scratch.take(tensor.nbytes)
+                self._read(file, reader, tensor.start, data, spec)
+                self._give(band, _pack.unpack(data, spec.dtype, prod(spec.shape)), spec)
+                return band, tensor.nbytes
+            if len(band.wanted) == 1 and _box.is_contiguous(
+                band.box, self._targets[band.wanted[0]].box
+            ):
+                target = self._targets[band.wanted[0]].box
+                itemsize = numpy_dtype(spec.dtype).itemsize
+                start, stop = _box.flat_span(band.box, target)
+                whole = self._buffers.array(band.wanted[0]).reshape(-1).view("u1")
+                memory = whole[start * itemsize : stop * itemsize]
+                map_pages(memory)
+                return band, self._read_box(file, reader, tensor, band.box, spec, memory)
+            itemsize = numpy_dtype(spec.dtype).itemsize
+            memory = self._scratch.take(_box.count(band.box) * itemsize)
+            nbytes = self._read_box(file, reader, tensor, band.box, spec, memory)
+            self._give(band, memory.view(numpy_dtype(spec.dtype)), spec)
+            return band, nbytes
+
+    def _give(self, band: _Band, elements: Array, spec: LeafSpec) -> None:
+        """Copy the elements of a band to the targets that want them."""
+        box = band.box
+        array = elements.reshape(_box.shape_of(box))
+        for number in band.wanted:
+            target = self._targets[number].box
+            shared = _shared(box, target)
+            memory = self._buffers.array(number)[(*_box.slices(shared, target), ...)]
+            if memory.flags.c_contiguous:
+                map_pages(memory)
+            memory[...] = array[(*_box.slices(shared, box), ...)]
+
+    def _read_box(
+        self,
+        file: TensorFile,
+        reader: FileReader,
+        tensor: Tensor,
+        box: Box,
+        spec: LeafSpec,
+        memory: Array,
+    ) -> int:
+        """Fill memory with the elements of a box, in their order; returns the bytes read."""
+        within = _box.full(spec.shape)
+        itemsize = numpy_dtype(spec.dtype).itemsize
+        rows = _box.rows_around(box, within)
+        first, last = _box.flat_span(rows, within)
+        start, span = tensor.start + first * itemsize, (last - first) * itemsize
+        if rows == box:
+            self._read(file, reader, start, memory, spec)
+            return span
+        run, offsets = _runs(box, spec.shape)
+        run_bytes = run * itemsize
+        if run_bytes < self._short_bytes or memory.size >= _NEARLY_ALL * span:
+            data = self._rows.take(span)
+            self._read(file, reader, start, data, spec)
+            array = data.view(numpy_dtype(spec.dtype)).reshape(_box.shape_of(rows))
+            wanted = memory.view(numpy_dtype(spec.dtype)).reshape(_box.shape_of(box))
+            wanted[...] = array[_box.slices(box, rows)]
+            return span
+        for number, offset in enumerate(offsets):
+            part = memory[number * run_bytes : (number + 1) * run_bytes]
+            self._read(file, reader, tensor.start + offset * itemsize, part, spec)
+        return memory.size
+
+    def _read(
+        self,
+        file: TensorFile,
+        reader: FileReader,
+        start: int,
+        memory: Array,
+        spec: LeafSpec,
+    ) -> None:
+        with damage_on_loss(lambda found: damaged(self._store, file.name, found, (spec.path,))):
+            found = reader.read_into(start, [memory])
+        if found != memory.nbytes:
+            raise damaged(self._store, file.name, "it is shorter than it was", (spec.path,))
+
+
+def _shared(one: Box, other: Box) -> Box:
+    """What two boxes share that have something in common."""
+    found = _box.intersect(one, other)
+    assert found is not None
+    return found
+
+
+def _joined(areas: Sequence[tuple[Box, list[int]]], dimension: int) -> list[tuple[Box, list[int]]]:
+    """Boxes that differ in one dimension only, and touch or overlap there, made one."""
+
+    def others(box: Box) -> Box:
+        return (*box[:dimension], *box[dimension + 1 :])
+
+    joined: list[tuple[Box, list[int]]] = []
+    for box, numbers in sorted(areas, key=lambda area: (others(area[0]), area[0][dimension])):
+        if joined:
+            last, members = joined[-1]
+            (start, stop), (low, high) = last[dimension], box[dimension]
+            if others(last) == others(box) and low <= stop:
+                span = (start, max(stop, high))
+                whole = (*last[:dimension], span, *last[dimension + 1 :])
+                joined[-1] = (whole, [*members, *numbers])
+                continue
+        joined.append((box, numbers))
+    return joined
+
+
+def _runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
+    """How long the runs of a box are, and where each begins, in elements of the tensor."""
+    strides = [1] * len(shape)
+    for dimension in reversed(range(len(shape) - 1)):
+        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
+    inner = len(shape)
+    while inner and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    # The last dimension that is cut belongs to the run, with all that is whole below it.
+    at = max(inner - 1, 0)
+    run = (box[at][1] - box[at][0]) * strides[at]
+    offsets = [box[at][0] * strides[at]]
+    for dimension in reversed(range(at)):
+        start, stop = box[dimension]
+        steps = [position * strides[dimension] for position in range(start, stop)]
+        offsets = [step + offset for step in steps for offset in offsets]
+    return run, offsets
+
+
+class _OpenFiles:
+    """Files that are open as long as something is to be read of them."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._readers: dict[str, FileReader] = {}
+        self._reads_left: Counter[str] = Counter()
+        self._ended: set[str] = set()
+        """Files of which all that is to be read is known."""
+        self._lock = threading.Lock()
+
+    def expect(self, file: TensorFile) -> None:
+        """There will be one more read of a file."""
+        with self._lock:
+            self._reads_left[file.name] += 1
+
+    def end(self, file: TensorFile) -> None:
+        """There will be no more reads of a file than are expected now."""
+        with self._lock:
+            self._ended.add(file.name)
+            self._close_if_done(file.name)
+
+    @contextmanager
+    def opened(self, file: TensorFile) -> Generator[FileReader]:
+        with self._lock:
+            if file.name not in self._readers:
+                self._readers[file.name] = self._open(file)
+            reader = self._readers[file.name]
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._reads_left[file.name] -= 1
+                self._close_if_done(file.name)
+
+    def _open(self, file: TensorFile) -> FileReader:
+        with damage_on_loss(partial(damaged, self._store, file.name)):
+            reader = file.open()
+        if reader.size == file.size:
+            return reader
+        reader.close()
+        text = f"it has {reader.size:,} bytes, and had {file.size:,} when it was opened"
+        raise damaged(self._store, file.name, text)
+
+    def _close_if_done(self, name: str) -> None:
+        if name in self._ended and not self._reads_left[name] and name in self._readers:
+            self._readers.pop(name).close()
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+            self._readers.clear()

@@ -1,0 +1,149 @@
+"""Read a result again, by what its own files say, and compare it with what the source had."""
+
+from __future__ import annotations
+
+import ast
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from ostraka._checkpoint import unless_replaced
+from ostraka._memory import Scratch
+from ostraka._parallel import StopSignal, run_all
+from ostraka._source import Source
+from ostraka._spec import DTYPES, Target, numpy_dtype
+from ostraka.errors import Damaged, Problem
+from ostraka.interop._work import Digests, Piece, Tally, Work, digest_of, read_together
+from ostraka.interop._write_files import digest_range, offset_of, piece_bytes
+from ostraka.storage import Store
+
+_THREADS = 4
+_LOCAL_HEADER_BYTES = 30
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, and what it is, as its file says."""
+
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_files(
+    work: Work, digests: Digests, store: Store, places: Mapping[str, Place], tally: Tally
+) -> None:
+    """Compare all tensors with what was read from the source. Raises Damaged."""
+    problems = _differences(work, store, places)
+    if problems:
+        raise Damaged(store.location, problems)
+    scratch, stop = Scratch(), StopSignal()
+
+    def check(group: Sequence[Piece]) -> None:
+        file = places[work.items[group[0].item].name].file
+        with closing(store.open(file)) as reader:
+            for piece in group:
+                stop.check()
+                item = work.items[piece.item]
+                nbytes = piece_bytes(work, piece)
+                start = places[item.name].start + offset_of(work, piece)
+                if digest_range(reader, start, nbytes, scratch) != digests[piece]:
+                    raise _not_as_written(store.location, file, item.path)
+                tally.add(nbytes)
+
+    by_file: dict[str, list[Piece]] = {}
+    for piece in digests:
+        by_file.setdefault(places[work.items[piece.item].name].file, []).append(piece)
+    groups = (group for of_file in by_file.values() for group in read_together(work, of_file))
+    run_all(check, groups, threads=_THREADS, stop=stop)
+
+
+def _differences(work: Work, store: Store, places: Mapping[str, Place]) -> list[Problem]:
+    problems: list[Problem] = []
+    wanted = {item.name: item.spec for item in work.items}
+    for path in wanted.keys() ^ places.keys():
+        what = "is not in it" if path in wanted else "is in it, and was not converted"
+        problems.append(Problem(store.location, f"the tensor {path!r} {what}"))
+    for path in wanted.keys() & places.keys():
+        place, spec = places[path], wanted[path]
+        if (place.dtype, place.shape) != (spec.dtype, spec.shape):
+            found = f"it is {place.dtype} {place.shape}, not {spec.dtype} {spec.shape}"
+            problems.append(Problem(place.file, found, (path,)))
+    return problems
+
+
+def _not_as_written(location: str, file: str, path: str) -> Damaged:
+    found = "what was read back is not what was written; convert again, and check the disk"
+    return Damaged(location, [Problem(file, found, (path,))])
+
+
+def check_source(
+    work: Work,
+    digests: Digests,
+    found: Source,
+    number_of: Callable[[Piece], int],
+    tally: Tally,
+) -> None:
+    """Compare pieces with those that the result has as a checkpoint. Raises Damaged."""
+    stop = StopSignal()
+
+    def check(group: Sequence[Piece]) -> None:
+        targets = [Target(number_of(piece), piece.box) for piece in group]
+        with unless_replaced(found):
+            for at, array in found.read(targets):
+                stop.check()
+                piece = group[at]
+                item = work.items[piece.item]
+                is_same = array.dtype == numpy_dtype(item.spec.dtype)
+                if not is_same or digest_of(array) != digests[piece]:
+                    raise _not_as_written(found.location, found.location, item.path)
+                tally.add(array.nbytes)
+
+    run_all(check, read_together(work, list(digests)), threads=2, stop=stop)
+
+
+# What files say
+
+
+def find_in_safetensors(store: Store, names: Sequence[str]) -> dict[str, Place]:
+    """The tensors in files, by what the headers say."""
+    dtypes = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque}
+    places: dict[str, Place] = {}
+    for name in names:
+        with closing(store.open(name)) as reader:
+            read = partial(_read, reader)
+            (length,) = struct.unpack("<Q", read(0, 8))
+            header: dict[str, Any] = json.loads(read(8, length))
+        header.pop("__metadata__", None)
+        for path, about in header.items():
+            start = 8 + length + about["data_offsets"][0]
+            places[path] = Place(name, start, dtypes[about["dtype"]], tuple(about["shape"]))
+    return places
+
+
+def find_in_npz(store: Store, name: str) -> dict[str, Place]:
+    """The arrays in a `.npz` file, by what Python's zipfile and their headers say."""
+    with closing(store.open(name)) as reader:
+        read = partial(_read, reader)
+        with zipfile.ZipFile(f"{store.location}/{name}") as listed:
+            entries = listed.infolist()
+        places: dict[str, Place] = {}
+        for entry in entries:
+            local = read(entry.header_offset, _LOCAL_HEADER_BYTES)
+            lengths = struct.unpack("<2H", local[-4:])
+            start = entry.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+            (length,) = struct.unpack("<H", read(start + 8, 2))
+            about = cast("dict[str, Any]", ast.literal_eval(read(start + 10, length).decode()))
+            dtype = numpy_dtype(about["descr"]).name
+            path = entry.filename.removesuffix(".npy")
+            places[path] = Place(name, start + 10 + length, dtype, about["shape"])
+    return places
+
+
+def _read(reader: Any, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: reader.read_into(start, [data])])

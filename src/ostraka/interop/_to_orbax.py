@@ -1,0 +1,235 @@
+"""Write a checkpoint that Orbax restores. TensorStore writes its database; Orbax is not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostraka import _box
+from ostraka._nodes import ArrayNumber, leaves_of
+from ostraka._parallel import ByteBudget, StopSignal, run_all
+from ostraka._spec import numpy_dtype
+from ostraka._step_names import step_of
+from ostraka.errors import Damaged, Problem, StoreError, UnsupportedFormat
+from ostraka.formats import open_source
+from ostraka.formats._orbax_files import COMMITTED, STEP_METADATA
+from ostraka.formats._ostraka import ORBAX_KEY
+from ostraka.interop._orbax_plan import OrbaxArray, OrbaxPlan
+from ostraka.interop._read_back import check_source
+from ostraka.interop._work import Array, Digests, Piece, Tally, Work, digest_of
+from ostraka.interop._workplace import Note, Workplace
+from ostraka.storage import LocalStore
+
+ITEM = "default"
+"""The item of a step, as CheckpointManager calls the only one that there is."""
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_OF_TREE = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_OF_ITEM = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
+_HELD_BYTES = 96 << 20
+"""How much of arrays is on its way at one time; TensorStore has copies of it."""
+_TOGETHER_BYTES = 8 << 20
+_THREADS = 3
+
+
+def is_step(target: str) -> bool:
+    """Whether a path is that of a step of Orbax's CheckpointManager, by its name."""
+    return step_of(os.path.basename(target.rstrip("/"))) is not None
+
+
+def write_orbax(
+    work: Work, plan: OrbaxPlan, place: Workplace, *, as_step: bool, tally: Tally
+) -> Digests:
+    """Write all of a checkpoint; chunks that an earlier conversion has written stay."""
+    item = os.path.join(place.files.location, ITEM) if as_step else place.files.location
+    os.makedirs(os.path.join(item, "array_metadatas"), exist_ok=True)
+    database = _Database(item)
+    chunks = [
+        (array, key, Piece(array.item, box)) for array in plan.arrays for key, box in array.chunks()
+    ]
+    notes = _find_written(database, chunks, place)
+    tally.add(sum(_nbytes(chunks[number]) for number in notes), kept=True)
+    missing = [number for number in range(len(chunks)) if number not in notes]
+    budget, stop = ByteBudget(_HELD_BYTES), StopSignal()
+
+    def write(numbers: Sequence[int]) -> None:
+        with budget.hold(sum(_nbytes(chunks[number]) for number in numbers), stop.check):
+            number_of = {chunks[number][2]: number for number in numbers}
+            under_way: list[tuple[int, Note, Any]] = []
+            for piece, array in work.read(list(number_of)):
+                stop.check()
+                number = number_of[piece]
+                data = _padded(array, chunks[number][0].chunk)
+                note = Note(digest_of(array), 0)
+                under_way.append((number, note, database.write(chunks[number][1], data)))
+            for number, note, writing in under_way:
+                database.wait(writing)
+                notes[number] = note
+                place.journal.note(number, note)
+                tally.add(_nbytes(chunks[number]))
+
+    run_all(write, _groups(chunks, missing), threads=_THREADS, stop=stop)
+    values = {f"{array.name}/.zarray": array.zarray for array in plan.arrays} | {**plan.values}
+    for writing in [database.write(key, data) for key, data in values.items()]:
+        database.wait(writing)
+    _write_small_files(place.files, item, plan, as_step, work)
+    return {chunks[number][2]: note.digest for number, note in notes.items()}
+
+
+_Chunk = tuple[OrbaxArray, str, Piece]
+
+
+def _nbytes(chunk: _Chunk) -> int:
+    return _box.count(chunk[2].box) * numpy_dtype(chunk[0].spec.dtype).itemsize
+
+
+def _groups(chunks: Sequence[_Chunk], numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Chunks that are read and written together: small ones, which share blocks and commits."""
+    group: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        if group and nbytes + _nbytes(chunks[number]) > _TOGETHER_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(number)
+        nbytes += _nbytes(chunks[number])
+    if group:
+        yield group
+
+
+def _padded(array: Array, chunk: Sequence[int]) -> bytes:
+    """A chunk as zarr stores it: those at the end of an array are filled up."""
+    if array.shape != tuple(chunk):
+        whole = np.zeros(chunk, array.dtype)
+        whole[tuple(slice(0, size) for size in array.shape)] = array
+        array = whole
+    return array.tobytes()
+
+
+def _find_written(
+    database: _Database, chunks: Sequence[_Chunk], place: Workplace
+) -> dict[int, Note]:
+    """What an earlier conversion has noted, by number, where the database has the same."""
+
+    def check(found: tuple[int, Note]) -> bool:
+        number, note = found
+        array, key, piece = chunks[number]
+        data = database.read(key)
+        dtype = numpy_dtype(array.spec.dtype)
+        if data is None or len(data) != np.prod(array.chunk, dtype=int) * dtype.itemsize:
+            return False
+        whole = np.frombuffer(data, dtype).reshape(array.chunk)
+        part = whole[tuple(slice(0, stop - start) for start, stop in piece.box)]
+        return digest_of(part) == note.digest
+
+    notes = [entry for entry in place.journal.read().items() if entry[0] < len(chunks)]
+    if notes and not database.is_readable():
+        database.remove()
+        return {}
+    are_good = run_all(check, notes, threads=_THREADS, stop=StopSignal())
+    return {number: note for (number, note), good in zip(notes, are_good, strict=True) if good}
+
+
+class _Database:
+    """The OCDBT database of an item. What has been written is durable once it was waited for."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._opened: Any = None
+
+    def _store(self) -> Any:
+        if self._opened is None:
+            ts = import_tensorstore()
+            base = {"driver": "file", "path": f"{self._directory}/"}
+            context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
+            spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool"}
+            self._opened = ts.KvStore.open(spec, context=context).result()
+        return self._opened
+
+    def write(self, key: str, data: bytes) -> Any:
+        return self._store().write(key, data)
+
+    def wait(self, writing: Any) -> None:
+        try:
+            writing.result()
+        except Exception as error:
+            why = " ".join(str(error).split())[:300]
+            raise StoreError(f"can't write the database in {self._directory}: {why}") from error
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            found = self._store().read(key).result()
+        except Exception:
+            return None
+        return found.value if found.state == "value" else None
+
+    def is_readable(self) -> bool:
+        try:
+            self._store().list().result()
+        except Exception:
+            return False
+        return True
+
+    def remove(self) -> None:
+        self._opened = None
+        shutil.rmtree(os.path.join(self._directory, "d"), ignore_errors=True)
+        LocalStore(self._directory).delete("manifest.ocdbt")
+
+
+def import_tensorstore() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise UnsupportedFormat(
+            "writing an Orbax checkpoint needs TensorStore, which is not installed; "
+            "pip install 'ostraka[orbax]'"
+        ) from error
+    return tensorstore
+
+
+def _write_small_files(
+    store: LocalStore, item: str, plan: OrbaxPlan, as_step: bool, work: Work
+) -> None:
+    now = time.time_ns()
+    user = dict(work.source.saved.user)
+    user.pop(ORBAX_KEY, None)
+    metrics = user.pop("metrics", {})
+    about: dict[str, Any] = {
+        "item_handlers": {ITEM: _OF_ITEM} if as_step else _OF_TREE,
+        "metrics": metrics,
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": user,
+    }
+    for name, data in plan.files.items():
+        LocalStore(item).put(name, data)
+    if as_step:
+        LocalStore(item).put(COMMITTED, b"Converted by Ostraka")
+    store.put(STEP_METADATA, json.dumps(about).encode())
+    store.put(COMMITTED, b"Converted by Ostraka")
+
+
+def check_orbax(
+    work: Work, plan: OrbaxPlan, place: Workplace, digests: Digests, tally: Tally
+) -> None:
+    """Read the result as any checkpoint of Orbax, and compare it. Raises Damaged."""
+    found = open_source(place.files)
+    leaves = {leaf.path: leaf.value for leaf in leaves_of(found.tree)}
+    numbers: Mapping[int, Any] = {array.item: leaves.get(array.path) for array in plan.arrays}
+    lost = [array for array in plan.arrays if not isinstance(leaves.get(array.path), ArrayNumber)]
+    lost = [array for array in lost if array.spec.kind != "scalar"]
+    if lost:
+        problem = Problem("_METADATA", "an array was not found again", (lost[0].path,))
+        raise Damaged(place.files.location, [problem])
+    of_arrays = {
+        piece: digest
+        for piece, digest in digests.items()
+        if isinstance(numbers[piece.item], ArrayNumber)
+    }
+    check_source(work, of_arrays, found, lambda piece: numbers[piece.item].number, tally)

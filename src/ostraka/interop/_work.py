@@ -1,0 +1,244 @@
+"""What is converted: the chosen leaves of a source, as the target is to have them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ostraka import _box, _format, _pack, _pattern
+from ostraka._box import Box
+from ostraka._capture import DtypeRule, check_dtype_rule, floating_dtype, may_cast
+from ostraka._checkpoint import unless_replaced
+from ostraka._document import encode
+from ostraka._nodes import (
+    ArrayNumber,
+    Branch,
+    Kept,
+    Leaf,
+    Lost,
+    Node,
+    find_shared,
+    leaves_of,
+    prune,
+)
+from ostraka._pattern import Patterns
+from ostraka._source import Source
+from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, Target, numpy_dtype
+from ostraka._values import flat_bytes
+from ostraka.errors import InvalidTree, name_few
+
+Array = np.ndarray[Any, Any]
+OnBytes = Callable[[int, int], None]
+"""Told of progress: the bytes that are done, and those that there are."""
+
+WHOLE_BYTES = 128 << 20
+"""What is read at once of an array whose rows lie scattered in the source, as transposed ones do:
+for each band all of it may have to be read."""
+BAND_BYTES = 32 << 20
+"""What is read at once of others."""
+_TOGETHER_BYTES = 16 << 20
+"""Small arrays share blocks of files, and are read together: so much of them."""
+
+
+_RESERVED = "__metadata__"
+"""What safetensors has for something else than a tensor."""
+
+
+class Item(NamedTuple):
+    """An array that the target has under a path; another path may have the same one."""
+
+    path: str
+    number: int
+    """In the source."""
+    spec: LeafSpec
+    """As the target is to have it."""
+    name: str
+    """What a file of tensors calls it: its key in a flat dict, such as tensors of files are; else
+    its path."""
+
+
+class Piece(NamedTuple):
+    """A box of an item that is read at once."""
+
+    item: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A source, and what of it is converted."""
+
+    source: Source
+    tree: Node
+    items: tuple[Item, ...]
+    is_whole: bool
+    """Whether that is all of the source."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.spec.nbytes for item in self.items)
+
+    @property
+    def other_leaves(self) -> list[Leaf]:
+        """Leaves that are values and no arrays: numbers, texts, states of iterators.
+
+        None, and what no checkpoint has the value of, is not among them.
+        """
+        return [
+            leaf
+            for leaf in leaves_of(self.tree)
+            if leaf.value is not None and not isinstance(leaf.value, ArrayNumber | Kept)
+        ]
+
+    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Array]]:
+        """The elements of pieces, in the target's dtype, as they come."""
+        targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
+        with unless_replaced(self.source):
+            for at, array in self.source.read(targets):
+                dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
+                yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
+
+    def document(self) -> tuple[Any, tuple[LeafSpec, ...], tuple[int, ...]]:
+        """The tree as `_METADATA` has it, its arrays, and for each of them an item."""
+        first: dict[int, int] = {}
+        """By number in the source."""
+        for at, item in enumerate(self.items):
+            first.setdefault(item.number, at)
+        if self.is_whole and len(first) == len(self.source.saved.leaves):
+            order = range(len(self.source.saved.leaves))
+            tree = self.source.saved.tree
+        else:
+            order = list(first)
+            new = {number: at for at, number in enumerate(order)}
+            numbers = {item.path: new[item.number] for item in self.items}
+            tree = encode(self.tree, numbers, find_shared(self.tree, lambda value: False).variables)
+        found = tuple(first[number] for number in order)
+        return tree, tuple(self.items[at].spec for at in found), found
+
+
+def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
+    """What of a source is converted, and to which dtypes.
+
+    Raises ValueError for a pattern that matches nothing, InvalidTree for what can't be read.
+    """
+    tree: Node | None = source.tree
+    if only is not None:
+        paths = [leaf.path for leaf in leaves_of(source.tree)]
+        for pattern in _pattern.unmatched([only] if isinstance(only, str) else only, paths):
+            raise ValueError(f"only has {pattern}, which matches no leaf of {source.location}")
+        tree = prune(source.tree, lambda leaf: _pattern.selects(only, leaf.path))
+    if tree is None:
+        raise ValueError(f"only={only!r} leaves out every leaf of {source.location}")
+    leaves = list(leaves_of(tree))
+    lost = [leaf for leaf in leaves if isinstance(leaf.value, Lost)]
+    if lost:
+        raise InvalidTree(
+            f"{name_few([leaf.path for leaf in lost])} of {source.location} can't be read: "
+            f"{lost[0].value.why}; leave it out with only"
+        )
+    names = _keys_of(tree)
+    items = [
+        Item(
+            leaf.path,
+            leaf.value.number,
+            source.saved.leaves[leaf.value.number],
+            names.get(leaf.path, leaf.path),
+        )
+        for leaf in leaves
+        if isinstance(leaf.value, ArrayNumber)
+    ]
+    if dtype is not None:
+        check_dtype_rule(dtype, [item.spec for item in items])
+        items = [item._replace(spec=_cast(item.spec, dtype)) for item in items]
+    return Work(source, tree, tuple(items), is_whole=only is None)
+
+
+def _keys_of(tree: Node) -> dict[str, str]:
+    """By path, the keys of a flat dict whose keys are text; nothing for any other tree."""
+    if not isinstance(tree, Branch) or tree.kind != "dict":
+        return {}
+    pairs = list(zip(tree.keys, tree.children, strict=True))
+    if not all(type(key) is str and isinstance(child, Leaf) for key, child in pairs):
+        return {}
+    return {child.path: key for key, child in pairs if key != _RESERVED}
+
+
+def _cast(spec: LeafSpec, rule: DtypeRule) -> LeafSpec:
+    wanted = floating_dtype(rule, spec.path)
+    if wanted is None or wanted == spec.dtype or not may_cast(spec):
+        return spec
+    return replace(spec, dtype=wanted, cast_from=spec.dtype)
+
+
+def bytes_of(array: Array) -> Array:
+    """The bytes of an array as files have them."""
+    if array.dtype.name in DTYPES and DTYPES[array.dtype.name].packed:
+        return _pack.pack(array)
+    return flat_bytes(array)
+
+
+def digest_of(array: Array) -> str:
+    return _format.block_digest([bytes_of(array)])
+
+
+def band_bytes(work: Work, number: int) -> int:
+    """How much of an item is read at once."""
+    item = work.items[number]
+    grid = work.source.grid_of(item.number)
+    is_across = item.spec.mesh == HOST_LOCAL and grid[:1] == (1,) and max(grid) > 1
+    return WHOLE_BYTES if is_across else BAND_BYTES
+
+
+def bands_of(work: Work, number: int) -> list[Piece]:
+    """An item as boxes that follow each other in the order of its elements."""
+    spec = work.items[number].spec
+    whole = _box.full(spec.shape)
+    dtypes = (spec.dtype, spec.cast_from or spec.dtype)
+    most = band_bytes(work, number) // max(numpy_dtype(dtype).itemsize for dtype in dtypes)
+    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
+    return [Piece(number, band) for band in bands]
+
+
+def read_together(work: Work, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in groups, each of which is read at once; small ones together."""
+    group: list[Piece] = []
+    group_bytes = 0
+    for piece in pieces:
+        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
+        if group and group_bytes + nbytes > _TOGETHER_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(piece)
+        group_bytes += nbytes
+    if group:
+        yield group
+
+
+class Tally:
+    """How far a conversion has come; any thread may add to it.
+
+    Every byte is written and read back: both count for half.
+    """
+
+    def __init__(self, total_bytes: int, on_bytes: OnBytes | None):
+        self.kept = 0
+        """Bytes that an unfinished conversion had written already."""
+        self._total = total_bytes
+        self._done = 0
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, *, kept: bool = False) -> None:
+        with self._lock:
+            self._done += nbytes
+            self.kept += nbytes if kept else 0
+            if self._on_bytes is not None:
+                self._on_bytes(min(self._done // 2, self._total), self._total)
+
+
+Digests = Mapping[Piece, str]
+"""Of what was read from the source, and is to be found in the target."""

@@ -1,0 +1,41 @@
+"""Small models of `transformers`, saved as it saves them, with their logits.
+
+This runs in an environment with torch and transformers. It reads `{name: config}` on stdin, and
+makes a directory for each below the one that is its argument: what `save_pretrained` writes, in
+many small files, and `tokens.npy` and `logits.npy`. With `--no-logits` those are left out.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+
+
+def write(config: dict[str, Any], directory: Path, *, has_logits: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), attn_implementation="eager"
+    )
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms are all ones or zeros, which hides mistakes
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+    model.save_pretrained(directory, max_shard_size="40KB")
+    if not has_logits:
+        return
+    tokens = torch.randint(0, config["vocab_size"], (2, 9))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    np.save(directory / "tokens.npy", tokens.numpy())
+    np.save(directory / "logits.npy", logits.numpy())
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name, config in json.load(sys.stdin).items():
+        write(config, Path(sys.argv[1]) / name, has_logits="--no-logits" not in sys.argv)
