@@ -43,9 +43,9 @@ def decode_runs(
     count = count_runs(runs)
     if count > _MOST_NUMBERS:
         raise ValueError("a list of numbers is longer than any checkpoint needs")
+    if any(max(abs(start), abs(start + step * length)) >> 63 for start, step, length in runs):
+        raise ValueError("a list of numbers has one that is too large")
     if allowance is not None:
-        if any(max(abs(start), abs(start + step * length)) >> 63 for start, step, length in runs):
-            raise ValueError("a list of numbers has one that is too large")
         own = sum(length for start, step, length in runs if not _is_shared(start, step, length))
         allowance.take(count * (_BYTES_IN_LIST + each_bytes) + own * _BYTES_OF_INT)
     numbers: list[int] = []
