@@ -23,6 +23,7 @@ from ostraka.cli import main
 
 COMMANDS = (
     "completion",
+    "convert",
     "copy",
     "diff",
     "gc",

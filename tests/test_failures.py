@@ -866,16 +866,16 @@ def restore_while_replaced(path: str) -> int | str:
     real = _read.open_at
     waited = False
 
-    def load(store: Any) -> Any:
+    def load(store: Any, names: Any) -> Any:
         nonlocal waited
         if waited:
-            return real(store)
+            return real(store, names)
         waited = True
         if me != 0:
             while not at(path + ".replaced").exists():
                 time.sleep(0.01)
-            return real(store)
-        found = real(store)
+            return real(store, names)
+        found = real(store, names)
         at(path + ".new").rename(at(f"{path}/_METADATA"))  # pyright: ignore[reportArgumentType]
         at(path + ".replaced").touch()
         return found

@@ -160,14 +160,16 @@ def write_shards(
         beside,
         journal,
     )
-    missing = [file for file in files if file.name not in finished]
+    missing = [file for file in files if file.name not in finished] if finished else files
     shards = [_Shard(job, file, contents[file.device, file.part]) for file in missing]
     progress.total = sum(map(attrgetter("size"), missing))
     groups = [] if parity is None else _plan_groups(job, shards, plan, parity)
     try:
         _write_all(job, shards, groups, progress)
-        known = {**finished, **{shard.name: shard.digests() for shard in shards}}
-        digests = {file.name: known[file.name] for file in files}
+        digests = {shard.name: shard.digests() for shard in shards}
+        if finished:
+            known = {**finished, **digests}
+            digests = {file.name: known[file.name] for file in files}
         # Parity has copies of the index, whose length must be known before: not that of identities.
         where = "" if parity is not None else store.location
         index = _format.encode_index(
