@@ -3,6 +3,9 @@
 This runs in an environment with torch and transformers. It reads `{name: config}` on stdin, and
 makes a directory for each below the one that is its argument: what `save_pretrained` writes, in
 many small files, and `tokens.npy` and `logits.npy`. With `--no-logits` those are left out.
+
+With `--load`, the argument is the directory of a model, which `transformers` loads. Then the keys
+that it misses or does not know are printed, and `logits.npy` is written for `tokens.npy` there.
 """
 
 import json
@@ -34,8 +37,22 @@ def write(config: dict[str, Any], directory: Path, *, has_logits: bool) -> None:
     np.save(directory / "logits.npy", logits.numpy())
 
 
+def load(directory: Path) -> None:
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="eager", local_files_only=True
+    )
+    tokens = torch.from_numpy(np.load(directory / "tokens.npy"))
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits
+    np.save(directory / "logits.npy", logits.numpy())
+    print(json.dumps([name for kind in about.values() for name in kind]))
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if "--load" in sys.argv:
+        load(Path(sys.argv[1]))
+        sys.exit()
     for name, config in json.load(sys.stdin).items():
         write(config, Path(sys.argv[1]) / name, has_logits="--no-logits" not in sys.argv)
