@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
+from orbax.checkpoint._src.serialization import type_handler_registry
 
 import orbax_user_scenarios as orbax_user_scenarios  # adds to the scenarios
 import ostraka.compat.orbax
@@ -29,6 +30,17 @@ def quiet():
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """What a scenario tells Orbax of types holds for itself alone: others read with Orbax, too."""
+    of_orbax: Any = type_handler_registry.GLOBAL_TYPE_HANDLER_REGISTRY
+    by_type, by_name = list(of_orbax._type_registry), dict(of_orbax._typestr_registry)
+    yield
+    of_orbax._type_registry[:] = by_type
+    of_orbax._typestr_registry.clear()
+    of_orbax._typestr_registry.update(by_name)
 
 
 @pytest.mark.parametrize("found", SCENARIOS, ids=lambda s: s.run.__name__)

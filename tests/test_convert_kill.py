@@ -65,9 +65,12 @@ _work.BAND_BYTES = 1 << 17
 _to_ostraka.MAX_FILE_BYTES = 1 << 20
 _to_ostraka._SMALL_BYTES = 0
 source, target, to, kill_at = sys.argv[1:]
+sent = []
 def tell(done, total):
-    # Half of it is writing, the other half reading back.
-    if 100 * done >= int(kill_at) * total:
+    # Half of it is writing, the other half reading back. Once: a second Ctrl-C does not wait for
+    # threads any more, and TensorStore aborts a program that ends while one is in a call of it.
+    if 100 * done >= int(kill_at) * total and not sent:
+        sent.append(True)
         os.kill(os.getpid(), signal.{signal})
 try:
     report = convert(source, target, to=to, on_bytes=tell)

@@ -505,6 +505,7 @@ def test_copies(tmp_path: Path):
 def test_a_manager_is_not_confused(tmp_path: Path):
     manager = ostraka.Manager(tmp_path)
     manager.save(3, {"w": jnp.ones(3)})
+    manager.wait()
     write_hf(tmp_path / "7", llama_tensors())
     damaged = write_hf(tmp_path / "step_9", llama_tensors())
     (damaged / "model-00001-of-00004.safetensors").unlink()

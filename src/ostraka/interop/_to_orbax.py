@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from ostraka import _box
 from ostraka._nodes import ArrayNumber, leaves_of
-from ostraka._parallel import ByteBudget, StopSignal, run_all
+from ostraka._parallel import ByteBudget, Stopped, StopSignal, run_all
 from ostraka._spec import numpy_dtype
 from ostraka._step_names import step_of
 from ostraka.errors import Damaged, Problem, StoreError, UnsupportedFormat
@@ -73,10 +75,13 @@ def write_orbax(
                 place.journal.note(number, note)
                 tally.add(_nbytes(chunks[number]))
 
-    run_all(write, _groups(chunks, missing), threads=_THREADS, stop=stop)
     values = {f"{array.name}/.zarray": array.zarray for array in plan.arrays} | {**plan.values}
-    for writing in [database.write(key, data) for key, data in values.items()]:
-        database.wait(writing)
+    try:
+        run_all(write, _groups(chunks, missing), threads=_THREADS, stop=stop)
+        for writing in [database.write(key, data) for key, data in values.items()]:
+            database.wait(writing)
+    finally:
+        database.close()
     _write_small_files(place.files, item, plan, as_step, work)
     return {chunks[number][2]: note.digest for number, note in notes.items()}
 
@@ -141,6 +146,11 @@ class _Database:
     def __init__(self, directory: str):
         self._directory = directory
         self._opened: Any = None
+        self._lock = Lock()
+        self._is_closed = False
+        self._callers = 0
+        """Threads that are in a call of TensorStore's."""
+        self._under_way: dict[int, Any] = {}
 
     def _store(self) -> Any:
         if self._opened is None:
@@ -151,15 +161,55 @@ class _Database:
             self._opened = ts.KvStore.open(spec, context=context).result()
         return self._opened
 
+    @contextmanager
+    def _calling(self) -> Generator[None]:
+        with self._lock:
+            if self._is_closed:
+                raise Stopped
+            self._callers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callers -= 1
+
     def write(self, key: str, data: bytes) -> Any:
-        return self._store().write(key, data)
+        with self._calling():
+            writing = self._store().write(key, data)
+            self._under_way[id(writing)] = writing
+            return writing
 
     def wait(self, writing: Any) -> None:
-        try:
-            writing.result()
-        except Exception as error:
-            why = " ".join(str(error).split())[:300]
-            raise StoreError(f"can't write the database in {self._directory}: {why}") from error
+        with self._calling():
+            try:
+                writing.result()
+            except Exception as error:
+                why = " ".join(str(error).split())[:300]
+                where = self._directory
+                raise StoreError(f"can't write the database in {where}: {why}") from error
+            finally:
+                self._under_way.pop(id(writing), None)
+
+    def close(self) -> None:
+        """Take no more, and wait until no thread is in a call, however often Ctrl-C is pressed.
+
+        A program that ends while a thread is in a call of TensorStore's is aborted.
+        """
+        with self._lock:
+            self._is_closed = True
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                while self._callers:
+                    time.sleep(0.005)
+                for writing in list(self._under_way.values()):
+                    with suppress(Exception):
+                        writing.result()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def read(self, key: str) -> bytes | None:
         try:
