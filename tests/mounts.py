@@ -1,6 +1,7 @@
 """A file system of a test's own: small, read-only, or with sectors that are lost."""
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -42,8 +43,12 @@ def in_memory(otherwise: Path) -> Generator[Path]:
 
 
 def _unmount(place: Path) -> None:
-    """Anyone may be looking at it for a moment, and then it is busy."""
+    """Anyone may be looking at it for a moment, and then it is busy.
+
+    So it is while an error that was caught, and its traceback, hold the handle of a directory.
+    """
     deadline = time.monotonic() + 60
+    gc.collect()
     while subprocess.call(["umount", str(place)], stderr=subprocess.DEVNULL):
         if time.monotonic() > deadline:
             subprocess.run(["umount", str(place)], check=True)
