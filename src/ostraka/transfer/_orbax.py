@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 
@@ -50,18 +51,23 @@ def copy_orbax(source: OrbaxSource, target: Store, tally: Tally) -> bool:
         return True
     # Of its own, not to take the files of another copy; Orbax removes what a killed one has left.
     name = f"{target.location.rstrip('/')}{TEMPORARY}-{secrets.token_hex(8)}"
+    copy_under(name, source, target, lambda place: _copy_files(source.store, place, files, tally))
+    return True
+
+
+def copy_under(name: str, source: Source, target: Store, copy: Callable[[Store], None]) -> None:
+    """Copy to a directory of another name, which gets that of the target when all is there."""
     try:
-        _copy_files(source.store, LocalStore(name), files, tally)
+        copy(LocalStore(name))
         check_current(source)
-        give_name(name, target.location)
+        _give_name(name, target.location)
     except BaseException:
         shutil.rmtree(name, ignore_errors=True)
         raise
     LocalStore(os.path.dirname(target.location)).sync("")
-    return True
 
 
-def give_name(name: str, final: str) -> None:
+def _give_name(name: str, final: str) -> None:
     try:
         os.rename(name, final)
     except OSError as error:

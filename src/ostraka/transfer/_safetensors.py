@@ -6,9 +6,7 @@ last, and without it, files that are numbered are no checkpoint until all of the
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 from typing import NamedTuple
 
 from ostraka._parallel import StopSignal, run_all
@@ -16,7 +14,7 @@ from ostraka.formats._safetensors import SafetensorsSource
 from ostraka.formats._safetensors_files import INDEX_SUFFIX, resolve
 from ostraka.storage import FileInfo, LocalStore, Store
 from ostraka.transfer._files import Tally
-from ostraka.transfer._orbax import check_current, check_same, copy_file, give_name
+from ostraka.transfer._orbax import check_current, check_same, copy_file, copy_under
 
 
 class _Copied(NamedTuple):
@@ -47,14 +45,7 @@ def copy_safetensors(source: SafetensorsSource, target: Store, tally: Tally) -> 
         check_current(source)
         return True
     name = f"{target.location.rstrip('/')}.copy-{secrets.token_hex(8)}.tmp"
-    try:
-        _copy_all(files, LocalStore(name), tally)
-        check_current(source)
-        give_name(name, target.location)
-    except BaseException:
-        shutil.rmtree(name, ignore_errors=True)
-        raise
-    LocalStore(os.path.dirname(target.location)).sync("")
+    copy_under(name, source, target, lambda place: _copy_all(files, place, tally))
     return True
 
 
