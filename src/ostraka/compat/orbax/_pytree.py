@@ -79,6 +79,10 @@ def _matching(args: Any, flat: Flat) -> list[Any]:
     """The args of each leaf: of a tree of them, or one for all."""
     if _is_leaf_args(args):
         return [args] * len(flat.leaves)
+    # The usual tree has one for each leaf: JAX compares the two faster than we walk through one.
+    each, structure = jax.tree_util.tree_flatten(args)
+    if len(each) == len(flat.leaves) and structure == jax.tree_util.tree_structure(flat.tree):
+        return each
     given = flatten(args, _is_leaf_args)
     found = dict(zip(given.keys, given.leaves, strict=True))
     wanted = [k for k, leaf in zip(flat.keys, flat.leaves, strict=True) if not is_empty(leaf)]
@@ -95,12 +99,7 @@ def want_of(keys: Keys, saved: Any, args: Any) -> Want | Template:
     """How a leaf comes back, by its RestoreArgs, Orbax's own or ours."""
     if args is None:
         return Want(keys, saved)
-    sharding: Any = getattr(args, "sharding", None)
-    if hasattr(sharding, "to_jax_sharding"):
-        sharding = sharding.to_jax_sharding()
-    mesh = getattr(args, "mesh", None)
-    if sharding is None and mesh is not None:
-        sharding = NamedSharding(mesh, getattr(args, "mesh_axes", None) or jax.P())
+    sharding = _sharding_of(args)
     shape = getattr(args, "global_shape", None)
     if shape is None:
         shape = getattr(args, "shape", None)
@@ -126,6 +125,18 @@ def want_of(keys: Keys, saved: Any, args: Any) -> Want | Template:
             "strict=False enables it."
         )
     return want
+
+
+def _sharding_of(args: Any) -> Any:
+    sharding: Any = getattr(args, "sharding", None)
+    if isinstance(sharding, jax.sharding.Sharding):
+        return sharding
+    if hasattr(sharding, "to_jax_sharding"):
+        return sharding.to_jax_sharding()
+    mesh = getattr(args, "mesh", None)
+    if sharding is None and mesh is not None:
+        return NamedSharding(mesh, getattr(args, "mesh_axes", None) or jax.P())
+    return sharding
 
 
 @paused_gc()
@@ -159,7 +170,7 @@ def _want_as_saved(item: Item, keys: Keys) -> Want | Template:
 
 
 def _plain_args(args: Any) -> Any:
-    return None if args is None or is_empty(args) or not hasattr(args, "restore_type") else args
+    return args if hasattr(args, "restore_type") else None
 
 
 @paused_gc()
