@@ -101,6 +101,15 @@ def many_processes(body: Any) -> None:
     body["process_of"] = [[(1 << 24) - 1, 0, 1]]
 
 
+def an_array_of_a_tebibyte(body: Any) -> None:
+    body["leaves"][0]["shape"] = [1 << 38]
+
+
+def a_compressed_array_of_a_tebibyte(body: Any) -> None:
+    an_array_of_a_tebibyte(body)
+    body["version"] = 2
+
+
 def leaves_of_variables(body: Any) -> None:
     item = {"list": None, "items": [None] * 2000}
     first = {"variable": ["flax.nnx", "Param"], "about": {}, "items": [item]}
@@ -133,6 +142,8 @@ def long_spec(body: Any) -> None:
         fewer_cells_of_many_leaves,
         many_devices,
         many_processes,
+        an_array_of_a_tebibyte,
+        a_compressed_array_of_a_tebibyte,
         leaves_of_variables,
         long_paths,
         long_leaf,

@@ -42,6 +42,8 @@ MOST_BLOCK_BYTES = 16 << 20
 """What a block may take in a file, its header apart: it is read whole for a few bytes of it."""
 MOST_COMPRESSED_BYTES = 16 << 20
 """What a compressed block may hold, so that a few bytes can't ask for any amount of memory."""
+MOST_RATIO = 1 << 16
+"""Of what is compressed to what is stored of it. zstd takes 4 bytes at least for 128 KiB."""
 
 DIGEST_DIGITS = 16
 """Of the digest of a block."""

@@ -310,6 +310,10 @@ def check_metadata(metadata: Metadata) -> None:
         _check_leaf(leaf, metadata, processes, checked)
     paths = {leaf.spec.path for leaf in metadata.leaves}
     _require(len(paths) == len(metadata.leaves), "two leaves have the same path")
+    held = sum(file.size - file.header_bytes for file in metadata.files)
+    most = held if metadata.version == _format.VERSION else held * _format.MOST_RATIO
+    said = sum(leaf.spec.nbytes for leaf in metadata.leaves)
+    _require(said <= most, f"its leaves have {said:,} bytes, its files hold {held:,}")
 
 
 def _check_mesh(mesh: MeshSpec, devices: set[int]) -> None:
