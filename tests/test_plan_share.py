@@ -147,6 +147,43 @@ def test_stages_are_bounded_and_parts_are_even(count: int, shape: tuple[int, ...
             assert {unit.file for unit in part} == {(number, 0)}
 
 
+@pytest.mark.parametrize(
+    ("grid", "processes", "times"),
+    [
+        ((4, 1), [(0,), (1,), (2,), (3,)], 1),  # as it was saved
+        ((1, 4), [(0,), (1,), (2,), (3,)], 4),  # columns
+        ((2, 2), [(0,), (1,), (2,), (3,)], 2),
+        ((1, 2), [(0, 1), (2, 3)], 2),  # columns, each read by two together
+        ((1, 2), [(0,), (0,)], 1),  # both by one process
+    ],
+)
+def test_how_often_blocks_are_read(
+    grid: tuple[int, ...], processes: list[tuple[int, ...]], times: int
+):
+    stored = stored_in(LeafSpec("w", "jax", "float32", (64, MIB)), (4, 1))
+    found = _plan_share.times_read(stored, grid, processes, lambda members: len(members) > 1)
+    assert found == times
+
+
+def test_a_leaf_is_shared_whole():
+    """Each of four that need a column gets all rows, and reads a quarter of them."""
+    leaf = LeafSpec("w", "jax", "float32", (64, MIB))
+    nbytes, everybody = 256 * MIB, (0, 1, 2, 3)
+    plans = {
+        process: plan_stages(
+            [Need(0, (((0, 64), (0, 1)),), (everybody,), nbytes, 4, is_whole=True)],
+            [stored_in(leaf, (4, 1))],
+            process,
+        )
+        for process in everybody
+    }
+    assert len({repr(plan) for plan in plans.values()}) == 1
+    assert bytes_of(units_of(plans[0])) == nbytes
+    for gathers in plans[0]:
+        (gather,) = gathers
+        assert [bytes_of(part) for part in gather.parts] == [32 * MIB] * 4
+
+
 def test_large_boxes_are_cut_where_blocks_end():
     plan = replicated(1, (1000, 3, 1000), (1, 1, 1), processes=3)
     (gather,), *_ = plan

@@ -72,7 +72,7 @@ def place(values: dict[str, Any], sharding: Any) -> dict[str, Any]:
     """As JAX arrays; `sharding` gives the one for an array."""
     return {
         name: jax.make_array_from_callback(
-            value.shape, sharding(value), lambda index, value=value: value[index]
+            value.shape, sharding(value), lambda index, value=value: value[index], dtype=value.dtype
         )
         for name, value in values.items()
     }
@@ -179,6 +179,57 @@ def test_every_byte_is_read_once_and_comes_back_as_it_was(tmp_path: Path):
         else:  # What only some share is too small to be worth it.
             assert sum(counts) <= 1.5 * size, (case, stages)
         assert max(counts) <= 1.1 * sum(counts) / 4, (case, stages)
+
+
+def by_columns(mesh: Mesh, *axes: str) -> Any:
+    """Cut the last dimension where it divides; the rest is replicated."""
+    parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+
+    def sharding(value: Any) -> Any:
+        fits = value.ndim > 1 and value.shape[-1] % parts == 0
+        return NamedSharding(mesh, P(*[None] * (value.ndim - 1), axes) if fits else P())
+
+    return sharding
+
+
+def restore_across(path: str) -> dict[tuple[str, str], int]:
+    """What was saved in rows, restored in columns; by case, the bytes this process has read."""
+    data, both = mesh_of(data=8), mesh_of(replica=2, fsdp=4)
+    crossed = Mesh(np.array(jax.devices()).reshape(4, 2).T, ("fsdp", "replica"))
+    some = Mesh(np.array(jax.devices()[2:]), ("data",))  # process 0 has no part in it
+    values = make_values(16)
+    values["w2"] = np.random.default_rng(1).standard_normal((240, 300, 12), np.float32)
+    shardings: dict[str, Any] = {
+        "columns": by_columns(data, "data"),
+        "columns x replicas": by_columns(both, "fsdp"),
+        "crossed": by_columns(crossed, "fsdp", "replica"),
+        "other devices": by_columns(some, "data"),
+    }
+    saved = place(values, by_rows(data, "data"))
+    ostraka.save(f"{path}/rows", saved)
+    ostraka.save(f"{path}/packed", saved, compress="zstd")
+    counts: dict[tuple[str, str], int] = {}
+    for name in ("rows", "packed"):
+        for case, sharding in shardings.items():
+            like = place(values, sharding)
+            store = CountingStore(f"{path}/{name}")
+            with small_stages() if case == "columns" else nullcontext():
+                assert_same(ostraka.restore(store, like=like, share_reads=True), like)
+            counts[name, case] = store.nbytes
+    half = {"w0": values["w0"].astype(ml_dtypes.bfloat16)}
+    like = place(half, shardings["columns"])
+    found = ostraka.restore(f"{path}/rows", like=like, dtype="like", share_reads=True, strict=False)
+    assert_same(found, like)
+    return counts
+
+
+def test_blocks_that_are_needed_in_part_by_many_are_read_once(tmp_path: Path):
+    results = run_processes(
+        restore_across, str(tmp_path), processes=4, devices_per_process=2, timeout_s=600
+    )
+    for name, case in results[0].value:
+        counts = [result.value[name, case] for result in results]
+        assert sum(counts) <= 1.15 * size_of(tmp_path / name), (name, case, counts)
 
 
 def restore_cast(path: str) -> int:

@@ -52,6 +52,10 @@ class NpySource:
     def order(self) -> Sequence[int]:
         return range(len(self._names))
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return (1,) * self._arrays[leaf].ndim
 

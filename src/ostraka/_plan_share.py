@@ -1,6 +1,7 @@
 """Shared reads: who reads which part of what several processes need. Pure.
 
-A box that several processes need is cut into units, about one block of a file each. Units are
+A box that several processes need is cut into units, about one block of a file each. So is a whole
+leaf whose processes need parts of the same blocks, as if each needed all of it. Units are
 collected, leaf by leaf, into stages of bounded size. In a stage, the processes that need the same
 units (the members) each read a part of them, and then gather the rest from each other. All of this
 follows from the checkpoint and the shardings alone, and is the same on all processes.
@@ -8,7 +9,7 @@ follows from the checkpoint and the shardings alone, and is the same on all proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -37,6 +38,13 @@ class Need:
     """The most that a process needs of it together with others. The same on all processes."""
     most_members: int = 1
     """How many processes share a box of it, at most. The same on all processes."""
+    is_whole: bool = False
+    """Whether `members`, of which there is one entry, get all of the leaf: each takes its boxes out
+    of that."""
+
+
+WHOLE = -1
+"""Stands for all boxes of a need, where all of the leaf is shared."""
 
 
 class Unit(NamedTuple):
@@ -44,7 +52,7 @@ class Unit(NamedTuple):
 
     need: int
     box: int
-    """Which box of the need it belongs to."""
+    """Which box of the need it belongs to, or `WHOLE`."""
     part: Box
     nbytes: int
     """In memory."""
@@ -81,6 +89,30 @@ def processes_by_cell(
 
     table = np.asarray(process_of)[holders(mesh, partition, rank)]
     return [tuple(sorted(set(row))) for row in table.tolist()]
+
+
+def times_read(
+    stored: StoredCells,
+    grid: Sequence[int],
+    processes: Sequence[tuple[int, ...]],
+    is_shared: Callable[[tuple[int, ...]], bool],
+) -> float:
+    """How often each byte of a leaf is read, if whoever needs a part of a block reads all of it.
+
+    `grid` is how the leaf is cut for those who need it, `processes` who needs each of these cells,
+    and `is_shared` says whether so many share what they all need. What too few need of a block is
+    not counted.
+    """
+    shape = stored.spec.shape
+    total = times = 0
+    for unit in _units(0, WHOLE, _box.full(shape), stored):
+        needed_by = {processes[cell] for cell in _box.overlapping_cells(shape, grid, unit.part)}
+        readers = 1
+        if is_shared(tuple(sorted({process for members in needed_by for process in members}))):
+            readers = sum(1 if is_shared(members) else len(members) for members in needed_by)
+        total += unit.nbytes
+        times += unit.nbytes * readers
+    return times / max(total, 1)
 
 
 def plan_stages(
@@ -123,7 +155,10 @@ def _shared_boxes(
     for box, members in enumerate(need.members):
         if len(members) < 2:
             continue
-        units = list(_units(number, box, need.boxes[box], cells))
+        if need.is_whole:
+            units = list(_units(number, WHOLE, _box.full(cells.spec.shape), cells))
+        else:
+            units = list(_units(number, box, need.boxes[box], cells))
         # In a gather all parts are as long as the longest: a unit must not exceed a usual part.
         if max(unit.nbytes for unit in units) <= max(BLOCK_BYTES, STAGE_BYTES // len(members)):
             yield members, units

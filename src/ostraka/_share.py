@@ -28,12 +28,14 @@ from ostraka._memory import Array, aligned, map_pages
 from ostraka._place import Destination
 from ostraka._plan_share import (
     STAGE_BYTES,
+    WHOLE,
     Gather,
     Need,
     StoredCells,
     Unit,
     plan_stages,
     processes_by_cell,
+    times_read,
 )
 from ostraka._source import OnBytes, Source
 from ostraka._spec import LeafSpec, Target, numpy_dtype, partition_grid
@@ -46,6 +48,8 @@ _LOOK_EVERY_S = 0.2
 """How often to look whether others have failed, while waiting for them."""
 _LEAST_STEP_BITS = 16
 """Parts have few lengths, since the collective is compiled for each: 8 in an octave."""
+_OFTEN = 2
+"""If bytes would be read so many times, all of a leaf is shared, and each takes its own of it."""
 _MANY_HOSTS = 4
 """So many that need the same bytes are served better by one another than by a file server."""
 
@@ -119,7 +123,7 @@ def find_needs(
     if agreement.least_hosts is None:
         return [Need(found.number, found.boxes) for found in destinations]
     operation = agreement.operation
-    finder = _Finder(source.saved.leaves, agreement, agreement.least_hosts)
+    finder = _Finder(source, agreement, agreement.least_hosts)
     seen = [finder.find(destination) for destination in destinations]
     by_all = digest("\n".join(need.text for need in seen if need.by_all).encode())
     everything = digest("\n".join(need.text for need in seen).encode())
@@ -150,9 +154,11 @@ class _Seen(NamedTuple):
 class _Cells(NamedTuple):
     """The processes that need the cells of an array, as its sharding says."""
 
-    in_all: int
-    processes: set[int]
+    grid: tuple[int, ...]
+    processes: tuple[int, ...]
     """All that need any."""
+    by_cell: list[tuple[int, ...]]
+    """Of each cell, those that need it."""
     members: tuple[tuple[int, ...], ...]
     """Of each cell that this process needs, all that need it."""
     most_shared: int
@@ -165,14 +171,16 @@ class _Cells(NamedTuple):
 class _Finder:
     """Finds what this process needs of each leaf, and who else needs it."""
 
-    def __init__(self, leaves: Sequence[LeafSpec], agreement: Agreement, least_hosts: int):
-        self._leaves = leaves
+    def __init__(self, source: Source, agreement: Agreement, least_hosts: int):
+        self._source = source
+        self._leaves = source.saved.leaves
         self._process = agreement.operation.process
         self._everybody = tuple(range(agreement.operation.count))
         self._hosts = agreement.hosts
         self._least_hosts = least_hosts
         self._devices = Devices()
         self._cells: dict[Any, _Cells] = {}
+        self._times: dict[Any, float] = {}
 
     def find(self, destination: Destination) -> _Seen:
         number, boxes = destination.number, destination.boxes
@@ -183,12 +191,32 @@ class _Finder:
         if destination.sharding is None:
             return self._find_local(alone, spec)
         cells = self._cells_of(destination, len(spec.shape))
-        if cells.processes == {self._process}:
+        if cells.processes == (self._process,):
             return self._find_local(alone, spec)
-        cell_bytes = prod(spec.shape) // cells.in_all * numpy_dtype(spec.dtype).itemsize
+        if self._is_read_often(destination, cells):
+            return self._find_whole(alone, spec, cells)
+        cell_bytes = prod(spec.shape) // prod(cells.grid) * numpy_dtype(spec.dtype).itemsize
         shared_bytes = cells.most_shared * cell_bytes
         need = Need(number, boxes, cells.members, shared_bytes, cells.most_members)
         return _Seen(need, alone, len(cells.processes) > 1, f"{number} {cells.text}")
+
+    def _is_read_often(self, destination: Destination, cells: _Cells) -> bool:
+        """Whether processes would read the same blocks for different parts of them."""
+        if not self._source.reads_whole_rows or not self._is_shared(cells.processes):
+            return False
+        number = destination.number
+        stored = _stored(self._source, number)
+        key = (destination.sharding, stored.spec.shape, stored.spec.dtype, stored.grid)
+        if key not in self._times:
+            self._times[key] = times_read(stored, cells.grid, cells.by_cell, self._is_shared)
+        return self._times[key] >= _OFTEN
+
+    def _find_whole(self, alone: Need, spec: LeafSpec, cells: _Cells) -> _Seen:
+        members = (cells.processes,) if self._process in cells.processes else ()
+        nbytes = prod(spec.shape) * numpy_dtype(spec.dtype).itemsize
+        count = len(cells.processes)
+        need = Need(alone.leaf, alone.boxes, members, nbytes, count, is_whole=True)
+        return _Seen(need, alone, True, f"{alone.leaf} whole {cells.text}")
 
     def _find_local(self, alone: Need, spec: LeafSpec) -> _Seen:
         """Of what is in the memory, or on devices, of this process: others may have the same."""
@@ -206,9 +234,11 @@ class _Finder:
             cells = processes_by_cell(mesh, partition, rank, self._devices.process_of)
             shared = [members for members in cells if self._is_shared(members)]
             counts = Counter(process for members in shared for process in members)
+            grid = partition_grid(mesh, partition, rank)
             found = self._cells[key] = _Cells(
-                len(cells),
-                {process for members in cells for process in members},
+                grid,
+                tuple(sorted({process for members in cells for process in members})),
+                cells,
                 tuple(
                     members if self._is_shared(members) else (self._process,)
                     for members in cells
@@ -216,7 +246,7 @@ class _Finder:
                 ),
                 max(counts.values(), default=0),
                 max(map(len, shared), default=1),
-                digest(repr((partition_grid(mesh, partition, rank), cells)).encode()),
+                digest(repr((grid, cells)).encode()),
             )
         return found
 
@@ -244,10 +274,7 @@ class Reader:
         self._process = agreement.operation.process
         self._stages: list[list[Gather]] = []
         if agreement.least_hosts is not None:
-            stored = [
-                StoredCells(self._leaves[n], source.grid_of(n), source.files_of(n))
-                for n in (need.leaf for need in needs)
-            ]
+            stored = [_stored(source, need.leaf) for need in needs]
             self._stages = plan_stages(needs, stored, self._process)
         agreement.stages = len(self._stages)
         self._gathered: dict[tuple[int, int], Array | None] = {}
@@ -264,7 +291,7 @@ class Reader:
         for stage, gathers in enumerate(self._stages):
             for gather in gathers:
                 for unit in (unit for part in gather.parts for unit in part):
-                    self._gathered[unit.need, unit.box] = None
+                    self._gathered |= {(unit.need, box): None for box in self._boxes_of(unit)}
                     self._last_stage[unit.need] = stage
                 for unit in gather.part_of(self._process):
                     self._numbers[unit] = len(targets)
@@ -322,19 +349,35 @@ class Reader:
         """Copy units to their places: JAX may keep what it is given, and so all of `parts`."""
         for part, units in zip(parts, gather.parts, strict=True):
             for unit, offset in zip(units, _offsets(units), strict=False):
-                within = self._needs[unit.need].boxes[unit.box]
-                array = self._gathered[unit.need, unit.box]
                 dtype = numpy_dtype(self._leaves[self._needs[unit.need].leaf].dtype)
-                if array is None:
-                    cast = self._casts[unit.need]
-                    made = dtype if cast is None else numpy_dtype(cast)
-                    memory = aligned(_box.count(within) * made.itemsize)
-                    map_pages(memory)
-                    array = memory.view(made).reshape(_box.shape_of(within))
-                    self._gathered[unit.need, unit.box] = array
                 elements = part[offset : offset + unit.nbytes].view(dtype)
-                place = array[(*_box.slices(unit.part, within), ...)]  # a view, also if 0-d
-                place[...] = elements.reshape(place.shape)
+                elements = elements.reshape(_box.shape_of(unit.part))
+                for box in self._boxes_of(unit):
+                    self._put(unit, box, elements)
+
+    def _boxes_of(self, unit: Unit) -> Sequence[int]:
+        """The boxes of its need that a unit may have parts of."""
+        return range(len(self._needs[unit.need].boxes)) if unit.box == WHOLE else (unit.box,)
+
+    def _put(self, unit: Unit, box: int, elements: Array) -> None:
+        within = self._needs[unit.need].boxes[box]
+        shared = _box.intersect(unit.part, within)
+        if shared is None:
+            return
+        array = self._gathered[unit.need, box]
+        if array is None:
+            cast = self._casts[unit.need]
+            made = elements.dtype if cast is None else numpy_dtype(cast)
+            memory = aligned(_box.count(within) * made.itemsize)
+            map_pages(memory)
+            array = memory.view(made).reshape(_box.shape_of(within))
+            self._gathered[unit.need, box] = array
+        place = array[(*_box.slices(shared, within), ...)]  # a view, also if 0-d
+        place[...] = elements[(*_box.slices(shared, unit.part), ...)]
+
+
+def _stored(source: Source, leaf: int) -> StoredCells:
+    return StoredCells(source.saved.leaves[leaf], source.grid_of(leaf), source.files_of(leaf))
 
 
 def _offsets(units: Sequence[Unit]) -> list[int]:

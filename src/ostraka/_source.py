@@ -122,6 +122,11 @@ class Source(Protocol):
         """Into how many parts each dimension of a leaf is cut; a part lies in one file."""
         ...
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        """Whether it reads as much for a part of each row as for all of the rows."""
+        ...
+
     def files_of(self, leaf: int) -> Sequence[Any]:
         """For each of these parts, in row-major order, the file that it lies in.
 

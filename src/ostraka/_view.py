@@ -206,6 +206,10 @@ class _Renamed:
         last = [max(turns[part.leaf] for part in found.parts) for found in self._seen]
         return sorted(range(len(self._seen)), key=lambda number: (last[number], number))
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return self._source.reads_whole_rows
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         found = self._seen[leaf]
         if found.is_same:

@@ -124,6 +124,10 @@ class OrbaxSource:
     def order(self) -> range:
         return range(len(self.saved.leaves))
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True  # whole chunks
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         zarr = self._arrays[leaf].zarr
         sizes = zip(zarr.shape, zarr.file_chunk, strict=True)

@@ -72,6 +72,10 @@ class OstrakaSource:
     def order(self) -> list[int]:
         return reading_order(self.metadata.leaves, self.metadata.layouts)
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True  # whole blocks, for their digests
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
 

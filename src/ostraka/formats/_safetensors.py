@@ -101,6 +101,10 @@ class SafetensorsSource:
         places = [(file.name, tensor.start) for file, tensor in self._tensors]
         return sorted(range(len(places)), key=lambda number: (places[number], number))
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return self.store.parts.is_remote
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return (1,) * len(self.saved.leaves[leaf].shape)
 

@@ -94,6 +94,10 @@ class _Part:
     def order(self) -> Sequence[int]:
         return self._source.order()
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        return self._source.reads_whole_rows
+
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self._source.grid_of(leaf)
 
