@@ -1,7 +1,8 @@
 """Shared reads against each process reading for itself: `python -m bench.shared_reads`.
 
 Processes of one device each restore a tree in which every leaf is replicated, from a store that
-gives so many bytes a second to all of them together, in turns with and without sharing.
+gives so many bytes a second to all of them together, in turns with and without sharing. With
+`--across` it is cut: saved by rows, restored by columns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--mb-per-s", type=float, default=100.0, help="of all processes; 0: no limit"
     )
+    parser.add_argument("--across", action="store_true", help="saved by rows, restored by columns")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         results = run_processes(
@@ -40,6 +42,7 @@ def main() -> None:
             arguments.mib << 20,
             arguments.rounds,
             arguments.mb_per_s * 1e6,
+            arguments.across,
             processes=arguments.processes,
             timeout_s=3600,
         )
@@ -95,25 +98,28 @@ Turn = tuple[bool, float, int]
 """Whether reads were shared, the seconds, the bytes read."""
 
 
-def restore_in_turns(directory: str, nbytes: int, rounds: int, bytes_per_s: float) -> list[Turn]:
+def restore_in_turns(
+    directory: str, nbytes: int, rounds: int, bytes_per_s: float, across: bool
+) -> list[Turn]:
     """In each process: the turns of all rounds."""
     import jax
     import numpy as np
 
     import ostraka
 
-    sharding = jax.sharding.NamedSharding(
-        jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec()
-    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    rows, columns = (("data",), (None, "data")) if across else ((), ())
+    saved = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows))
+    wanted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*columns))
     shape = (1024, nbytes // LEAVES // 4 // 1024)
     like = {
-        f"w{n}": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding) for n in range(LEAVES)
+        f"w{n}": jax.ShapeDtypeStruct(shape, np.float32, sharding=wanted) for n in range(LEAVES)
     }
     values = {
         name: np.random.default_rng(n).random(shape, np.float32) for n, name in enumerate(like)
     }
     tree = {
-        name: jax.make_array_from_callback(shape, sharding, lambda index, v=value: v[index])
+        name: jax.make_array_from_callback(shape, saved, lambda index, v=value: v[index])
         for name, value in values.items()
     }
     path = f"{directory}/checkpoint"
@@ -133,7 +139,9 @@ def restore_in_turns(directory: str, nbytes: int, rounds: int, bytes_per_s: floa
             if turn:
                 turns.append((share, time.perf_counter() - begin_s, store.nbytes))
             else:
-                assert all(np.array_equal(found[name], values[name]) for name in like)
+                for name, value in values.items():
+                    for shard in found[name].addressable_shards:
+                        assert np.array_equal(shard.data, value[shard.index])
             del found
     return turns
 
