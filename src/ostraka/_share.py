@@ -205,9 +205,10 @@ class _Finder:
         if not self._source.reads_whole_rows or not self._is_shared(cells.processes):
             return False
         number = destination.number
-        stored = _stored(self._source, number)
-        key = (destination.sharding, stored.spec.shape, stored.spec.dtype, stored.grid)
+        spec = self._leaves[number]
+        key = (destination.sharding, spec.shape, spec.dtype, self._source.grid_of(number))
         if key not in self._times:
+            stored = _stored(self._source, number)
             self._times[key] = times_read(stored, cells.grid, cells.by_cell, self._is_shared)
         return self._times[key] >= _OFTEN
 
