@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -555,9 +556,9 @@ def fuzz_one(
 
 
 def shares(count: int) -> dict[str, int]:
-    """How many inputs each target gets of so many in all."""
+    """How many inputs each target gets of so many in all, or a few more."""
     total = sum(target.share for target in TARGETS.values())
-    return {name: round(count * target.share / total) for name, target in TARGETS.items()}
+    return {name: ceil(count * target.share / total) for name, target in TARGETS.items()}
 
 
 def run_program() -> None:
