@@ -85,6 +85,7 @@ LAYERS = (
     "_save",
     "_inplace",
     "_differences",
+    "_fused",
     "_place",
     "_leaf_types",
     "_match",
