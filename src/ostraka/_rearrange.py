@@ -34,11 +34,13 @@ class Taken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements that are a box in both arrangements, and a box of the factors, too."""
+    """Elements that are a box of the factors, and the boxes that they lie in."""
 
     factors: Box
     read: Box
     """The factors of `before`: the same, or more, where what is wanted lies in short ranges."""
+    fill: Box
+    """The factors of `after`: the same, or more, of which other pieces have the rest."""
     before: Box
     after: Box
 
@@ -79,14 +81,13 @@ class Rearrangement:
 
         Elements of which fewer than `shortest` lie together are read with what lies between.
         """
-        for factors in self._shared(wanted):
-            yield from self._contiguous(factors, factors, shortest)
+        for fill, factors in self._shared(wanted):
+            yield from self._contiguous(factors, factors, fill, shortest)
 
     def places(self, wanted: Box) -> Iterator[Box]:
         """The boxes of the old arrangement that a box of the new one consists of."""
-        for factors in self._shared(wanted):
-            for part in _whole_ranges(factors, self.before, self.held_before):
-                yield _box_of(part, self.before, self.held_before)
+        for piece in self.pieces(wanted):
+            yield piece.before
 
     def cut(self, piece: Piece, most_elements: int, shortest: int = 0) -> Iterator[Piece]:
         """Cut a piece until no more elements are read for each, across the old one's first axes."""
@@ -102,27 +103,27 @@ class Rearrangement:
         for low in range(start, stop, step):
             read = _with(piece.read, slowest, (low, min(low + step, stop)))
             factors = _box.intersect(piece.factors, read)
-            for part in () if factors is None else self._contiguous(factors, read, shortest):
-                yield from self.cut(part, most_elements, shortest)
+            if factors is not None:
+                for part in self._contiguous(factors, read, piece.fill, shortest):
+                    yield from self.cut(part, most_elements, shortest)
 
-    def apply(self, array: Any, piece: Piece) -> Any:
-        """A numpy array that holds what is read for a piece, as the new arrangement has the piece.
-
-        It is a view, unless dimensions are merged that are not neighbours in memory.
-        """
+    def place(self, piece: Piece, array: Any, memory: Any) -> None:
+        """Copy a piece, of a numpy array of its `before`, to its places in one of its `after`."""
         old, new = self._order(self.before), self._order(self.after)
         read = array.reshape([piece.read[f][1] - piece.read[f][0] for f in old])
-        within = _box.slices(piece.factors, piece.read)
-        turned = read[tuple(within[f] for f in old)].transpose([old.index(f) for f in new])
-        return turned.reshape(_shape(self.after, piece.factors))
+        # Axes of memory are only split here, so that this is a view, however it is strided.
+        fill = memory.reshape([piece.fill[f][1] - piece.fill[f][0] for f in new])
+        taken, put = _box.slices(piece.factors, piece.read), _box.slices(piece.factors, piece.fill)
+        wanted = read[tuple(taken[f] for f in old)]
+        fill[tuple(put[f] for f in new)] = wanted.transpose([old.index(f) for f in new])
 
     def _order(self, groups: Groups) -> list[int]:
         """All factors in the order of an arrangement; those that are in no dimension last."""
         order = [factor for group in groups for factor in group]
         return [*order, *(f for f in range(len(self.factors)) if f not in order)]
 
-    def _shared(self, wanted: Box) -> Iterator[Box]:
-        """A box of the new arrangement as boxes of the factors, as far as the old one has it."""
+    def _shared(self, wanted: Box) -> Iterator[tuple[Box, Box]]:
+        """A box of the new arrangement as boxes of the factors, and what the old one has of it."""
         if any(start >= stop for start, stop in wanted):
             return
         boxes: list[dict[int, tuple[int, int]]] = [dict(enumerate(self.held_after))]
@@ -139,24 +140,23 @@ class Rearrangement:
             factors = tuple(box[factor] for factor in range(len(self.factors)))
             shared = _box.intersect(factors, self.held_before)
             if shared is not None:
-                yield shared
+                yield factors, shared
 
-    def _contiguous(self, factors: Box, read: Box, shortest: int) -> Iterator[Piece]:
-        """Cut a box of the factors until it is a box of both arrangements."""
+    def _contiguous(self, factors: Box, read: Box, fill: Box, shortest: int) -> Iterator[Piece]:
+        """Cut a box of the factors until what is read for it is a box of the old arrangement."""
         found = _find_loose(read, self.before, self.held_before)
-        if found is not None and _run(read, self.before, self.held_before, found) < shortest:
-            wider = _with(read, found.ranged, self.held_before[found.ranged])
-            yield from self._contiguous(factors, wider, shortest)
-            return
-        found = found or _find_loose(factors, self.after, self.held_after)
         if found is None:
             before = _box_of(read, self.before, self.held_before)
-            yield Piece(factors, read, before, _box_of(factors, self.after, self.held_after))
-            return
-        for at in range(*factors[found.loose]):
-            span = (at, at + 1)
-            one, of_read = _with(factors, found.loose, span), _with(read, found.loose, span)
-            yield from self._contiguous(one, of_read, shortest)
+            after = _box_of(fill, self.after, self.held_after)
+            yield Piece(factors, read, fill, before, after)
+        elif _run(read, self.before, self.held_before, found) < shortest:
+            wider = _with(read, found.ranged, self.held_before[found.ranged])
+            yield from self._contiguous(factors, wider, fill, shortest)
+        else:
+            for at in range(*factors[found.loose]):
+                span = (at, at + 1)
+                one, of_read = _with(factors, found.loose, span), _with(read, found.loose, span)
+                yield from self._contiguous(one, of_read, fill, shortest)
 
 
 class _Loose(NamedTuple):
@@ -190,16 +190,6 @@ def _run(factors: Box, groups: Groups, held: Box, found: _Loose) -> int:
         if number == found.group or any(factors[factor] != held[factor] for factor in inner):
             return run
     return run
-
-
-def _whole_ranges(factors: Box, groups: Groups, held: Box) -> Iterator[Box]:
-    """Cut a box of the factors until every dimension of one arrangement is one range."""
-    found = _find_loose(factors, groups, held)
-    if found is None:
-        yield factors
-        return
-    for at in range(*factors[found.loose]):
-        yield from _whole_ranges(_with(factors, found.loose, (at, at + 1)), groups, held)
 
 
 def _with(factors: Box, factor: int, span: tuple[int, int]) -> Box:

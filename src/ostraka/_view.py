@@ -186,8 +186,9 @@ class _Renamed:
         sizes = _box.shape_of(part.form.held_after)
         slowest = next((f for f in order if sizes[f] > 1), None)
         for dimension, group in enumerate(part.form.after):
-            if group == (slowest,):
-                cuts[dimension] = min(-(-nbytes // BLOCK_BYTES) or 1, sizes[group[0]])
+            if group and group[0] == slowest:
+                rows = prod(sizes[factor] for factor in group)
+                cuts[dimension] = min(-(-nbytes // BLOCK_BYTES) or 1, rows)
         return (*found.stack, *cuts)
 
     def files_of(self, leaf: int) -> Sequence[Any]:

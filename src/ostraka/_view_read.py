@@ -81,7 +81,7 @@ class _Reading:
             return number, array
         within = _box.slices(piece.box, self._targets[number].box)
         memory = self._buffers.array(number)[(*within, ...)]  # a view, also if 0-d
-        if memory.flags.c_contiguous:
+        if memory.flags.c_contiguous and piece.piece.fill == piece.piece.factors:
             map_pages(memory)
-        memory[...] = piece.form.apply(array, piece.piece).reshape(memory.shape)
+        piece.form.place(piece.piece, array, memory)
         return number, None
