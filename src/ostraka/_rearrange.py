@@ -146,6 +146,8 @@ class Rearrangement:
         """Cut a box of the factors until what is read for it is a box of the old arrangement."""
         found = _find_loose(read, self.before, self.held_before)
         if found is None:
+            if _find_loose(factors, self.after, self.held_after) is None:
+                fill = factors
             before = _box_of(read, self.before, self.held_before)
             after = _box_of(fill, self.after, self.held_after)
             yield Piece(factors, read, fill, before, after)
