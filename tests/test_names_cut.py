@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostraka._name_rules import Composition
 from ostraka._names_given import read_names
@@ -128,8 +130,8 @@ CASES: dict[str, tuple[dict[str, Any], Shapes, Shapes]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_become_leaves_and_leaves_tensors(name: str):
     rules, tensors, leaves = CASES[name]
-    for given in (rules, json.loads(json.dumps(rules))):
-        names = read_names(given)
+    for same in (rules, json.loads(json.dumps(rules))):
+        names = read_names(same)
         made = names.compose(tensors)
         assert shapes_of(made) == leaves
         again = names.decompose(leaves)
@@ -270,6 +272,74 @@ def test_every_leaf_has_the_placeholders_of_the_name():
     rule = {"cut": {"axis": 0, "into": {"l/{n}/q": 1, "l/k": 1}}}
     with pytest.raises(ValueError, match=re.escape("{n} is not in the path: a part of a name")):
         read_names({"l.{n}.w": rule})
+
+
+SMALL = st.sampled_from([-2, -1, 0, 1, 2, 3, 6, True, None, "1", "a", 1.5, 10**40, [], {}])
+SIZES = st.dictionaries(
+    st.sampled_from([0, 1, 2, "0", "1", -1, 10**40]), st.lists(SMALL, max_size=3), max_size=2
+)
+INTO = st.one_of(
+    st.dictionaries(st.sampled_from(["a", "b", "a/b", "c/{n}"]), SMALL, max_size=3),
+    st.lists(st.sampled_from(["a", "b", "c", "", 3]), max_size=3),
+    SMALL,
+)
+ANY_RULE = st.fixed_dictionaries(
+    {},
+    optional={
+        "path": st.sampled_from(["a", "a/b", "", 3]),
+        "transpose": st.one_of(st.booleans(), st.lists(SMALL, max_size=3), SMALL),
+        "split": st.one_of(SIZES, SMALL),
+        "merge": st.one_of(SIZES, SMALL),
+        "stack": st.one_of(SMALL, st.lists(SMALL, max_size=2)),
+        "cut": st.one_of(st.fixed_dictionaries({"axis": SMALL, "into": INTO}), SMALL),
+    },
+)
+
+
+@settings(max_examples=500)
+@given(ANY_RULE, st.lists(st.integers(0, 6), max_size=3), st.booleans())
+def test_any_rule_is_understood_or_refused(rule: Any, shape: list[int], from_function: bool):
+    """Never another error; and what it makes of a tensor, it makes a tensor of again."""
+    names: Any = (lambda name, shape: rule) if from_function else {"w": rule}
+    try:
+        leaves = read_names(names).compose({"w": tuple(shape)})
+    except (ValueError, Mismatch):
+        return
+    if from_function:
+        return
+    again = read_names(names).decompose(shapes_of(leaves))
+    assert tensors_of(again) == {"w": tuple(shape)}
+
+
+def test_the_rules_of_the_guide():
+    """Each of those in docs/huggingface.md, with tensors as the comment says."""
+    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text("utf-8")
+    code = text[text.index("fused = {") :]
+    scope: dict[str, Any] = {}
+    exec(code[: code.index("```")], scope)
+    tensors = {
+        "layers.0.qkv_proj.weight": (96, 64),
+        "h.0.c_attn.weight": (64, 192),
+        "h.0.c_attn.bias": (192,),
+        "layers.0.query_key_value.weight": (192, 64),
+        "layers.0.wqkv.weight": (8 * 6 * 4, 64),
+        **{f"model.{n}.experts.gate_up_proj": (4, 16, 64) for n in range(2)},
+        "model.0.mlp.gate_up_proj": (4, 16, 64),
+    }
+    leaves = shapes_of(read_names(scope["fused"]).compose(tensors))
+    assert leaves == {
+        "l/0/q/kernel": (64, 64),
+        "l/0/k/kernel": (64, 16),
+        "l/0/v/kernel": (64, 16),
+        **{f"{at}/0/{x}/kernel": (64, 8, 8) for at in "hx" for x in ("query", "key", "value")},
+        **{f"h/0/{x}/bias": (8, 8) for x in ("query", "key", "value")},
+        "i/0/q": (64, 32, 4),
+        "i/0/k": (64, 8, 4),
+        "i/0/v": (64, 8, 4),
+        **{f"experts/{x}": (2, 4, 16, 32) for x in ("gate", "up")},
+        **{f"mlp/0/{x}": (4, 16, 32) for x in ("gate", "up")},
+    }
+    assert tensors_of(read_names(scope["fused"]).decompose(leaves)) == tensors
 
 
 # What does not correspond

@@ -195,10 +195,11 @@ def _cut(what: str, value: Any) -> Cut:
             f"{what} the into of cut must have leaves and their sizes, such as {_CUT_EXAMPLE}, or "
             f"be a list of leaves that get one position each, not {into!r}"
         )
+    seen: set[str] = set()
     for path in paths:
-        _checked_path(what, path)
-        if paths.count(path) > 1:
+        if _checked_path(what, path) in seen:
             raise ValueError(f"{what} cut has {path!r} twice in its into")
+        seen.add(path)
     if sizes is not None:
         _check_sizes(what, paths, sizes)
     return Cut(axis, paths, sizes)
