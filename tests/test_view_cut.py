@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -321,6 +322,9 @@ def fused_model() -> Arrays:
     return {**made, "norm": random_of(8)}
 
 
+SIZES = {"q": 8, "k": 4, "v": 4}
+
+
 @pytest.mark.parametrize("to", ["ostraka", "orbax"])
 def test_converted_both_ways(tmp_path: Path, to: Any):
     tensors = fused_model()
@@ -337,7 +341,51 @@ def test_converted_both_ways(tmp_path: Path, to: Any):
         assert np.asarray(back[name]).tobytes() == tensor.tobytes()
 
 
-SIZES = {"q": 8, "k": 4, "v": 4}
+def test_functions_convert_both_ways(tmp_path: Path):
+    def cut(above: str) -> dict[str, Any]:
+        into = {f"{above}/{name}": size for name, size in SIZES.items()}
+        return {"transpose": True, "cut": {"axis": 1, "into": into}}
+
+    def read(name: str, shape: tuple[int, ...]) -> Any:
+        return "norm" if name == "norm" else cut(f"layers/{name.split('.')[1]}")
+
+    def write(path: str, shape: tuple[int, ...]) -> Any:
+        if path == "norm":
+            return "norm"
+        above = path.rpartition("/")[0]
+        return {"tensor": f"l.{above.rpartition('/')[2]}.qkv", **cut(above)}
+
+    tensors = fused_model()
+    save_file(tensors, tmp_path / "model.safetensors")
+    ostraka.convert(tmp_path / "model.safetensors", tmp_path / "tree", to="ostraka", names=read)
+    kernel = np.asarray(ostraka.open(tmp_path / "tree")["layers/1/v"])
+    assert np.array_equal(kernel, tensors["l.1.qkv"].T[:, 12:])
+    ostraka.convert(tmp_path / "tree", tmp_path / "back", to="safetensors", names=write)
+    back = ostraka.open(tmp_path / "back")
+    assert sorted(back) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert np.asarray(back[name]).tobytes() == tensor.tobytes()
+
+
+def test_elements_of_less_than_a_byte(tmp_path: Path):
+    """Whose ranges are no ranges of bytes."""
+    packed = np.arange(90).reshape(15, 6).astype(jnp.int4)
+    ostraka.save(tmp_path / "c", {"w": packed})
+    rule = {"transpose": True, "split": {1: [-1, 3]}, "cut": {"axis": 2, "into": ["a", "b", "c"]}}
+    leaves, back = there_and_back(open_at(tmp_path / "c"), {"w": rule})
+    for at, name in enumerate("abc"):
+        assert np.array_equal(leaves[name], packed.T.reshape(6, 5, 3)[:, :, at])
+    assert_same(back, {"w": packed})
+
+
+def test_what_can_not_be_cut(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"w": jax.random.split(jax.random.key(0), 4), "step": 7})
+    rules = {"w": {"cut": {"axis": 0, "into": {"a": 2, "b": 2}}}, "step": "step"}
+    with pytest.raises(Mismatch, match="'a' would be rearranged, and is a PRNG key"):
+        renamed(open_at(tmp_path / "c"), rules)
+    rules = {"w": "w", "step": {"cut": {"axis": 0, "into": ["a"]}}}
+    with pytest.raises(Mismatch, match="tensor 'step' has 0 axes when it is to be cut"):
+        renamed(open_at(tmp_path / "c"), rules)
 
 
 def test_a_manager_restores_with_a_cut(tmp_path: Path):

@@ -184,7 +184,7 @@ class Matcher:
         wanted = {
             leaf.path: tuple(leaf.value.shape)
             for leaf in leaves_of(like)
-            if kind_of(leaf.value) == "jax" and self._is_chosen(leaf.path)
+            if kind_of(leaf.value) in ("jax", "numpy") and self._is_chosen(leaf.path)
         }
         numbers = {p: v.number for p, v in self._saved.items() if isinstance(v, ArrayNumber)}
         saved = {path: self._checkpoint.leaves[n].shape for path, n in numbers.items()}
