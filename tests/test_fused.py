@@ -75,6 +75,12 @@ def test_what_may_be_fused(wanted: dict[str, Any], saved: dict[str, Any], part: 
         ({"a/q/kernel": (4, 4), "a/k/bias": (4, 2)}, {"a/qkv/kernel": (4, 6)}),
         ({"a/q": (0, 4), "a/k": (0, 2)}, {"a/qkv": (0, 6)}),
         ({}, {"a": ()}),
+        # another width, and more layers or an optimizer
+        ({"l/0/kernel": (4, 4), "l/1/kernel": (4, 4)}, {"l/0/kernel": (4, 8)}),
+        (
+            {"params/bias": (4,), "opt/mu/bias": (4,), "opt/nu/bias": (4,)},
+            {"params/bias": (8,), "params/x": (8,)},
+        ),
         ({"a": (2,), "b": (4,)}, {"c": (6,)}),
     ],
 )

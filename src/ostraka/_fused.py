@@ -12,7 +12,7 @@ from math import prod
 
 Shape = tuple[int, ...]
 
-_MOST_LOOKED_AT = 64
+_MOST_LOOKED_AT = 32
 _MOST_SIBLINGS = 10
 _MOST_PARTS = 5
 _USUALLY_FUSED = (
@@ -55,20 +55,33 @@ def _parts_of(path: str, shape: Shape, missing: Mapping[str, Shape]) -> Sequence
     """Leaves near a path that have as many elements together; none if there are no such."""
     names = path.split("/")
     for above in range(1, min(4, len(names) + 1)):
-        prefix = names[: len(names) - above]
+        prefix = "".join(f"{name}/" for name in names[: len(names) - above])
         siblings = [
             other
             for other in missing
-            if (parts := other.split("/"))[: len(prefix)] == prefix
-            and (above == 1 or parts[-1] == names[-1])
+            if other.startswith(prefix)
+            and (prefix or other.count("/") == path.count("/"))
+            and (above == 1 or other.endswith(f"/{names[-1]}"))
             and 0 < prod(missing[other]) < prod(shape)
         ]
-        siblings.sort(key=lambda other: _rank(other.split("/")[len(prefix) :]))
+        siblings.sort(key=lambda other: _rank(other.removeprefix(prefix).split("/")))
         for count in range(2, _MOST_PARTS + 1):
             for found in combinations(siblings[:_MOST_SIBLINGS], count):
-                if sum(prod(missing[other]) for other in found) == prod(shape):
+                is_all = sum(prod(missing[other]) for other in found) == prod(shape)
+                # What the template has under the same name must be one of the parts.
+                is_own = path in found or path not in missing
+                if is_all and is_own and _differ_in_a_name(found):
                     return found
     return ()
+
+
+def _differ_in_a_name(paths: Sequence[str]) -> bool:
+    """Whether paths are the same but for one name, which is no number, as those of layers are."""
+    names = [path.split("/") for path in paths]
+    if len({len(one) for one in names}) > 1:
+        return False
+    differing = [column for column in zip(*names, strict=True) if len({*column}) > 1]
+    return len(differing) == 1 and not any(name.isdecimal() for name in differing[0])
 
 
 def _rank(names: Sequence[str]) -> int:
