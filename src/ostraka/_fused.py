@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from math import prod
 
 Shape = tuple[int, ...]
 
 _MOST_LOOKED_AT = 32
-_MOST_SIBLINGS = 10
+_MOST_NEAR = 50
+_MOST_TRIED = 10
 _MOST_PARTS = 5
 _USUALLY_FUSED = (
-    "q",
-    "k",
-    "v",
-    "gate",
-    "up",
-    "wq",
-    "wk",
-    "wv",
-    "w1",
-    "w3",
-    "query",
-    "key",
-    "value",
+    *("q", "k", "v", "wq", "wk", "wv", "query", "key", "value"),
+    *("gate", "up", "w1", "w3"),
 )
 
 
@@ -56,17 +46,18 @@ def _parts_of(path: str, shape: Shape, missing: Mapping[str, Shape]) -> Sequence
     names = path.split("/")
     for above in range(1, min(4, len(names) + 1)):
         prefix = "".join(f"{name}/" for name in names[: len(names) - above])
-        siblings = [
+        near = (
             other
             for other in missing
             if other.startswith(prefix)
             and (prefix or other.count("/") == path.count("/"))
             and (above == 1 or other.endswith(f"/{names[-1]}"))
             and 0 < prod(missing[other]) < prod(shape)
-        ]
+        )
+        siblings = list(islice(near, _MOST_NEAR))
         siblings.sort(key=lambda other: _rank(other.removeprefix(prefix).split("/")))
         for count in range(2, _MOST_PARTS + 1):
-            for found in combinations(siblings[:_MOST_SIBLINGS], count):
+            for found in combinations(siblings[:_MOST_TRIED], count):
                 is_all = sum(prod(missing[other]) for other in found) == prod(shape)
                 # What the template has under the same name must be one of the parts.
                 is_own = path in found or path not in missing
