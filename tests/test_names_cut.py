@@ -366,6 +366,13 @@ def test_tensors_that_do_not_fit(rule: Any, shape: Any, message: str):
     assert len(caught.value.differences) == 1
 
 
+def test_different_parts_are_not_stacked():
+    """The first part of one tensor and the second of another, under one path."""
+    rule = {"cut": {"axis": 0, "into": {"{a}/x": 1, "y/{a}": 1}}, "stack": "n"}
+    with pytest.raises(Mismatch, match="leaf 'y/x' is stacked of tensors that are not alike"):
+        read_names({"{a}.{n}": rule}).compose({"y.0": (2,), "x.1": (2,)})
+
+
 def test_two_rules_for_one_leaf():
     names = read_names({"w": {"cut": {"axis": 0, "into": ["a", "b"]}}, "v": "b"})
     with pytest.raises(Mismatch, match="tensors 'w', 'v' would all be leaf 'b'"):

@@ -25,13 +25,14 @@ def assemble(
     stack = tuple(max(axis) + 1 for axis in zip(*(m.at for m, _ in parts), strict=True))
     _check_stack(path, stack, ordered)
     first, name = ordered[0]
-    forms = {(str(match.form), tensors[name]) for match, name in ordered}
-    if len(forms) > 1:
-        other = next(n for m, n in ordered if (m.form, tensors[n]) != (first.form, tensors[name]))
-        raise ValueError(
-            f"leaf {path!r} is stacked of tensors that are not alike: {name!r} has the shape "
-            f"{tensors[name]}, {other!r} has {tensors[other]}"
-        )
+    alike = (str(first.form), first.part, tensors[name])
+    for match, other in ordered:
+        if (str(match.form), match.part, tensors[other]) != alike:
+            raise ValueError(
+                f"leaf {path!r} is stacked of tensors that are not alike: {name!r} has the shape "
+                f"{tensors[name]}, {other!r} has {tensors[other]}"
+                + (", or other rules" if tensors[name] == tensors[other] else "")
+            )
     try:
         form = first.form.of_tensor(tensors[name], first.part)
     except ValueError as error:
