@@ -9,7 +9,7 @@ import pytest
 
 from hf_cases import CASES
 from ostraka._name_families import FAMILIES
-from ostraka._names import Composition
+from ostraka._name_rules import Composition
 from ostraka._names_given import read_names
 from ostraka.errors import Mismatch
 from ostraka.planner import _models
@@ -117,14 +117,16 @@ def test_a_function_that_stacks_and_one_that_writes():
         (7, "names= takes 'hf', the name of a family, rules, the path of a JSON file"),
         ({}, "names= has no rules"),
         ({"": "x"}, "names= has a rule for '', which is no name of a tensor"),
-        ({"w": 3}, "the rule for 'w': it must be a path, a mapping with a path, or None, not 3"),
+        (
+            {"w": 3},
+            "the rule for 'w': it must be a path, a mapping with a path or a cut, or None, not 3",
+        ),
         ({"w": {"transposed": True}}, "it has 'transposed' (did you mean 'transpose'?)"),
         ({"w": {"transpose": True}}, "its path must be one such as 'layers/{n}/kernel', not None"),
         ({"w": "/a"}, "its path must be one such as 'layers/{n}/kernel', not '/a'"),
         ({"w": {"path": "a", "transpose": "yes"}}, "transpose must be true, false, or the order"),
         ({"w": {"path": "a", "split": [2]}}, "split must be such as {1: [8, -1]}, not [2]"),
         ({"w": {"path": "a", "split": {0: [-1, -1]}}}, "sizes of which one may be -1"),
-        ({"w": {"path": "a", "split": {0: [2, 2]}, "merge": {0: [2, 2]}}}, "both split and merge"),
         ({"w.{n}": "a"}, "{n} is not in the path: a part of a name goes into the path"),
         ({"w": "a/{n}"}, "the path has {n}, which the name has not"),
         ({"w.{n}": {"path": "a/{n}", "stack": "n"}}, "{n} is both in the path and in stack"),

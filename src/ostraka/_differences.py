@@ -110,11 +110,12 @@ def hint_at_names(config: Any) -> str:
     if isinstance(kind, str) and kind in FAMILIES:
         return (
             "the checkpoint has tensors under the names of Hugging Face: pass names='hf' to have "
-            f"those of a {kind} model, or names= with rules of your own"
+            f"those of a {kind} model, or names= with rules of your own, which may cut a tensor "
+            "into several leaves"
         )
     return (
         "the checkpoint has tensors under the names of their files: pass names= with rules that "
-        "say which leaf each is"
+        "say which leaf each is, or which leaves it is cut into"
     )
 
 

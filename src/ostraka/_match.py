@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ostraka._capture import DtypeRule, floating_dtype, may_cast
 from ostraka._differences import Differences, hint_at_names, show_tolerated
+from ostraka._fused import hint_at_fused
 from ostraka._leaf_types import (
     Unfit,
     key_problem,
@@ -167,7 +168,7 @@ class Matcher:
             what = "can't place checkpoint" if like is None else "`like` does not fit checkpoint"
             lines = self._differences.lines(paths, list(self._saved))
             if like is not None and self._differences.missing:
-                lines = [*self._names_hint(), *lines]
+                lines = [*self._names_hint(), *self._fused_hint(like), *lines]
             raise Mismatch(f"{what} {self._location}", lines)
         if self._tolerated:
             found = show_tolerated(self._tolerated)
@@ -177,6 +178,17 @@ class Matcher:
         """Tensors of files have names of their own, which no model has."""
         if isinstance(self._source, SafetensorsSource):
             yield hint_at_names(self._checkpoint.user.get(CONFIG))
+
+    def _fused_hint(self, like: Node) -> Iterator[str]:
+        """Leaves that are missing because the checkpoint has them in one array."""
+        wanted = {
+            leaf.path: tuple(leaf.value.shape)
+            for leaf in leaves_of(like)
+            if kind_of(leaf.value) in ("jax", "numpy") and self._is_chosen(leaf.path)
+        }
+        numbers = {p: v.number for p, v in self._saved.items() if isinstance(v, ArrayNumber)}
+        saved = {path: self._checkpoint.leaves[n].shape for path, n in numbers.items()}
+        return hint_at_fused(wanted, saved)
 
     # What the arguments say
 

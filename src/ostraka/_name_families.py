@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ostraka._names import AS_IT_IS, TRANSPOSED, Form, Names, Rule
+from ostraka._form import AS_IT_IS, TRANSPOSED, Form
+from ostraka._name_rules import Rule
+from ostraka._names import Names
 
 HEAD = "lm_head/kernel"
 _IMAGE_KERNEL = Form((2, 3, 1, 0))

@@ -8,9 +8,13 @@
 | the path of a JSON file | the same, in a file |
 | a function | from a name and a shape to a path, a form, or None |
 
-A form is a mapping with a `path`, and any of `transpose` (true, or the order of the axes), then
-`split` (`{axis: sizes}`) or `merge` (the same for axes of the leaf), and `stack` (the placeholders
-that number the parts of a leaf, which become its first axes; from a function, the numbers).
+A form is a mapping with a `path`, and any of `transpose` (true, or the order of the axes), `split`
+(`{axis: sizes}`) and `merge` (the same for axes of the leaf), in this order, and `stack` (the
+placeholders that number the parts of a leaf, which become its first axes; from a function, the
+numbers). In the place of a path, `cut` has those of several leaves, and along which axis, after
+`split` and before `merge`, the tensor is cut: `{"axis": 1, "into": {path: size, …}}`, or a list of
+paths for one position each. From a function that is given leaves, `tensor` is the name of the
+tensor that is cut like that.
 """
 
 from __future__ import annotations
@@ -20,16 +24,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from ostraka._form import AS_IT_IS, Cut, Form
 from ostraka._name_families import FAMILIES, family_names
 from ostraka._name_patterns import placeholders
-from ostraka._names import AS_IT_IS, Form, Match, Names, Rule
+from ostraka._name_rules import Match, Rule
+from ostraka._names import Names
 from ostraka.errors import nearest
 
 NamesLike = (
     str | os.PathLike[str] | Mapping[str, Any] | Callable[[str, tuple[int, ...]], Any] | Names
 )
 
-_FORM_KEYS = ("path", "transpose", "split", "merge", "stack")
+_FORM_KEYS = ("path", "transpose", "split", "cut", "merge", "stack")
+_CUT_EXAMPLE = '{"axis": 0, "into": {"q/kernel": 64, "k/kernel": 16}}'
 _MOST_FILE_BYTES = 16 << 20
 
 
@@ -113,10 +120,19 @@ def _rule(pattern: Any, value: Any) -> Rule:
     if value is None:
         return Rule(pattern, None)
     path, form, stack = _parse(what, value)
-    numbering = [stack] if isinstance(stack, str) else list(stack)
+    numbering = cast("list[Any]", [*stack] if isinstance(stack, list | tuple) else [stack])
     open_names = placeholders(pattern)
     if not all(isinstance(name, str) and name in open_names for name in numbering):
         raise ValueError(f"{what} stack has {stack!r}, which must be placeholders of the name")
+    rule = Rule(pattern, path, form, tuple(numbering))
+    for one in rule.paths:
+        _check_placeholders(what, one, open_names, numbering)
+    return rule
+
+
+def _check_placeholders(
+    what: str, path: str, open_names: Sequence[str], numbering: Sequence[str]
+) -> None:
     in_path = placeholders(path)
     for name in in_path:
         if name not in open_names:
@@ -128,27 +144,76 @@ def _rule(pattern: Any, value: Any) -> Rule:
                 f"{what} {{{name}}} is {both}: a part of a name goes into the path, or it numbers "
                 "the parts of a stack"
             )
-    return Rule(pattern, path, form, tuple(numbering))
 
 
-def _parse(what: str, value: Any) -> tuple[str, Form, Any]:
-    """The path, the form and the stack that a rule or a function gives."""
+def _parse(what: str, value: Any, *, keys: Sequence[str] = _FORM_KEYS) -> tuple[Any, Form, Any]:
+    """The path, the form and the stack that a rule or a function gives; no path if it cuts."""
     if isinstance(value, str):
         return _checked_path(what, value), AS_IT_IS, ()
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} it must be a path, a mapping with a path, or None, not {value!r}")
+        raise ValueError(
+            f"{what} it must be a path, a mapping with a path or a cut, or None, not {value!r}"
+        )
     given = cast("Mapping[Any, Any]", value)
     for key in given:
-        if key not in _FORM_KEYS:
-            hint = nearest(str(key), _FORM_KEYS)
-            raise ValueError(f"{what} it has {key!r}{hint}; it may have {', '.join(_FORM_KEYS)}")
-    path = _checked_path(what, given.get("path"))
+        if key not in keys:
+            hint = nearest(str(key), keys)
+            raise ValueError(f"{what} it has {key!r}{hint}; it may have {', '.join(keys)}")
+    cut = _cut(what, given["cut"]) if "cut" in given else None
+    if cut is not None and "path" in given:
+        raise ValueError(
+            f"{what} it has both path and cut; a tensor becomes the one leaf at path, or those "
+            "that cut has in its into"
+        )
+    path = _checked_path(what, given.get("path")) if cut is None else None
     split = _sizes_by_axis(what, "split", given.get("split"))
     merge = _sizes_by_axis(what, "merge", given.get("merge"))
-    if split and merge:
-        raise ValueError(f"{what} it has both split and merge; it may have one of them")
-    form = Form(_axes(what, given.get("transpose", False)), split, merge)
+    form = Form(_axes(what, given.get("transpose", False)), split, merge, cut)
     return path, form, given.get("stack", ())
+
+
+def _cut(what: str, value: Any) -> Cut:
+    if not isinstance(value, Mapping) or {*cast("Any", value)} != {"axis", "into"}:
+        raise ValueError(
+            f"{what} cut must have an axis and what it is cut into, such as {_CUT_EXAMPLE}, "
+            f"not {value!r}"
+        )
+    given = cast("Mapping[str, Any]", value)
+    axis, into = given["axis"], given["into"]
+    if type(axis) is not int or axis < 0:
+        raise ValueError(f"{what} the axis of cut must be a number such as 0 or 1, not {axis!r}")
+    sizes: tuple[Any, ...] | None = None
+    if isinstance(into, Mapping):
+        listed = cast("Mapping[Any, Any]", into)
+        paths, sizes = tuple(listed), tuple(listed.values())
+    elif isinstance(into, Sequence) and not isinstance(into, str):
+        paths = tuple(cast("Sequence[Any]", into))
+    else:
+        paths = ()
+    if not paths:
+        raise ValueError(
+            f"{what} the into of cut must have leaves and their sizes, such as {_CUT_EXAMPLE}, or "
+            f"be a list of leaves that get one position each, not {into!r}"
+        )
+    seen: set[str] = set()
+    for path in paths:
+        if _checked_path(what, path) in seen:
+            raise ValueError(f"{what} cut has {path!r} twice in its into")
+        seen.add(path)
+    if sizes is not None:
+        _check_sizes(what, paths, sizes)
+    return Cut(axis, paths, sizes)
+
+
+def _check_sizes(what: str, paths: Sequence[str], sizes: Sequence[Any]) -> None:
+    for path, size in zip(paths, sizes, strict=True):
+        if type(size) is not int or (size < 1 and size != -1):
+            raise ValueError(
+                f"{what} cut has {size!r} for {path!r}, which must be its size along the axis, or "
+                "-1 for what is left"
+            )
+    if sizes.count(-1) > 1:
+        raise ValueError(f"{what} cut has the size -1 for more than one leaf")
 
 
 def _checked_path(what: str, path: Any) -> str:
@@ -197,15 +262,36 @@ def _are_integers(value: Any) -> bool:
 def _of_function(function: Callable[[str, tuple[int, ...]], Any]) -> Names:
     called = getattr(function, "__qualname__", type(function).__name__)
 
-    def find(name: str, shape: tuple[int, ...]) -> Match:
+    def find(name: str, shape: tuple[int, ...]) -> tuple[Match, ...]:
         value = function(name, shape)
         if value is None:
-            return Match(None)
+            return (Match(None),)
         what = f"names=, what {called} gives for {name!r}:"
-        path, form, stack = _parse(what, value)
+        path, form, stack = _parse(what, value, keys=(*_FORM_KEYS, "tensor"))
         index = (stack,) if type(stack) is int else stack
         if not _are_integers(index) or any(number < 0 for number in index):
             raise ValueError(f"{what} stack must be the number of a part, not {stack!r}")
-        return Match(path, form, tuple(index))
+        if isinstance(value, Mapping) and "tensor" in value:
+            tensor = cast("Mapping[str, Any]", value)["tensor"]
+            return (_part_of(what, name, tensor, form, index),)
+        if form.cut is None:
+            return (Match(path, form, tuple(index)),)
+        return tuple(
+            Match(path, form, tuple(index), part=part) for part, path in enumerate(form.cut.paths)
+        )
 
     return Names(f"names={called}", function=find)
+
+
+def _part_of(what: str, path: str, tensor: Any, form: Form, index: Sequence[int]) -> Match:
+    """What a function gives for a leaf: the tensor that it is a part of, and how that is cut."""
+    if not isinstance(tensor, str) or not tensor or placeholders(tensor):
+        raise ValueError(f"{what} tensor must be the name of a tensor, not {tensor!r}")
+    if form.cut is None or index:
+        raise ValueError(f"{what} tensor goes with cut, which has {path!r} in its into, alone")
+    if path not in form.cut.paths:
+        raise ValueError(
+            f"{what} its cut has {', '.join(map(repr, form.cut.paths))} in its into, and not this "
+            "leaf"
+        )
+    return Match(tensor, form, part=form.cut.paths.index(path), of_tensor=True)

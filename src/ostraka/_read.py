@@ -81,12 +81,12 @@ def restore(
     `"!model/head/**"`, and leaves others as they are in `like`. `rename` maps paths in the
     checkpoint to paths in `like`, for parts that have moved. `names` says how the tensors of
     safetensors files make up the leaves of `like`: "hf" for the family of models that config.json
-    names, a family such as "llama", rules from names of tensors to paths, the path of a JSON file
-    of them, or a function; docs/huggingface.md has it all. `strict=False` keeps what `like` has
-    where the checkpoint has nothing or another shape, ignores what the checkpoint has beyond
-    `like`, and warns of each (PartialRestore). `dtype` casts floating-point arrays: to one dtype,
-    by path pattern, or with `"like"` to those of `like`. `on_record` is called with what was done
-    and how long it took, which is also logged.
+    names, a family such as "llama", rules from names of tensors to paths (to several for a fused
+    tensor, which is cut), the path of a JSON file of them, or a function; docs/huggingface.md has
+    it all. `strict=False` keeps what `like` has where the checkpoint has nothing or another shape,
+    ignores what the checkpoint has beyond `like`, and warns of each (PartialRestore). `dtype` casts
+    floating-point arrays: to one dtype, by path pattern, or with `"like"` to those of `like`.
+    `on_record` is called with what was done and how long it took, which is also logged.
 
     With `share_reads`, what several processes need is read once: each reads a part and gets the
     rest from the others, by JAX's collectives. `True` needs all processes to call this, whatever

@@ -1,8 +1,11 @@
-"""The same elements in two arrangements: axes in another order, split, merged. Pure integers.
+"""The same elements in two arrangements: axes in another order, split, cut, merged. Pure integers.
 
 Both shapes are made of the same factors. A kernel of attention that one library has as
 `(heads * size, inputs)` and another as `(inputs, heads, size)` has the factors heads, size and
 inputs; on each side, every dimension is the product of some of them, the first varying slowest.
+
+One side may hold a part of the other: of a tensor `(heads * 3 * size, inputs)`, which has queries,
+keys and values, the keys have all of heads, size and inputs, and of the factor 3 the range (1, 2).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from ostraka import _box
 from ostraka._box import Box
 
 Shape = tuple[int, ...]
@@ -19,48 +23,75 @@ Groups = tuple[tuple[int, ...], ...]
 """For each dimension the factors, by number, that it is the product of."""
 
 
+class Taken(NamedTuple):
+    """A range of an axis, which alone is kept of an array."""
+
+    axis: int
+    start: int
+    stop: int
+    is_dropped: bool
+    """Whether the axis, of which one position is left, is gone."""
+
+
 class Piece(NamedTuple):
-    """Elements that are a box in both arrangements, and a box of the factors, too."""
+    """Elements that are a box of the factors, and the boxes that they lie in."""
 
     factors: Box
+    read: Box
+    """The factors of `before`: the same, or more, where what is wanted lies in short ranges."""
+    fill: Box
+    """The factors of `after`: the same, or more, of which other pieces have the rest."""
     before: Box
     after: Box
 
 
 @dataclass(frozen=True, slots=True)
 class Rearrangement:
-    """How an array becomes another of the same elements."""
+    """How an array becomes another of the same elements, or of some of them.
+
+    A factor that one side holds a single position of may be in none of its dimensions.
+    """
 
     factors: Shape
     before: Groups
     after: Groups
+    held_before: Box
+    """The range of each factor that the old arrangement holds."""
+    held_after: Box
 
     @property
     def shape_before(self) -> Shape:
-        return self._shape(self.before)
+        return _shape(self.before, self.held_before)
 
     @property
     def shape_after(self) -> Shape:
-        return self._shape(self.after)
+        return _shape(self.after, self.held_after)
 
     @property
     def is_identity(self) -> bool:
-        return self.before == self.after
+        return (self.before, self.held_before) == (self.after, self.held_after)
 
     def inverse(self) -> Rearrangement:
-        return Rearrangement(self.factors, self.after, self.before)
+        return Rearrangement(
+            self.factors, self.after, self.before, self.held_after, self.held_before
+        )
 
-    def pieces(self, wanted: Box) -> Iterator[Piece]:
-        """Cut a box of the new arrangement into boxes of the old one; none if it is empty."""
-        if any(start >= stop for start, stop in wanted):
-            return
-        for factors in self._factor_boxes(wanted):
-            for part in self._contiguous(factors, self.before):
-                yield self._piece(part)
+    def pieces(self, wanted: Box, shortest: int = 0) -> Iterator[Piece]:
+        """Cut a box of the new arrangement into boxes of the old one, as far as that has it.
 
-    def cut(self, piece: Piece, most_elements: int) -> Iterator[Piece]:
-        """Cut a piece until each has no more elements, across the old arrangement's first axes."""
-        sizes = [stop - start for start, stop in piece.factors]
+        Elements of which fewer than `shortest` lie together are read with what lies between.
+        """
+        for fill, factors in self._shared(wanted):
+            yield from self._contiguous(factors, factors, fill, shortest)
+
+    def places(self, wanted: Box) -> Iterator[Box]:
+        """The boxes of the old arrangement that a box of the new one consists of."""
+        for piece in self.pieces(wanted):
+            yield piece.before
+
+    def cut(self, piece: Piece, most_elements: int, shortest: int = 0) -> Iterator[Piece]:
+        """Cut a piece until no more elements are read for each, across the old one's first axes."""
+        sizes = _box.shape_of(piece.read)
         if prod(sizes) <= most_elements:
             yield piece
             return
@@ -68,69 +99,119 @@ class Rearrangement:
         slowest = next(factor for factor in order if sizes[factor] > 1)
         row = prod(sizes) // sizes[slowest]
         step = max(most_elements // row, 1)
-        start, stop = piece.factors[slowest]
+        start, stop = piece.read[slowest]
         for low in range(start, stop, step):
-            span = (low, min(low + step, stop))
-            slab = (*piece.factors[:slowest], span, *piece.factors[slowest + 1 :])
-            for part in self._contiguous(slab, (*self.before, *self.after)):
-                yield from self.cut(self._piece(part), most_elements)
+            read = _with(piece.read, slowest, (low, min(low + step, stop)))
+            factors = _box.intersect(piece.factors, read)
+            if factors is not None:
+                for part in self._contiguous(factors, read, piece.fill, shortest):
+                    yield from self.cut(part, most_elements, shortest)
 
-    def _piece(self, factors: Box) -> Piece:
-        return Piece(factors, self._box(factors, self.before), self._box(factors, self.after))
+    def place(self, piece: Piece, array: Any, memory: Any) -> None:
+        """Copy a piece, of a numpy array of its `before`, to its places in one of its `after`."""
+        old, new = self._order(self.before), self._order(self.after)
+        read = array.reshape([piece.read[f][1] - piece.read[f][0] for f in old])
+        # Axes of memory are only split here, so that this is a view, however it is strided.
+        fill = memory.reshape([piece.fill[f][1] - piece.fill[f][0] for f in new])
+        taken, put = _box.slices(piece.factors, piece.read), _box.slices(piece.factors, piece.fill)
+        wanted = read[tuple(taken[f] for f in old)]
+        fill[tuple(put[f] for f in new)] = wanted.transpose([old.index(f) for f in new])
 
-    def apply(self, array: Any, factors: Box) -> Any:
-        """A numpy array that holds the old arrangement of a piece, in the new one.
+    def _order(self, groups: Groups) -> list[int]:
+        """All factors in the order of an arrangement; those that are in no dimension last."""
+        order = [factor for group in groups for factor in group]
+        return [*order, *(f for f in range(len(self.factors)) if f not in order)]
 
-        It is a view, unless dimensions are merged that are not neighbours in memory.
-        """
-        old = [factor for group in self.before for factor in group]
-        new = [factor for group in self.after for factor in group]
-        extents = [factors[factor][1] - factors[factor][0] for factor in old]
-        turned = array.reshape(extents).transpose([old.index(factor) for factor in new])
-        shape = [prod(factors[f][1] - factors[f][0] for f in group) for group in self.after]
-        return turned.reshape(shape)
-
-    def _shape(self, groups: Groups) -> Shape:
-        return tuple(prod(self.factors[factor] for factor in group) for group in groups)
-
-    def _factor_boxes(self, wanted: Box) -> Iterator[Box]:
-        """A box of the new arrangement as boxes of the factors."""
-        boxes: list[dict[int, tuple[int, int]]] = [{}]
+    def _shared(self, wanted: Box) -> Iterator[tuple[Box, Box]]:
+        """A box of the new arrangement as boxes of the factors, and what the old one has of it."""
+        if any(start >= stop for start, stop in wanted):
+            return
+        boxes: list[dict[int, tuple[int, int]]] = [dict(enumerate(self.held_after))]
         for (start, stop), group in zip(wanted, self.after, strict=True):
-            sizes = [self.factors[factor] for factor in group]
-            spans = list(_product_ranges(start, stop, sizes))
+            held = [self.held_after[factor] for factor in group]
+            spans = [
+                [(low + a, low + b) for (low, _), (a, b) in zip(held, box, strict=True)]
+                for box in _product_ranges(start, stop, _box.shape_of(tuple(held)))
+            ]
             boxes = [
                 {**box, **dict(zip(group, span, strict=True))} for box in boxes for span in spans
             ]
         for box in boxes:
-            yield tuple(box[factor] for factor in range(len(self.factors)))
+            factors = tuple(box[factor] for factor in range(len(self.factors)))
+            shared = _box.intersect(factors, self.held_before)
+            if shared is not None:
+                yield factors, shared
 
-    def _contiguous(self, factors: Box, groups: Groups) -> Iterator[Box]:
-        """Cut a box of the factors until every dimension of an arrangement is one range."""
-        for group in groups:
-            ranged = [factor for factor in group if factors[factor] != (0, self.factors[factor])]
-            if not ranged:
-                continue
-            # All but one element of what comes before the last factor that is cut must be fixed.
-            before = group[: group.index(ranged[-1])]
-            loose = [f for f in before if factors[f][1] - factors[f][0] > 1]
-            if loose:
-                start, stop = factors[loose[0]]
-                for at in range(start, stop):
-                    fixed = (*factors[: loose[0]], (at, at + 1), *factors[loose[0] + 1 :])
-                    yield from self._contiguous(fixed, groups)
-                return
-        yield factors
+    def _contiguous(self, factors: Box, read: Box, fill: Box, shortest: int) -> Iterator[Piece]:
+        """Cut a box of the factors until what is read for it is a box of the old arrangement."""
+        found = _find_loose(read, self.before, self.held_before)
+        if found is None:
+            if _find_loose(factors, self.after, self.held_after) is None:
+                fill = factors
+            before = _box_of(read, self.before, self.held_before)
+            after = _box_of(fill, self.after, self.held_after)
+            yield Piece(factors, read, fill, before, after)
+        elif _run(read, self.before, self.held_before, found) < shortest:
+            wider = _with(read, found.ranged, self.held_before[found.ranged])
+            yield from self._contiguous(factors, wider, fill, shortest)
+        else:
+            for at in range(*factors[found.loose]):
+                span = (at, at + 1)
+                one, of_read = _with(factors, found.loose, span), _with(read, found.loose, span)
+                yield from self._contiguous(one, of_read, fill, shortest)
 
-    def _box(self, factors: Box, groups: Groups) -> Box:
-        spans: list[tuple[int, int]] = []
-        for group in groups:
-            first = last = 0
-            for factor in group:
-                size, (start, stop) = self.factors[factor], factors[factor]
-                first, last = first * size + start, last * size + stop - 1
-            spans.append((first, last + 1))
-        return tuple(spans)
+
+class _Loose(NamedTuple):
+    """Why a box of the factors is not one range of a dimension."""
+
+    group: int
+    """The dimension."""
+    ranged: int
+    """A factor of which the box has a range only."""
+    loose: int
+    """A factor before it, of which the box has more than one position."""
+
+
+def _find_loose(factors: Box, groups: Groups, held: Box) -> _Loose | None:
+    for number, group in enumerate(groups):
+        ranged = [factor for factor in group if factors[factor] != held[factor]]
+        before = group[: group.index(ranged[-1])] if ranged else ()
+        for factor in before:
+            if factors[factor][1] - factors[factor][0] > 1:
+                return _Loose(number, ranged[-1], factor)
+    return None
+
+
+def _run(factors: Box, groups: Groups, held: Box, found: _Loose) -> int:
+    """How many elements lie together if a box is cut where it is loose."""
+    run = 1
+    for number in reversed(range(len(groups))):
+        group = groups[number]
+        inner = group[group.index(found.ranged) :] if number == found.group else group
+        run *= prod(factors[factor][1] - factors[factor][0] for factor in inner)
+        if number == found.group or any(factors[factor] != held[factor] for factor in inner):
+            return run
+    return run
+
+
+def _with(factors: Box, factor: int, span: tuple[int, int]) -> Box:
+    return (*factors[:factor], span, *factors[factor + 1 :])
+
+
+def _shape(groups: Groups, factors: Box) -> Shape:
+    return tuple(prod(factors[f][1] - factors[f][0] for f in group) for group in groups)
+
+
+def _box_of(factors: Box, groups: Groups, held: Box) -> Box:
+    """A box of the factors as one of an arrangement that holds ranges of them."""
+    spans: list[tuple[int, int]] = []
+    for group in groups:
+        first = last = 0
+        for factor in group:
+            (low, high), (start, stop) = held[factor], factors[factor]
+            first, last = first * (high - low) + start - low, last * (high - low) + stop - 1 - low
+        spans.append((first, last + 1))
+    return tuple(spans)
 
 
 def _product_ranges(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box]:
@@ -167,12 +248,14 @@ def rearranged(
     axes: Sequence[int] | None = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
+    taken: Taken | None = None,
 ) -> Rearrangement:
-    """What becomes of an array of this shape: its axes in the order `axes`, then split or merged.
+    """What becomes of an array of this shape: axes in the order `axes`, split, cut, then merged.
 
     `split` says into which sizes an axis is split, `merge` of which sizes a new axis is made; one
-    of the sizes may be -1. Both speak of axes after the transposition, `merge` of the new ones.
-    Raises ValueError, a sentence without a subject, for what does not fit.
+    of the sizes may be -1. `taken` is the range of an axis that is kept. `split` speaks of axes
+    after the transposition, `taken` of those after `split`, `merge` of those of the result. Raises
+    ValueError, a sentence without a subject, for what does not fit.
     """
     order = tuple(range(len(shape))) if axes is None else tuple(axes)
     if sorted(order) != list(range(len(shape))):
@@ -187,13 +270,22 @@ def rearranged(
         numbers = tuple(range(len(factors), len(factors) + len(parts)))
         factors += parts
         before[axis] = numbers
-        after += [(number,) for number in numbers] if split and position in split else [numbers]
+        after += [(number,) for number in numbers]
     for position in split or ():
         if position >= len(shape):
             raise ValueError(f"has {len(shape)} axes, of which number {position} can't be split")
+    held = list(_box.full(factors))
+    if taken is not None:
+        if taken.axis >= len(after):
+            raise ValueError(f"becomes one of {len(after)} axes, of which none is {taken.axis}")
+        (factor,) = after[taken.axis]
+        held[factor] = (taken.start, taken.stop)
+        if taken.is_dropped:
+            del after[taken.axis]
     if merge:
-        after = _merged(factors, after, merge)
-    return Rearrangement(tuple(factors), tuple(before[a] for a in range(len(shape))), tuple(after))
+        after = _merged([high - low for low, high in held], after, merge)
+    groups = tuple(before[axis] for axis in range(len(shape)))
+    return Rearrangement(tuple(factors), groups, tuple(after), _box.full(factors), tuple(held))
 
 
 def _merged(
@@ -240,31 +332,36 @@ def restored(
     axes: Sequence[int] | None = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
+    taken: Taken | None = None,
+    extent: int = 0,
 ) -> Rearrangement:
     """The rearrangement of `rearranged` whose result has this shape: the same, seen from its end.
 
-    Raises ValueError as `rearranged` does.
+    `extent` is that of the axis of which a range is taken. Raises ValueError as `rearranged` does.
     """
+    parted = unmerged(shape, merge)
+    if taken is not None:
+        parted[taken.axis : taken.axis + (not taken.is_dropped)] = [extent]
     wide: list[int] = []
-    """After the transposition, before splitting or merging."""
+    """After the transposition, before splitting."""
     at = 0
-    position = 0
-    while at < len(shape):
-        if split is not None and position in split:
-            count = len(split[position])
-            wide.append(prod(shape[at : at + count]))
-            at += count
-        elif merge is not None and at in merge:
-            wide += _sizes(shape[at], merge[at], at)
-            at += 1
-        else:
-            wide.append(shape[at])
-            at += 1
-        position += 1
+    while at < len(parted):
+        count = len(split[len(wide)]) if split is not None and len(wide) in split else 1
+        wide.append(prod(parted[at : at + count]))
+        at += count
     order = tuple(range(len(wide))) if axes is None else tuple(axes)
     if sorted(order) != list(range(len(wide))):
         raise ValueError(f"is made of {len(wide)} axes, which can't be in the order {list(order)}")
-    found = rearranged(tuple(wide[order.index(a)] for a in range(len(wide))), axes, split, merge)
+    whole = tuple(wide[order.index(a)] for a in range(len(wide)))
+    found = rearranged(whole, axes, split, merge, taken)
     if found.shape_after != shape:
         raise ValueError(f"has the shape {shape}, where {found.shape_after} would follow")
     return found
+
+
+def unmerged(shape: Shape, merge: Mapping[int, Sequence[int]] | None) -> list[int]:
+    """The axes that those of a result were before they were merged. Raises ValueError."""
+    parted: list[int] = []
+    for axis, size in enumerate(shape):
+        parted += _sizes(size, merge[axis], axis) if merge and axis in merge else [size]
+    return parted

@@ -25,6 +25,15 @@ CONFIG = "config"
 """In `Saved.user` of what Hugging Face's files hold: the model's config.json."""
 
 
+_SHORT_BYTES = 256
+_SHORT_REMOTE_BYTES = 1 << 20
+
+
+def shortest_range_bytes(store: Store) -> int:
+    """Ranges that are shorter are read with what lies between; in buckets each costs a request."""
+    return _SHORT_REMOTE_BYTES if store.parts.is_remote else _SHORT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What was saved: everything but where the bytes lie."""

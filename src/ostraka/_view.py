@@ -10,8 +10,8 @@ no more than a few pieces are held besides the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,23 +22,22 @@ from ostraka import _box
 from ostraka._box import Box
 from ostraka._document import encode
 from ostraka._format import BLOCK_BYTES
-from ostraka._names import Composition, Names
+from ostraka._names import Names
 from ostraka._names_given import NamesLike, read_names
-from ostraka._nodes import (
-    ROOT,
-    ArrayNumber,
-    Branch,
-    Leaf,
-    Lost,
-    Node,
-    dict_builder,
-    escape,
-    leaves_of,
-    prune,
+from ostraka._nodes import ArrayNumber, Branch, Lost, Node, leaves_of, prune
+from ostraka._rearrange import Piece, Rearrangement, Shape
+from ostraka._source import (
+    CONFIG,
+    OnBytes,
+    Saved,
+    Source,
+    StoredBox,
+    StoredFile,
+    shortest_range_bytes,
 )
-from ostraka._rearrange import Rearrangement, Shape
-from ostraka._source import CONFIG, OnBytes, Saved, Source, StoredBox, StoredFile
 from ostraka._spec import HOST_LOCAL, LeafSpec, Target, numpy_dtype
+from ostraka._view_leaves import Seen, named_leaves, put_together, shape_of, taken_apart
+from ostraka._view_tree import flat_tree, nested_tree
 from ostraka.errors import Mismatch
 from ostraka.storage import Store
 
@@ -58,54 +57,21 @@ def renamed(source: Source, names: NamesLike, *, back: bool = False) -> Source:
     return _Renamed(source, known, back=back)
 
 
-class _Part(NamedTuple):
-    """A part of a leaf of the view, or all of it, and what it is in the source."""
-
-    at: Shape
-    """Which part of the leaf: positions along its first axes."""
-    leaf: int
-    """The leaf of the source."""
-    within: Shape
-    """Which part of that: positions along its first axes."""
-    form: Rearrangement
-    """From the source to the view."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A leaf of the view."""
-
-    path: str
-    key: str
-    """Its key in a flat dict."""
-    shape: Shape
-    parts: tuple[_Part, ...]
-    """Row-major over their indices."""
-    stack: Shape = ()
-    optional: bool = False
-    stands_in: bool = False
-
-    @property
-    def is_same(self) -> bool:
-        """Whether it is a leaf of the source as it is."""
-        part = self.parts[0]
-        return not (part.at or part.within) and part.form.is_identity
-
-
 class _Renamed:
     """A source seen through `Names`."""
 
     def __init__(self, source: Source, names: Names, *, back: bool):
         self._source = source
         self._is_flat = back
-        there = _named_leaves(source)
-        shapes = {name: _shape_of(leaf.value, source) for name, leaf in there.items()}
+        self._shortest_bytes = shortest_range_bytes(source.store)
+        there = named_leaves(source)
+        shapes = {name: shape_of(leaf.value, source) for name, leaf in there.items()}
         where = source.location
         compositions = names.decompose(shapes, where) if back else names.compose(shapes, where)
-        seen = _taken_apart(compositions) if back else _put_together(compositions)
-        self._seen: list[_Seen] = []
+        seen = taken_apart(compositions) if back else put_together(compositions)
+        self._seen: list[Seen] = []
         """The arrays, by number."""
-        self._others: list[tuple[_Seen, Any]] = []
+        self._others: list[tuple[Seen, Any]] = []
         """Leaves with a value of their own, or that can't be read."""
         leaves: list[LeafSpec] = []
         problems: list[str] = []
@@ -140,7 +106,7 @@ class _Renamed:
             writer=source.saved.writer,
         )
 
-    def _resolve(self, found: _Seen, values: Sequence[Any]) -> tuple[LeafSpec | None, Any]:
+    def _resolve(self, found: Seen, values: Sequence[Any]) -> tuple[LeafSpec | None, Any]:
         """What an array of the view is; or None, and the value that stands in its place."""
         lost = next((value for value in values if isinstance(value, Lost)), None)
         if lost is not None:
@@ -151,15 +117,17 @@ class _Renamed:
                 raise ValueError(f"leaf {found.path!r} would be made of what is no array")
             return None, values[0]
         specs = [self._source.saved.leaves[value.number] for value in arrays]
-        if len(arrays) < len(values) or len({spec.dtype for spec in specs}) > 1:
-            dtypes = sorted({spec.dtype for spec in specs})
-            raise ValueError(f"leaf {found.path!r} would be stacked of {' and '.join(dtypes)}")
+        kinds = sorted({spec.dtype for spec in specs})
+        kinds += ["what is no array"] if len(arrays) < len(values) else []
+        if len(kinds) > 1:
+            how = "stacked" if found.stack else "put together"
+            raise ValueError(f"leaf {found.path!r} would be {how} of {' and '.join(kinds)}")
         spec = specs[0]
         if found.is_same:
             if spec.mesh == HOST_LOCAL:
                 return replace(spec, path=found.path), None
             return replace(spec, path=found.path, mesh=HOST_LOCAL, partition=(), memory=None), None
-        if spec.kind == "key" or spec.per_process:
+        if any(spec.kind == "key" or spec.per_process for spec in specs):
             raise ValueError(
                 f"leaf {found.path!r} would be rearranged, and is a PRNG key or has a value for "
                 "each process"
@@ -195,7 +163,7 @@ class _Renamed:
         for found, value in self._others:
             if is_there(found):
                 leaves[found.path] = (found.key, value)
-        return _flat(leaves) if self._is_flat else _nested(leaves)
+        return flat_tree(leaves) if self._is_flat else nested_tree(leaves)
 
     def order(self) -> Sequence[int]:
         return self._order
@@ -219,18 +187,23 @@ class _Renamed:
         nbytes = self.saved.leaves[leaf].nbytes // max(len(found.parts), 1)
         # Bands of what is one after the other in a file, so that whoever reads some reads ranges.
         order = [factor for group in part.form.before for factor in group]
-        slowest = next((f for f in order if part.form.factors[f] > 1), None)
+        sizes = _box.shape_of(part.form.held_after)
+        slowest = next((f for f in order if sizes[f] > 1), None)
         for dimension, group in enumerate(part.form.after):
-            if group == (slowest,):
-                cuts[dimension] = min(-(-nbytes // BLOCK_BYTES) or 1, part.form.factors[group[0]])
+            if group and group[0] == slowest:
+                rows = prod(sizes[factor] for factor in group)
+                cuts[dimension] = min(-(-nbytes // BLOCK_BYTES) or 1, rows)
         return (*found.stack, *cuts)
 
     def files_of(self, leaf: int) -> Sequence[Any]:
         found = self._seen[leaf]
         if found.is_same:
             return self._source.files_of(found.parts[0].leaf)
-        cells = prod(self.grid_of(leaf)) // max(len(found.parts), 1)
-        firsts = [self._source.files_of(part.leaf)[0] for part in found.parts]
+        # What is put together of several leaves may lie in as many files: that of the first stands
+        # for all.
+        parts = found.parts if found.stack else found.parts[:1]
+        cells = prod(self.grid_of(leaf)) // max(len(parts), 1)
+        firsts = [self._source.files_of(part.leaf)[0] for part in parts]
         return [first for first in firsts for _ in range(cells)]
 
     def boxes_of(self, leaf: int) -> list[StoredBox]:
@@ -240,15 +213,12 @@ class _Renamed:
             above, back = _spans(part.at), part.form.inverse()
             for stored in self._source.boxes_of(part.leaf):
                 own = _below(stored.box, part.within)
-                pieces = [] if own is None else list(back.pieces(own))
-                for piece in pieces:
-                    share = _box.count(piece.before) / max(_box.count(stored.box), 1)
+                for box in () if own is None else back.places(own):
+                    share = _box.count(box) / max(_box.count(stored.box), 1)
                     nbytes = round(stored.nbytes * share)
                     kept = round(stored.stored_bytes * share)
                     boxes.append(
-                        stored._replace(
-                            box=(*above, *piece.before), nbytes=nbytes, stored_bytes=kept
-                        )
+                        stored._replace(box=(*above, *box), nbytes=nbytes, stored_bytes=kept)
                     )
         return sorted(boxes)
 
@@ -271,18 +241,20 @@ class _Renamed:
         """What of the source a target is made of, in pieces of no more bytes than that."""
         found = self._seen[target.leaf]
         if found.is_same:
-            yield SourcePiece(Target(found.parts[0].leaf, target.box), target.box, None, ())
+            yield SourcePiece(Target(found.parts[0].leaf, target.box), target.box, None, None)
             return
         rank = len(found.stack)
         itemsize = numpy_dtype(self.saved.leaves[target.leaf].dtype).itemsize
-        for number in _box.overlapping_cells(found.stack, found.stack, target.box[:rank]):
+        most, shortest = max(most_bytes // itemsize, 1), self._shortest_bytes // itemsize
+        cells = _box.overlapping_cells(found.stack, found.stack, target.box[:rank])
+        for number in cells if found.stack else range(len(found.parts)):
             part = found.parts[number]
             above, within = _spans(part.at), _spans(part.within)
-            for whole in part.form.pieces(target.box[rank:]):
-                for piece in part.form.cut(whole, max(most_bytes // itemsize, 1)):
+            for whole in part.form.pieces(target.box[rank:], shortest):
+                for piece in part.form.cut(whole, most, shortest):
                     wanted = Target(part.leaf, (*within, *piece.before))
                     after = (*above, *piece.after)
-                    yield SourcePiece(wanted, after, part.form, piece.factors)
+                    yield SourcePiece(wanted, after, part.form, piece)
 
 
 class SourcePiece(NamedTuple):
@@ -292,7 +264,7 @@ class SourcePiece(NamedTuple):
     box: Box
     form: Rearrangement | None
     """None if it is the whole target as it is."""
-    factors: Box
+    piece: Piece | None
 
 
 def _spans(index: Shape) -> Box:
@@ -305,107 +277,3 @@ def _below(box: Box, index: Shape) -> Box | None:
         if not start <= at < stop:
             return None
     return box[len(index) :]
-
-
-# Leaves of the source
-
-
-def _named_leaves(source: Source) -> dict[str, Leaf]:
-    """By name: by the keys of a flat dict, such as tensors of files are, else by path."""
-    tree = source.tree
-    if isinstance(tree, Branch) and tree.kind == "dict":
-        children = tree.children
-        if all(isinstance(c, Leaf) for c in children) and all(type(k) is str for k in tree.keys):
-            return {
-                key: child
-                for key, child in zip(tree.keys, children, strict=True)
-                if isinstance(child, Leaf)
-            }
-    return {leaf.path: leaf for leaf in leaves_of(tree)}
-
-
-def _shape_of(value: Any, source: Source) -> Shape:
-    if isinstance(value, ArrayNumber):
-        return source.saved.leaves[value.number].shape
-    return value.shape if isinstance(value, Lost) else ()
-
-
-def _put_together(compositions: Sequence[Composition]) -> Iterator[tuple[_Seen, tuple[str, ...]]]:
-    """Leaves of a tree, and the tensors of each."""
-    seen: set[str] = set()
-    for found in compositions:
-        parts = tuple(_Part(at, -1, (), found.form) for at in _indices(found.stack))
-        stands_in = found.optional and found.tensors[0] in seen
-        seen.update(found.tensors)
-        leaf = _Seen(
-            found.path,
-            found.path,
-            found.shape,
-            tuple(parts),
-            found.stack,
-            found.optional,
-            stands_in,
-        )
-        yield leaf, found.tensors
-
-
-def _taken_apart(compositions: Sequence[Composition]) -> Iterator[tuple[_Seen, tuple[str, ...]]]:
-    """Tensors, and the leaf of each."""
-    for found in compositions:
-        form = found.form.inverse()
-        for index, name in zip(_indices(found.stack), found.tensors, strict=True):
-            part = _Part((), -1, index, form)
-            yield _Seen(escape(name), name, found.tensor_shape, (part,)), (found.path,)
-
-
-def _indices(stack: Shape) -> list[Shape]:
-    cells = (_box.cell(stack, stack, number) for number in range(prod(stack)))
-    return [tuple(start for start, _ in cell) for cell in cells]
-
-
-# Trees
-
-
-def _flat(leaves: Mapping[str, tuple[str, Any]]) -> Branch:
-    keys = [key for key, _ in leaves.values()]
-    children = tuple(Leaf(path, value) for path, (_, value) in leaves.items())
-    return Branch("dict", "", children, dict_builder(keys), keys)
-
-
-def _nested(leaves: Mapping[str, tuple[str, Any]]) -> Node:
-    """Dicts in dicts; a name that is a number is one, as NNX has it for lists."""
-    if ROOT in leaves and len(leaves) == 1:
-        return Leaf(ROOT, leaves[ROOT][1])
-    top: dict[str, Any] = {}
-    for path, (_, value) in leaves.items():
-        *above, last = path.split("/")
-        node = top
-        for name in above:
-            node = node.setdefault(name, {})
-        node[last] = Leaf(path, value)
-
-    def build(node: dict[str, Any], path: str) -> Branch:
-        names = sorted(node, key=_order_of)
-        keys = [_key(name) for name in names]
-        children = [
-            build(node[name], f"{path}/{name}" if path else name)
-            if isinstance(node[name], dict)
-            else node[name]
-            for name in names
-        ]
-        return Branch("dict", path, tuple(children), dict_builder(keys), keys)
-
-    return build(top, "")
-
-
-def _order_of(name: str) -> tuple[bool, int, str]:
-    """By name, numbers by their value: the order of `nnx.State`."""
-    is_number = isinstance(_key(name), int)
-    return (not is_number, int(name) if is_number else 0, name)
-
-
-def _key(name: str) -> str | int:
-    """The key that a part of a path stands for."""
-    if name.isascii() and name.isdigit() and (name == "0" or name[0] != "0") and len(name) < 10:
-        return int(name)
-    return name.removeprefix("~2").replace("~1", "/").replace("~0", "~")

@@ -77,11 +77,11 @@ class _Reading:
 
     def _put(self, at: int, array: Array) -> tuple[int, Array | None]:
         number, piece = self._pieces[at]
-        if piece.form is None:
+        if piece.form is None or piece.piece is None:
             return number, array
         within = _box.slices(piece.box, self._targets[number].box)
         memory = self._buffers.array(number)[(*within, ...)]  # a view, also if 0-d
-        if memory.flags.c_contiguous:
+        if memory.flags.c_contiguous and piece.piece.fill == piece.piece.factors:
             map_pages(memory)
-        memory[...] = piece.form.apply(array, piece.factors).reshape(memory.shape)
+        piece.form.place(piece.piece, array, memory)
         return number, None

@@ -22,7 +22,7 @@ _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
     "--names",
     metavar="NAMES",
     help="How leaves and tensors correspond: a family, such as llama, hf for that of config.json, "
-    "or a JSON file of rules.",
+    "or a JSON file of rules, which may cut fused tensors into leaves.",
 )
 @click.option(
     "--only", multiple=True, metavar="PATTERN", help="Convert these leaves. Can be repeated."

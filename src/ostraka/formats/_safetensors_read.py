@@ -1,10 +1,10 @@
 """Read boxes of tensors: just the ranges of files that they lie in. No JAX.
 
 A box whose rows are whole is one range of its file. Of one that is a part of each row, every row
-has a range of its own: on disks those are read one by one, unless they are shorter than
-`_SHORT_BYTES` or nearly all of the rows; in buckets, where each costs a request, unless they are
-shorter than `_SHORT_REMOTE_BYTES`. What is not worth that is read with what lies between.
-Boxes of one process that lie side by side are read as one.
+has a range of its own: those are read one by one, unless they are nearly all of the rows, or
+shorter than `shortest_range_bytes`, which is more in buckets, where each costs a request. What is
+not worth that is read with what lies between. Boxes of one process that lie side by side are read
+as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostraka._box import Box
 from ostraka._damage import damage_on_loss, damaged
 from ostraka._memory import Array, Buffers, Scratch, map_pages
 from ostraka._parallel import StopSignal, run_as_completed
-from ostraka._source import OnBytes
+from ostraka._source import OnBytes, shortest_range_bytes
 from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
 from ostraka.errors import StoreError
 from ostraka.formats._safetensors_files import TensorFile
@@ -32,8 +32,6 @@ from ostraka.storage import FileReader, Store
 
 _CHUNK_BYTES = 8 << 20
 """What is read at one time, with what lies between."""
-_SHORT_BYTES = 256
-_SHORT_REMOTE_BYTES = 1 << 20
 _NEARLY_ALL = 16 / 17
 """Of a row: the rest of it is read, too."""
 
@@ -76,7 +74,7 @@ class _Reading:
         self._rows = Scratch()
         """For whole rows, of which a part is wanted."""
         self._files = _OpenFiles(store)
-        self._short_bytes = _SHORT_REMOTE_BYTES if store.parts.is_remote else _SHORT_BYTES
+        self._short_bytes = shortest_range_bytes(store)
 
     def run(self, on_bytes: OnBytes) -> Iterator[tuple[int, Array]]:
         empty = [number for number, missing in enumerate(self._missing) if missing == 0]

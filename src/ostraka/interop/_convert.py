@@ -98,7 +98,8 @@ def convert(
     - `"npz"`: one file that `numpy.load` reads.
 
     `names` says how the leaves of a tree and the tensors of files correspond, as in `restore`: from
-    tensors to a tree if `to` is `"ostraka"` or `"orbax"`, else back.
+    tensors to a tree if `to` is `"ostraka"` or `"orbax"`, else back. Leaves that a rule cuts out of
+    one tensor are put together again; all of them must be there.
 
     `only` are path patterns: other leaves are left out. With `names` on the way back,
     `only="model"` means the model itself: its paths begin below that name. `dtype` casts
