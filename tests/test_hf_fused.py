@@ -140,6 +140,31 @@ def test_the_rules_of_the_family_have_it_fused(models: Path):
         ostraka.restore(models / "phi3", like=template("phi3"), names="hf")
 
 
+def test_a_family_with_own_rules_before_it(models: Path, tmp_path: Path):
+    """Only what is other than the family has it needs rules."""
+    whole = RULES["phi3"](CONFIGS["phi3"])
+    own = {pattern: rule for pattern, rule in whole.items() if "cut" in rule}
+    model = ostraka.restore(models / "phi3", like=template("phi3"), names=[own, "hf"])
+    wanted = restored(models, "phi3", P())
+    for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, two)
+    ostraka.save(tmp_path / "ours", model)
+    ostraka.convert(tmp_path / "ours", tmp_path / "back", to="hf", names=[own, "phi3"])
+    assert tensors_of(tmp_path / "back") == tensors_of(models / "phi3")
+    other = {**own, "model.layers.{n}.qkv.weight": "layers/{n}/qkv"}
+    with pytest.raises(Mismatch, match=r"qkv\.weight' matches no tensor"):
+        ostraka.open(models / "phi3", names=(other, "phi3"))
+
+
+def test_lists_of_names(models: Path):
+    with pytest.raises(ValueError, match="and at its end one family or 'hf'"):
+        ostraka.open(models / "phi3", names=["hf", {"a": "b"}])
+    with pytest.raises(ValueError, match="a function alone, not in a list"):
+        ostraka.open(models / "phi3", names=[lambda name, shape: name, "hf"])  # pyright: ignore
+    with pytest.raises(ValueError, match="not list"):
+        ostraka.open(models / "phi3", names=[])
+
+
 # Experts that are one tensor on disk
 
 

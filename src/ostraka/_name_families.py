@@ -224,7 +224,7 @@ def family_names(kind: str, config: Mapping[str, Any] | None, given: str) -> Nam
     return Names(
         given,
         family.rules,
-        is_complete=False,
+        required=0,
         prefixes=family.prefixes,
         stand_ins=(Rule(family.embedding, HEAD, TRANSPOSED),) if tied else (),
         optional=frozenset({HEAD}) if tied else frozenset(),

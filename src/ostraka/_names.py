@@ -37,8 +37,9 @@ class Names:
     """What the caller gave, for messages, such as `names='llama'`."""
     rules: tuple[Rule, ...] = ()
     """The first that matches decides."""
-    is_complete: bool = True
-    """Whether every rule must match something; those of a family are for all its models."""
+    required: int | None = None
+    """How many rules, the first ones, must match something; all of them if None. Those of a family
+    are for all its models."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """How names may begin in files, and how the rules have that; tried in turn."""
     stand_ins: tuple[Rule, ...] = ()
@@ -76,9 +77,8 @@ class Names:
                 used.add(match.rule)
                 if match.path is not None:
                     found.setdefault(match.path, []).append((match, name))
-        if self.is_complete:
-            unused = set(range(len(self.rules))) - used
-            problems.unused += [self.rules[number].tensor for number in sorted(unused)]
+        unused = set(range(len(self.rules[: self.required]))) - used
+        problems.unused += [self.rules[number].tensor for number in sorted(unused)]
         leaves: list[Composition] = []
         for path, parts in found.items():
             try:
@@ -113,9 +113,11 @@ class Names:
             key = (match.rule, *sorted(match.values.items()))
             group = groups.setdefault(key, Written(self.rules[match.rule], match.values))
             group.parts[match.part] = (path, shape)
-        if self.is_complete:
-            unused = [n for n, rule in enumerate(self.rules) if rule.paths and n not in used]
-            problems.unused += [self.rules[number].paths[0] for number in unused]
+        problems.unused += [
+            rule.paths[0]
+            for number, rule in enumerate(self.rules[: self.required])
+            if rule.paths and number not in used
+        ]
         return self._taken_apart(groups.values(), problems, where)
 
     def _decompose_by(

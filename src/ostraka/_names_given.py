@@ -7,6 +7,7 @@
 | a mapping | rules: patterns of names to paths, to forms, or to None for what is left out |
 | the path of a JSON file | the same, in a file |
 | a function | from a name and a shape to a path, a form, or None |
+| a list of these, but for functions | the rules of all; the first that matches decides |
 
 A form is a mapping with a `path`, and any of `transpose` (true, or the order of the axes), `split`
 (`{axis: sizes}`) and `merge` (the same for axes of the leaf), in this order, and `stack` (the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from ostraka._form import AS_IT_IS, Cut, Form
@@ -31,9 +33,8 @@ from ostraka._name_rules import Match, Rule
 from ostraka._names import Names
 from ostraka.errors import nearest
 
-NamesLike = (
-    str | os.PathLike[str] | Mapping[str, Any] | Callable[[str, tuple[int, ...]], Any] | Names
-)
+Rules = str | os.PathLike[str] | Mapping[str, Any] | Names
+NamesLike = Rules | list[Rules] | tuple[Rules, ...] | Callable[[str, tuple[int, ...]], Any]
 
 _FORM_KEYS = ("path", "transpose", "split", "cut", "merge", "stack")
 _CUT_EXAMPLE = '{"axis": 0, "into": {"q/kernel": 64, "k/kernel": 16}}'
@@ -53,10 +54,26 @@ def read_names(names: NamesLike, config: Mapping[str, Any] | None = None) -> Nam
         return _of_text(os.fspath(names), config)
     if callable(names):
         return _of_function(names)
+    parts: Any = names
+    if isinstance(parts, list | tuple) and parts:
+        return _in_turn([read_names(part, config) for part in cast("Sequence[Any]", parts)])
     raise ValueError(
-        "names= takes 'hf', the name of a family, rules, the path of a JSON file of rules or a "
-        f"function, not {type(names).__name__}"
+        "names= takes 'hf', the name of a family, rules, the path of a JSON file of rules, a list "
+        f"of these or a function, not {type(names).__name__}"
     )
+
+
+def _in_turn(parts: Sequence[Names]) -> Names:
+    """The rules of all. Those of a family, which need not all match, come last."""
+    if any(part.function is not None for part in parts):
+        raise ValueError("names= takes a function alone, not in a list")
+    families = [part for part in parts if part.required == 0]
+    if families and (len(families) > 1 or families[0] is not parts[-1]):
+        raise ValueError("names= takes a list of rules, and at its end one family or 'hf'")
+    rules = tuple(rule for part in parts for rule in part.rules)
+    required = sum(len(part.rules) for part in parts if part.required is None)
+    given = " and ".join(part.given for part in parts)
+    return replace(parts[-1], given=given, rules=rules, required=required)
 
 
 def _of_text(text: str, config: Mapping[str, Any] | None) -> Names:
