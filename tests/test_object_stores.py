@@ -285,6 +285,66 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
         ostraka.restore(f"s3://{BUCKET}/c")
 
 
+def patience(monkeypatch: pytest.MonkeyPatch, *, at_first_ms: int, later_ms: int) -> None:
+    from ostraka.storage import _cloud
+
+    short = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10)}
+    later = {"retry_timeout": timedelta(milliseconds=later_ms), "backoff": short}
+    monkeypatch.setattr(_cloud, "_RETRY", _cloud._RETRY | later)
+    at_first = {"retry_timeout": timedelta(milliseconds=at_first_ms)}
+    monkeypatch.setattr(_cloud, "_AT_FIRST", at_first)
+    _cloud._open_bucket.cache_clear()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9", "no-such-host.invalid"])
+def test_a_store_that_never_answered_is_given_up_soon(host: str, monkeypatch: pytest.MonkeyPatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}")
+    patience(monkeypatch, at_first_ms=33, later_ms=60_000)
+    for ask in (ostraka.restore, ostraka.open, ostraka.verify, ostraka.Manager):
+        with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+            ask(f"s3://{BUCKET}/c")
+        assert "retry_timeout: 33ms" in str(refused.value.__cause__)
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+        ostraka.save(f"s3://{BUCKET}/c", {"a": 1})
+    assert "retry_timeout: 33ms" in str(refused.value.__cause__)
+
+
+def test_a_store_that_has_answered_is_asked_for_longer(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    patience(monkeypatch, at_first_ms=33, later_ms=77)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+            ostraka.open(f"{bucket}/c")
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+        ostraka.open(f"{bucket}/c")
+    assert "retry_timeout: 77ms" in str(refused.value.__cause__)
+
+
+@pytest.mark.parametrize("fault", ["error 503", "closed"])
+def test_a_store_in_trouble_at_first_is_asked_for_longer(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    patience(monkeypatch, at_first_ms=0, later_ms=60_000)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        proxy.faults, proxy.rate = (fault,), 1.0
+
+        def recover() -> None:
+            while proxy.harmed.total() < 20:
+                time.sleep(0.001)
+            proxy.rate = 0.0
+
+        recovery = threading.Thread(target=recover, daemon=True)
+        recovery.start()
+        with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+            ostraka.open(f"{bucket}/c")
+        recovery.join()
+
+
 @pytest.mark.parametrize(
     ("path", "variable"),
     [

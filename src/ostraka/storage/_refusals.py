@@ -75,6 +75,8 @@ _CREDENTIALS = {
     "abfss": _AZURE,
 }
 _STATUS = re.compile(r"status code: (\d{3})")
+_CONNECT = re.compile(r"Error\(\s*Connect,")
+"""In the text of obstore's errors: of a connection that was not made, in time or at all."""
 _TEMPORARY = ("408", "429")
 
 
@@ -112,6 +114,11 @@ def is_transient(error: Exception) -> bool:
     if status is not None:
         return status[1].startswith("5") or status[1] in _TEMPORARY
     return not any(known.pattern.search(text) for known in _KNOWN[:-1])
+
+
+def never_connected(error: Exception) -> bool:
+    """Whether nobody was there to be asked: no such host, no such port, no common language."""
+    return _CONNECT.search(str(error)) is not None
 
 
 def broke_off(error: Exception) -> bool:
