@@ -580,7 +580,7 @@ def test_what_tls_protects_is_not_signed(
     for name, value in (KEYS | settings).items():
         monkeypatch.setenv(name, value)
     store: Any = open_store("s3://bucket/run")
-    assert store._bucket.config.get("unsigned_payload", "false") == str(not signs).lower()
+    assert store._contact.lasting.config.get("unsigned_payload", "false") == str(not signs).lower()
 
 
 def test_any_store_of_obstore_is_a_path():
