@@ -309,3 +309,35 @@ def private_modules(ocp: Any, d: Path) -> None:
     assert handlers.ArrayHandler is ocp.type_handlers.ArrayHandler
     assert module("_src.metadata.value").ArrayMetadata
     assert module("_src.handlers.json_checkpoint_handler").JsonCheckpointHandler
+
+
+@scenario("partial_restore=, v1's partial_load", "only=, strict=False")
+def partial_trees_that_differ(ocp: Any, d: Path) -> None:
+    """a leaf where a tree was saved, and the other way round, raises TypeError"""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(d / "a", {"x": jnp.ones(2), "y": {"z": jnp.ones(2)}})
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for like in ({"x": leaf, "y": leaf}, {"x": {"a": leaf}}):
+        args = ocp.args.PyTreeRestore(like, partial_restore=True)
+        with pytest.raises(TypeError, match="Type mismatch at"):
+            checkpointer.restore(d / "a", args=args)
+    args = ocp.args.PyTreeRestore({"y": {"z": leaf}, "new": leaf}, partial_restore=True)
+    found = checkpointer.restore(d / "a", args=args)
+    assert found["new"] is leaf
+    same(found["y"], {"z": jnp.ones(2)})
+
+
+@scenario("v1.load_checkpointables, trees that differ", "ostraka.restore: Mismatch")
+def v1_checkpointables_that_differ(ocp: Any, d: Path) -> None:
+    """a template that does not fit raises KeyError, which Tunix catches; `load` ValueError"""
+    v1 = ocp.v1
+    v1.save_checkpointables(d / "a", {"m": {"x": jnp.ones(2)}})
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    other = jax.ShapeDtypeStruct((3,), jnp.float32)
+    for like in ({"x": leaf, "y": leaf}, {}, {"x": {"z": leaf}}, [leaf], {"x": other}):
+        with pytest.raises(KeyError, match="checkpointable"):
+            v1.load_checkpointables(d / "a", {"m": like})
+    with pytest.raises(KeyError, match="not found"):
+        v1.load_checkpointables(d / "a", {"no such": {"x": leaf}})
+    with pytest.raises(ValueError, match="do not match"):
+        v1.load(d / "a", {"x": leaf, "y": leaf}, checkpointable_name="m")

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import obstore
 import pytest
+from click.testing import CliRunner
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from obstore.exceptions import GenericError
@@ -27,6 +28,7 @@ import ostraka
 from figures import Figures
 from ostraka import Manager, _leftovers
 from ostraka._leftovers import collect_garbage
+from ostraka.cli import main
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -736,6 +738,18 @@ def test_garbage_is_left_while_its_writer_may_come_back(
     monkeypatch.setattr(_leftovers, "GONE_AFTER_S", -5.0)
     assert collect_garbage(store)[0] == ["shards-0123456789abcdef"]
     assert store.list() == []
+
+
+@pytest.mark.parametrize("bucket", ["moto", "seaweed"], indirect=True)
+def test_nothing_is_left_of_a_step_that_was_deleted(bucket: str):
+    """SeaweedFS lists the directories of deleted objects for a while."""
+    with Manager(bucket) as manager:
+        for step in range(2):
+            manager.save(step, {"a": np.arange(5)})
+        manager.wait()
+        manager.delete(0)
+        assert _leftovers.find_leftovers(open_store(f"{bucket}/step_00000000")) == []
+    assert "nothing was left behind" in CliRunner().invoke(main, ["gc", bucket]).output
 
 
 def test_an_answer_that_is_lost_for_good(bucket: str, monkeypatch: pytest.MonkeyPatch):

@@ -232,6 +232,7 @@ def _read_flat(
 
 def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
     if partial:
+        _check_branches(item, flat)
         return
     saved = item.tree.leaves
     if flat.keys == list(saved) and not any(map(is_empty, (*flat.leaves, *saved.values()))):
@@ -250,6 +251,22 @@ def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
             "User-provided restore item and on-disk value metadata tree structures do not match: "
             f"{'; '.join(lines[:20])}. If this mismatch is intentional, pass partial_restore=True."
         )
+
+
+def _check_branches(item: Item, flat: Flat) -> None:
+    """Raise TypeError for a leaf in the place of a branch: it would be neither found nor new."""
+    pairs = zip(flat.keys, flat.leaves, strict=True)
+    wanted = {keys for keys, leaf in pairs if not (is_empty(leaf) or leaf is PLACEHOLDER)}
+    there = {keys for keys, value in item.tree.leaves.items() if not is_empty(value)}
+    if wanted <= there:
+        return
+    for leaves, paths, where in ((wanted, there, "saved"), (there, wanted, "wanted")):
+        above = {path[:depth] for path in paths for depth in range(len(path))}
+        for keys in sorted(leaves & above):
+            raise TypeError(
+                f"Type mismatch at {'/'.join(keys) or 'the root'!r}: what is {where} there is a "
+                "tree, and the other one has a leaf"
+            )
 
 
 def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any = None) -> Any:

@@ -23,6 +23,7 @@ from ostraka.compat.orbax.v1._items import read_checkpointable as _read
 from ostraka.compat.orbax.v1._safetensors import load_tensors as _load_tensors
 from ostraka.compat.orbax.v1._safetensors import open_tensors as _open_tensors
 from ostraka.compat.orbax.v1._safetensors import tensors_metadata as _tensors_metadata
+from ostraka.errors import OstrakaError
 
 _refused = refuse(__name__)
 _STATE = "state"
@@ -217,7 +218,18 @@ def load_tree(opened: Opened, abstract: Any, name: str | None, context: Context)
 def load_items(opened: Opened, abstract: Any, context: Context) -> dict[str, Any]:
     asked = abstract.metadata if _is_found(abstract) else abstract
     wanted: dict[str, Any] = dict(asked) if asked else dict.fromkeys(opened.items())
-    return {name: _read(opened.item(name), given, context) for name, given in wanted.items()}
+    return {name: _load_item(opened, name, given, context) for name, given in wanted.items()}
+
+
+def _load_item(opened: Opened, name: str, given: Any, context: Context) -> Any:
+    item = opened.item(name)
+    try:
+        return _read(item, given, context)
+    except OstrakaError:
+        raise
+    except (ValueError, TypeError) as error:
+        message = f"can't load checkpointable {name!r} of {opened.path} as asked for: {error}"
+        raise errors.NoEntryError(message) from error
 
 
 def tree_of(opened: Opened, name: str | None) -> CheckpointMetadata:
