@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,48 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreError, match="can't be reached; check the endpoint and the network"):
         ostraka.restore(f"s3://{BUCKET}/c")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b"<html>nothing here</html>", "no object store; check the endpoint and the name"),
+        (405, b"", "what answers there is no object store; check the endpoint"),
+        (407, b"", "a proxy on the way asks for credentials; check HTTP_PROXY"),
+        (400, b"<Error><Code>InvalidBucketName</Code></Error>", "there is no such bucket"),
+        (400, b"<Error><Code>ExpiredToken</Code></Error>", "the credentials have expired"),
+        (403, b"<Error><Code>AccessDenied</Code></Error>", "no permission; the credentials must"),
+        (301, b"", "the bucket is in another region; set AWS_REGION"),
+        (400, b"<Error><Code>Other</Code></Error>", "/c: status code: 400 .*<Code>Other</Code>"),
+    ],
+)
+def test_what_a_server_refuses_has_its_remedy(
+    status: int, body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        for name, value in KEYS.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for ask in (ostraka.open, Manager, lambda path: ostraka.save(path, {"a": 1})):
+            with pytest.raises(StoreError, match=message):
+                ask(f"s3://{BUCKET}/c")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def patience(monkeypatch: pytest.MonkeyPatch, *, at_first_ms: int, later_ms: int) -> None:

@@ -28,7 +28,7 @@ _KNOWN = _refusals(
         "no credentials were found; set {credentials}",
     ),
     (
-        "NoSuchBucket|ContainerNotFound|[Bb]ucket does not exist",
+        "NoSuchBucket|InvalidBucketName|ContainerNotFound|[Bb]ucket does not exist",
         errno.ENOENT,
         "there is no such bucket; create it, or correct the path",
     ),
@@ -56,6 +56,16 @@ _KNOWN = _refusals(
         "NoSuchUpload",
         errno.ESTALE,
         "another save, or a rule of the bucket, has discarded the upload; save again",
+    ),
+    (
+        "404 Not Found|405 Method Not Allowed|ETag Header missing",
+        errno.EPROTO,
+        "what answers there is no object store; check the endpoint and the name of the bucket",
+    ),
+    (
+        "407 Proxy",
+        errno.EACCES,
+        "a proxy on the way asks for credentials; check HTTP_PROXY and HTTPS_PROXY, or NO_PROXY",
     ),
     (
         "dns error|[Cc]onnection refused|error sending request|tcp connect",
@@ -127,4 +137,6 @@ def broke_off(error: Exception) -> bool:
 
 
 def _said(text: str) -> str:
+    """What the store itself said, if it did; else what the client says."""
+    text = text.partition("Server returned non-2xx ")[2] or text
     return re.sub(r"\s+", " ", text.split("\n\nDebug source")[0])[:300]
