@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from safetensors.numpy import save_file
 
 from orbax_scenarios import abstract, same, scenario, tree
 
@@ -142,3 +144,200 @@ def host_local_arrays(ocp: Any, d: Path) -> None:
     found = ocp.utils.fully_replicated_host_local_array_to_global_array(local)
     assert found.sharding.device_set == set(jax.devices())
     np.testing.assert_array_equal(found, np.arange(3.0))
+
+
+def same_key(found: Any, key: Any) -> bool:
+    return found.dtype == key.dtype and bool((found == key).all())
+
+
+@scenario("PRNG keys in a template", "the key in the tree")
+def prng_keys_in_a_template(ocp: Any, d: Path) -> None:
+    """templates have keys, abstract keys, or the shape of their numbers; numpy gets the numbers"""
+    key = jax.random.key(3)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(d / "a", {"k": key, "w": jnp.ones(1)})
+    checkpointer.wait_until_finished()
+    outline = jax.ShapeDtypeStruct(
+        (), key.dtype, sharding=jax.sharding.NamedSharding(one_device(), jax.P())
+    )
+    for like in (
+        jax.random.key(0),
+        jax.ShapeDtypeStruct((), key.dtype),
+        outline,
+        jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=where),
+    ):
+        found = checkpointer.restore(d / "a", {"k": like, "w": jnp.zeros(1)})
+        assert same_key(found["k"], key)
+    with pytest.raises(ValueError, match="key|scalar"):
+        checkpointer.restore(d / "a", {"k": 1.5, "w": jnp.zeros(1)})
+
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(d / "b", {"k": key})
+    args = ocp.checkpoint_utils.construct_restore_args({"k": jax.random.key(0)})
+    found = checkpointer.restore(d / "b", item={"k": jax.random.key(0)}, restore_args=args)
+    assert same_key(found["k"], key)
+    numbers = {"k": ocp.RestoreArgs(restore_type=np.ndarray)}
+    found = checkpointer.restore(d / "b", restore_args=numbers)["k"]
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == jax.random.key_data(key).tolist()
+
+
+def one_device() -> Any:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+
+
+@scenario("construct_restore_args, no shardings", "numpy arrays in like=")
+def restore_args_without_shardings(ocp: Any, d: Path) -> None:
+    """abstract arrays without a sharding come back as numpy arrays, of their dtype"""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(d / "a", {"w": jnp.ones((2, 3)), "b": np.ones(2), "n": 3})
+    like = {
+        "w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    args = ocp.checkpoint_utils.construct_restore_args(like)
+    assert {a.restore_type for a in args.values()} == {np.ndarray}
+    assert not any(isinstance(a, ocp.ArrayRestoreArgs) for a in args.values())
+    found = checkpointer.restore(d / "a", item=like, restore_args=args)
+    assert all(isinstance(a, np.ndarray) for a in found.values())
+    assert {name: a.dtype for name, a in found.items()} == {n: a.dtype for n, a in like.items()}
+
+
+@scenario("ArrayRestoreArgs(sharding=), item=", "shardings in like=")
+def item_completes_restore_args(ocp: Any, d: Path) -> None:
+    """what ArrayRestoreArgs leave open, dtype and shape, is that of the item"""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(d / "a", {"w": jnp.ones((2, 3))})
+    where = jax.sharding.NamedSharding(one_device(), jax.P())
+    args = {"w": ocp.ArrayRestoreArgs(sharding=where)}
+    like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}
+    found = checkpointer.restore(d / "a", item=like, restore_args=args)["w"]
+    assert (found.dtype, found.sharding) == (jnp.bfloat16, where)
+    for other in (jax.ShapeDtypeStruct((2, 4), jnp.float32), jnp.ones((2, 4)), np.ones((2, 4))):
+        with pytest.raises(ValueError, match="not compatible with the stored"):
+            checkpointer.restore(d / "a", item={"w": other}, restore_args=args)
+    wide = {"w": ocp.ArrayRestoreArgs(sharding=where, dtype=np.float64)}
+    assert checkpointer.restore(d / "a", restore_args=wide)["w"].dtype == jnp.float32
+    number = {"w": ocp.RestoreArgs(restore_type=int)}
+    with pytest.raises(ValueError, match="int|scalar|size 1"):
+        checkpointer.restore(d / "a", restore_args=number)
+
+
+@scenario("StandardRestore, numpy and numbers", "numpy arrays in like=")
+def abstract_arrays_for_numpy(ocp: Any, d: Path) -> None:
+    """what was no JAX array comes back as numpy, if the template does not say where it goes"""
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(d / "a", {"b": np.ones(2), "n": 3, "w": jnp.ones(2)})
+    checkpointer.wait_until_finished()
+    like = {
+        "b": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+        "w": jax.ShapeDtypeStruct((2,), jnp.float32),
+    }
+    found = checkpointer.restore(d / "a", like)
+    assert [isinstance(found[name], np.ndarray) for name in "bnw"] == [True, True, False]
+    assert [found[name].dtype for name in "bnw"] == [jnp.float32, jnp.int32, jnp.float32]
+
+
+@scenario("v1.options.CheckpointLayout.SAFETENSORS", "ostraka.restore(path)")
+def v1_safetensors(ocp: Any, d: Path) -> None:
+    """a safetensors file, or a directory of them, as a flat dict; sharded as MaxText does it"""
+    v1 = ocp.v1
+    saved = {"a.w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.arange(3)}
+    (d / "hf").mkdir()
+    save_file(saved, d / "hf" / "model.safetensors")
+    layouts = v1.options.CheckpointLayout
+    for layout in (layouts.SAFETENSORS, layouts.AUTO):
+        with v1.Context(checkpoint_layout=layout):
+            for path in (d / "hf", d / "hf" / "model.safetensors"):
+                found = v1.load(path)
+                assert all(isinstance(value, np.ndarray) for value in found.values())
+                same(found, saved)
+    with v1.Context(checkpoint_layout=layouts.SAFETENSORS):
+        outline = v1.metadata(d / "hf").metadata
+        assert {k: (v.shape, v.dtype) for k, v in outline.items()} == {
+            k: (v.shape, v.dtype) for k, v in saved.items()
+        }
+        module = importlib.import_module(f"{ocp.__name__}._src.arrays.sharding")
+        places = module.construct_maximal_shardings({"a.w": outline["a.w"]})
+        like = {"a.w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=places["a.w"])}
+        found = v1.load(d / "hf", like)["a.w"]
+        assert (found.dtype, found.sharding) == (jnp.bfloat16, places["a.w"])
+        assert len({str(shard.index) for shard in found.addressable_shards}) == len(jax.devices())
+        np.testing.assert_array_equal(found.astype(np.float32), saved["a.w"])
+        with pytest.raises(KeyError, match="no such"):
+            v1.load(d / "hf", {"no such": like["a.w"]})
+        with pytest.raises(ValueError, match="flat dict"):
+            v1.load(d / "hf", {"a": like})
+        with pytest.raises(v1.errors.InvalidLayoutError, match=str(d)):
+            v1.load(d / "nothing")
+        for call in (v1.load_checkpointables, v1.checkpointables_metadata):
+            with pytest.raises(NotImplementedError, match="metadata|load"):
+                call(d / "hf")
+        with pytest.raises(NotImplementedError, match="[Ss]aving"):
+            v1.save(d / "new", {"a": np.ones(2)})
+    assert not (d / "new").exists()
+
+
+@scenario("_src, experimental.emergency", "import ostraka")
+def private_modules(ocp: Any, d: Path) -> None:
+    """private modules that MaxText, Tunix and Gemma import are there"""
+
+    def module(name: str) -> Any:
+        return importlib.import_module(f"{ocp.__name__}.{name}")
+
+    policies = module("_src.checkpoint_managers.save_decision_policy")
+    options = ocp.CheckpointManagerOptions(
+        save_decision_policy=policies.FixedIntervalPolicy(2),
+        preservation_policy=module("_src.checkpoint_managers.preservation_policy").LatestN(1),
+    )
+    with ocp.CheckpointManager(d / "m", options=options) as manager:
+        for step in range(5):
+            manager.save(step, args=ocp.args.StandardSave(tree()))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [4]
+        assert ocp.args.Composite(a=1)._items == {"a": 1}
+        for name in ("checkpoint_manager", "replicator_checkpoint_manager"):
+            emergency = module(f"experimental.emergency.{name}")
+            kind = "ReplicatorCheckpointManager" if "repl" in name else "CheckpointManager"
+            assert not isinstance(manager, getattr(emergency, kind))
+    assert module("_src.path.step").build_step_path(d, ocp.path.step.standard_name_format(), 7)
+    assert module("_src.multihost.multihost").process_index() == 0
+    handlers = module("_src.serialization.jax_array_handlers")
+    assert handlers.ArrayHandler is ocp.type_handlers.ArrayHandler
+    assert module("_src.metadata.value").ArrayMetadata
+    assert module("_src.handlers.json_checkpoint_handler").JsonCheckpointHandler
+
+
+@scenario("partial_restore=, v1's partial_load", "only=, strict=False")
+def partial_trees_that_differ(ocp: Any, d: Path) -> None:
+    """a leaf where a tree was saved, and the other way round, raises TypeError"""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(d / "a", {"x": jnp.ones(2), "y": {"z": jnp.ones(2)}})
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for like in ({"x": leaf, "y": leaf}, {"x": {"a": leaf}}):
+        args = ocp.args.PyTreeRestore(like, partial_restore=True)
+        with pytest.raises(TypeError, match="Type mismatch at"):
+            checkpointer.restore(d / "a", args=args)
+    args = ocp.args.PyTreeRestore({"y": {"z": leaf}, "new": leaf}, partial_restore=True)
+    found = checkpointer.restore(d / "a", args=args)
+    assert found["new"] is leaf
+    same(found["y"], {"z": jnp.ones(2)})
+
+
+@scenario("v1.load_checkpointables, trees that differ", "ostraka.restore: Mismatch")
+def v1_checkpointables_that_differ(ocp: Any, d: Path) -> None:
+    """a template that does not fit raises KeyError, which Tunix catches; `load` ValueError"""
+    v1 = ocp.v1
+    v1.save_checkpointables(d / "a", {"m": {"x": jnp.ones(2)}})
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    other = jax.ShapeDtypeStruct((3,), jnp.float32)
+    for like in ({"x": leaf, "y": leaf}, {}, {"x": {"z": leaf}}, [leaf], {"x": other}):
+        with pytest.raises(KeyError, match="checkpointable"):
+            v1.load_checkpointables(d / "a", {"m": like})
+    with pytest.raises(KeyError, match="not found"):
+        v1.load_checkpointables(d / "a", {"no such": {"x": leaf}})
+    with pytest.raises(ValueError, match="do not match"):
+        v1.load(d / "a", {"x": leaf, "y": leaf}, checkpointable_name="m")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 LIBRARIES = [orbax.checkpoint, ostraka.compat.orbax]
 DOC = Path(__file__).parents[1] / "docs" / "migrating.md"
+KEY = jax.random.key(3)
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +93,48 @@ class _One(int):
 
     def __lt__(self, other: object) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    "like", [jnp.zeros((5, 7)), jax.ShapeDtypeStruct((3,), jnp.uint32), jax.random.split(KEY, 2)]
+)
+def test_a_template_of_another_shape_for_a_key(like: Any, tmp_path: Path):
+    with ostraka.compat.orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"k": KEY})
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match="leaf 'k'.*not compatible with the stored shape"):
+            checkpointer.restore(tmp_path / "a", {"k": like})
+
+
+@pytest.mark.parametrize("saved", [np.zeros(()), 3, 2.5])
+def test_a_key_is_asked_for_and_none_was_saved(saved: Any, tmp_path: Path):
+    with ostraka.compat.orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"k": saved})
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match="leaf 'k': a PRNG key is asked for, and none was"):
+            checkpointer.restore(tmp_path / "a", {"k": KEY})
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("checkpoint_manager", "CheckpointManager"),
+        ("checkpoint_manager", "LocalCheckpointOptions"),
+        ("replicator_checkpoint_manager", "ReplicatorCheckpointManager"),
+        ("multi_tier_checkpointing.initialization", "initialize_multi_tier_checkpointing"),
+    ],
+)
+def test_emergency_checkpoints_are_refused_by_name(module: str, name: str):
+    start = "ostraka.compat.orbax.experimental.emergency"
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+        getattr(importlib.import_module(f"{start}.{module}"), name)("somewhere")
+
+
+def test_options_of_a_context_that_are_not_there():
+    with pytest.raises(AttributeError, match="'deletion': if it is one of Orbax's"):
+        _ = ostraka.compat.orbax.v1.Context().deletion
+
+
+def test_private_modules_that_are_not_there():
+    with pytest.raises(AttributeError, match=r"orbax.checkpoint._src.sharding_utils"):
+        _ = importlib.import_module("ostraka.compat.orbax._src").sharding_utils

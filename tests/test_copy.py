@@ -390,6 +390,14 @@ def test_onto_itself(made: Path, root: Path):
             ostraka.copy(path, path)
 
 
+def test_into_itself(made: Path, root: Path):
+    for path in (made, root):
+        before = sorted(path.rglob("*"))
+        with pytest.raises(PathInTheWay, match="can't be copied to .*/below, which is inside it"):
+            ostraka.copy(path, path / "below")
+        assert sorted(path.rglob("*")) == before
+
+
 def test_stores_of_one_name_on_two_servers(made: Path, tmp_path: Path):
     target = FaultyStore(tmp_path / "there")
     target.location = str(made)

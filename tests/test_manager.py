@@ -156,6 +156,8 @@ def test_other_arguments_that_make_no_sense(place: Place):
     with Manager(place) as manager:
         with pytest.raises(ValueError, match="a step must be 0 or more, not -1"):
             manager.save(-1, {})
+        with pytest.raises(TypeError, match="a step must be a whole number, not True"):
+            manager.save(True, {"a": 1})
         with pytest.raises(TypeError, match="a step must be a whole number, not 1.5"):
             manager.save(1.5, {})  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a step must be a whole number, not '7'"):

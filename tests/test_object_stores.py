@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 import obstore
 import pytest
+from click.testing import CliRunner
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from obstore.exceptions import GenericError
@@ -27,6 +29,7 @@ import ostraka
 from figures import Figures
 from ostraka import Manager, _leftovers
 from ostraka._leftovers import collect_garbage
+from ostraka.cli import main
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,
@@ -286,6 +289,108 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, no_retries: None):
 
 
 @pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b"<html>nothing here</html>", "no object store; check the endpoint and the name"),
+        (405, b"", "what answers there is no object store; check the endpoint"),
+        (407, b"", "a proxy on the way asks for credentials; check HTTP_PROXY"),
+        (400, b"<Error><Code>InvalidBucketName</Code></Error>", "there is no such bucket"),
+        (400, b"<Error><Code>ExpiredToken</Code></Error>", "the credentials have expired"),
+        (403, b"<Error><Code>AccessDenied</Code></Error>", "no permission; the credentials must"),
+        (301, b"", "the bucket is in another region; set AWS_REGION"),
+        (400, b"<Error><Code>Other</Code></Error>", "/c: status code: 400 .*<Code>Other</Code>"),
+    ],
+)
+def test_what_a_server_refuses_has_its_remedy(
+    status: int, body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        for name, value in KEYS.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for ask in (ostraka.open, Manager, lambda path: ostraka.save(path, {"a": 1})):
+            with pytest.raises(StoreError, match=message):
+                ask(f"s3://{BUCKET}/c")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def patience(monkeypatch: pytest.MonkeyPatch, *, at_first_ms: int, later_ms: int) -> None:
+    from ostraka.storage import _cloud
+
+    short = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10)}
+    later = {"retry_timeout": timedelta(milliseconds=later_ms), "backoff": short}
+    monkeypatch.setattr(_cloud, "_RETRY", _cloud._RETRY | later)
+    at_first = {"retry_timeout": timedelta(milliseconds=at_first_ms)}
+    monkeypatch.setattr(_cloud, "_AT_FIRST", at_first)
+    _cloud._open_bucket.cache_clear()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9", "no-such-host.invalid"])
+def test_a_store_that_never_answered_is_given_up_soon(host: str, monkeypatch: pytest.MonkeyPatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}")
+    patience(monkeypatch, at_first_ms=33, later_ms=60_000)
+    for ask in (ostraka.restore, ostraka.open, ostraka.verify, ostraka.Manager):
+        with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+            ask(f"s3://{BUCKET}/c")
+        assert "retry_timeout: 33ms" in str(refused.value.__cause__)
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+        ostraka.save(f"s3://{BUCKET}/c", {"a": 1})
+    assert "retry_timeout: 33ms" in str(refused.value.__cause__)
+
+
+def test_a_store_that_has_answered_is_asked_for_longer(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+):
+    patience(monkeypatch, at_first_ms=33, later_ms=77)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+            ostraka.open(f"{bucket}/c")
+    with pytest.raises(StoreError, match="can't be reached; check the endpoint") as refused:
+        ostraka.open(f"{bucket}/c")
+    assert "retry_timeout: 77ms" in str(refused.value.__cause__)
+
+
+@pytest.mark.parametrize("fault", ["error 503", "closed"])
+def test_a_store_in_trouble_at_first_is_asked_for_longer(
+    bucket: str, servers: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    patience(monkeypatch, at_first_ms=0, later_ms=60_000)
+    with proxied(int(servers("moto").endpoint.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        proxy.faults, proxy.rate = (fault,), 1.0
+
+        def recover() -> None:
+            while proxy.harmed.total() < 20:
+                time.sleep(0.001)
+            proxy.rate = 0.0
+
+        recovery = threading.Thread(target=recover, daemon=True)
+        recovery.start()
+        with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+            ostraka.open(f"{bucket}/c")
+        recovery.join()
+
+
+@pytest.mark.parametrize(
     ("path", "variable"),
     [
         ("az://container/run", "AZURE_STORAGE_ACCOUNT_NAME"),
@@ -520,7 +625,7 @@ def test_what_tls_protects_is_not_signed(
     for name, value in (KEYS | settings).items():
         monkeypatch.setenv(name, value)
     store: Any = open_store("s3://bucket/run")
-    assert store._bucket.config.get("unsigned_payload", "false") == str(not signs).lower()
+    assert store._contact.lasting.config.get("unsigned_payload", "false") == str(not signs).lower()
 
 
 def test_any_store_of_obstore_is_a_path():
@@ -676,6 +781,18 @@ def test_garbage_is_left_while_its_writer_may_come_back(
     monkeypatch.setattr(_leftovers, "GONE_AFTER_S", -5.0)
     assert collect_garbage(store)[0] == ["shards-0123456789abcdef"]
     assert store.list() == []
+
+
+@pytest.mark.parametrize("bucket", ["moto", "seaweed"], indirect=True)
+def test_nothing_is_left_of_a_step_that_was_deleted(bucket: str):
+    """SeaweedFS lists the directories of deleted objects for a while."""
+    with Manager(bucket) as manager:
+        for step in range(2):
+            manager.save(step, {"a": np.arange(5)})
+        manager.wait()
+        manager.delete(0)
+        assert _leftovers.find_leftovers(open_store(f"{bucket}/step_00000000")) == []
+    assert "nothing was left behind" in CliRunner().invoke(main, ["gc", bucket]).output
 
 
 def test_an_answer_that_is_lost_for_good(bucket: str, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ Also those that Orbax itself never finished, or whose leaves it mixed up.
 """
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -22,6 +23,7 @@ from ostraka.errors import (
     CheckpointNotFound,
     Damaged,
     Mismatch,
+    NotACheckpoint,
     OstrakaError,
     StoreError,
     UnsupportedFormat,
@@ -207,6 +209,34 @@ def test_no_name_leads_outside(originals: dict[str, Path], tmp_path: Path, name:
     (work / "_METADATA").write_text(text.replace('[{"key": "cut"', f'[{{"key": {key}'))
     with pytest.raises(Damaged, match="_METADATA: it is not what Orbax writes"):
         open_and_read_all(work)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["zarr2", "zarr3", "ocdbt"])
+def test_links_and_pipes_lead_nowhere(
+    originals: dict[str, Path], tmp_path: Path, name: str, kind: str
+):
+    """TensorStore would follow the links, and wait for the pipes for ever."""
+    work, outside = tmp_path / "c", tmp_path / "outside"
+    shutil.copytree(originals[name], work)
+    refused = 0
+    for place in sorted(work.rglob("*")):
+        if place.name in ("commit_success.txt", "orbax.checkpoint"):  # nothing of them is read
+            continue
+        if kind == "pipe" and place.is_dir():
+            continue
+        place.rename(outside)
+        if kind == "link":
+            place.symlink_to(outside)
+        else:
+            os.mkfifo(place)
+        with pytest.raises((Damaged, NotACheckpoint, CheckpointNotFound), match="it is|no ") as e:
+            open_and_read_all(work)
+        refused += "a symbolic link" in str(e.value) or "a pipe" in str(e.value)
+        place.unlink()
+        outside.rename(place)
+    assert refused > 5
+    open_and_read_all(work)
 
 
 def test_a_huge_array_is_not_filled_with_nothing(originals: dict[str, Path], tmp_path: Path):

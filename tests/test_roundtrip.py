@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -877,3 +878,22 @@ np.testing.assert_array_equal(found["w"], value)
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"only": 5}, TypeError, "only must be a path pattern, or a list of them, not 5"),
+        ({"only": [5]}, TypeError, r"only must be a path pattern, or a list of them, not \[5\]"),
+        ({"only": []}, ValueError, "only is empty, and would leave out everything"),
+        ({"strict": "no"}, TypeError, "strict must be True or False, not 'no'"),
+        ({"on_record": 5}, TypeError, "on_record must be a function, not 5"),
+        ({"dtype": 5}, TypeError, "dtype is 5; it must be a dtype, as bfloat16 is"),
+    ],
+)
+def test_arguments_of_wrong_types(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+):
+    ostraka.save(tmp_path / "c", {"a": np.ones(3)})
+    with pytest.raises(kind, match=message):
+        ostraka.restore(tmp_path / "c", **options)

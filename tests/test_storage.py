@@ -928,6 +928,11 @@ def test_a_url_that_became_a_path_is_refused(path: Path | str):
         open_store(path)
 
 
+def test_a_path_with_a_null_character_is_refused():
+    with pytest.raises(ValueError, match=r"path 'a\\x00b' has a null character in it"):
+        open_store("a\0b")
+
+
 def test_an_empty_path_is_refused():
     with pytest.raises(ValueError, match="path is empty"):
         open_store("")

@@ -108,7 +108,10 @@ def floating_dtype(rule: DtypeRule, path: str) -> str | None:
     found = _pattern.lookup(cast("dict[str, Any]", rule), path) if isinstance(rule, dict) else rule
     if found is None:
         return None
-    name = found if isinstance(found, str) else np.dtype(found).name
+    try:
+        name = found if isinstance(found, str) else np.dtype(found).name
+    except TypeError as error:
+        raise TypeError(f"dtype is {found!r:.80}; it must be a dtype, as bfloat16 is") from error
     if name not in DTYPES or not is_floating(name):
         raise ValueError(f"dtype is {name!r}; it must be a floating-point dtype, as bfloat16 is")
     return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,6 +14,8 @@ from ostraka.storage import LocalStore, Store, open_above
 
 _MOST_NAMES = 100
 """So many names of a directory are looked into, so that a sentence does not take a minute."""
+_NO_ANSWER = (errno.EHOSTUNREACH, errno.EAGAIN, errno.EPROTO)
+"""What a refusal of a store has that could not be asked, or was in trouble."""
 _ORBAX_NAMES = frozenset(
     {"_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "array_metadatas", "commit_success.txt"}
 )
@@ -56,10 +59,15 @@ def is_committed(store: Store) -> bool:
 
 
 def names_in(store: Store) -> list[str]:
-    """The names in a place; none where there is none, or it may not be looked into."""
+    """The names in a place; none where there is none, or it may not be looked into.
+
+    Raises StoreError if a store did not answer: then nobody knows.
+    """
     try:
         return store.list()
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_ANSWER:
+            raise
         return []
 
 

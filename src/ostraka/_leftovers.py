@@ -83,7 +83,12 @@ def find_leftovers(store: Store) -> list[str]:
     if not any(map(is_of_a_save, names)):
         return []
     seen = _look_at(store, names)
-    return [*seen.leftovers, *find_temporaries(store, seen.kept)]
+    left = [*seen.leftovers, *find_temporaries(store, seen.kept)]
+    if not left or not store.parts.is_remote:
+        return left
+    # Some stores list a directory for a while after its last object was deleted.
+    files = [f"{file.name}/" for file in store.files("")]
+    return [name for name in left if any(file.startswith(f"{name}/") for file in files)]
 
 
 def may_have_lost_metadata(store: Store, leftovers: Sequence[str]) -> bool:

@@ -108,6 +108,7 @@ def restore(
         raise ValueError("as_state= is for a restore without like= and into=")
     if share_reads not in (True, False, "auto"):
         raise ValueError(f"share_reads must be True, False or 'auto', not {share_reads!r}")
+    _check_types(only, strict, on_record)
     choices = Choices(
         None if mesh is None else as_mesh(mesh),
         specs,
@@ -138,6 +139,19 @@ def restore(
         raise RestoreFailed(str(path), failure.process, failure.reason) from failure.__cause__
     report("restore", work.location, work.watch, work.summary, on_record)
     return result
+
+
+def _check_types(only: Any, strict: Any, on_record: Any) -> None:
+    listed = (only,) if isinstance(only, str) else only
+    if listed is not None:
+        if not isinstance(listed, Sequence) or not all(isinstance(p, str) for p in listed):
+            raise TypeError(f"only must be a path pattern, or a list of them, not {only!r:.80}")
+        if not listed:
+            raise ValueError("only is empty, and would leave out everything; None restores all")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, not {strict!r:.80}")
+    if on_record is not None and not callable(on_record):
+        raise TypeError(f"on_record must be a function, not {on_record!r:.80}")
 
 
 def restore_leaves(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ostraka._damage import damaged
 from ostraka._foreign import names_in
 from ostraka.errors import CheckpointNotFound
 from ostraka.formats._orbax_files import (
@@ -22,7 +23,7 @@ from ostraka.formats._orbax_files import (
     read_tree,
 )
 from ostraka.formats._orbax_tree import encode_json
-from ostraka.storage import Store
+from ostraka.storage import A_LINK, Store
 
 _ONLY_ITEM = ("default", "state", "pytree")
 """Names that Orbax itself gives to the item of a checkpoint that has one."""
@@ -80,6 +81,8 @@ def find_parts(store: Store) -> Found | None:
         below = names_in(place)
         if not below or TEMPORARY in name:
             continue
+        if store.is_link(name):
+            raise damaged(store, name, f"it is {A_LINK}")
         if name == _METRICS and _METRICS in below:
             metrics = _object(place, _METRICS)
         else:

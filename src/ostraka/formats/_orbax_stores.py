@@ -12,7 +12,8 @@ from functools import cache, cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from ostraka.errors import OstrakaError, UnsupportedFormat
+from ostraka._damage import damaged
+from ostraka.errors import OstrakaError, Unreadable, UnsupportedFormat
 from ostraka.formats._orbax_files import MANIFEST, TreeMetadata, decode_json, malformed
 from ostraka.formats._orbax_read import StoredArray, explained
 from ostraka.formats._orbax_zarr import ZARR2, ZARR3, parse_zarr2, parse_zarr3
@@ -53,6 +54,7 @@ class Item:
     def find_arrays(self, names: Sequence[str]) -> list[StoredArray]:
         """The arrays of these names, their metadata read together. Raises Damaged."""
         self._check_names(names)
+        self._refuse_other_kinds()
         file, parse = (ZARR3, parse_zarr3) if self.metadata.use_zarr3 else (ZARR2, parse_zarr2)
         try:
             kvstore = import_tensorstore().KvStore.open(self._kvstore, context=self._context)
@@ -101,6 +103,16 @@ class Item:
     def _path_of(self, name: str) -> str:
         above = "" if self.metadata.use_ocdbt else _base_of(self.store)["path"]
         return above + (f"{name}/" if name else "")
+
+    def _refuse_other_kinds(self) -> None:
+        """TensorStore would follow links out of the checkpoint, and wait for pipes for ever."""
+        if not isinstance(self.store, LocalStore):
+            return
+        try:
+            self.store.refuse_other_kinds()
+        except Unreadable as error:
+            name = os.path.relpath(str(error.filename), self.store.location)
+            raise damaged(self.store, name, error.found) from error
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Of arrays in directories: that no name leads out of the item's own."""

@@ -12,6 +12,8 @@ _TOO_HIGH = 1 << 63
 
 def check_step(step: SupportsIndex) -> int:
     try:
+        if isinstance(step, bool):
+            raise TypeError
         number = operator.index(step)
     except TypeError as error:
         raise TypeError(f"a step must be a whole number, not {_shown(step)}") from error

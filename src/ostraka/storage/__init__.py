@@ -14,6 +14,7 @@ from ostraka.storage._base import (
     is_temporary,
 )
 from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue, refuse_claimed
+from ostraka.storage._directory import A_LINK
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 from ostraka.storage._open import PathLike, is_text, may_be_path, open_above, open_store
@@ -21,6 +22,7 @@ from ostraka.storage._requests import opening_bytes
 
 __all__ = [
     "ANYTHING",
+    "A_LINK",
     "MOST_BYTES",
     "USUAL_READERS",
     "USUAL_WRITERS",

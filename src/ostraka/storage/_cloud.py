@@ -19,14 +19,16 @@ from urllib.parse import urlsplit
 from obstore.store import S3Store, from_url
 
 from ostraka.errors import StoreError
+from ostraka.storage._contact import Contact
 from ostraka.storage._object import ObjectStore
 from ostraka.storage._refusals import refusal
 
-_RETRY = {
+_RETRY: dict[str, Any] = {
     "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=5)},
 }
+_AT_FIRST = {"retry_timeout": timedelta(seconds=5)}
 _NO_KEY = re.compile(r"[\x00-\x1f\x7f]")
 _CLIENT = {"connect_timeout": "5s", "timeout": "60s"}
 
@@ -56,8 +58,9 @@ def open_url(url: str) -> ObjectStore:
     if "\\" in url:
         raise ValueError(f"{url!r} has a backslash, which some stores take for '/'; write '/'")
     root = f"{parts.scheme}://{parts.netloc}"
-    bucket = _open_bucket(root, _settings_of(parts.scheme))
-    return ObjectStore(bucket, root, parts.path, _discard_uploads_of(bucket), is_named=True)
+    contact = _open_bucket(root, _settings_of(parts.scheme))
+    discard = _discard_uploads_of(contact.lasting)
+    return ObjectStore(contact, root, parts.path, discard, is_named=True)
 
 
 def open_bucket(bucket: Any) -> ObjectStore:
@@ -69,7 +72,7 @@ def open_bucket(bucket: Any) -> ObjectStore:
     prefix = str(getattr(bucket, "prefix", None) or "").strip("/")
     url = f"{scheme}://{name}" if scheme and name else f"{kind}://"
     name = f"{url}/{prefix}" if prefix else url
-    return ObjectStore(bucket, name, "", _discard_uploads_of(bucket), is_named=False)
+    return ObjectStore(Contact(bucket), name, "", _discard_uploads_of(bucket), is_named=False)
 
 
 def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
@@ -79,7 +82,7 @@ def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
 
 
 @lru_cache(maxsize=32)
-def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
+def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
     """Opened once for the same settings, so that connections are used again."""
     options: dict[str, Any] = {"retry_config": _RETRY, "client_options": dict(_CLIENT)}
     environment = dict(settings)
@@ -96,7 +99,9 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
         # TLS protects the bytes already: signing them, too, costs a core for 1.5 GB/s.
         options["unsigned_payload"] = True
     try:
-        return from_url(root, **options)
+        lasting = from_url(root, **options)
+        options["retry_config"] = _RETRY | _AT_FIRST
+        return Contact(lasting, first=from_url(root, **options))
     except Exception as error:
         raise refusal("open", root, error) from error
 

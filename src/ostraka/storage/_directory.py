@@ -28,9 +28,12 @@ _READ_BYTES = 64 << 20
 """What is read at a time."""
 _IS_A_LINK = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR)
 """What systems say of a link that is not followed."""
+A_LINK = (
+    "a symbolic link, and links in a checkpoint are not followed: if you trust whoever made it, "
+    "copy the checkpoint with cp -rL, which puts files in their place"
+)
 _KINDS = {
-    stat.S_IFLNK: "a symbolic link, and links in a checkpoint are not followed: if you trust "
-    "whoever made it, copy the checkpoint with cp -rL, which puts files in their place",
+    stat.S_IFLNK: A_LINK,
     stat.S_IFDIR: "a directory, not a file",
     stat.S_IFIFO: "a pipe, not a file",
     stat.S_IFSOCK: "a socket, not a file",
@@ -90,6 +93,22 @@ def refuse_other_kinds(name: str, above: int | None, path: str) -> None:
     mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise Unreadable(path, _describe(mode))
+
+
+def refuse_other_kinds_below(top: str) -> None:
+    """Raise Unreadable for anything below a directory that is neither a file nor a directory.
+
+    For what another library opens: it would follow links, and wait for pipes.
+    """
+    waiting = [top]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                    raise Unreadable(entry.path, _describe(mode))
 
 
 def _describe(mode: int) -> str:

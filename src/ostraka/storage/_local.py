@@ -28,6 +28,7 @@ from ostraka.storage._directory import (
     open_below,
     open_file,
     read_whole,
+    refuse_other_kinds_below,
     remove_tree,
 )
 from ostraka.storage._file import LocalReader, LocalWriter, explain, write_all
@@ -235,6 +236,15 @@ class LocalStore:
         except OSError as error:
             raise store_error("list", self._start + directory, error) from error
         return [_info(*file) for file in sorted(found, key=itemgetter(0))]
+
+    def refuse_other_kinds(self) -> None:
+        """Raise Unreadable for anything in this place that is neither a file nor a directory."""
+        try:
+            refuse_other_kinds_below(self.location)
+        except OstrakaError:
+            raise
+        except OSError as error:
+            raise store_error("list", self.location, error) from error
 
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._start + name)

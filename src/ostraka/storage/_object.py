@@ -25,6 +25,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
+from ostraka.storage._contact import Contact
 from ostraka.storage._refusals import (
     broke_off,
     is_missing,
@@ -66,14 +67,14 @@ class ObjectStore:
 
     def __init__(
         self,
-        bucket: Any,
+        contact: Contact,
         url: str,
         prefix: str,
         discard_uploads: Callable[[str], None],
         *,
         is_named: bool,
     ):
-        self._bucket = bucket
+        self._contact = contact
         self.is_named = is_named
         self._url = url
         self._prefix = prefix.strip("/")
@@ -86,14 +87,15 @@ class ObjectStore:
 
     def at(self, name: str) -> ObjectStore:
         start, discard = self._start, self._discard_uploads
-        return ObjectStore(self._bucket, self._url, start + name, discard, is_named=self.is_named)
+        return ObjectStore(self._contact, self._url, start + name, discard, is_named=self.is_named)
 
     def prepare(self) -> bool:
         return not self.exists()
 
     def exists(self) -> bool:
         def look() -> bool:
-            return bool(next(iter(obstore.list(self._bucket, self._prefix, chunk_size=1)), []))
+            found = obstore.list(self._contact.client, self._prefix, chunk_size=1)
+            return bool(next(iter(found), []))
 
         return self._retry("list", "", look)
 
@@ -107,7 +109,7 @@ class ObjectStore:
         key = self._start + name
 
         def read() -> bytes:
-            found = obstore.get(self._bucket, key)
+            found = obstore.get(self._contact.client, key)
             if found.meta["size"] > most_bytes:  # told with the answer, before its bytes
                 raise TooLarge(self._path(name), found.meta["size"], most_bytes)
             return bytes(found.bytes())
@@ -134,7 +136,7 @@ class ObjectStore:
         """Write a file as one object; returns its identity."""
         _refuse_after_fork()
         try:
-            done = obstore.put(self._bucket, self._start + name, data, use_multipart=False)
+            done = obstore.put(self._contact.lasting, self._start + name, data, use_multipart=False)
         except (BaseError, FileNotFoundError) as error:
             raise refusal("write", self._path(name), error) from error
         return _identity(done)
@@ -144,7 +146,7 @@ class ObjectStore:
         _refuse_after_fork()
         key = self._start + name
         try:
-            obstore.put(self._bucket, key, data, mode=mode, use_multipart=False)
+            obstore.put(self._contact.lasting, key, data, mode=mode, use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return self._holds(name, data)
         except (BaseError, FileNotFoundError) as error:
@@ -186,7 +188,9 @@ class ObjectStore:
             return _SmallFile(self, name, size)
         part_bytes = part_bytes_of(size)
         at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
-        return _Upload(self._bucket, self._start + name, self._path(name), part_bytes, at_once)
+        return _Upload(
+            self._contact.lasting, self._start + name, self._path(name), part_bytes, at_once
+        )
 
     def open(self, name: str, first_bytes: int = 0) -> _ObjectReader:
         """Its size comes with its first bytes, which are on their way when this returns."""
@@ -195,11 +199,11 @@ class ObjectStore:
 
         def begin() -> tuple[Any, int]:
             try:
-                found = obstore.get(self._bucket, key, options={"range": (0, stop)})
+                found = obstore.get(self._contact.client, key, options={"range": (0, stop)})
                 return found, found.meta["size"]
             except BaseError as error:
                 if is_past_the_end(error):  # It is empty.
-                    return None, obstore.head(self._bucket, key)["size"]
+                    return None, obstore.head(self._contact.client, key)["size"]
                 raise
 
         return _ObjectReader(self, name, *self._retry("read", name, begin), stop)
@@ -210,7 +214,7 @@ class ObjectStore:
 
         def read() -> Any:
             try:
-                return obstore.get_range(self._bucket, key, start=start, end=stop)
+                return obstore.get_range(self._contact.client, key, start=start, end=stop)
             except BaseError as error:
                 if is_past_the_end(error):
                     return b""
@@ -222,14 +226,14 @@ class ObjectStore:
         key = self._start + name
         try:
             return _info(
-                name, self._retry("look at", name, lambda: obstore.head(self._bucket, key))
+                name, self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
             )
         except FileNotFoundError:
             return None
 
     def list(self) -> list[str]:
         found = self._retry(
-            "list", "", lambda: obstore.list_with_delimiter(self._bucket, self._prefix)
+            "list", "", lambda: obstore.list_with_delimiter(self._contact.client, self._prefix)
         )
         keys = [*found["common_prefixes"], *(file["path"] for file in found["objects"])]
         return sorted({key[len(self._start) :].rstrip("/") for key in keys} - {""})
@@ -237,7 +241,9 @@ class ObjectStore:
     def files(self, prefix: str) -> list[FileInfo]:
         directory = (self._start + prefix).rpartition("/")[0]
         found = self._retry(
-            "list", prefix, lambda: obstore.list(self._bucket, directory, chunk_size=1000).collect()
+            "list",
+            prefix,
+            lambda: obstore.list(self._contact.client, directory, chunk_size=1000).collect(),
         )
         infos = [_info(file["path"][len(self._start) :], file) for file in found]
         return sorted(
@@ -259,7 +265,7 @@ class ObjectStore:
 
     def _delete(self, name: str, keys: str | list[str]) -> None:
         with suppress(FileNotFoundError):  # Some stores say so, some don't.
-            self._retry("delete", name, lambda: obstore.delete(self._bucket, keys))
+            self._retry("delete", name, lambda: obstore.delete(self._contact.client, keys))
 
     def discard_uploads(self) -> None:
         _refuse_after_fork()
@@ -274,10 +280,15 @@ class ObjectStore:
         end_s, pause_s = time.monotonic() + _RETRY_FOR_S, 0.1
         while True:
             try:
-                return ask()
+                answer = ask()
+                self._contact.is_made()
+                return answer
             except (BaseError, FileNotFoundError) as error:
                 if is_missing(error):
+                    self._contact.is_made()
                     raise _not_found(self._path(name)) from error
+                if self._contact.may_ask_longer(error):
+                    continue
                 if not broke_off(error) or time.monotonic() + pause_s > end_s:
                     raise refusal(action, self._path(name), error) from error
             time.sleep(pause_s)

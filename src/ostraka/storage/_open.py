@@ -44,6 +44,8 @@ def open_store(path: PathLike) -> Store:
     if not text:
         raise ValueError("the checkpoint's path is empty")
     scheme, separator, _ = text.partition("://")
+    if "\0" in text and scheme not in _CLOUD:
+        raise ValueError(f"the checkpoint's path {text!r:.200} has a null character in it")
     if not separator:
         if ":/" in text:
             _refuse_folded_url(text)

@@ -28,7 +28,7 @@ _KNOWN = _refusals(
         "no credentials were found; set {credentials}",
     ),
     (
-        "NoSuchBucket|ContainerNotFound|[Bb]ucket does not exist",
+        "NoSuchBucket|InvalidBucketName|ContainerNotFound|[Bb]ucket does not exist",
         errno.ENOENT,
         "there is no such bucket; create it, or correct the path",
     ),
@@ -58,6 +58,16 @@ _KNOWN = _refusals(
         "another save, or a rule of the bucket, has discarded the upload; save again",
     ),
     (
+        "404 Not Found|405 Method Not Allowed|ETag Header missing",
+        errno.EPROTO,
+        "what answers there is no object store; check the endpoint and the name of the bucket",
+    ),
+    (
+        "407 Proxy",
+        errno.EACCES,
+        "a proxy on the way asks for credentials; check HTTP_PROXY and HTTPS_PROXY, or NO_PROXY",
+    ),
+    (
         "dns error|[Cc]onnection refused|error sending request|tcp connect",
         errno.EHOSTUNREACH,
         "the store can't be reached; check the endpoint and the network",
@@ -75,6 +85,8 @@ _CREDENTIALS = {
     "abfss": _AZURE,
 }
 _STATUS = re.compile(r"status code: (\d{3})")
+_CONNECT = re.compile(r"Error\(\s*Connect,")
+"""In the text of obstore's errors: of a connection that was not made, in time or at all."""
 _TEMPORARY = ("408", "429")
 
 
@@ -114,10 +126,17 @@ def is_transient(error: Exception) -> bool:
     return not any(known.pattern.search(text) for known in _KNOWN[:-1])
 
 
+def never_connected(error: Exception) -> bool:
+    """Whether nobody was there to be asked: no such host, no such port, no common language."""
+    return _CONNECT.search(str(error)) is not None
+
+
 def broke_off(error: Exception) -> bool:
     """Whether an answer came in part: then obstore does not ask again."""
     return "response body" in str(error) or "body from connection" in str(error)
 
 
 def _said(text: str) -> str:
+    """What the store itself said, if it did; else what the client says."""
+    text = text.partition("Server returned non-2xx ")[2] or text
     return re.sub(r"\s+", " ", text.split("\n\nDebug source")[0])[:300]

@@ -92,6 +92,11 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     are_paths = is_text(source) and is_text(target)
     if are_paths and root.location == place.location:
         raise PathInTheWay(f"{root.location} can't be copied onto itself; give another place")
+    if are_paths and place.location.startswith(f"{root.location.rstrip('/')}/"):
+        raise PathInTheWay(
+            f"{root.location} can't be copied to {place.location}, which is inside it; give "
+            "another place"
+        )
     tell = on_bytes or (lambda done, total: None)
     names = _steps_in(root)
     done = _copy_steps(root, place, names, tell) if names else [_copy_one(source, place, tell)]

@@ -148,7 +148,7 @@ class Want:
         """The value that was read, as it was asked for."""
         if isinstance(self.saved, LeafSpec):
             if self.saved.kind == "key":
-                return value
+                return value if self.kind is not np.ndarray else _key_data(value, self.dtype)
             if self.is_reshaped:
                 value = self._reshaped(np.asarray(value))
         elif isinstance(value, SavedStates):
@@ -165,6 +165,56 @@ class Want:
         cut = value[tuple(slice(0, n) for n in shape)]
         pads = [(0, n - have) for n, have in zip(shape, cut.shape, strict=True)]
         return np.pad(cut, pads)
+
+
+def _key_data(keys: Any, dtype: Any) -> Any:
+    return np.asarray(jax.random.key_data(keys), dtype)
+
+
+def want_array(want: Want) -> Want:
+    """`want`, unless another shape, or a PRNG key, is asked for than what was saved."""
+    where = "/".join(want.keys)
+    if jnp.issubdtype(want.dtype or np.float32, jax.dtypes.prng_key):
+        raise ValueError(f"leaf {where!r}: a PRNG key is asked for, and none was saved")
+    saved = want.saved
+    is_array = isinstance(saved, LeafSpec)
+    if not is_array and not isinstance(saved, bool | int | float):
+        return want
+    there = tuple(saved.logical_shape) if isinstance(saved, LeafSpec) else ()
+    if want.shape is not None and want.shape != there and (want.strict or not is_array):
+        raise ValueError(
+            f"leaf {where!r}: Requested shape: {want.shape} is not compatible with the stored "
+            f"shape: {there}. Truncating/padding is disabled; strict=False enables it."
+        )
+    return want
+
+
+def want_key(keys: Keys, saved: LeafSpec, kind: Any, dtype: Any, sharding: Any, shape: Any) -> Want:
+    """PRNG keys come back as keys, or as their numbers if numpy arrays are asked for.
+
+    A template may have the shape and dtype of the keys or of their numbers. Raises ValueError for
+    anything else.
+    """
+    where = "/".join(keys)
+    if kind not in (None, jax.Array, np.ndarray):
+        raise ValueError(f"leaf {where!r}: a PRNG key was saved, and {kind.__name__} is asked for")
+    is_key_dtype = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    fitting = [] if dtype is not None and not is_key_dtype else [saved.logical_shape]
+    fitting += [] if is_key_dtype else [saved.own_shape]
+    if shape is not None and shape not in fitting:
+        raise ValueError(
+            f"leaf {where!r}: Requested shape: {shape} is not compatible with the stored shape: "
+            f"{tuple(saved.logical_shape)} of PRNG keys."
+        )
+    numbers = None if is_key_dtype or kind is not np.ndarray else dtype
+    return Want(keys, saved, kind, numbers, None if kind is np.ndarray else sharding)
+
+
+def dtype_of_jax(dtype: Any) -> Any:
+    """A dtype that is asked for, as JAX has it: 32 bits, unless it was told to have 64."""
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def is_cut_by_jax(dtype: str) -> bool:
@@ -195,7 +245,11 @@ def _converted(value: Any, kind: Any, dtype: Any, sharding: Any) -> Any:
     if kind is np.ndarray or (kind is None and isinstance(value, np.ndarray)):
         return np.asarray(value, dtype)
     if kind in (int, float, bool, np.number) and not isinstance(value, str):
-        item = np.asarray(value, dtype).item() if np.ndim(value) == 0 else value
+        if np.ndim(value):
+            raise ValueError(
+                f"an array of shape {np.shape(value)} was saved, and {kind.__name__} is asked for"
+            )
+        item = np.asarray(value, dtype).item()
         return kind(item) if kind in (int, float, bool) else item
     if kind is str and not isinstance(value, str):
         raise ValueError(f"{type(value).__name__} was saved, and text is asked for")

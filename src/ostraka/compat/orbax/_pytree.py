@@ -17,9 +17,12 @@ from ostraka.compat.orbax._leaves import (
     STANDARD_TYPES,
     Template,
     Want,
+    dtype_of_jax,
     is_cut_by_jax,
     prepare_leaf,
     template_of,
+    want_array,
+    want_key,
 )
 from ostraka.compat.orbax._tree import ARRAY_TYPES, Flat, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.transform_utils import apply_transformations
@@ -95,36 +98,30 @@ def _matching(args: Any, flat: Flat) -> list[Any]:
     return [found.get(keys) for keys in flat.keys]
 
 
-def want_of(keys: Keys, saved: Any, args: Any) -> Want | Template:
-    """How a leaf comes back, by its RestoreArgs, Orbax's own or ours."""
+def want_of(keys: Keys, saved: Any, args: Any, like: Any = None) -> Want | Template:
+    """How a leaf comes back, by its RestoreArgs, Orbax's own or ours.
+
+    What ArrayRestoreArgs leave open, dtype and shape, is that of `like`, the leaf of a template.
+    """
     if args is None:
         return Want(keys, saved)
-    sharding = _sharding_of(args)
+    sharding, kind, dtype = _sharding_of(args), args.restore_type, args.dtype
     shape = getattr(args, "global_shape", None)
     if shape is None:
         shape = getattr(args, "shape", None)
-    kind = args.restore_type
+    if hasattr(args, "global_shape") and hasattr(like, "dtype"):
+        shape = like.shape if shape is None else shape
+        dtype = like.dtype if dtype is None else dtype
+    shape = None if shape is None else tuple(shape)
     if kind is None or kind is jax.Array:
-        found = template_of(saved, args.dtype, None if shape is None else tuple(shape), sharding)
+        dtype = dtype_of_jax(dtype)
+        found = template_of(saved, dtype, shape, sharding)
         if found is not None:
             return found
-    want = Want(
-        keys,
-        saved,
-        kind=kind,
-        dtype=args.dtype,
-        sharding=sharding,
-        shape=None if shape is None else tuple(shape),
-        strict=getattr(args, "strict", True),
-        args=args,
-    )
-    if isinstance(saved, LeafSpec) and want.is_reshaped and want.strict:
-        raise ValueError(
-            f"leaf {'/'.join(keys)!r}: Requested shape: {want.shape} is not compatible with the "
-            f"stored shape: {tuple(saved.logical_shape)}. Truncating/padding is disabled; "
-            "strict=False enables it."
-        )
-    return want
+    strict = getattr(args, "strict", True)
+    if isinstance(saved, LeafSpec) and saved.kind == "key":
+        return want_key(keys, saved, kind, dtype, sharding, shape)
+    return want_array(Want(keys, saved, kind, dtype, sharding, shape, strict, args))
 
 
 def _sharding_of(args: Any) -> Any:
@@ -179,7 +176,10 @@ def read_like(item: Item, like: Any, restore_args: Any = None, *, partial: bool 
     flat = flatten(like)
     args = [None] * len(flat.leaves) if restore_args is None else _matching(restore_args, flat)
     return _read_flat(
-        item, flat, partial, lambda n, keys, saved: want_of(keys, saved, _plain_args(args[n]))
+        item,
+        flat,
+        partial,
+        lambda n, keys, saved: want_of(keys, saved, _plain_args(args[n]), flat.leaves[n]),
     )
 
 
@@ -203,6 +203,9 @@ def read_standard(
             if found is not None:
                 return found
         made = args_of_template(leaf, strict=strict, fallback_sharding=fallback_sharding)
+        is_open = type(leaf) is jax.ShapeDtypeStruct and made.sharding is None
+        if is_open and not (isinstance(saved, LeafSpec) and saved.kind in ("jax", "key")):
+            made.restore_type = np.ndarray
         return want_of(keys, saved, _plain_args(made))
 
     return _read_flat(item, flat, partial, want)
@@ -229,6 +232,7 @@ def _read_flat(
 
 def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
     if partial:
+        _check_branches(item, flat)
         return
     saved = item.tree.leaves
     if flat.keys == list(saved) and not any(map(is_empty, (*flat.leaves, *saved.values()))):
@@ -249,14 +253,30 @@ def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
         )
 
 
+def _check_branches(item: Item, flat: Flat) -> None:
+    """Raise TypeError for a leaf in the place of a branch: it would be neither found nor new."""
+    pairs = zip(flat.keys, flat.leaves, strict=True)
+    wanted = {keys for keys, leaf in pairs if not (is_empty(leaf) or leaf is PLACEHOLDER)}
+    there = {keys for keys, value in item.tree.leaves.items() if not is_empty(value)}
+    if wanted <= there:
+        return
+    for leaves, paths, where in ((wanted, there, "saved"), (there, wanted, "wanted")):
+        above = {path[:depth] for path in paths for depth in range(len(path))}
+        for keys in sorted(leaves & above):
+            raise TypeError(
+                f"Type mismatch at {'/'.join(keys) or 'the root'!r}: what is {where} there is a "
+                "tree, and the other one has a leaf"
+            )
+
+
 def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any = None) -> Any:
     """The RestoreArgs that `StandardRestore(item)` implies."""
-    from ostraka.compat.orbax.checkpoint_utils import construct_restore_args
+    from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 
     def make(leaf: Any) -> Any:
         if is_empty(leaf) or leaf is PLACEHOLDER:
             return RestoreArgs()
-        args = construct_restore_args(leaf, strict=strict)
+        args = restore_args_of(leaf, strict=strict)
         if fallback_sharding is not None and getattr(args, "sharding", "") is None:
             args.sharding = fallback_sharding
         return args

@@ -205,6 +205,8 @@ class Composite(CheckpointArgs):
         return self.__items__[key]
 
     def __getattr__(self, key: str) -> Any:
+        if key == "_items":  # Orbax's own attribute, which programs look into
+            return self.__items__
         if key.startswith("__"):
             raise AttributeError(key)
         return self[key]

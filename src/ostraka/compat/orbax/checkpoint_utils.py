@@ -28,29 +28,17 @@ def construct_restore_args(
 ) -> Any:
     """A tree of `RestoreArgs` for a tree of (abstract) arrays and numbers.
 
-    Arrays go where `sharding_tree`, or else `target` itself, says, cast to its dtype.
+    Arrays go where `sharding_tree`, or else `target` itself, says, cast to its dtype. Those of
+    which neither says anything come back as numpy arrays.
     """
     if support_layout:
         raise NotImplementedError("construct_restore_args(support_layout=True) is not supported")
 
     def make(leaf: Any, sharding: Any = None) -> Any:
-        if leaf is PLACEHOLDER or isinstance(leaf, str):
-            return RestoreArgs(restore_type=None if leaf is PLACEHOLDER else str)
-        if hasattr(leaf, "value_type") or not hasattr(leaf, "shape"):
-            return RestoreArgs(restore_type=type(leaf))
-        if isinstance(leaf, np.ndarray):
-            return RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-        if isinstance(leaf, np.number):
-            return RestoreArgs(restore_type=type(leaf).__mro__[1], dtype=leaf.dtype)
-        where = sharding if sharding is not None else getattr(leaf, "sharding", None)
-        shape = tuple(leaf.shape) if set_global_shape else None
-        return ArrayRestoreArgs(
-            dtype=leaf.dtype,
-            sharding=_as_sharding(where),
-            global_shape=shape,
-            shape=shape,
-            strict=strict,
-        )
+        args = restore_args_of(leaf, sharding, set_global_shape=set_global_shape, strict=strict)
+        if isinstance(args, ArrayRestoreArgs) and args.sharding is None:
+            return RestoreArgs(restore_type=np.ndarray, dtype=args.dtype)
+        return args
 
     if sharding_tree is None:
         return jax.tree.map(make, target)
@@ -59,6 +47,29 @@ def construct_restore_args(
     if len(shardings) != len(leaves):
         raise ValueError(f"the tree has {len(leaves)} leaves, sharding_tree {len(shardings)}")
     return structure.unflatten([make(a, s) for a, s in zip(leaves, shardings, strict=True)])
+
+
+def restore_args_of(
+    leaf: Any, sharding: Any = None, *, set_global_shape: bool = True, strict: bool = True
+) -> Any:
+    """Of one leaf of a template."""
+    if leaf is PLACEHOLDER or isinstance(leaf, str):
+        return RestoreArgs(restore_type=None if leaf is PLACEHOLDER else str)
+    if hasattr(leaf, "value_type") or not hasattr(leaf, "shape"):
+        return RestoreArgs(restore_type=type(leaf))
+    if isinstance(leaf, np.ndarray):
+        return RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    if isinstance(leaf, np.number):
+        return RestoreArgs(restore_type=type(leaf).__mro__[1], dtype=leaf.dtype)
+    where = sharding if sharding is not None else getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape) if set_global_shape else None
+    return ArrayRestoreArgs(
+        dtype=leaf.dtype,
+        sharding=_as_sharding(where),
+        global_shape=shape,
+        shape=shape,
+        strict=strict,
+    )
 
 
 def _as_sharding(given: Any) -> Any:

@@ -9,6 +9,6 @@ _refused = _refuse(__name__)
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "v1":
-        return _import_module(f"{__name__}.v1")
+    if name in ("v1", "emergency"):
+        return _import_module(f"{__name__}.{name}")
     return _refused(name)

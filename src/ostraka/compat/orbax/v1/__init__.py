@@ -20,6 +20,10 @@ from ostraka.compat.orbax.v1._context import active_context
 from ostraka.compat.orbax.v1._items import StatefulCheckpointable as StatefulCheckpointable
 from ostraka.compat.orbax.v1._items import payloads_of as _payloads_of
 from ostraka.compat.orbax.v1._items import read_checkpointable as _read
+from ostraka.compat.orbax.v1._safetensors import load_tensors as _load_tensors
+from ostraka.compat.orbax.v1._safetensors import open_tensors as _open_tensors
+from ostraka.compat.orbax.v1._safetensors import tensors_metadata as _tensors_metadata
+from ostraka.errors import OstrakaError
 
 _refused = refuse(__name__)
 _STATE = "state"
@@ -101,6 +105,7 @@ def save_checkpointables(
     custom_metadata: Any = None,
 ) -> None:
     """Save several trees and objects by name, in one atomic event."""
+    _refuse_safetensors("saving")
     about = About(as_json(custom_metadata or {}, "custom_metadata"))
     write(path, _payloads_of(checkpointables, active_context()), about, force=overwrite)
 
@@ -112,6 +117,7 @@ def save_checkpointables_async(
     overwrite: bool = False,
     custom_metadata: Any = None,
 ) -> AsyncResponse:
+    _refuse_safetensors("saving")
     about = About(as_json(custom_metadata or {}, "custom_metadata"))
     payloads = _payloads_of(checkpointables, active_context())
     handle = write(path, payloads, about, force=overwrite, background=True)
@@ -121,6 +127,9 @@ def save_checkpointables_async(
 
 def load(path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = _AUTO) -> Any:
     """The tree at a path, as saved or as an abstract tree says."""
+    if _is_safetensors(path):
+        given = abstract_state.metadata if _is_found(abstract_state) else abstract_state
+        return _load_tensors(path, given)
     return load_tree(_open(path), abstract_state, checkpointable_name, active_context())
 
 
@@ -133,6 +142,7 @@ def load_async(
 
 def load_checkpointables(path: Any, abstract_checkpointables: Any = None) -> dict[str, Any]:
     """Those that are asked for, or all."""
+    _refuse_safetensors("load_checkpointables")
     return load_items(_open(path), abstract_checkpointables, active_context())
 
 
@@ -142,6 +152,9 @@ def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) 
 
 def pytree_metadata(path: Any, *, checkpointable_name: str | None = _AUTO) -> CheckpointMetadata:
     """The shapes, dtypes and shardings of a tree."""
+    if _is_safetensors(path):
+        found = _open_tensors(path)
+        return CheckpointMetadata(_tensors_metadata(found.item), found.custom, path=found.path)
     return tree_of(_open(path), checkpointable_name)
 
 
@@ -149,6 +162,7 @@ metadata = pytree_metadata
 
 
 def checkpointables_metadata(path: Any) -> CheckpointMetadata:
+    _refuse_safetensors("checkpointables_metadata")
     return items_of(_open(path))
 
 
@@ -176,6 +190,19 @@ load_pytree, load_pytree_async = load, load_async
 # Over opened checkpoints, for `training` too
 
 
+def _is_safetensors(path: Any) -> bool:
+    context = active_context()
+    return context.is_safetensors or (context.is_auto and not is_finished(store_at(path)))
+
+
+def _refuse_safetensors(what: str) -> None:
+    if active_context().is_safetensors:
+        raise NotImplementedError(
+            f"{what} is not supported with CheckpointLayout.SAFETENSORS, which is for load and "
+            "metadata; ostraka.convert writes safetensors files"
+        )
+
+
 def _open(path: Any) -> Opened:
     try:
         return Opened(path)
@@ -191,7 +218,18 @@ def load_tree(opened: Opened, abstract: Any, name: str | None, context: Context)
 def load_items(opened: Opened, abstract: Any, context: Context) -> dict[str, Any]:
     asked = abstract.metadata if _is_found(abstract) else abstract
     wanted: dict[str, Any] = dict(asked) if asked else dict.fromkeys(opened.items())
-    return {name: _read(opened.item(name), given, context) for name, given in wanted.items()}
+    return {name: _load_item(opened, name, given, context) for name, given in wanted.items()}
+
+
+def _load_item(opened: Opened, name: str, given: Any, context: Context) -> Any:
+    item = opened.item(name)
+    try:
+        return _read(item, given, context)
+    except OstrakaError:
+        raise
+    except (ValueError, TypeError) as error:
+        message = f"can't load checkpointable {name!r} of {opened.path} as asked for: {error}"
+        raise errors.NoEntryError(message) from error
 
 
 def tree_of(opened: Opened, name: str | None) -> CheckpointMetadata:

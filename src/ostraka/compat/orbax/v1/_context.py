@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from ostraka.compat.orbax._refuse import refuse_options
+from ostraka.compat.orbax._refuse import Unsupported, refuse_options
 from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1 import options as options_lib
 
@@ -56,9 +56,17 @@ class Context:
             atomicity_options, "atomicity_options", options.AtomicityOptions
         )
         self.checkpoint_layout = _layout(
-            choose(checkpoint_layout, "checkpoint_layout", lambda: options.CheckpointLayout.AUTO)
+            choose(checkpoint_layout, "checkpoint_layout", lambda: options.CheckpointLayout.ORBAX)
         )
         self._tokens: list[Token[Context | None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked by copy, of one that is not made yet
+            raise AttributeError(name)
+        raise Unsupported(
+            f"Context has no {name!r}: if it is one of Orbax's, Ostraka's drop-in does not support "
+            "it; docs/migrating.md lists what it has"
+        )
 
     # The same under the shorter names that Orbax has
 
@@ -104,6 +112,14 @@ class Context:
     def is_strict(self) -> bool:
         return not self.array_options.loading.enable_padding_and_truncation
 
+    @property
+    def is_auto(self) -> bool:
+        return _layout(self.checkpoint_layout) is options_lib.CheckpointLayout.AUTO
+
+    @property
+    def is_safetensors(self) -> bool:
+        return _layout(self.checkpoint_layout) is options_lib.CheckpointLayout.SAFETENSORS
+
     def save_args(self, tree: Any) -> Any:
         """What is asked of the leaves that are saved; None for nothing."""
         saving = self.array_options.saving
@@ -126,13 +142,7 @@ class Context:
 
 
 def _layout(given: Any) -> options_lib.CheckpointLayout:
-    layout = options_lib.CheckpointLayout(getattr(given, "value", given))
-    if layout is options_lib.CheckpointLayout.SAFETENSORS:
-        raise NotImplementedError(
-            "Context(checkpoint_layout=SAFETENSORS) is not supported: read safetensors files with "
-            "ostraka.open or ostraka.restore"
-        )
-    return layout
+    return options_lib.CheckpointLayout(getattr(given, "value", given))
 
 
 def active_context(default: Context | None = None) -> Context:

@@ -15,3 +15,10 @@ class StepAlreadyExistsError(FileExistsError):
 
 class StepNotFoundError(FileNotFoundError):
     """A step is not there."""
+
+
+class NoEntryError(KeyError):
+    """A checkpointable does not fit what is asked for."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
