@@ -171,6 +171,8 @@ def test_what_is_refused(tmp_path: Path, mesh: Any):
     assert f"'v': in {a}, not in {other}" in text
     with pytest.raises(ValueError, match="two checkpoints or more, and got 1"):
         ostraka.merge([a], tmp_path / "o")
+    with pytest.raises(ValueError, match="takes a list of checkpoints first, not 'runs/a'"):
+        ostraka.merge("runs/a", tmp_path / "out")
     with pytest.raises(ValueError, match="there are 3 weights for 2 checkpoints"):
         ostraka.merge([a, b], tmp_path / "o", weights=[1, 2, 3])
     with pytest.raises(ValueError, match="whose sum is not 0"):

@@ -102,6 +102,8 @@ def merge(
     >>> ostraka.merge(["base", "adapters"], "merged", lora=2.0)
     """
     begin = time.perf_counter()
+    if isinstance(sources, str):
+        raise ValueError(f"merge takes a list of checkpoints first, not {sources!r}")
     if len(sources) < 2:
         raise ValueError(f"merge needs two checkpoints or more, and got {len(sources)}")
     opened = [open_at(source) for source in sources]
