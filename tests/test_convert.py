@@ -510,8 +510,8 @@ def test_what_is_written_wrong_is_found(tmp_path: Path, to: Any, monkeypatch: py
     """A disk that changes a byte of what it is given: the result must not appear."""
     ostraka.save(tmp_path / "a", {"w": np.arange(4096.0)})
     if to == "orbax":
-        padded = "ostraka.interop._to_orbax._padded"
-        monkeypatch.setattr(padded, lambda array, chunk: bytes(array.nbytes))
+        encode = "ostraka.interop._to_orbax._Encoder.encode"
+        monkeypatch.setattr(encode, lambda self, array, chunk: bytes(array.nbytes))
     else:
         from ostraka.storage._file import LocalWriter
 

@@ -54,6 +54,7 @@ LAYERS = (
     "_damage",
     "_shards",
     "_blocks",
+    "_recycle",
     "_memory",
     "_fetch",
     "_view_read",

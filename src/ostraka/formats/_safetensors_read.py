@@ -18,7 +18,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from ostraka import _box, _pack
+from ostraka import _box, _pack, _recycle
 from ostraka._box import Box
 from ostraka._damage import damage_on_loss, damaged
 from ostraka._memory import Array, Buffers, Scratch, map_pages
@@ -72,8 +72,8 @@ class _Reading:
         self._buffers = Buffers(targets, leaves)
         self._missing = [_box.count(target.box) for target in targets]
         """Of each target: the elements that are yet to come."""
-        self._scratch = Scratch()
-        self._rows = Scratch()
+        self._scratch = Scratch(_recycle.current())
+        self._rows = Scratch(_recycle.current())
         """For whole rows, of which a part is wanted."""
         self._files = _OpenFiles(store)
         self._short_bytes = _SHORT_REMOTE_BYTES if store.parts.is_remote else _SHORT_BYTES

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from ostraka._checkpoint import unless_replaced
 from ostraka._memory import Scratch
 from ostraka._parallel import StopSignal, run_all
+from ostraka._recycle import recycling
 from ostraka._source import Source
 from ostraka._spec import DTYPES, Target, numpy_dtype
 from ostraka.errors import Damaged, Problem
@@ -93,7 +94,7 @@ def check_source(
 
     def check(group: Sequence[Piece]) -> None:
         targets = [Target(number_of(piece), piece.box) for piece in group]
-        with unless_replaced(found):
+        with recycling(work.memory), unless_replaced(found):
             for at, array in found.read(targets):
                 stop.check()
                 piece = group[at]

@@ -8,7 +8,8 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from threading import Lock
+from math import prod
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def write_orbax(
     notes = _find_written(database, chunks, place)
     tally.add(sum(_nbytes(chunks[number]) for number in notes), kept=True)
     missing = [number for number in range(len(chunks)) if number not in notes]
-    budget, stop = ByteBudget(_HELD_BYTES), StopSignal()
+    budget, stop, encoder = ByteBudget(_HELD_BYTES), StopSignal(), _Encoder()
 
     def write(numbers: Sequence[int]) -> None:
         with budget.hold(sum(_nbytes(chunks[number]) for number in numbers), stop.check):
@@ -66,7 +67,7 @@ def write_orbax(
             for piece, array in work.read(list(number_of)):
                 stop.check()
                 number = number_of[piece]
-                data = _padded(array, chunks[number][0].chunk)
+                data = encoder.encode(array, chunks[number][0].chunk)
                 note = Note(digest_of(array), 0)
                 under_way.append((number, note, database.write(chunks[number][1], data)))
             for number, note, writing in under_way:
@@ -107,13 +108,22 @@ def _groups(chunks: Sequence[_Chunk], numbers: Sequence[int]) -> Iterator[list[i
         yield group
 
 
-def _padded(array: Array, chunk: Sequence[int]) -> bytes:
-    """A chunk as zarr stores it: those at the end of an array are filled up."""
-    if array.shape != tuple(chunk):
-        whole = np.zeros(chunk, array.dtype)
+class _Encoder(local):
+    """Chunks as zarr stores them, in memory of each thread: TensorStore takes a copy at once."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def encode(self, array: Array, chunk: Sequence[int]) -> bytearray:
+        """A chunk; those at the end of an array are filled up. Good until the next one."""
+        nbytes = prod(chunk) * array.dtype.itemsize
+        if len(self._memory) != nbytes:
+            self._memory = bytearray(nbytes)
+        whole = np.frombuffer(self._memory, np.uint8).view(array.dtype).reshape(chunk)
+        if array.shape != tuple(chunk):
+            whole[...] = np.zeros((), array.dtype)
         whole[tuple(slice(0, size) for size in array.shape)] = array
-        array = whole
-    return array.tobytes()
+        return self._memory
 
 
 def _find_written(
@@ -173,7 +183,7 @@ class _Database:
             with self._lock:
                 self._callers -= 1
 
-    def write(self, key: str, data: bytes) -> Any:
+    def write(self, key: str, data: bytes | bytearray) -> Any:
         with self._calling():
             writing = self._store().write(key, data)
             self._under_way[id(writing)] = writing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from ostraka._nodes import (
     prune,
 )
 from ostraka._pattern import Patterns
+from ostraka._recycle import Recycled, recycling
 from ostraka._source import Source
 from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, Target, numpy_dtype
 from ostraka._values import flat_bytes
@@ -38,8 +39,10 @@ OnBytes = Callable[[int, int], None]
 WHOLE_BYTES = 128 << 20
 """What is read at once of an array whose rows lie scattered in the source, as transposed ones do:
 for each band all of it may have to be read."""
-BAND_BYTES = 32 << 20
+BAND_BYTES = 16 << 20
 """What is read at once of others."""
+_IDLE_BYTES = 64 << 20
+"""How much memory waits to be used again."""
 _TOGETHER_BYTES = 16 << 20
 """Small arrays share blocks of files, and are read together: so much of them."""
 
@@ -77,6 +80,8 @@ class Work:
     items: tuple[Item, ...]
     is_whole: bool
     """Whether that is all of the source."""
+    memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
+    """For what is read of it, and of the result."""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +102,7 @@ class Work:
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Array]]:
         """The elements of pieces, in the target's dtype, as they come."""
         targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
-        with unless_replaced(self.source):
+        with recycling(self.memory), unless_replaced(self.source):
             for at, array in self.source.read(targets):
                 dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
                 yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
