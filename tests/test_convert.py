@@ -364,8 +364,8 @@ def test_numpy_loads_it_without_pickle(tmp_path: Path):
 
 
 def test_arrays_in_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ostraka.interop._work.BAND_BYTES", 1 << 12)
-    monkeypatch.setattr("ostraka.interop._work._TOGETHER_BYTES", 1 << 12)
+    monkeypatch.setattr("ostraka.interop._cut.BAND_BYTES", 1 << 12)
+    monkeypatch.setattr("ostraka.interop._cut._TOGETHER_BYTES", 1 << 12)
     tree = {"w": numbers((101, 103), np.float32), "v": numbers((3, 64, 64), np.int16)}
     ostraka.save(tmp_path / "a", tree)
     ostraka.convert(tmp_path / "a", tmp_path / "w.npz", to="npz")

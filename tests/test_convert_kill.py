@@ -59,9 +59,9 @@ def check(path: Path, to: str, wanted: dict[str, Any]) -> None:
 PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-from ostraka.interop import _to_orbax, _to_ostraka, _work, convert
-_work._TOGETHER_BYTES = _to_orbax._TOGETHER_BYTES = 1 << 16
-_work.BAND_BYTES = 1 << 17
+from ostraka.interop import _cut, _to_orbax, _to_ostraka, convert
+_cut._TOGETHER_BYTES = _to_orbax._TOGETHER_BYTES = 1 << 16
+_cut.BAND_BYTES = 1 << 17
 _to_ostraka.MAX_FILE_BYTES = 1 << 20
 _to_ostraka._SMALL_BYTES = 0
 source, target, to, kill_at = sys.argv[1:]
@@ -204,7 +204,7 @@ def test_two_at_the_same_time(tmp_path: Path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_full_disk(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch):
     for name in (
-        "_work._TOGETHER_BYTES",
+        "_cut._TOGETHER_BYTES",
         "_to_orbax._TOGETHER_BYTES",
         "_to_ostraka.MAX_FILE_BYTES",
     ):

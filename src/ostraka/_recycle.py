@@ -53,7 +53,7 @@ class Recycled:
             size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
             memory = mmap.mmap(-1, size, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, size)
         # numpy keeps this for as long as any array has a part of the memory.
-        holder = (ctypes.c_char * len(memory)).from_buffer(memory)
+        holder: Any = (ctypes.c_char * len(memory)).from_buffer(memory)
         weakref.finalize(holder, self._returned.append, memory).atexit = False
         return np.frombuffer(holder, np.uint8)[:nbytes]
 

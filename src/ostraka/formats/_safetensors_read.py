@@ -209,7 +209,7 @@ class _Reading:
         if rows == box:
             self._read(file, reader, start, memory, spec)
             return span
-        run, offsets = _runs(box, spec.shape)
+        run, offsets = _box.runs(box, spec.shape)
         run_bytes = run * itemsize
         if run_bytes < self._short_bytes or memory.size >= _NEARLY_ALL * span:
             data = self._rows.take(span)
@@ -262,25 +262,6 @@ def _joined(areas: Sequence[tuple[Box, list[int]]], dimension: int) -> list[tupl
                 continue
         joined.append((box, numbers))
     return joined
-
-
-def _runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
-    """How long the runs of a box are, and where each begins, in elements of the tensor."""
-    strides = [1] * len(shape)
-    for dimension in reversed(range(len(shape) - 1)):
-        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-    inner = len(shape)
-    while inner and box[inner - 1] == (0, shape[inner - 1]):
-        inner -= 1
-    # The last dimension that is cut belongs to the run, with all that is whole below it.
-    at = max(inner - 1, 0)
-    run = (box[at][1] - box[at][0]) * strides[at]
-    offsets = [box[at][0] * strides[at]]
-    for dimension in reversed(range(at)):
-        start, stop = box[dimension]
-        steps = [position * strides[dimension] for position in range(start, stop)]
-        offsets = [step + offset for step in steps for offset in offsets]
-    return run, offsets
 
 
 class _OpenFiles:

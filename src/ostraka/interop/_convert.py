@@ -31,14 +31,20 @@ from ostraka.errors import (
 from ostraka.interop._beside import copy_beside
 from ostraka.interop._npz import plan_npz
 from ostraka.interop._orbax_plan import plan_orbax
-from ostraka.interop._read_back import check_files, find_in_npz, find_in_safetensors
+from ostraka.interop._read_back import (
+    check_files,
+    check_places,
+    find_in_npz,
+    find_in_safetensors,
+    places_in,
+)
 from ostraka.interop._selected import select
 from ostraka.interop._tensor_files import INDEX, PlannedFile, plan_safetensors
 from ostraka.interop._to_orbax import check_orbax, import_tensorstore, is_step, write_orbax
 from ostraka.interop._to_ostraka import write_ostraka
 from ostraka.interop._work import Item, OnBytes, Tally, Work, choose
 from ostraka.interop._workplace import Workplace
-from ostraka.interop._write_files import write_in_directory, write_in_order
+from ostraka.interop._write_files import finish_files, write_in_directory, write_in_order
 from ostraka.storage import Claim, LocalStore, PathLike, Store, open_store
 
 Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
@@ -255,7 +261,10 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
 
         def write() -> None:
             digests = write_in_directory(work, files, place, tally)
-            _check(work, files, place.files, digests, to, tally)
+            if to == "npz":
+                _check_npz(work, files, place, digests, tally)
+            else:
+                _check(work, files, place.files, digests, tally)
             if to == "hf":
                 copy_beside(work.source, place.files)
             if index is not None:
@@ -269,16 +278,24 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
 
 
 def _check(
+    work: Work, files: list[PlannedFile], store: Store, digests: Mapping[Any, str], tally: Tally
+) -> None:
+    places = find_in_safetensors(store, [file.name for file in files])
+    check_files(work, digests, store, places, tally)
+
+
+def _check_npz(
     work: Work,
     files: list[PlannedFile],
-    store: Store,
+    place: Workplace,
     digests: Mapping[Any, str],
-    to: str,
     tally: Tally,
 ) -> None:
-    names = [file.name for file in files]
-    places = find_in_npz(store, names[0]) if to == "npz" else find_in_safetensors(store, names)
-    check_files(work, digests, store, places, tally)
+    """Its directory has checksums of what it holds: it is written once all was read back."""
+    planned = places_in(work, files)
+    crcs = check_files(work, digests, place.files, planned, tally, with_crcs=True)
+    finish_files(files, place, crcs)
+    check_places(work, place.files, find_in_npz(place.files, files[0].name), planned)
 
 
 def _to_bucket(
@@ -300,7 +317,7 @@ def _to_bucket(
         _refuse_others(target, {notes}, {file.name for file in files}, last)
         digests = write_in_order(work, files, target, notes, tally)
         try:
-            _check(work, files, target, digests, to, tally)
+            _check(work, files, target, digests, tally)
         except Damaged:
             for file in files:
                 target.delete(file.name)

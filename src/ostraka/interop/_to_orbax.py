@@ -26,7 +26,7 @@ from ostraka.formats._ostraka import ORBAX_KEY
 from ostraka.interop._orbax_plan import OrbaxArray, OrbaxPlan
 from ostraka.interop._read_back import check_source
 from ostraka.interop._work import Array, Digests, Piece, Tally, Work, digest_of
-from ostraka.interop._workplace import Note, Workplace
+from ostraka.interop._workplace import Workplace
 from ostraka.storage import LocalStore
 
 ITEM = "default"
@@ -63,17 +63,18 @@ def write_orbax(
     def write(numbers: Sequence[int]) -> None:
         with budget.hold(sum(_nbytes(chunks[number]) for number in numbers), stop.check):
             number_of = {chunks[number][2]: number for number in numbers}
-            under_way: list[tuple[int, Note, Any]] = []
+            under_way: list[tuple[int, str, Any]] = []
             for piece, array in work.read(list(number_of)):
                 stop.check()
                 number = number_of[piece]
                 data = encoder.encode(array, chunks[number][0].chunk)
-                note = Note(digest_of(array), 0)
-                under_way.append((number, note, database.write(chunks[number][1], data)))
-            for number, note, writing in under_way:
+                under_way.append(
+                    (number, digest_of(array), database.write(chunks[number][1], data))
+                )
+            for number, digest, writing in under_way:
                 database.wait(writing)
-                notes[number] = note
-                place.journal.note(number, note)
+                notes[number] = digest
+                place.journal.note(number, digest)
                 tally.add(_nbytes(chunks[number]))
 
     values = {f"{array.name}/.zarray": array.zarray for array in plan.arrays} | {**plan.values}
@@ -84,7 +85,7 @@ def write_orbax(
     finally:
         database.close()
     _write_small_files(place.files, item, plan, as_step, work)
-    return {chunks[number][2]: note.digest for number, note in notes.items()}
+    return {chunks[number][2]: digest for number, digest in notes.items()}
 
 
 _Chunk = tuple[OrbaxArray, str, Piece]
@@ -128,11 +129,11 @@ class _Encoder(local):
 
 def _find_written(
     database: _Database, chunks: Sequence[_Chunk], place: Workplace
-) -> dict[int, Note]:
+) -> dict[int, str]:
     """What an earlier conversion has noted, by number, where the database has the same."""
 
-    def check(found: tuple[int, Note]) -> bool:
-        number, note = found
+    def check(found: tuple[int, str]) -> bool:
+        number, digest = found
         array, key, piece = chunks[number]
         data = database.read(key)
         dtype = numpy_dtype(array.spec.dtype)
@@ -140,14 +141,14 @@ def _find_written(
             return False
         whole = np.frombuffer(data, dtype).reshape(array.chunk)
         part = whole[tuple(slice(0, stop - start) for start, stop in piece.box)]
-        return digest_of(part) == note.digest
+        return digest_of(part) == digest
 
     notes = [entry for entry in place.journal.read().items() if entry[0] < len(chunks)]
     if notes and not database.is_readable():
         database.remove()
         return {}
     are_good = run_all(check, notes, threads=_THREADS, stop=StopSignal())
-    return {number: note for (number, note), good in zip(notes, are_good, strict=True) if good}
+    return {number: digest for (number, digest), good in zip(notes, are_good, strict=True) if good}
 
 
 class _Database:

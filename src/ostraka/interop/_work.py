@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka import _box, _format, _pack, _pattern
+from ostraka import _format, _pack, _pattern
 from ostraka._box import Box
 from ostraka._capture import DtypeRule, check_dtype_rule, floating_dtype, may_cast
 from ostraka._checkpoint import unless_replaced
@@ -28,7 +28,7 @@ from ostraka._nodes import (
 from ostraka._pattern import Patterns
 from ostraka._recycle import Recycled, recycling
 from ostraka._source import Source
-from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, Target, numpy_dtype
+from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
 from ostraka._values import flat_bytes
 from ostraka.errors import InvalidTree, name_few
 
@@ -36,17 +36,8 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-WHOLE_BYTES = 128 << 20
-"""What is read at once of an array whose rows lie scattered in the source, as transposed ones do:
-for each band all of it may have to be read."""
-BAND_BYTES = 16 << 20
-"""What is read at once of others."""
 _IDLE_BYTES = 64 << 20
 """How much memory waits to be used again."""
-_TOGETHER_BYTES = 16 << 20
-"""Small arrays share blocks of files, and are read together: so much of them."""
-
-
 _RESERVED = "__metadata__"
 """What safetensors has for something else than a tensor."""
 
@@ -188,39 +179,6 @@ def bytes_of(array: Array) -> Array:
 
 def digest_of(array: Array) -> str:
     return _format.block_digest([bytes_of(array)])
-
-
-def band_bytes(work: Work, number: int) -> int:
-    """How much of an item is read at once."""
-    item = work.items[number]
-    grid = work.source.grid_of(item.number)
-    is_across = item.spec.mesh == HOST_LOCAL and grid[:1] == (1,) and max(grid) > 1
-    return WHOLE_BYTES if is_across else BAND_BYTES
-
-
-def bands_of(work: Work, number: int) -> list[Piece]:
-    """An item as boxes that follow each other in the order of its elements."""
-    spec = work.items[number].spec
-    whole = _box.full(spec.shape)
-    dtypes = (spec.dtype, spec.cast_from or spec.dtype)
-    most = band_bytes(work, number) // max(numpy_dtype(dtype).itemsize for dtype in dtypes)
-    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
-    return [Piece(number, band) for band in bands]
-
-
-def read_together(work: Work, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in groups, each of which is read at once; small ones together."""
-    group: list[Piece] = []
-    group_bytes = 0
-    for piece in pieces:
-        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
-        if group and group_bytes + nbytes > _TOGETHER_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(piece)
-        group_bytes += nbytes
-    if group:
-        yield group
 
 
 class Tally:

@@ -18,7 +18,6 @@ import os
 import shutil
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ostraka.errors import PathInTheWay, store_error
 from ostraka.storage import Claim, LocalStore
@@ -119,14 +118,6 @@ def refuse_existing(target: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What the journal has of a piece."""
-
-    digest: str
-    crc: int
-
-
 class Journal:
     """Lines that are added as pieces are written; one that was cut short does not count."""
 
@@ -135,9 +126,9 @@ class Journal:
         self._file: int | None = None
         self._lock = threading.Lock()
 
-    def read(self) -> dict[int, Note]:
-        """By the number of each piece, what was noted of it last."""
-        found: dict[int, Note] = {}
+    def read(self) -> dict[int, str]:
+        """By the number of each piece, the digest that was noted of it last."""
+        found: dict[int, str] = {}
         try:
             with open(self._path, "rb") as file:
                 data = file.read()
@@ -147,12 +138,12 @@ class Journal:
             raise store_error("read", self._path, error) from error
         for line in data.split(b"\n")[:-1]:
             with suppress(ValueError):
-                number, digest, crc = line.decode().split()
-                found[int(number)] = Note(digest, int(crc))
+                number, digest = line.decode().split()
+                found[int(number)] = digest
         return found
 
-    def note(self, number: int, note: Note) -> None:
-        line = f"{number} {note.digest} {note.crc}\n".encode()
+    def note(self, number: int, digest: str) -> None:
+        line = f"{number} {digest}\n".encode()
         try:
             with self._lock:
                 if self._file is None:
