@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-_IDLE_BYTES = 64 << 20
+_IDLE_BYTES = 144 << 20
 """How much memory waits to be used again."""
 _RESERVED = "__metadata__"
 """What safetensors has for something else than a tensor."""
