@@ -16,7 +16,7 @@ from ostraka.interop._work import Piece, Work
 
 BAND_BYTES = 16 << 20
 """What is read at once of an array whose rows lie in order."""
-SLAB_BYTES = 128 << 20
+SLAB_BYTES = 96 << 20
 """What is read at once of others."""
 _TOGETHER_BYTES = 16 << 20
 """Small arrays share blocks of files, and are read together: so much of them."""

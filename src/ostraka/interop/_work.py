@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka import _format, _pack, _pattern
+from ostraka import _box, _format, _pack, _pattern
 from ostraka._box import Box
 from ostraka._capture import DtypeRule, check_dtype_rule, floating_dtype, may_cast
 from ostraka._checkpoint import unless_replaced
@@ -36,7 +36,8 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-_IDLE_BYTES = 144 << 20
+_ONE_BY_ONE_BYTES = 48 << 20
+_IDLE_BYTES = 112 << 20
 """How much memory waits to be used again."""
 _RESERVED = "__metadata__"
 """What safetensors has for something else than a tensor."""
@@ -73,6 +74,8 @@ class Work:
     """Whether that is all of the source."""
     memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
     """For what is read of it, and of the result."""
+    one_by_one: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while a large piece is read."""
 
     @property
     def nbytes(self) -> int:
@@ -93,8 +96,17 @@ class Work:
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Array]]:
         """The elements of pieces, in the target's dtype, as they come."""
         targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
+        nbytes = sum(
+            DTYPES[self.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
+            for piece in pieces
+        )
         with recycling(self.memory), unless_replaced(self.source):
-            for at, array in self.source.read(targets):
+            found = self.source.read(targets)
+            if nbytes > _ONE_BY_ONE_BYTES:
+                # To read an array takes memory besides its own, as to transpose it does.
+                with self.one_by_one:
+                    found = iter(list(found))
+            for at, array in found:
                 dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
                 yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
 
