@@ -44,6 +44,7 @@ LAYERS = (
     "_names_given",
     "_codec",
     "_step_names",
+    "_foreign_files",
     "storage",
     "_nodes",
     "_document",

@@ -205,7 +205,7 @@ def _is_of_array(handler: object) -> bool:
 
 
 def _array_alone(store: Store, names: Sequence[str]) -> TreeMetadata | None:
-    """The item of `ArraySave` by older versions, such as 0.11.6: a zarr array, and no `_METADATA`."""
+    """The item of `ArraySave` by older versions, as 0.11.6: a zarr array, and no `_METADATA`."""
     below = names_in(store.at(_ARRAY)) if _ARRAY in names else []
     is_zarr3 = "zarr.json" in below
     if not is_zarr3 and ".zarray" not in below:
