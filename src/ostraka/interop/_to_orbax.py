@@ -34,10 +34,10 @@ ITEM = "default"
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREE = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _OF_ITEM = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
-_HELD_BYTES = 96 << 20
+_HELD_BYTES = 64 << 20
 """How much of arrays is on its way at one time; TensorStore has copies of it."""
 _TOGETHER_BYTES = 8 << 20
-_THREADS = 3
+_THREADS = 2
 
 
 def is_step(target: str) -> bool:

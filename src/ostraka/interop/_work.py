@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-_ONE_BY_ONE_BYTES = 48 << 20
+_ONE_BY_ONE_BYTES = 24 << 20
 _IDLE_BYTES = 112 << 20
 """How much memory waits to be used again."""
 _RESERVED = "__metadata__"

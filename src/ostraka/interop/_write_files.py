@@ -39,7 +39,7 @@ _WRITE_BYTES = 2 << 20
 """What is written at a time: more at a time takes longer on ext4."""
 _RUNS = 1024
 """So many runs are written before it is asked whether to go on."""
-_HELD_BYTES = 256 << 20
+_HELD_BYTES = 192 << 20
 """How much of arrays is in memory at one time."""
 _THREADS = 4
 
