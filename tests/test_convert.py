@@ -379,6 +379,92 @@ def test_arrays_in_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         same(array, tree[name])
 
 
+TURNED: dict[str, tuple[tuple[int, ...], Any, dict[str, Any]]] = {
+    "a.weight": ((257, 130), np.float32, {"path": "a/kernel", "transpose": True}),
+    "b.weight": ((64, 33, 20), np.int16, {"path": "b/kernel", "transpose": [2, 0, 1]}),
+    "c.weight": (
+        (96, 200),
+        np.uint8,
+        {"path": "c/kernel", "transpose": True, "split": {1: [8, -1]}},
+    ),
+    "d.weight": ((1, 300), np.float64, {"path": "d/kernel", "transpose": True}),
+    "e.weight": ((0, 3), np.float32, {"path": "e/kernel", "transpose": True}),
+    "f.weight": ((40, 50), np.complex64, {"path": "f/kernel"}),
+    **{
+        f"x.{n}.weight": ((90, 110), np.float16, {"path": "x/kernel", "transpose": True})
+        for n in range(3)
+    },
+}
+
+
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "npz"])
+@pytest.mark.parametrize("slab_bytes", [1 << 11, 1 << 13, 1 << 30])
+def test_arrays_that_are_turned_in_several_pieces(
+    tmp_path: Path, to: Any, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Their pieces are parts of all rows; each byte of the source is read once."""
+    monkeypatch.setattr("ostraka._view.BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr("ostraka.interop._cut.SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("ostraka.interop._cut._LEAST_RUN_BYTES", 4)
+    monkeypatch.setattr("ostraka.interop._digest_files.READ_BYTES", 1 << 12)
+    files = {name: numbers(shape, dtype) for name, (shape, dtype, _) in TURNED.items()}
+    if to == "orbax":
+        del files["e.weight"]  # Orbax has no arrays without elements.
+    rules: dict[str, Any] = {name: rule for name, (_, _, rule) in TURNED.items() if name in files}
+    rules = {name: rule for name, rule in rules.items() if not name.startswith("x.")}
+    rules["x.{e}.weight"] = {"path": "x/kernel", "transpose": True, "stack": ["e"]}
+    save_file(files, tmp_path / "in.safetensors")
+    if to in ("ostraka", "orbax"):
+        ostraka.convert(tmp_path / "in.safetensors", tmp_path / "out", to=to, names=rules)
+        found = {path: np.asarray(leaf) for path, leaf in ostraka.open(tmp_path / "out").items()}
+        same(found["a/kernel"], np.ascontiguousarray(files["a.weight"].T))
+        same(found["b/kernel"], np.ascontiguousarray(files["b.weight"].transpose(2, 0, 1)))
+        same(found["c/kernel"], np.ascontiguousarray(files["c.weight"].T.reshape(200, 8, 12)))
+        same(found["f/kernel"], files["f.weight"])
+        experts = np.stack([files[f"x.{n}.weight"].T for n in range(3)])
+        same(found["x/kernel"], experts)
+        if to == "ostraka":
+            assert ostraka.verify(tmp_path / "out").ok
+        return
+    ostraka.convert(tmp_path / "in.safetensors", tmp_path / "tree", to="ostraka", names=rules)
+    target = tmp_path / f"out.{to}"
+    ostraka.convert(tmp_path / "tree", target, to=to, names=rules)
+    if to == "npz":
+        with zipfile.ZipFile(target) as archive:
+            assert archive.testzip() is None
+        with np.load(target, allow_pickle=False) as arrays:
+            back = dict(arrays)
+    else:
+        back = load_file(target)
+    assert back.keys() == files.keys()
+    for name, array in files.items():
+        same(back[name], array)
+
+
+def test_a_turned_array_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However many pieces it is written in."""
+    from ostraka.storage._file import LocalReader
+
+    monkeypatch.setattr("ostraka.interop._cut.SLAB_BYTES", 4 << 20)
+    monkeypatch.setattr("ostraka.interop._cut._LEAST_RUN_BYTES", 64)
+    array = numbers((4096, 2048), np.float32)
+    ostraka.save(tmp_path / "a", {"w": array})
+    read_into, read = LocalReader.read_into, [0]
+
+    def counted(self: LocalReader, offset: int, buffers: Any) -> int:
+        found = read_into(self, offset, buffers)
+        read[0] += found
+        return found
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    targets = {"ostraka": "o", "hf": "h", "npz": "n.npz"}
+    for to, target in targets.items():
+        read[0] = 0
+        turned = {"w": {"path": "w", "transpose": True}}
+        ostraka.convert(tmp_path / "a", tmp_path / target, to=to, names=turned)  # pyright: ignore
+        assert 2 * array.nbytes <= read[0] < 2.2 * array.nbytes, to
+
+
 def test_zip_has_64_bit_numbers_past_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The layout of 5 GiB, whose data is a hole in the file."""
     from ostraka._spec import LeafSpec
