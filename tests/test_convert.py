@@ -571,6 +571,42 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, to: Any):
         ostraka.convert(tmp_path / "a", target, to=to)
 
 
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "hf", "npz"])
+def test_a_target_in_the_source(tmp_path: Path, to: Any):
+    """It would become a part of the checkpoint that it is made of."""
+    ostraka.save(tmp_path / "a", {"w": np.arange(4.0)})
+    name = {"npz": "o.npz", "safetensors": "o.safetensors"}.get(to, "o")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = sorted(tmp_path.rglob("*"))
+    for target in (tmp_path / "a" / name, tmp_path / "link" / "below" / name):
+        with pytest.raises(PathInTheWay, match=r"lies in .*, which is to be converted.*beside it"):
+            ostraka.convert(tmp_path / "a", target, to=to)
+    with pytest.raises(PathInTheWay, match="can't be converted onto itself"):
+        ostraka.convert(tmp_path / "a", tmp_path / "link", to=to)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert ostraka.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "hf"])
+def test_a_source_in_the_target(tmp_path: Path, to: Any):
+    ostraka.save(tmp_path / "b" / "a", {"w": np.arange(4.0)})
+    with pytest.raises(PathInTheWay, match=r"is there already|other things in it"):
+        ostraka.convert(tmp_path / "b" / "a", tmp_path / "b", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert ostraka.verify(tmp_path / "b" / "a").ok
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz"])
+def test_an_empty_directory_in_the_place_of_a_file(tmp_path: Path, to: Any):
+    """It is refused before anything is read, not when all is done."""
+    ostraka.save(tmp_path / "a", {"w": np.arange(4.0)})
+    target = tmp_path / f"o.{to}"
+    target.mkdir()
+    with pytest.raises(PathInTheWay, match=f"o.{to} is there already"):
+        ostraka.convert(tmp_path / "a", target, to=to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", f"o.{to}"]
+
+
 def test_a_bucket_with_something_in_it(tmp_path: Path):
     ostraka.save(tmp_path / "a", {"w": jnp.ones(3)})
     open_store("memory://taken").put("notes.txt", b"mine")

@@ -125,7 +125,7 @@ def test_a_conversion_that_was_killed_goes_on(tmp_path: Path, to: str):
 def test_a_conversion_that_transposes_goes_on(tmp_path: Path, to: str):
     """Its pieces are parts of all rows of a file."""
     rng = np.random.default_rng(0)
-    wanted = {f"w{n}": rng.normal(size=(2048, 1000)) for n in range(3)}
+    wanted = {f"w{n}": rng.random((4096, 1000), np.float32) for n in range(3)}
     ostraka.save(tmp_path / "a", wanted)
     target = tmp_path / TARGETS[to]
     for kill_at in (20, 45):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule, check_compress
 from ostraka._names_given import NamesLike
 from ostraka._pattern import Patterns
+from ostraka._source import Source
 from ostraka._spec import DTYPES
 from ostraka._units import human_bytes
 from ostraka._version import __version__
@@ -127,8 +129,7 @@ def convert(
         raise ValueError(f"compress is for to='ostraka' alone, and to is {to!r}")
     place = open_store(target)
     opened = open_at(source)
-    if opened.location == place.location:
-        raise PathInTheWay(f"{place.location} can't be converted onto itself; give another path")
+    _refuse_place(opened, place)
     renaming = opened
     if names is not None and to in _OF_TREES:
         renaming = renamed(opened, names)
@@ -155,6 +156,20 @@ def convert(
         bytes_kept=tally.kept,
         time_s=time.perf_counter() - begin,
     )
+
+
+def _refuse_place(source: Source, target: Store) -> None:
+    """Raise PathInTheWay for a target that is the source, or would become a part of it."""
+    inner, outer = target.location.rstrip("/"), source.location.rstrip("/")
+    if isinstance(target, LocalStore) and isinstance(source.store, LocalStore):
+        inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    if inner == outer:
+        raise PathInTheWay(f"{target.location} can't be converted onto itself; give another path")
+    if inner.startswith(f"{outer}/"):
+        raise PathInTheWay(
+            f"{target.location} lies in {source.location}, which is to be converted, and would "
+            "become a part of it; give a path beside it"
+        )
 
 
 def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
@@ -257,7 +272,7 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
         single = name if is_single else None
         files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
     if isinstance(target, LocalStore):
-        place = Workplace(target.location, work_id)
+        place = Workplace(target.location, work_id, is_file=is_single)
 
         def write() -> None:
             digests = write_in_directory(work, files, place, tally)
