@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -73,8 +74,10 @@ def measure(
         works[to] = (root / name, partial(convert, source, to=to))
         works[f"{to}, transposed"] = (root / name, partial(convert, source, to=to, names=turned))
     taken: dict[str, list[tuple[float, float]]] = {to: [] for to in works}
+    order, chance = list(works.items()), random.Random(0)
     for number in range(rounds + 1):
-        for to, (target, work) in works.items():
+        chance.shuffle(order)  # What came before has its effect on memory and caches.
+        for to, (target, work) in order:
             begin, cpu = time.perf_counter(), time.process_time()
             work(target)
             spent = (time.perf_counter() - begin, time.process_time() - cpu)
