@@ -27,7 +27,10 @@ def contents() -> dict[str, Any]:
             },
             "step": 7,
         },
-        "averages": {"mean": rng.normal(size=(2, 3)).astype(np.float16), "count": np.array([3], np.int32)},
+        "averages": {
+            "mean": rng.normal(size=(2, 3)).astype(np.float16),
+            "count": np.array([3], np.int32),
+        },
         "table": np.arange(24, dtype=np.float32).reshape(4, 6),
         "counts": np.arange(5),
         "about": {"name": "a run", "rates": [0.5, 1]},
