@@ -364,8 +364,8 @@ def test_numpy_loads_it_without_pickle(tmp_path: Path):
 
 
 def test_arrays_in_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ostraka.interop._work.BAND_BYTES", 1 << 12)
-    monkeypatch.setattr("ostraka.interop._work._TOGETHER_BYTES", 1 << 12)
+    monkeypatch.setattr("ostraka.interop._cut.BAND_BYTES", 1 << 12)
+    monkeypatch.setattr("ostraka.interop._cut._TOGETHER_BYTES", 1 << 12)
     tree = {"w": numbers((101, 103), np.float32), "v": numbers((3, 64, 64), np.int16)}
     ostraka.save(tmp_path / "a", tree)
     ostraka.convert(tmp_path / "a", tmp_path / "w.npz", to="npz")
@@ -377,6 +377,92 @@ def test_arrays_in_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert archive.testzip() is None
     for name, array in load_file(tmp_path / "w.safetensors").items():
         same(array, tree[name])
+
+
+TURNED: dict[str, tuple[tuple[int, ...], Any, dict[str, Any]]] = {
+    "a.weight": ((257, 130), np.float32, {"path": "a/kernel", "transpose": True}),
+    "b.weight": ((64, 33, 20), np.int16, {"path": "b/kernel", "transpose": [2, 0, 1]}),
+    "c.weight": (
+        (96, 200),
+        np.uint8,
+        {"path": "c/kernel", "transpose": True, "split": {1: [8, -1]}},
+    ),
+    "d.weight": ((1, 300), np.float64, {"path": "d/kernel", "transpose": True}),
+    "e.weight": ((0, 3), np.float32, {"path": "e/kernel", "transpose": True}),
+    "f.weight": ((40, 50), np.complex64, {"path": "f/kernel"}),
+    **{
+        f"x.{n}.weight": ((90, 110), np.float16, {"path": "x/kernel", "transpose": True})
+        for n in range(3)
+    },
+}
+
+
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "npz"])
+@pytest.mark.parametrize("slab_bytes", [1 << 11, 1 << 13, 1 << 30])
+def test_arrays_that_are_turned_in_several_pieces(
+    tmp_path: Path, to: Any, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Their pieces are parts of all rows; each byte of the source is read once."""
+    monkeypatch.setattr("ostraka._view.BLOCK_BYTES", 1 << 9)
+    monkeypatch.setattr("ostraka.interop._cut.SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("ostraka.interop._cut._LEAST_RUN_BYTES", 4)
+    monkeypatch.setattr("ostraka.interop._digest_files.READ_BYTES", 1 << 12)
+    files = {name: numbers(shape, dtype) for name, (shape, dtype, _) in TURNED.items()}
+    if to == "orbax":
+        del files["e.weight"]  # Orbax has no arrays without elements.
+    rules: dict[str, Any] = {name: rule for name, (_, _, rule) in TURNED.items() if name in files}
+    rules = {name: rule for name, rule in rules.items() if not name.startswith("x.")}
+    rules["x.{e}.weight"] = {"path": "x/kernel", "transpose": True, "stack": ["e"]}
+    save_file(files, tmp_path / "in.safetensors")
+    if to in ("ostraka", "orbax"):
+        ostraka.convert(tmp_path / "in.safetensors", tmp_path / "out", to=to, names=rules)
+        found = {path: np.asarray(leaf) for path, leaf in ostraka.open(tmp_path / "out").items()}
+        same(found["a/kernel"], np.ascontiguousarray(files["a.weight"].T))
+        same(found["b/kernel"], np.ascontiguousarray(files["b.weight"].transpose(2, 0, 1)))
+        same(found["c/kernel"], np.ascontiguousarray(files["c.weight"].T.reshape(200, 8, 12)))
+        same(found["f/kernel"], files["f.weight"])
+        experts = np.stack([files[f"x.{n}.weight"].T for n in range(3)])
+        same(found["x/kernel"], experts)
+        if to == "ostraka":
+            assert ostraka.verify(tmp_path / "out").ok
+        return
+    ostraka.convert(tmp_path / "in.safetensors", tmp_path / "tree", to="ostraka", names=rules)
+    target = tmp_path / f"out.{to}"
+    ostraka.convert(tmp_path / "tree", target, to=to, names=rules)
+    if to == "npz":
+        with zipfile.ZipFile(target) as archive:
+            assert archive.testzip() is None
+        with np.load(target, allow_pickle=False) as arrays:
+            back = dict(arrays)
+    else:
+        back = load_file(target)
+    assert back.keys() == files.keys()
+    for name, array in files.items():
+        same(back[name], array)
+
+
+def test_a_turned_array_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However many pieces it is written in."""
+    from ostraka.storage._file import LocalReader
+
+    monkeypatch.setattr("ostraka.interop._cut.SLAB_BYTES", 4 << 20)
+    monkeypatch.setattr("ostraka.interop._cut._LEAST_RUN_BYTES", 64)
+    array = numbers((4096, 2048), np.float32)
+    ostraka.save(tmp_path / "a", {"w": array})
+    read_into, read = LocalReader.read_into, [0]
+
+    def counted(self: LocalReader, offset: int, buffers: Any) -> int:
+        found = read_into(self, offset, buffers)
+        read[0] += found
+        return found
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    targets = {"ostraka": "o", "hf": "h", "npz": "n.npz"}
+    for to, target in targets.items():
+        read[0] = 0
+        turned = {"w": {"path": "w", "transpose": True}}
+        ostraka.convert(tmp_path / "a", tmp_path / target, to=to, names=turned)  # pyright: ignore
+        assert 2 * array.nbytes <= read[0] < 2.2 * array.nbytes, to
 
 
 def test_zip_has_64_bit_numbers_past_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -485,6 +571,42 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, to: Any):
         ostraka.convert(tmp_path / "a", target, to=to)
 
 
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "hf", "npz"])
+def test_a_target_in_the_source(tmp_path: Path, to: Any):
+    """It would become a part of the checkpoint that it is made of."""
+    ostraka.save(tmp_path / "a", {"w": np.arange(4.0)})
+    name = {"npz": "o.npz", "safetensors": "o.safetensors"}.get(to, "o")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = sorted(tmp_path.rglob("*"))
+    for target in (tmp_path / "a" / name, tmp_path / "link" / "below" / name):
+        with pytest.raises(PathInTheWay, match=r"lies in .*, which is to be converted.*beside it"):
+            ostraka.convert(tmp_path / "a", target, to=to)
+    with pytest.raises(PathInTheWay, match="can't be converted onto itself"):
+        ostraka.convert(tmp_path / "a", tmp_path / "link", to=to)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert ostraka.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "hf"])
+def test_a_source_in_the_target(tmp_path: Path, to: Any):
+    ostraka.save(tmp_path / "b" / "a", {"w": np.arange(4.0)})
+    with pytest.raises(PathInTheWay, match=r"is there already|other things in it"):
+        ostraka.convert(tmp_path / "b" / "a", tmp_path / "b", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert ostraka.verify(tmp_path / "b" / "a").ok
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz"])
+def test_an_empty_directory_in_the_place_of_a_file(tmp_path: Path, to: Any):
+    """It is refused before anything is read, not when all is done."""
+    ostraka.save(tmp_path / "a", {"w": np.arange(4.0)})
+    target = tmp_path / f"o.{to}"
+    target.mkdir()
+    with pytest.raises(PathInTheWay, match=f"o.{to} is there already"):
+        ostraka.convert(tmp_path / "a", target, to=to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", f"o.{to}"]
+
+
 def test_a_bucket_with_something_in_it(tmp_path: Path):
     ostraka.save(tmp_path / "a", {"w": jnp.ones(3)})
     open_store("memory://taken").put("notes.txt", b"mine")
@@ -510,8 +632,8 @@ def test_what_is_written_wrong_is_found(tmp_path: Path, to: Any, monkeypatch: py
     """A disk that changes a byte of what it is given: the result must not appear."""
     ostraka.save(tmp_path / "a", {"w": np.arange(4096.0)})
     if to == "orbax":
-        padded = "ostraka.interop._to_orbax._padded"
-        monkeypatch.setattr(padded, lambda array, chunk: bytes(array.nbytes))
+        encode = "ostraka.interop._to_orbax._Encoder.encode"
+        monkeypatch.setattr(encode, lambda self, array, chunk: bytes(array.nbytes))
     else:
         from ostraka.storage._file import LocalWriter
 

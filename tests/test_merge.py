@@ -226,12 +226,16 @@ def test_the_command(tmp_path: Path):
 
 
 PROGRAM = """
-import resource, sys
+import sys
 import ostraka
 from ostraka.interop import merge
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def most_kib():
+    # Not getrusage: a process begins with the most that the one which started it has ever had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+before = most_kib()
 merge(sys.argv[1:3], sys.argv[3])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(most_kib() - before)
 """
 
 
@@ -245,4 +249,4 @@ def test_memory_is_bounded(tmp_path: Path):
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 512 << 10, "more than 512 MiB for 1 GiB"
+    assert 16 << 10 < int(done.stdout) < 512 << 10, "more than 512 MiB for 1 GiB"

@@ -146,3 +146,24 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
         )
         first_row += end - low
         low = end
+
+
+def runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
+    """How long the runs of a box are in an array, and where each begins, in elements of it."""
+    strides = [1] * len(shape)
+    for dimension in reversed(range(len(shape) - 1)):
+        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
+    inner = len(shape)
+    while inner and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    # The last dimension that is cut belongs to the run, with all that is whole below it.
+    at = max(inner - 1, 0)
+    if not box:
+        return 1, [0]
+    run = (box[at][1] - box[at][0]) * strides[at]
+    offsets = [box[at][0] * strides[at]]
+    for dimension in reversed(range(at)):
+        start, stop = box[dimension]
+        steps = [position * strides[dimension] for position in range(start, stop)]
+        offsets = [step + offset for step in steps for offset in offsets]
+    return run, offsets

@@ -76,14 +76,18 @@ def open_at(path: PathLike, names: NamesLike | None = None) -> Source:
     raise overwritten([open_store(path).location])
 
 
-def read_whole(paths: Sequence[PathLike], work: Callable[[Sequence[Source]], Result]) -> Result:
+def read_whole(
+    paths: Sequence[PathLike],
+    work: Callable[[Sequence[Source]], Result],
+    open_one: Callable[[PathLike], Source] = open_at,
+) -> Result:
     """What `work` makes of the checkpoints at some paths, also while saves replace them.
 
     If the files of one are gone because it was replaced, all are opened again and `work` begins
     again: it must not have shown anything before it has read all. Raises Busy if it never ends.
     """
     for _ in range(ATTEMPTS):
-        sources = [open_at(path) for path in paths]
+        sources = [open_one(path) for path in paths]
         try:
             return work(sources)
         except Damaged:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka import _box, _pack
+from ostraka import _box, _pack, _recycle
 from ostraka._blocks import ShardFile
 from ostraka._damage import damage_on_contradiction
 from ostraka._memory import Array, Buffers, Scratch, map_pages
@@ -66,8 +66,8 @@ class _Fetch:
         self._allocated: set[str] = set()
         """The files for whose pieces there are buffers."""
         self._allocating = threading.Lock()
-        self._scratch = Scratch()
-        self._stored = Scratch()
+        self._scratch = Scratch(_recycle.current())
+        self._stored = Scratch(_recycle.current())
         """For what is stored of compressed blocks."""
         self._threads = shards.store.parts.reads_at_once
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 
+from ostraka._foreign_files import LIKELY_NAMES, START_BYTES, describe_file
 from ostraka._format import METADATA_NAME, is_shards_directory
 from ostraka._step_names import list_steps, step_of, steps_among
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
@@ -84,12 +85,24 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
     if has_orbax_names(names):
         return "is a part of an Orbax checkpoint, and has no arrays; give the directory above it"
+    foreign = _foreign_file(store, names)
+    if foreign is not None:
+        return foreign
     orbax = [name for name in names[:_MOST_NAMES] if has_orbax_names(names_in(store.at(name)))]
     if orbax:
         return (
             "holds Orbax checkpoints, none of which is a finished step; give the path of one, "
             f"such as {store.location}/{orbax[-1]}"
         )
+    return None
+
+
+def _foreign_file(store: Store, names: Sequence[str]) -> str | None:
+    """What the first file of another program in a directory is; None if there is none."""
+    for name in filter(LIKELY_NAMES.fullmatch, names[:_MOST_NAMES]):
+        known = describe_file(_start_of_file(store.at(name)) or b"")
+        if known is not None:
+            return f"holds no checkpoint that Ostraka reads: {name} is {known}"
     return None
 
 
@@ -121,15 +134,14 @@ def _start_of_file(store: Store) -> bytes | None:
     if isinstance(store, LocalStore) and not os.path.isfile(where):
         return b"" if os.path.exists(where) else None  # to open a pipe would take for ever
     above, name = open_above(store), where.rpartition("/")[2]
-    start = bytearray(9)
+    start = bytearray(START_BYTES)
     try:
         if above is None or above.look(name) is None:
             return None
         with closing(above.open(name)) as file:
-            file.read_into(0, [start])
+            return bytes(start[: file.read_into(0, [start])])
     except OSError:
         return b""
-    return bytes(start)
 
 
 def _file(where: str, start: bytes) -> str:
@@ -139,9 +151,12 @@ def _file(where: str, start: bytes) -> str:
     if name == METADATA_NAME:
         return f"is a file, not a checkpoint directory: it is a part of {above}; give that"
     # With a length and a JSON object, as these begin.
-    if start[8:] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES:
+    if start[8:9] == b"{" and 1 < int.from_bytes(start[:8], "little") <= _MAX_HEADER_BYTES:
         return (
             "looks like a safetensors file, and its name does not end in .safetensors; rename it "
             "to have it opened as one"
         )
+    known = describe_file(start)
+    if known is not None:
+        return f"is {known}"
     return "is a file, not a checkpoint directory; give the directory that a save was given"

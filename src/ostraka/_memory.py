@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ostraka import _box
+from ostraka import _box, _recycle
 from ostraka._plan_read import Chunk
 from ostraka._spec import LeafSpec, Target, numpy_dtype
 
@@ -40,6 +40,7 @@ class Buffers:
     def __init__(self, targets: Sequence[Target], leaves: Sequence[LeafSpec]):
         self._targets = targets
         self._leaves = leaves
+        self._recycled = _recycle.current()
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
         self._kinds: dict[tuple[str, _box.Box], tuple[tuple[int, ...], np.dtype[Any], int]] = {}
@@ -90,11 +91,11 @@ class Buffers:
     def _cut(self, nbytes: int) -> tuple[Array, int]:
         """Memory for a buffer, and where in it the buffer begins."""
         if not 0 < nbytes < _ARENA_LIMIT_BYTES:
-            return aligned(nbytes), 0
+            return recycled_or_fresh(nbytes, self._recycled), 0
         start = -(-self._arena_used // _ALIGNMENT) * _ALIGNMENT
         if start + nbytes > self._arena.size:
             grown = max(2 * self._arena.size, _FIRST_ARENA_BYTES, nbytes)
-            self._arena = aligned(min(grown, _ARENA_BYTES))
+            self._arena = recycled_or_fresh(min(grown, _ARENA_BYTES), self._recycled)
             start = 0
         self._arena_used = start + nbytes
         return self._arena, start
@@ -128,24 +129,33 @@ def map_pages(memory: Array) -> None:
 
     Only faster: where the kernel does not know how (before Linux 5.14), the pages come one by one.
     """
-    if _madvise is not None and memory.nbytes >= _MAPPED_BYTES:
-        address = memory.__array_interface__["data"][0]
-        start = address - address % mmap.PAGESIZE
-        nbytes = address + memory.nbytes - start
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+    if _madvise is None or memory.nbytes < _MAPPED_BYTES or _recycle.is_recycled(memory):
+        return
+    address = memory.__array_interface__["data"][0]
+    start = address - address % mmap.PAGESIZE
+    nbytes = address + memory.nbytes - start
+    _madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 class Scratch(threading.local):
     """Memory for each thread, used again and again: fresh pages cost more than filling them."""
 
-    def __init__(self) -> None:
+    def __init__(self, recycled: _recycle.Recycled | None = None) -> None:
         self._held = np.empty(0, np.uint8)
+        self._recycled = recycled
 
     def take(self, nbytes: int) -> Array:
         """Good until the thread asks again."""
         if self._held.size < nbytes:
-            self._held = aligned(nbytes)
+            self._held = recycled_or_fresh(nbytes, self._recycled)
         return self._held[:nbytes]
+
+
+def recycled_or_fresh(nbytes: int, recycled: _recycle.Recycled | None) -> Array:
+    """Memory as `aligned` gives it; large pieces from what is used again, if that is wanted."""
+    if recycled is None or nbytes < _recycle.LEAST_BYTES:
+        return aligned(nbytes)
+    return recycled.take(nbytes)
 
 
 def aligned(nbytes: int) -> Array:

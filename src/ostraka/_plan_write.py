@@ -8,7 +8,7 @@ processes write about the same number of bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter, mod
@@ -79,13 +79,15 @@ def plan_write(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     compressed: Iterable[int] = (),
+    grids: Mapping[int, tuple[int, ...]] | None = None,
 ) -> WritePlan:
     """Share the boxes of all leaves out over the devices; `process_of` maps device to process.
 
-    `compressed` are the numbers of leaves whose boxes may be compressed.
+    `compressed` are the numbers of leaves whose boxes may be compressed. `grids` has, by number,
+    how leaves on no mesh are cut in any case; the first device writes them.
     """
     numbers = frozenset(compressed)
-    sharing = _Sharing(leaves, meshes, process_of, max_file_bytes, numbers)
+    sharing = _Sharing(leaves, meshes, process_of, max_file_bytes, numbers, grids or {})
     stored, files = _assign_parts(sharing, max_file_bytes)
     return WritePlan(
         meshes=tuple(meshes),
@@ -108,6 +110,7 @@ class _Sharing:
         process_of: Sequence[int],
         max_file_bytes: int,
         compressed: frozenset[int],
+        grids: Mapping[int, tuple[int, ...]],
     ):
         self.leaves = leaves
         self.device_count = len(process_of)
@@ -118,6 +121,7 @@ class _Sharing:
         self._device_load = np.zeros(self.device_count, dtype=np.int64)
         self._process_load = np.zeros(self._process_count, dtype=np.int64)
         self._max_file_bytes = max_file_bytes
+        self._grids = grids
         self._numbers: dict[Layout, int] = {}
         self._tables: dict[object, _Held] = {}
         nbytes = [leaf.nbytes for leaf in leaves]
@@ -139,12 +143,16 @@ class _Sharing:
         layout_of: list[int] = []
         by_kind: dict[object, int] = {}
         counts: Counter[tuple[int, int]] = Counter()
-        for leaf, capacity in zip(self.leaves, self.capacities, strict=True):
+        for at, (leaf, capacity) in enumerate(zip(self.leaves, self.capacities, strict=True)):
             header = _header.header_bytes_for(capacity)
             bits = DTYPES[leaf.dtype].bits
-            kind = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header)
+            grid = self._grids.get(at)
+            kind = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process, bits, header, grid)
             number = by_kind.get(kind)
-            if number is None:
+            if number is None and grid is not None:
+                owners = np.zeros(prod(grid), dtype=np.int64)
+                number = by_kind[kind] = self._number(leaf, capacity, grid, owners)
+            elif number is None:
                 number = by_kind[kind] = self._even_layout(leaf, capacity)
             layout_of.append(number)
             if number >= 0:

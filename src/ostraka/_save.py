@@ -138,6 +138,8 @@ class Save:
     journal: Journal | None = None
     """Of a save that can go on after it was killed: this process alone does it, from values that
     are not in host memory; if it fails its files stay, unless what it saves is damaged."""
+    grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """How leaves on no mesh, by number, are cut in any case; only with a journal."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """The caller's, if it has waited before."""
     _progress: Progress = field(init=False, default_factory=Progress)
@@ -232,6 +234,7 @@ class Save:
                 agreed.process_of,
                 max_file_bytes=self._limit,
                 compressed=codecs,
+                grids=self.grids,
             )
             parity = None
             if self.parity:

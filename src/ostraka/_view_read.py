@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ostraka import _box
-from ostraka._memory import Array, Buffers, map_pages
+import numpy as np
+
+from ostraka import _box, _recycle
+from ostraka._memory import Array, Buffers, Scratch, map_pages
 from ostraka._parallel import StopSignal, run_as_completed
 from ostraka._source import OnBytes, Source
 from ostraka._spec import LeafSpec, Target
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 << 20
 """What is rearranged at one time; some of these are held besides what is read."""
+
+_ALIASED_BYTES, _LINE_BYTES, _WORTH_BYTES = 512, 64, 256 << 10
 
 
 def read_pieces(
@@ -41,6 +45,7 @@ class _Reading:
         self._source = source
         self._targets = targets
         self._buffers = Buffers(targets, leaves)
+        self._scratch = Scratch(_recycle.current())
         self._pieces: list[tuple[int, SourcePiece]] = []
         """The target of each, and what it is."""
         self._missing = [0] * len(targets)
@@ -83,5 +88,22 @@ class _Reading:
         memory = self._buffers.array(number)[(*within, ...)]  # a view, also if 0-d
         if memory.flags.c_contiguous and piece.piece.fill == piece.piece.factors:
             map_pages(memory)
-        piece.form.place(piece.piece, array, memory)
+        apart = _with_rows_apart(array, self._scratch)
+        piece.form.place(piece.piece, apart, memory)
         return number, None
+
+
+def _with_rows_apart(array: Array, scratch: Scratch) -> Array:
+    """The same elements, the rows of which do not begin a multiple of 512 bytes apart.
+
+    What is transposed is read by columns. With such rows, all elements of a column would have to
+    share a few lines of a cache: to copy them first takes less than half of the time.
+    """
+    row_bytes = array.nbytes // array.shape[0] if array.ndim > 1 and array.nbytes else 0
+    if row_bytes % _ALIASED_BYTES or array.nbytes < _WORTH_BYTES or row_bytes == array.nbytes:
+        return array
+    rows, stride = array.shape[0], row_bytes + _LINE_BYTES
+    memory = scratch.take(rows * stride)
+    padded = memory.reshape(rows, stride)[:, :row_bytes]
+    padded[...] = array.reshape(rows, -1).view(np.uint8)
+    return padded.view(array.dtype).reshape(array.shape)

@@ -18,6 +18,20 @@ def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
     )
 
 
+def names_option(help_text: str) -> Callable[[Any], Any]:
+    """What a command takes as names of leaves and tensors."""
+    return click.option(
+        "--names",
+        metavar="NAMES",
+        multiple=True,
+        callback=lambda ctx, param, value: (
+            list(value) if len(value) > 1 else next(iter(value), None)
+        ),
+        help=f"{help_text}: a family, such as llama, hf for that of config.json, or a JSON file of "
+        "rules. Can be repeated: files first, then a family for all that they don't name.",
+    )
+
+
 def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     if "" in (value if isinstance(value, tuple) else (value,)):
         raise click.BadParameter("the path is empty; give that of a checkpoint", ctx, param)
@@ -62,7 +76,7 @@ def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str)
     from ostraka._checkpoint import open_at
 
     try:
-        leaves = open_at(ctx.params["path"]).saved.leaves
+        leaves = open_at(ctx.params["path"], ctx.params.get("names")).saved.leaves
     except (KeyError, OSError, ValueError):
         return []
     offers: dict[str, None] = {}

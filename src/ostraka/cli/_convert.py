@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import path_argument
+from ostraka.cli._arguments import names_option, path_argument
 from ostraka.cli._progress import progress
 from ostraka.cli._text import echo_json, printable
 
@@ -18,12 +18,7 @@ _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
 @path_argument("source", metavar="SRC")
 @path_argument("target", metavar="DST")
 @click.option("--to", type=click.Choice(_FORMATS), required=True, help="What DST is to be.")
-@click.option(
-    "--names",
-    metavar="NAMES",
-    help="How leaves and tensors correspond: a family, such as llama, hf for that of config.json, "
-    "or a JSON file of rules, which may cut fused tensors into leaves.",
-)
+@names_option("How leaves and tensors correspond")
 @click.option(
     "--only", multiple=True, metavar="PATTERN", help="Convert these leaves. Can be repeated."
 )

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
 
-from ostraka._checkpoint import read_whole
+from ostraka._checkpoint import open_at, read_whole
 from ostraka._source import Source
-from ostraka.cli._arguments import path_argument
+from ostraka.cli._arguments import names_option, path_argument
 from ostraka.cli._compare import (
     CompareOptions,
     Comparison,
@@ -35,6 +36,8 @@ from ostraka.cli._text import (
     shorten,
     show_shape,
 )
+from ostraka.formats._safetensors import SafetensorsSource
+from ostraka.storage import PathLike
 
 _VALUE_WIDTH = 40
 
@@ -60,6 +63,7 @@ class _Tolerance(click.FloatRange):
 @click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
 @click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were cut.")
 @click.option("--all", "everything", is_flag=True, help="List unchanged leaves, too.")
+@names_option("Compare tensors of files as the leaves that a restore makes of them")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.pass_context
 def diff(
@@ -73,6 +77,7 @@ def diff(
     structure: bool,
     ignore_sharding: bool,
     everything: bool,
+    names: Any,
     as_json: bool,
 ) -> None:
     """Show how checkpoints A and B differ.
@@ -84,13 +89,15 @@ def diff(
 
     Each PATTERN picks leaves: * stands for anything in one name, ** for anything at all. The exit
     code is 1 if anything differs. A or B may be a directory of steps, for the newest of them, or
-    runs/7 for step 7 of runs.
+    runs/7 for step 7 of runs. With --names, that of them which is a directory of safetensors files
+    is seen as the tree that a restore makes of it; if both are, both.
 
     \b
     Examples:
       ostraka diff runs/6 runs/7
       ostraka diff runs/6 runs/7 'params/**/kernel' --rtol 1e-5
       ostraka diff runs/7 copies/7 --ignore-sharding
+      ostraka diff llama/ runs/0 --names hf
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
     options = CompareOptions(
@@ -102,7 +109,7 @@ def diff(
         with progress("comparing", bytes_to_read(one, other, options)) as bar:
             return one, other, compare(one, other, options, on_bytes=bar.advance)
 
-    source_a, source_b, found = read_whole([a, b], work)
+    source_a, source_b, found = read_whole([a, b], work, partial(_open, names=names))
     if pattern and not found.leaves:
         raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
     if as_json:
@@ -111,6 +118,13 @@ def diff(
         echo_lines(_lines(source_a, source_b, found, everything=everything))
     if not found.same:
         context.exit(DIFFERENT)
+
+
+def _open(path: PathLike, names: Any) -> Source:
+    """Only files of tensors have other names than a tree has."""
+    source = open_at(path)
+    is_of_tensors = isinstance(source, SafetensorsSource)
+    return source if names is None or not is_of_tensors else open_at(path, names)
 
 
 # For people

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ostraka.planner._time import Bandwidths
 
 LIMIT_EXCEEDED = 3
+_LIST = ""
+"""The value of --names that stands alone."""
 
 # The planner is imported where it is used: the other commands must not wait for it.
 
@@ -93,7 +95,14 @@ LIMIT_EXCEEDED = 3
 @click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
-@click.option("--names", is_flag=True, help="List the built-in models.")
+@click.option(
+    "--names",
+    is_flag=False,
+    flag_value=_LIST,
+    metavar="[NAMES]",
+    help="Alone: list the built-in models. Else: plan a directory of safetensors files as the "
+    "leaves that a restore makes of them; as in convert, such as hf.",
+)
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
     """Show what a checkpoint of SOURCE will cost, to the byte; nothing is written.
@@ -113,9 +122,10 @@ def plan(context: click.Context, **given: Any) -> None:
       ostraka plan llama-3.1-8b --mesh data=64,model=8 --optimizer adamw
       ostraka plan llama-3.1-8b --mesh data=64 --optimizer adamw --optimizer-dtype float32
       ostraka plan my.models:make --mesh data=8 --rules fsdp --max-file 5GiB
+      ostraka plan llama/ --names hf --mesh data=8
       ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
     """
-    if given["names"]:
+    if given["names"] == _LIST:
         _print_names(as_json=given["as_json"])
         return
     if given["source"] is None:
@@ -213,6 +223,7 @@ def _options(given: dict[str, Any]) -> Options:
         optimizer_dtype=given["optimizer_dtype"],
         compress=given["compress"],
         parity=given["parity"],
+        names=given["names"],
     )
     if given["max_file_bytes"] is None:
         return options

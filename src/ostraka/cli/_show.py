@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._checkpoint import read_whole
+from ostraka._checkpoint import open_at, read_whole
 from ostraka._pattern import matches
 from ostraka._source import Source
 from ostraka.cli import _tree
-from ostraka.cli._arguments import complete_leaves, path_argument
+from ostraka.cli._arguments import complete_leaves, names_option, path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._text import Table, count_of, echo_json, echo_lines, human_bytes, human_number
 from ostraka.cli._tree import Row
@@ -56,8 +57,9 @@ def _parse_dimensions(
     metavar="I,J",
     help="Draw LEAF's sharding along these two. Default: the first two that are cut.",
 )
+@names_option("Show tensors as the leaves that a restore makes of them")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
-def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
+def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any) -> None:
     """Show what the checkpoint at PATH holds.
 
     Every leaf is listed with its dtype, its global shape, how it was cut over the mesh, and its
@@ -79,9 +81,14 @@ def show(path: str, leaf: str | None, as_json: bool, **options: Any) -> None:
       ostraka show runs/7 'params/**/kernel' --stats
       ostraka show runs/7 params/embedding --slice '0:4,:3'
       ostraka show runs --nan
+      ostraka show llama/ --names hf
       ostraka show runs/7 --json | jq '.leaves[] | select(.bytes > 1e9) | .path'
     """
-    is_fine = read_whole([path], lambda found: _show(found[0], leaf, as_json=as_json, **options))
+    is_fine = read_whole(
+        [path],
+        lambda found: _show(found[0], leaf, as_json=as_json, **options),
+        partial(open_at, names=names),
+    )
     if not is_fine:
         click.get_current_context().exit(DIFFERENT)
 

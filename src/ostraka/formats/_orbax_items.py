@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ostraka._damage import damaged
 from ostraka._foreign import names_in
@@ -15,11 +15,14 @@ from ostraka.formats._orbax_files import (
     METADATA,
     STEP_METADATA,
     TEMPORARY,
+    Entry,
+    Key,
     TreeMetadata,
     as_object,
     malformed,
     read_json,
     read_json_if_there,
+    read_shardings,
     read_tree,
 )
 from ostraka.formats._orbax_tree import encode_json
@@ -29,6 +32,8 @@ _ONLY_ITEM = ("default", "state", "pytree")
 """Names that Orbax itself gives to the item of a checkpoint that has one."""
 _JSON_FILES = ("metadata", "data.json")
 _METRICS = "metrics"
+_ARRAY = "checkpoint"
+"""What the handler of `ArraySave` calls its array."""
 _GRAIN_STATE = re.compile(r"process_([0-9]{1,9})-of-([0-9]{1,9})\.json")
 
 
@@ -66,14 +71,18 @@ def find_parts(store: Store) -> Found | None:
     """What Orbax wrote in a place; None if it did not. Raises CheckpointNotFound, Damaged."""
     names = names_in(store)
     tree = read_tree(store, names)
-    if tree is None and (METADATA in names or not _is_step(store, names)):
+    array = None if METADATA in names else _array_alone(store, names)
+    if tree is None and array is None and (METADATA in names or not _is_step(store, names)):
         return None
     about = _read_about(store, names)
     _check_finished(store, names, about)
+    handlers: Any = about.get("item_handlers")
     if tree is not None:
-        return Found((Part("", store, tree),), True, about)
-    handlers = about.get("item_handlers")
-    handlers = handlers if isinstance(handlers, dict) else {}
+        is_leaf = len(tree.entries) == 1 and _is_of_array(handlers)
+        return Found((Part("", store, tree, is_leaf=is_leaf),), True, about)
+    if array is not None:
+        return Found((Part("", store, array, is_leaf=True),), True, about)
+    handlers = cast("dict[str, Any]", handlers) if isinstance(handlers, dict) else {}
     parts: list[Part] = []
     metrics: Mapping[str, Any] = {}
     for name in names:
@@ -169,8 +178,11 @@ def _why_unfinished(
 def _part(name: str, store: Store, names: Sequence[str], handler: str) -> Part:
     tree = read_tree(store, names)
     if tree is not None:
-        is_leaf = handler.endswith(".ArrayCheckpointHandler")
-        return Part(name, store, tree, is_leaf=is_leaf and len(tree.entries) == 1)
+        is_leaf = _is_of_array(handler) and len(tree.entries) == 1
+        return Part(name, store, tree, is_leaf=is_leaf)
+    tree = _array_alone(store, names)
+    if tree is not None:
+        return Part(name, store, tree, is_leaf=True)
     for key in ("jax_random_key", "np_random_key"):
         below = store.at(key)
         tree = read_tree(below, names_in(below)) if key in names else None
@@ -188,6 +200,22 @@ def _part(name: str, store: Store, names: Sequence[str], handler: str) -> Part:
         return Part(name, store, encoded=_grain_states(store, len(states)))
     by = handler.rpartition(".")[2] or "a handler that is not known"
     return Part(name, store, lost=f"it is an item of {by:.80}, which only that can read")
+
+
+def _is_of_array(handler: object) -> bool:
+    """Whether an item was saved as an array of its own, by `ArraySave`."""
+    return isinstance(handler, str) and handler.endswith(".ArrayCheckpointHandler")
+
+
+def _array_alone(store: Store, names: Sequence[str]) -> TreeMetadata | None:
+    """The item of `ArraySave` by older versions, as 0.11.6: a zarr array, and no `_METADATA`."""
+    below = names_in(store.at(_ARRAY)) if _ARRAY in names else []
+    is_zarr3 = "zarr.json" in below
+    if not is_zarr3 and ".zarray" not in below:
+        return None
+    is_jax = _ARRAY in read_shardings(store)
+    entry = Entry((Key(_ARRAY, False),), "jax.Array" if is_jax else "scalar")
+    return TreeMetadata((entry,), False, is_zarr3, False, None)
 
 
 def _grain_states(store: Store, count: int) -> Any:

@@ -18,7 +18,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from ostraka import _box, _pack
+from ostraka import _box, _pack, _recycle
 from ostraka._box import Box
 from ostraka._damage import damage_on_loss, damaged
 from ostraka._memory import Array, Buffers, Scratch, map_pages
@@ -70,8 +70,8 @@ class _Reading:
         self._buffers = Buffers(targets, leaves)
         self._missing = [_box.count(target.box) for target in targets]
         """Of each target: the elements that are yet to come."""
-        self._scratch = Scratch()
-        self._rows = Scratch()
+        self._scratch = Scratch(_recycle.current())
+        self._rows = Scratch(_recycle.current())
         """For whole rows, of which a part is wanted."""
         self._files = _OpenFiles(store)
         self._short_bytes = shortest_range_bytes(store)
@@ -207,7 +207,7 @@ class _Reading:
         if rows == box:
             self._read(file, reader, start, memory, spec)
             return span
-        run, offsets = _runs(box, spec.shape)
+        run, offsets = _box.runs(box, spec.shape)
         run_bytes = run * itemsize
         if run_bytes < self._short_bytes or memory.size >= _NEARLY_ALL * span:
             data = self._rows.take(span)
@@ -260,25 +260,6 @@ def _joined(areas: Sequence[tuple[Box, list[int]]], dimension: int) -> list[tupl
                 continue
         joined.append((box, numbers))
     return joined
-
-
-def _runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
-    """How long the runs of a box are, and where each begins, in elements of the tensor."""
-    strides = [1] * len(shape)
-    for dimension in reversed(range(len(shape) - 1)):
-        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-    inner = len(shape)
-    while inner and box[inner - 1] == (0, shape[inner - 1]):
-        inner -= 1
-    # The last dimension that is cut belongs to the run, with all that is whole below it.
-    at = max(inner - 1, 0)
-    run = (box[at][1] - box[at][0]) * strides[at]
-    offsets = [box[at][0] * strides[at]]
-    for dimension in reversed(range(at)):
-        start, stop = box[dimension]
-        steps = [position * strides[dimension] for position in range(start, stop)]
-        offsets = [step + offset for step in steps for offset in offsets]
-    return run, offsets
 
 
 class _OpenFiles:

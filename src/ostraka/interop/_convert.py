@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ostraka._checkpoint import open_at
 from ostraka._codec import CompressRule, check_compress
 from ostraka._names_given import NamesLike
 from ostraka._pattern import Patterns
+from ostraka._source import Source
 from ostraka._spec import DTYPES
 from ostraka._units import human_bytes
 from ostraka._version import __version__
@@ -31,14 +33,20 @@ from ostraka.errors import (
 from ostraka.interop._beside import copy_beside
 from ostraka.interop._npz import plan_npz
 from ostraka.interop._orbax_plan import plan_orbax
-from ostraka.interop._read_back import check_files, find_in_npz, find_in_safetensors
+from ostraka.interop._read_back import (
+    check_files,
+    check_places,
+    find_in_npz,
+    find_in_safetensors,
+    places_in,
+)
 from ostraka.interop._selected import select
 from ostraka.interop._tensor_files import INDEX, PlannedFile, plan_safetensors
 from ostraka.interop._to_orbax import check_orbax, import_tensorstore, is_step, write_orbax
 from ostraka.interop._to_ostraka import write_ostraka
 from ostraka.interop._work import Item, OnBytes, Tally, Work, choose
 from ostraka.interop._workplace import Workplace
-from ostraka.interop._write_files import write_in_directory, write_in_order
+from ostraka.interop._write_files import finish_files, write_in_directory, write_in_order
 from ostraka.storage import Claim, LocalStore, PathLike, Store, open_store
 
 Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
@@ -122,8 +130,7 @@ def convert(
         raise ValueError(f"compress is for to='ostraka' alone, and to is {to!r}")
     place = open_store(target)
     opened = open_at(source)
-    if opened.location == place.location:
-        raise PathInTheWay(f"{place.location} can't be converted onto itself; give another path")
+    _refuse_place(opened, place)
     renaming = opened
     if names is not None and to in _OF_TREES:
         renaming = renamed(opened, names)
@@ -150,6 +157,20 @@ def convert(
         bytes_kept=tally.kept,
         time_s=time.perf_counter() - begin,
     )
+
+
+def _refuse_place(source: Source, target: Store) -> None:
+    """Raise PathInTheWay for a target that is the source, or would become a part of it."""
+    inner, outer = target.location.rstrip("/"), source.location.rstrip("/")
+    if isinstance(target, LocalStore) and isinstance(source.store, LocalStore):
+        inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    if inner == outer:
+        raise PathInTheWay(f"{target.location} can't be converted onto itself; give another path")
+    if inner.startswith(f"{outer}/"):
+        raise PathInTheWay(
+            f"{target.location} lies in {source.location}, which is to be converted, and would "
+            "become a part of it; give a path beside it"
+        )
 
 
 def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
@@ -252,11 +273,14 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
         single = name if is_single else None
         files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
     if isinstance(target, LocalStore):
-        place = Workplace(target.location, work_id)
+        place = Workplace(target.location, work_id, is_file=is_single)
 
         def write() -> None:
             digests = write_in_directory(work, files, place, tally)
-            _check(work, files, place.files, digests, to, tally)
+            if to == "npz":
+                _check_npz(work, files, place, digests, tally)
+            else:
+                _check(work, files, place.files, digests, tally)
             if to == "hf":
                 copy_beside(work.source, place.files)
             if index is not None:
@@ -270,16 +294,24 @@ def _to_files(work: Work, target: Store, to: str, work_id: str, tally: Tally) ->
 
 
 def _check(
+    work: Work, files: list[PlannedFile], store: Store, digests: Mapping[Any, str], tally: Tally
+) -> None:
+    places = find_in_safetensors(store, [file.name for file in files])
+    check_files(work, digests, store, places, tally)
+
+
+def _check_npz(
     work: Work,
     files: list[PlannedFile],
-    store: Store,
+    place: Workplace,
     digests: Mapping[Any, str],
-    to: str,
     tally: Tally,
 ) -> None:
-    names = [file.name for file in files]
-    places = find_in_npz(store, names[0]) if to == "npz" else find_in_safetensors(store, names)
-    check_files(work, digests, store, places, tally)
+    """Its directory has checksums of what it holds: it is written once all was read back."""
+    planned = places_in(work, files)
+    crcs = check_files(work, digests, place.files, planned, tally, with_crcs=True)
+    finish_files(files, place, crcs)
+    check_places(work, place.files, find_in_npz(place.files, files[0].name), planned)
 
 
 def _to_bucket(
@@ -301,7 +333,7 @@ def _to_bucket(
         _refuse_others(target, {notes}, {file.name for file in files}, last)
         digests = write_in_order(work, files, target, notes, tally)
         try:
-            _check(work, files, target, digests, to, tally)
+            _check(work, files, target, digests, tally)
         except Damaged:
             for file in files:
                 target.delete(file.name)

@@ -14,11 +14,15 @@ from typing import Any, NamedTuple, cast
 from ostraka._checkpoint import unless_replaced
 from ostraka._memory import Scratch
 from ostraka._parallel import StopSignal, run_all
+from ostraka._recycle import recycling
 from ostraka._source import Source
 from ostraka._spec import DTYPES, Target, numpy_dtype
 from ostraka.errors import Damaged, Problem
-from ostraka.interop._work import Digests, Piece, Tally, Work, digest_of, read_together
-from ostraka.interop._write_files import digest_range, offset_of, piece_bytes
+from ostraka.interop._crc import join_crcs
+from ostraka.interop._cut import piece_bytes, read_together
+from ostraka.interop._digest_files import Readers, digest_pieces, pieces_by_run
+from ostraka.interop._tensor_files import PlannedFile
+from ostraka.interop._work import Digests, Piece, Tally, Work, digest_of
 from ostraka.storage import Store
 
 _THREADS = 4
@@ -35,31 +39,54 @@ class Place(NamedTuple):
 
 
 def check_files(
-    work: Work, digests: Digests, store: Store, places: Mapping[str, Place], tally: Tally
-) -> None:
-    """Compare all tensors with what was read from the source. Raises Damaged."""
+    work: Work,
+    digests: Digests,
+    store: Store,
+    places: Mapping[str, Place],
+    tally: Tally,
+    *,
+    with_crcs: bool = False,
+) -> dict[int, int]:
+    """Compare all tensors with what was read from the source. Raises Damaged.
+
+    Returns, by the number of each item, the CRC-32 of its bytes in the file, if that is wanted.
+    """
     problems = _differences(work, store, places)
     if problems:
         raise Damaged(store.location, problems)
-    scratch, stop = Scratch(), StopSignal()
+    scratch, stop = Scratch(work.memory), StopSignal()
+    readers = Readers(store)
 
-    def check(group: Sequence[Piece]) -> None:
-        file = places[work.items[group[0].item].name].file
-        with closing(store.open(file)) as reader:
-            for piece in group:
-                stop.check()
-                item = work.items[piece.item]
-                nbytes = piece_bytes(work, piece)
-                start = places[item.name].start + offset_of(work, piece)
-                if digest_range(reader, start, nbytes, scratch) != digests[piece]:
-                    raise _not_as_written(store.location, file, item.path)
-                tally.add(nbytes)
+    def check(group: Sequence[Piece]) -> tuple[Piece, int, int]:
+        item = work.items[group[0].item]
+        place = places[item.name]
+        reader = readers.reader(place.file)
+        found = digest_pieces(work, group, place.start, reader, scratch, stop, with_crc=with_crcs)
+        if found.digests != [digests[piece] for piece in group]:
+            raise _not_as_written(store.location, place.file, item.path)
+        nbytes = sum(piece_bytes(work, piece) for piece in group)
+        tally.add(nbytes)
+        return group[0], found.crc, nbytes
 
-    by_file: dict[str, list[Piece]] = {}
-    for piece in digests:
-        by_file.setdefault(places[work.items[piece.item].name].file, []).append(piece)
-    groups = (group for of_file in by_file.values() for group in read_together(work, of_file))
-    run_all(check, groups, threads=_THREADS, stop=stop)
+    with closing(readers):
+        checked = run_all(check, pieces_by_run(work, list(digests)), threads=_THREADS, stop=stop)
+    crcs: dict[int, int] = {}
+    for piece, crc, nbytes in sorted(checked) if with_crcs else ():
+        crcs[piece.item] = join_crcs(crcs.get(piece.item, 0), crc, nbytes)
+    return crcs
+
+
+def check_places(
+    work: Work, store: Store, places: Mapping[str, Place], planned: Mapping[str, Place]
+) -> None:
+    """Compare where files say that tensors lie with where they were put. Raises Damaged."""
+    problems = _differences(work, store, places)
+    for name, place in planned.items():
+        if not problems and places[name] != place:
+            found = f"it says byte {places[name].start:,}, and the tensor is at {place.start:,}"
+            problems.append(Problem(place.file, found, (name,)))
+    if problems:
+        raise Damaged(store.location, problems)
 
 
 def _differences(work: Work, store: Store, places: Mapping[str, Place]) -> list[Problem]:
@@ -93,7 +120,7 @@ def check_source(
 
     def check(group: Sequence[Piece]) -> None:
         targets = [Target(number_of(piece), piece.box) for piece in group]
-        with unless_replaced(found):
+        with recycling(work.memory), unless_replaced(found):
             for at, array in found.read(targets):
                 stop.check()
                 piece = group[at]
@@ -107,6 +134,16 @@ def check_source(
 
 
 # What files say
+
+
+def places_in(work: Work, files: Sequence[PlannedFile]) -> dict[str, Place]:
+    """Where tensors lie by the plan."""
+    places: dict[str, Place] = {}
+    for file in files:
+        for at, start in file.places.items():
+            item = work.items[at]
+            places[item.name] = Place(file.name, start, item.spec.dtype, item.spec.shape)
+    return places
 
 
 def find_in_safetensors(store: Store, names: Sequence[str]) -> dict[str, Place]:

@@ -8,7 +8,8 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from threading import Lock
+from math import prod
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ostraka.formats._ostraka import ORBAX_KEY
 from ostraka.interop._orbax_plan import OrbaxArray, OrbaxPlan
 from ostraka.interop._read_back import check_source
 from ostraka.interop._work import Array, Digests, Piece, Tally, Work, digest_of
-from ostraka.interop._workplace import Note, Workplace
+from ostraka.interop._workplace import Workplace
 from ostraka.storage import LocalStore
 
 ITEM = "default"
@@ -33,10 +34,10 @@ ITEM = "default"
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREE = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _OF_ITEM = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
-_HELD_BYTES = 96 << 20
+_HELD_BYTES = 64 << 20
 """How much of arrays is on its way at one time; TensorStore has copies of it."""
 _TOGETHER_BYTES = 8 << 20
-_THREADS = 3
+_THREADS = 2
 
 
 def is_step(target: str) -> bool:
@@ -57,22 +58,23 @@ def write_orbax(
     notes = _find_written(database, chunks, place)
     tally.add(sum(_nbytes(chunks[number]) for number in notes), kept=True)
     missing = [number for number in range(len(chunks)) if number not in notes]
-    budget, stop = ByteBudget(_HELD_BYTES), StopSignal()
+    budget, stop, encoder = ByteBudget(_HELD_BYTES), StopSignal(), _Encoder()
 
     def write(numbers: Sequence[int]) -> None:
         with budget.hold(sum(_nbytes(chunks[number]) for number in numbers), stop.check):
             number_of = {chunks[number][2]: number for number in numbers}
-            under_way: list[tuple[int, Note, Any]] = []
+            under_way: list[tuple[int, str, Any]] = []
             for piece, array in work.read(list(number_of)):
                 stop.check()
                 number = number_of[piece]
-                data = _padded(array, chunks[number][0].chunk)
-                note = Note(digest_of(array), 0)
-                under_way.append((number, note, database.write(chunks[number][1], data)))
-            for number, note, writing in under_way:
+                data = encoder.encode(array, chunks[number][0].chunk)
+                under_way.append(
+                    (number, digest_of(array), database.write(chunks[number][1], data))
+                )
+            for number, digest, writing in under_way:
                 database.wait(writing)
-                notes[number] = note
-                place.journal.note(number, note)
+                notes[number] = digest
+                place.journal.note(number, digest)
                 tally.add(_nbytes(chunks[number]))
 
     values = {f"{array.name}/.zarray": array.zarray for array in plan.arrays} | {**plan.values}
@@ -83,7 +85,7 @@ def write_orbax(
     finally:
         database.close()
     _write_small_files(place.files, item, plan, as_step, work)
-    return {chunks[number][2]: note.digest for number, note in notes.items()}
+    return {chunks[number][2]: digest for number, digest in notes.items()}
 
 
 _Chunk = tuple[OrbaxArray, str, Piece]
@@ -107,22 +109,31 @@ def _groups(chunks: Sequence[_Chunk], numbers: Sequence[int]) -> Iterator[list[i
         yield group
 
 
-def _padded(array: Array, chunk: Sequence[int]) -> bytes:
-    """A chunk as zarr stores it: those at the end of an array are filled up."""
-    if array.shape != tuple(chunk):
-        whole = np.zeros(chunk, array.dtype)
+class _Encoder(local):
+    """Chunks as zarr stores them, in memory of each thread: TensorStore takes a copy at once."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def encode(self, array: Array, chunk: Sequence[int]) -> bytearray:
+        """A chunk; those at the end of an array are filled up. Good until the next one."""
+        nbytes = prod(chunk) * array.dtype.itemsize
+        if len(self._memory) != nbytes:
+            self._memory = bytearray(nbytes)
+        whole = np.frombuffer(self._memory, np.uint8).view(array.dtype).reshape(chunk)
+        if array.shape != tuple(chunk):
+            whole[...] = np.zeros((), array.dtype)
         whole[tuple(slice(0, size) for size in array.shape)] = array
-        array = whole
-    return array.tobytes()
+        return self._memory
 
 
 def _find_written(
     database: _Database, chunks: Sequence[_Chunk], place: Workplace
-) -> dict[int, Note]:
+) -> dict[int, str]:
     """What an earlier conversion has noted, by number, where the database has the same."""
 
-    def check(found: tuple[int, Note]) -> bool:
-        number, note = found
+    def check(found: tuple[int, str]) -> bool:
+        number, digest = found
         array, key, piece = chunks[number]
         data = database.read(key)
         dtype = numpy_dtype(array.spec.dtype)
@@ -130,14 +141,14 @@ def _find_written(
             return False
         whole = np.frombuffer(data, dtype).reshape(array.chunk)
         part = whole[tuple(slice(0, stop - start) for start, stop in piece.box)]
-        return digest_of(part) == note.digest
+        return digest_of(part) == digest
 
     notes = [entry for entry in place.journal.read().items() if entry[0] < len(chunks)]
     if notes and not database.is_readable():
         database.remove()
         return {}
     are_good = run_all(check, notes, threads=_THREADS, stop=StopSignal())
-    return {number: note for (number, note), good in zip(notes, are_good, strict=True) if good}
+    return {number: digest for (number, digest), good in zip(notes, are_good, strict=True) if good}
 
 
 class _Database:
@@ -173,7 +184,7 @@ class _Database:
             with self._lock:
                 self._callers -= 1
 
-    def write(self, key: str, data: bytes) -> Any:
+    def write(self, key: str, data: bytes | bytearray) -> Any:
         with self._calling():
             writing = self._store().write(key, data)
             self._under_way[id(writing)] = writing

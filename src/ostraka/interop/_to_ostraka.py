@@ -26,10 +26,11 @@ from ostraka._save import Save
 from ostraka.errors import PathInTheWay
 from ostraka.formats import open_source
 from ostraka.formats._ostraka import open_ostraka
+from ostraka.interop._cut import band_bytes, slab_grid
+from ostraka.interop._digest_files import digest_range
 from ostraka.interop._read_back import check_source
 from ostraka.interop._streamed import StreamedValue
-from ostraka.interop._work import Array, Piece, Tally, Work, band_bytes, digest_of
-from ostraka.interop._write_files import digest_range
+from ostraka.interop._work import Array, Piece, Tally, Work, digest_of
 from ostraka.storage import Store
 
 _NOTE = ".finished"
@@ -54,8 +55,22 @@ def write_ostraka(
     process_of = (0,) * len(saved.process_of)  # One process writes the shards of all devices.
     captured = Captured(tree, leaves, values, saved.meshes, process_of, {}, {})
     journal = _Notes(save_id, tally)
+    grids = {
+        number: grid
+        for number, item in enumerate(items)
+        for grid in [slab_grid(work, item)]
+        if grid is not None
+    }
     saving = Save(
-        target, None, compress, 0, dict(saved.user), MAX_FILE_BYTES, None, journal=journal
+        target,
+        None,
+        compress,
+        0,
+        dict(saved.user),
+        MAX_FILE_BYTES,
+        None,
+        journal=journal,
+        grids=grids,
     )
     saving.run(lambda: captured)
     _remove_notes(target, save_id)
@@ -177,7 +192,10 @@ class _Notes:
                 for block in digests.blocks():
                     stop.check()
                     nbytes = block.file_stop - block.file_start
-                    if digest_range(reader, block.file_start, nbytes, scratch) != block.digest:
+                    if (
+                        digest_range(reader, block.file_start, nbytes, scratch, stop)
+                        != block.digest
+                    ):
                         return None
         except (OSError, ValueError, KeyError):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ from ostraka._nodes import (
     prune,
 )
 from ostraka._pattern import Patterns
+from ostraka._recycle import Recycled, recycling
 from ostraka._source import Source
-from ostraka._spec import DTYPES, HOST_LOCAL, LeafSpec, Target, numpy_dtype
+from ostraka._spec import DTYPES, LeafSpec, Target, numpy_dtype
 from ostraka._values import flat_bytes
 from ostraka.errors import InvalidTree, name_few
 
@@ -35,15 +36,9 @@ Array = np.ndarray[Any, Any]
 OnBytes = Callable[[int, int], None]
 """Told of progress: the bytes that are done, and those that there are."""
 
-WHOLE_BYTES = 128 << 20
-"""What is read at once of an array whose rows lie scattered in the source, as transposed ones do:
-for each band all of it may have to be read."""
-BAND_BYTES = 32 << 20
-"""What is read at once of others."""
-_TOGETHER_BYTES = 16 << 20
-"""Small arrays share blocks of files, and are read together: so much of them."""
-
-
+_ONE_BY_ONE_BYTES = 24 << 20
+_IDLE_BYTES = 112 << 20
+"""How much memory waits to be used again."""
 _RESERVED = "__metadata__"
 """What safetensors has for something else than a tensor."""
 
@@ -77,6 +72,10 @@ class Work:
     items: tuple[Item, ...]
     is_whole: bool
     """Whether that is all of the source."""
+    memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
+    """For what is read of it, and of the result."""
+    one_by_one: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while a large piece is read."""
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +96,17 @@ class Work:
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Array]]:
         """The elements of pieces, in the target's dtype, as they come."""
         targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
-        with unless_replaced(self.source):
-            for at, array in self.source.read(targets):
+        nbytes = sum(
+            DTYPES[self.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
+            for piece in pieces
+        )
+        with recycling(self.memory), unless_replaced(self.source):
+            found = self.source.read(targets)
+            if nbytes > _ONE_BY_ONE_BYTES:
+                # To read an array takes memory besides its own, as to transpose it does.
+                with self.one_by_one:
+                    found = iter(list(found))
+            for at, array in found:
                 dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
                 yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
 
@@ -183,39 +191,6 @@ def bytes_of(array: Array) -> Array:
 
 def digest_of(array: Array) -> str:
     return _format.block_digest([bytes_of(array)])
-
-
-def band_bytes(work: Work, number: int) -> int:
-    """How much of an item is read at once."""
-    item = work.items[number]
-    grid = work.source.grid_of(item.number)
-    is_across = item.spec.mesh == HOST_LOCAL and grid[:1] == (1,) and max(grid) > 1
-    return WHOLE_BYTES if is_across else BAND_BYTES
-
-
-def bands_of(work: Work, number: int) -> list[Piece]:
-    """An item as boxes that follow each other in the order of its elements."""
-    spec = work.items[number].spec
-    whole = _box.full(spec.shape)
-    dtypes = (spec.dtype, spec.cast_from or spec.dtype)
-    most = band_bytes(work, number) // max(numpy_dtype(dtype).itemsize for dtype in dtypes)
-    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
-    return [Piece(number, band) for band in bands]
-
-
-def read_together(work: Work, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in groups, each of which is read at once; small ones together."""
-    group: list[Piece] = []
-    group_bytes = 0
-    for piece in pieces:
-        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
-        if group and group_bytes + nbytes > _TOGETHER_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(piece)
-        group_bytes += nbytes
-    if group:
-        yield group
 
 
 class Tally:

@@ -18,7 +18,6 @@ import os
 import shutil
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ostraka.errors import PathInTheWay, store_error
 from ostraka.storage import Claim, LocalStore
@@ -30,8 +29,9 @@ _WORK, _JOURNAL, _FILES = "work.json", "journal", "files"
 class Workplace:
     """The directory of one conversion, held by this process from `take` until `release`."""
 
-    def __init__(self, target: str, work_id: str):
+    def __init__(self, target: str, work_id: str, *, is_file: bool = False):
         self.target = target
+        self._is_file = is_file
         self._id = work_id
         self._directory = target + _SUFFIX
         self._claim = Claim(LocalStore(self._directory))
@@ -43,11 +43,13 @@ class Workplace:
 
         Raises PathInTheWay if the target is there, Busy if this conversion is under way elsewhere.
         """
-        refuse_existing(self.target)
+        refuse_existing(self.target, is_file=self._is_file)
         LocalStore(self._directory).prepare()
         self._claim.take(wait=True)
         try:
-            refuse_existing(self.target)  # Another may have finished it meanwhile.
+            refuse_existing(
+                self.target, is_file=self._is_file
+            )  # Another may have finished it meanwhile.
             if not self._is_same():
                 self.journal.forget()
                 shutil.rmtree(self.files.location, ignore_errors=True)
@@ -74,7 +76,7 @@ class Workplace:
             else:
                 os.rename(made, self.target)
         except OSError as error:
-            refuse_existing(self.target)
+            refuse_existing(self.target, is_file=self._is_file)
             raise store_error("give its name to the result", self.target, error) from error
         LocalStore(os.path.dirname(self.target)).sync("")
         self.discard()
@@ -99,14 +101,14 @@ def _name_file(made: str, target: str) -> None:
     try:
         os.link(made, target)
     except PermissionError:  # no links on this file system
-        refuse_existing(target)
+        refuse_existing(target, is_file=True)
         os.rename(made, target)
 
 
-def refuse_existing(target: str) -> None:
-    """Raise PathInTheWay if something is at a path, but for an empty directory."""
+def refuse_existing(target: str, *, is_file: bool) -> None:
+    """Raise PathInTheWay if something is at a path; an empty directory is not in a directory's."""
     try:
-        if os.path.islink(target) or not os.path.isdir(target):
+        if is_file or os.path.islink(target) or not os.path.isdir(target):
             is_there = os.path.lexists(target)
         else:
             is_there = bool(os.listdir(target))
@@ -119,14 +121,6 @@ def refuse_existing(target: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What the journal has of a piece."""
-
-    digest: str
-    crc: int
-
-
 class Journal:
     """Lines that are added as pieces are written; one that was cut short does not count."""
 
@@ -135,9 +129,9 @@ class Journal:
         self._file: int | None = None
         self._lock = threading.Lock()
 
-    def read(self) -> dict[int, Note]:
-        """By the number of each piece, what was noted of it last."""
-        found: dict[int, Note] = {}
+    def read(self) -> dict[int, str]:
+        """By the number of each piece, the digest that was noted of it last."""
+        found: dict[int, str] = {}
         try:
             with open(self._path, "rb") as file:
                 data = file.read()
@@ -147,12 +141,12 @@ class Journal:
             raise store_error("read", self._path, error) from error
         for line in data.split(b"\n")[:-1]:
             with suppress(ValueError):
-                number, digest, crc = line.decode().split()
-                found[int(number)] = Note(digest, int(crc))
+                number, digest = line.decode().split()
+                found[int(number)] = digest
         return found
 
-    def note(self, number: int, note: Note) -> None:
-        line = f"{number} {note.digest} {note.crc}\n".encode()
+    def note(self, number: int, digest: str) -> None:
+        line = f"{number} {digest}\n".encode()
         try:
             with self._lock:
                 if self._file is None:

@@ -10,48 +10,38 @@ from __future__ import annotations
 import json
 import os
 import threading
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
 from ostraka import _box, _format
 from ostraka._memory import Scratch
 from ostraka._parallel import ByteBudget, StopSignal, run_all
-from ostraka._spec import DTYPES
+from ostraka._spec import numpy_dtype
 from ostraka.errors import store_error
-from ostraka.interop._crc import join_crcs
+from ostraka.interop._cut import (
+    bands_of,
+    is_contiguous,
+    offset_of,
+    piece_bytes,
+    read_together,
+    slabs_of,
+)
+from ostraka.interop._digest_files import READ_BYTES, Readers, digest_pieces, pieces_by_run
 from ostraka.interop._tensor_files import PlannedFile
-from ostraka.interop._work import Digests, Piece, Tally, Work, bands_of, bytes_of, read_together
-from ostraka.interop._workplace import Note, Workplace
-from ostraka.storage import FileReader, LocalStore, Store
+from ostraka.interop._work import Digests, Piece, Tally, Work, bytes_of
+from ostraka.interop._workplace import Workplace
+from ostraka.storage import LocalStore, Store
 from ostraka.storage._file import LocalWriter
 
-READ_BYTES = 8 << 20
 _WRITE_BYTES = 2 << 20
 """What is written at a time: more at a time takes longer on ext4."""
-_HELD_BYTES = 256 << 20
+_RUNS = 1024
+"""So many runs are written before it is asked whether to go on."""
+_HELD_BYTES = 192 << 20
 """How much of arrays is in memory at one time."""
 _THREADS = 4
-
-
-def piece_bytes(work: Work, piece: Piece) -> int:
-    return DTYPES[work.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
-
-
-def offset_of(work: Work, piece: Piece) -> int:
-    """Where a piece begins in the bytes of its item."""
-    spec = work.items[piece.item].spec
-    if not _box.count(piece.box):
-        return 0
-    start, _ = _box.flat_span(piece.box, _box.full(spec.shape))
-    return start * DTYPES[spec.dtype].bits // 8
-
-
-def pieces_of(work: Work, file: PlannedFile) -> list[Piece]:
-    """The pieces of a file, in its order."""
-    return [piece for at in file.places for piece in bands_of(work, at)]
 
 
 # In a file system
@@ -96,29 +86,24 @@ def write_in_directory(
 ) -> Digests:
     """Write all files; what an earlier conversion has written, and is as it was, stays.
 
-    Returns the digests of what was read from the source. All is durable but for the names.
+    Returns the digests of what was read from the source. All is durable but for the names, and for
+    what depends on checksums: `finish_files` writes that.
     """
-    pieces = [(file, piece) for file in files for piece in pieces_of(work, file)]
-    numbers = {piece: number for number, (_, piece) in enumerate(pieces)}
-    notes = _find_written(work, pieces, place)
-    tally.add(sum(piece_bytes(work, pieces[number][1]) for number in notes), kept=True)
-    missing = [piece for number, (_, piece) in enumerate(pieces) if number not in notes]
-    file_of = {piece: file for file, piece in pieces}
+    file_of = {piece: file for file in files for at in file.places for piece in slabs_of(work, at)}
+    numbers = {piece: number for number, piece in enumerate(file_of)}
+    notes = _find_written(work, file_of, place)
+    tally.add(sum(piece_bytes(work, piece) for piece in notes), kept=True)
+    missing = [piece for piece in file_of if piece not in notes]
     opened, budget, stop = _OpenFiles(place.files), ByteBudget(_HELD_BYTES), StopSignal()
 
     def write(group: list[Piece]) -> None:
         nbytes = sum(piece_bytes(work, piece) for piece in group)
         with budget.hold(nbytes, stop.check):
             for piece, array in work.read(group):
-                file, data = file_of[piece], bytes_of(array)
-                writer, start = opened.writer(file), file.places[piece.item]
-                start += offset_of(work, piece)
-                for at in range(0, len(data), _WRITE_BYTES):
-                    stop.check()
-                    writer.write(start + at, [data[at : at + _WRITE_BYTES]])
-                crc = _crc32(data) if file.finish is not None else 0
-                note = notes[numbers[piece]] = Note(_format.block_digest([data]), crc)
-                place.journal.note(numbers[piece], note)
+                data = bytes_of(array)
+                _write_piece(work, piece, data, file_of[piece], opened, stop)
+                notes[piece] = _format.block_digest([data])
+                place.journal.note(numbers[piece], notes[piece])
                 tally.add(len(data))
 
     try:
@@ -127,66 +112,79 @@ def write_in_directory(
         run_all(write, read_together(work, missing), threads=_THREADS, stop=stop)
         for file in files:
             writer = opened.writer(file)
-            patches = () if file.finish is None else file.finish(_crcs(work, file, numbers, notes))
-            for start, data in (*file.fixed, *patches):
+            for start, data in file.fixed:
                 writer.write(start, [data])
         opened.finish()
     except BaseException:
         opened.abandon()
         raise
     place.files.sync("")
-    return {piece: notes[number].digest for piece, number in numbers.items()}
+    return {piece: notes[piece] for piece in file_of}
 
 
-def _crc32(data: Any) -> int:
-    return zlib.crc32(data)
+def _write_piece(
+    work: Work,
+    piece: Piece,
+    data: Any,
+    file: PlannedFile,
+    opened: _OpenFiles,
+    stop: StopSignal,
+) -> None:
+    writer, start = opened.writer(file), file.places[piece.item]
+    if is_contiguous(work, piece):
+        start += offset_of(work, piece)
+        for at in range(0, len(data), _WRITE_BYTES):
+            stop.check()
+            writer.write(start + at, [data[at : at + _WRITE_BYTES]])
+        return
+    spec = work.items[piece.item].spec
+    run, offsets = _box.runs(piece.box, spec.shape)
+    itemsize = numpy_dtype(spec.dtype).itemsize
+    for at in range(0, len(offsets), _RUNS):
+        stop.check()
+        starts = [start + offset * itemsize for offset in offsets[at : at + _RUNS]]
+        writer.write_runs(starts, data[at * run * itemsize :], run * itemsize)
 
 
-def _crcs(
-    work: Work, file: PlannedFile, numbers: Mapping[Piece, int], notes: Mapping[int, Note]
-) -> dict[int, int]:
-    """The CRC-32 of each item, from those of its pieces."""
-    crcs: dict[int, int] = {}
-    for piece in pieces_of(work, file):
-        note = notes[numbers[piece]]
-        before = crcs.get(piece.item, 0)
-        crcs[piece.item] = join_crcs(before, note.crc, piece_bytes(work, piece))
-    return crcs
+def finish_files(files: Sequence[PlannedFile], place: Workplace, crcs: Mapping[int, int]) -> None:
+    """Write what depends on the CRC-32 of each item, durably."""
+    opened = _OpenFiles(place.files)
+    try:
+        for file in files:
+            for start, data in () if file.finish is None else file.finish(crcs):
+                opened.writer(file).write(start, [data])
+        opened.finish()
+    except BaseException:
+        opened.abandon()
+        raise
 
 
 def _find_written(
-    work: Work, pieces: Sequence[tuple[PlannedFile, Piece]], place: Workplace
-) -> dict[int, Note]:
-    """What an earlier conversion has noted, by number, where the bytes are as it says."""
-    scratch = Scratch()
+    work: Work, file_of: Mapping[Piece, PlannedFile], place: Workplace
+) -> dict[Piece, str]:
+    """The digests that an earlier conversion has noted, where the bytes are as they say."""
+    pieces = list(file_of)
+    noted: dict[Piece, str] = {
+        pieces[number]: digest
+        for number, digest in place.journal.read().items()
+        if number < len(pieces)
+    }
+    scratch, stop = Scratch(work.memory), StopSignal()
+    readers = Readers(place.files)
 
-    def check(found: tuple[int, Note]) -> bool:
-        number, note = found
-        file, piece = pieces[number]
-        start = file.places[piece.item] + offset_of(work, piece)
+    def check(group: Sequence[Piece]) -> list[Piece]:
+        file = file_of[group[0]]
         with suppress(OSError):
-            reader = place.files.open(file.name)
-            try:
-                digest = digest_range(reader, start, piece_bytes(work, piece), scratch)
-                return digest == note.digest
-            finally:
-                reader.close()
-        return False
+            reader, start = readers.reader(file.name), file.places[group[0].item]
+            found = digest_pieces(work, group, start, reader, scratch, stop).digests
+            return [
+                piece for piece, digest in zip(group, found, strict=True) if noted[piece] == digest
+            ]
+        return []
 
-    notes = [entry for entry in place.journal.read().items() if entry[0] < len(pieces)]
-    are_good = run_all(check, notes, threads=_THREADS, stop=StopSignal())
-    return {number: note for (number, note), good in zip(notes, are_good, strict=True) if good}
-
-
-def digest_range(reader: FileReader, start: int, nbytes: int, scratch: Scratch) -> str:
-    """The digest of a part of a file; of less, if it ends before."""
-
-    def parts() -> Iterator[Any]:
-        for at in range(start, start + nbytes, READ_BYTES):
-            part = scratch.take(min(READ_BYTES, start + nbytes - at))
-            yield part[: reader.read_into(at, [part])]
-
-    return _format.block_digest(parts())
+    with closing(readers):
+        good = run_all(check, pieces_by_run(work, sorted(noted)), threads=_THREADS, stop=stop)
+    return {piece: noted[piece] for found in good for piece in found}
 
 
 # In a bucket
@@ -203,7 +201,7 @@ def write_in_order(
     digests: dict[Piece, str] = {}
     missing: list[PlannedFile] = []
     for file in files:
-        pieces = pieces_of(work, file)
+        pieces = [piece for at in file.places for piece in bands_of(work, at)]
         found = _read_note(store, f"{notes}/{file.name}.json")
         info = known.get(file.name)
         if info is None or found != [info.size, info.identity, *found[2:]]:
@@ -243,7 +241,8 @@ def _write_whole(
     try:
         for start, data in file.fixed:
             writer.write(start, [data])
-        for group in read_together(work, pieces_of(work, file)):
+        pieces = [piece for at in file.places for piece in bands_of(work, at)]
+        for group in read_together(work, pieces):
             nbytes = sum(piece_bytes(work, piece) for piece in group)
             with budget.hold(nbytes, stop.check):
                 found = dict(work.read(group))

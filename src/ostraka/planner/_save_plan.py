@@ -18,6 +18,7 @@ from ostraka._damage import damage_on_contradiction
 from ostraka._format import FileEntry
 from ostraka._lifetime import paused_gc
 from ostraka._metadata import Metadata, take_entries
+from ostraka._names_given import NamesLike
 from ostraka._plan_parity import check_parity
 from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
 from ostraka._record import Stopwatch, summarize, timeline
@@ -372,12 +373,12 @@ def _writer(write: WritePlan, parity: PlannedParity | None) -> dict[str, Any]:
     }
 
 
-def plan_checkpoint(path: PathLike) -> Plan:
+def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
     """The plan that an existing checkpoint was written by.
 
-    One of another format is planned as Ostraka would write it.
+    One of another format is planned as Ostraka would write it, under `names` if there are any.
     """
-    source = open_at(path)
+    source = open_at(path, names)
     if not isinstance(source, OstrakaSource):
         return _plan_foreign(source.saved)
     found = source.metadata

@@ -13,6 +13,7 @@ import numpy as np
 from ostraka import _checkpoint, _format
 from ostraka._codec import CompressRule
 from ostraka._lifetime import paused_gc
+from ostraka._names_given import NamesLike
 from ostraka._plan_write import MAX_FILE_BYTES
 from ostraka._spec import DTYPES, LeafSpec, MeshSpec, is_floating
 from ostraka.errors import InvalidSharding, nearest, store_error
@@ -41,6 +42,8 @@ class Options:
     metadata: Mapping[str, Any] | None = None
     compress: CompressRule = None
     parity: int = 0
+    names: NamesLike | None = None
+    """What the tensors of files are called in a tree; only for a checkpoint."""
 
     @property
     def adds_optimizer(self) -> bool:
@@ -76,10 +79,12 @@ def plan_source(source: PathLike, options: Options) -> Plan:
     """The plan of what a source means. Raises ValueError, or OstrakaError, with the remedy."""
     if not isinstance(source, str | os.PathLike):
         return _plan_saved(source, options)
-    config = _config_of(source)
+    config = _config_of(source) if options.names is None else None
     if config is not None:
         return _plan_config(config, options)
     if isinstance(source, str) and is_factory(source):
+        if options.names is not None:
+            raise ValueError("names are for a checkpoint, and the source is a function")
         return _plan_factory(source, options)
     name = os.fspath(source)
     if not os.path.exists(name) and "://" not in name and os.sep not in name:
@@ -152,15 +157,15 @@ def _plan_saved(source: PathLike, options: Options) -> Plan:
     if options.adds_optimizer or options.optimizer_dtype is not None:
         raise ValueError("a checkpoint has the optimizer that it was saved with: leave that out")
     if options.mesh is None:
-        changed = replace(options, optimizer=None)
+        changed = replace(options, optimizer=None, names=None)
         if changed != Options():
             raise ValueError(
                 "a checkpoint is planned as it is: to plan saving it anew, give a mesh, too "
                 "(--mesh, mesh=); to plan a restore onto another, --onto or "
                 "plan(path).restore(mesh=…)"
             )
-        return plan_checkpoint(source)
-    found = _checkpoint.open_at(source).saved
+        return plan_checkpoint(source, options.names)
+    found = _checkpoint.open_at(source, options.names).saved
     dtype = _dtype_name(options.dtype)
     leaves = [_without_place(leaf, dtype) for leaf in found.leaves]
     findings = ()

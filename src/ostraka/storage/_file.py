@@ -34,6 +34,21 @@ class LocalWriter:
         if _sync_file_range is not None and end > offset:
             _sync_file_range(self._file, offset, end - offset, _SYNC_FILE_RANGE_WRITE)
 
+    def write_runs(self, starts: Sequence[int], data: Any, run_bytes: int) -> None:
+        """Write runs of bytes that follow each other in `data`, each to a place of its own.
+
+        Those between them may come later: so the disk is not asked to begin with any.
+        """
+        view = memoryview(data)
+        try:
+            for number, start in enumerate(starts):
+                run = view[number * run_bytes : (number + 1) * run_bytes]
+                written = os.pwrite(self._file, run, start)
+                if written < run_bytes:
+                    write_all(self._file, start + written, [run[written:]])
+        except OSError as error:
+            raise explain("write", self._path, self._size, error) from error
+
     def finish(self) -> None:
         file, self._file = self._file, -1
         try:
