@@ -182,3 +182,11 @@ def test_threads_that_begin_together_have_the_same_fork_servers(monkeypatch: pyt
         runs = [pool.submit(run_processes, describe, processes=1) for _ in range(2)]
         assert [len(run.result()) for run in runs] == [1, 1]
     assert len(started) == 1
+
+
+def test_the_thread_that_came_first_may_end():
+    """The servers that it has started are still there for others."""
+    with preloaded("json.decoder"):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run_processes, read_config, processes=1).result()
+        run_processes(read_config, processes=2)

@@ -29,9 +29,10 @@ _JAX_SHUTDOWN_TIMEOUT_S = 100
 def main(arguments: list[str]) -> int:
     """Be one of the processes of a `run_processes`, or the one that they are forked from."""
     if arguments[0] == "--preload":
-        _die_with_parent(int(arguments[1]))
+        # It ends when its requests end. Not with its parent, as those do that it forks: the kernel
+        # takes the thread that has started it for that, which may be gone long before.
         parent_pid = os.getpid()
-        forked_for = serve(arguments[2:])
+        forked_for = serve(arguments[1:])
         if forked_for is None:
             return 0
         job_dir, index = forked_for

@@ -40,7 +40,7 @@ class ForkServers:
             subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "ostraka.testing"),
-                    *("--preload", str(os.getpid()), *modules),
+                    *("--preload", *modules),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
