@@ -110,7 +110,7 @@ class Bare:
 
     def __init__(self, nbytes: int):
         self.size = nbytes // 8
-        self.bucket: Any = open_store(f"s3://{BUCKET}/bare")._bucket  # pyright: ignore
+        self.bucket: Any = open_store(f"s3://{BUCKET}/bare")._contact.lasting  # pyright: ignore
         rng = np.random.default_rng(0)
         self.data = [rng.integers(0, 255, self.size, np.uint8) for _ in range(8)]
 
