@@ -109,13 +109,16 @@ def want_of(keys: Keys, saved: Any, args: Any, like: Any = None) -> Want | Templ
     shape = getattr(args, "global_shape", None)
     if shape is None:
         shape = getattr(args, "shape", None)
-    if hasattr(args, "global_shape") and hasattr(like, "dtype"):
+    is_open = (dtype is None or shape is None) and hasattr(args, "global_shape")
+    if is_open and hasattr(like, "dtype"):
         shape = like.shape if shape is None else shape
         dtype = like.dtype if dtype is None else dtype
     shape = None if shape is None else tuple(shape)
     if kind is None or kind is jax.Array:
-        dtype = dtype_of_jax(dtype)
         found = template_of(saved, dtype, shape, sharding)
+        if found is None:
+            dtype = dtype_of_jax(dtype)
+            found = template_of(saved, dtype, shape, sharding)
         if found is not None:
             return found
     strict = getattr(args, "strict", True)
