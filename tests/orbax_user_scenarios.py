@@ -54,6 +54,12 @@ def items_that_are_left_out(ocp: Any, d: Path) -> None:
         manager.wait_until_finished()
         assert manager.restore(0).extra == {"x": 1}
         assert manager.restore(1).extra is None
+    with ocp.CheckpointManager(d / "n", item_names=("state", "extra")) as manager:
+        manager.save(0, args=ocp.args.Composite(**both))
+        manager.save(1, args=ocp.args.Composite(state=both["state"]))
+        manager.wait_until_finished()
+        assert list(manager.restore(0)) == ["extra", "state"]
+        assert list(manager.restore(1)) == ["state"]
 
 
 @scenario("v1.training.Checkpointer.save_async", "manager.save(step, tree)")

@@ -63,8 +63,8 @@ class CompositeCheckpointHandler(CheckpointHandler):
         self.item_names = item_names
         self.known: dict[str, Any] = {k: h for k, h in items_and_handlers.items() if h is not None}
         self.registry = handler_registry
-        self.seen: set[str] = set()
-        """The items that were ever given to a save."""
+        self.given_as_none: set[str] = set()
+        """Items of any save; they come back as None."""
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         given = save_args_for(self, args, kwargs)
@@ -102,7 +102,7 @@ def composite_payloads(composite: CompositeCheckpointHandler, args: Any) -> dict
     if not isinstance(args, args_lib.Composite):
         raise ValueError("Must provide `args` of type `Composite` for several items.")
     payloads: dict[str, Payload] = {}
-    composite.seen |= set(args.keys())
+    composite.given_as_none |= {name for name, given in args.items() if given is None}
     for name, given in args.items():
         if given is not None:
             adopted = args_lib.adopt(given)
@@ -116,7 +116,7 @@ def read_composite(composite: CompositeCheckpointHandler, opened: Opened, args: 
     found: dict[str, Any] = {}
     if not wanted:
         wanted = dict.fromkeys(opened.items())
-        found = dict.fromkeys(sorted(composite.seen - set(wanted)))
+        found = dict.fromkeys(sorted(composite.given_as_none - set(wanted)))
     for name, given in sorted(wanted.items()):
         item = opened.item(name)
         adopted = args_lib.adopt(given) if given is not None else None
