@@ -47,6 +47,8 @@ _KINDS = (
     *("results", "timeline", "hosts", "time", "digest", "version", "ostraka.manager", "metrics"),
 )
 _MOST_PLACES = 5000
+_MOST_BYTES = 16 << 20
+"""Of a document: copies of copies of long texts were 300 MB once, which take seconds to read."""
 _DEPTHS = (3, 30, 199, 201, 950, 2000, 20000)
 _NESTED = "what is nested deep"
 """Stands in a document for the text of it."""
@@ -106,7 +108,7 @@ class Mutator:
             text = text.replace(":1", self.random.choice((":NaN", ":Infinity", ":1e999", ":01")), 1)
         if self.random.random() < 0.03:
             text = text.replace("{", '{"items":[],', 1) if "{" in text else text  # a key twice
-        return text.encode(errors="surrogatepass")
+        return text[:_MOST_BYTES].encode(errors="surrogatepass")
 
     def bytes(self, data: bytes) -> bytes:
         """A copy with some bytes flipped, cut, repeated or set."""
