@@ -108,7 +108,7 @@ def quote(text: str, results: Results, *, brief: bool) -> str:
         span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         if brief:
             counts = ", ".join(f"{count:,} {what}" for what, count in totals(passed.values()))
-            said = textwrap.wrap(f"`make soak`, {span}, without a failure: {counts}.", 99)
+            said = textwrap.wrap(f"Tests of `make soak`, {span}, without a failure: {counts}.", 99)
         else:
             said = [f"Run on {span}, on two cores:", "", *table(passed)]
     before, rest = text.split(BEGIN)
