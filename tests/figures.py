@@ -107,7 +107,8 @@ def quote(text: str, results: Results, *, brief: bool) -> str:
     if passed:
         span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         if brief:
-            counts = ", ".join(f"{count:,} {what}" for what, count in totals(passed.values()))
+            most = sorted(totals(passed.values()), key=lambda total: -total[1])[:4]
+            counts = ", ".join(f"{count:,} {what}" for what, count in most)
             said = textwrap.wrap(f"Tests of `make soak`, {span}, without a failure: {counts}.", 99)
         else:
             said = [f"Run on {span}, on two cores:", "", *table(passed)]
