@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,30 @@ def moto(directory: Path) -> Generator[Server]:
 
 @contextmanager
 def seaweed(directory: Path) -> Generator[Server]:
-    port = _seaweed_port()
+    with ExitStack() as stack:
+        for attempt in range(3):
+            port = _seaweed_port()
+            program = _seaweed_program(directory, f"weed{attempt}", port)
+            try:
+                stack.enter_context(_running(program, directory / "weed.log", port))
+            except RuntimeError:  # Another program may have taken one of the ports meanwhile.
+                if attempt == 2:
+                    raise
+            else:
+                yield _s3_server(port)
+                return
+
+
+def _seaweed_program(directory: Path, name: str, port: int) -> list[str]:
     settings = directory / "s3.json"
     credentials = [{"accessKey": "testing", "secretKey": "testing"}]
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     identity = {"name": "tests", "credentials": credentials, "actions": actions}
     settings.write_text(json.dumps({"identities": [identity]}))
-    data = directory / "weed"
+    data = directory / name
     data.mkdir()
     ports = {name: _seaweed_port() for name in ("master.port", "volume.port", "filer.port")}
-    program = [
+    return [
         _program("weed"),
         "server",
         f"-dir={data}",
@@ -77,8 +91,6 @@ def seaweed(directory: Path) -> Generator[Server]:
         "-volume.max=64",
         *(f"-{name}={value}" for name, value in ports.items()),
     ]
-    with _running(program, directory / "weed.log", port):
-        yield _s3_server(port)
 
 
 @contextmanager
