@@ -48,7 +48,7 @@ $(LIGHT): pyproject.toml constraints.txt
 demo: $(LIGHT) ## a short tour, on this machine's CPU
 	@$(BIN)/python examples/demo.py
 
-test: $(FULL) torch ## the test suite (TESTS=tests/test_x.py, PYTEST_ARGS=-x)
+test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk
@@ -60,11 +60,11 @@ buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, an
 soak: $(FULL) ## the long tests: kills, faults, many rounds; one table of what was counted
 	@OSTRAKA_NEW_EXAMPLES=1 OSTRAKA_FIGURES=bench/results/soak.json \
 	  $(BIN)/python -m pytest -m soak $(TESTS) -n 0 --timeout 3600 $(PYTEST_ARGS); \
-	  status=$$?; $(BIN)/python tests/figures.py && exit $$status
+	  status=$$?; $(BIN)/python tests/support/figures.py && exit $$status
 
 # A test that fails here is right only if nobody is late.
 shake: $(FULL) ## the test suite, its processes stopped for moments at random (SHAKE_ARGS=--seed 1)
-	@$(BIN)/python tests/shake.py $(SHAKE_ARGS) -- \
+	@$(BIN)/python tests/support/shake.py $(SHAKE_ARGS) -- \
 	  $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 # Others' packages live in an environment of their own: some want other versions than our tools do.

@@ -34,7 +34,7 @@ import obstore
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization.tensorstore_utils import ArrayWriteSpec
-from tests.servers import BUCKET, Server, seaweed
+from tests.support.servers import BUCKET, Server, seaweed
 
 import ostraka
 from bench.memory_server import memory_server

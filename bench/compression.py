@@ -31,7 +31,7 @@ from bench.contenders import AS_IT_COMES, Contender, Orbax, Ostraka, Setting
 from bench.machine import remove
 from bench.rounds import timed
 from bench.state import check_same, template
-from ostraka import _codec, _format
+from ostraka.layout import codec, shard_file
 
 PLAIN, OURS = "ostraka, not compressed", "ostraka, zstd"
 LEAVES = 4
@@ -173,7 +173,7 @@ STATES: dict[str, Callable[[int], Any]] = {
 
 
 def block_of(dtype: Any) -> np.ndarray[Any, Any]:
-    count = _format.BLOCK_BYTES // np.dtype(dtype).itemsize
+    count = shard_file.BLOCK_BYTES // np.dtype(dtype).itemsize
     return (np.random.default_rng(0).standard_normal(count) * 0.02).astype(dtype)
 
 
@@ -187,19 +187,19 @@ BLOCKS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 def show_core(name: str, array: np.ndarray[Any, Any], rounds: int) -> None:
     data, width = array.view(np.uint8), array.dtype.itemsize
     out = np.empty_like(data)
-    pieces = _codec.encode(data, width, _codec.Zstd(None))
+    pieces = codec.Zstd(None).encode(data, width)
     assert pieces is not None
     stored = np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces])
 
     def encode() -> None:
-        encoded = _codec.encode(data, width, _codec.Zstd(None))
-        _format.block_digest([data])
-        _format.block_digest(encoded or [])
+        encoded = codec.Zstd(None).encode(data, width)
+        shard_file.block_digest([data])
+        shard_file.block_digest(encoded or [])
 
     def decode() -> None:
-        _format.block_digest([stored])
-        _codec.decode(stored, out)
-        _format.block_digest([out])
+        shard_file.block_digest([stored])
+        codec.decode(stored, out)
+        shard_file.block_digest([out])
 
     there, back = (data.size / seconds_of(work, rounds) / 1e9 for work in (encode, decode))
     assert (out == data).all()

@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ostraka._coordinate import Operation
-from ostraka._service import Member
+from ostraka.processes.operation import Operation
+from ostraka.processes.service import Member
 from ostraka.testing import free_port
 
 ROOT = Path(__file__).parent.parent

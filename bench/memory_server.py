@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.servers import BUCKET, KEYS, Server, free_port
+from tests.support.servers import BUCKET, KEYS, Server, free_port
 
 _STARTS_IN_S = 60
 _numbers = itertools.count(1)

@@ -20,12 +20,12 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from ostraka.planner._named import state_of_config
-from ostraka.planner._names import MODELS
-from ostraka.planner._report import Questions, describe_plan
-from ostraka.planner._rules import read_rules
+from ostraka.families.catalog import MODELS
 from ostraka.planner._save_plan import Plan, plan_state
-from ostraka.planner._state import mesh_of_sizes
+from ostraka.planner.config_state import state_of_config
+from ostraka.planner.report import Questions, describe_plan
+from ostraka.planner.rules import read_rules
+from ostraka.planner.state import PlanOptions, mesh_of_sizes
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 3
@@ -46,7 +46,7 @@ def make_plan(devices: int, layers: int) -> Plan:
         dtype="bfloat16",
         optimizer_dtype=None,
     )
-    return plan_state(state, max_file_bytes=4 << 30)
+    return plan_state(state, PlanOptions(max_file_bytes=4 << 30))
 
 
 def least_cpu_s(work: Callable[[], Any]) -> float:
@@ -62,7 +62,7 @@ def measure(devices: int, layers: int) -> dict[str, Any]:
     planned = make_plan(devices, layers)
     return {
         "devices": devices,
-        "leaves": len(planned.write.leaves),
+        "leaves": planned.arrays,
         "plan_s": least_cpu_s(lambda: make_plan(devices, layers)),
         "report_s": least_cpu_s(lambda: describe_plan(planned, Questions())),
         "metadata_bytes": planned.metadata_bytes,
@@ -72,7 +72,7 @@ def measure(devices: int, layers: int) -> dict[str, Any]:
 
 def measure_command() -> dict[str, float]:
     """The whole command in a process of its own, less what starting it costs."""
-    start = "import ostraka.cli, ostraka.sharding, ostraka.planner._sources"
+    start = "import ostraka.cli, ostraka.sharding, ostraka.planner.sources"
     commands = {
         "start": [sys.executable, "-c", start],
         "whole": [sys.executable, "-c", "from ostraka.cli import main; main()", *COMMAND.split()],

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ostraka.storage import Parts
+from ostraka.storage import Traits
 from ostraka.testing import FaultyStore, run_processes
 
 LEAVES = 16
@@ -74,7 +74,7 @@ class LimitedStore(FaultyStore):
     """A directory that is as slow as `limit` says, and counts what is read from it."""
 
     def __init__(self, path: str, limit: Limit):
-        super().__init__(path, parts=Parts(is_remote=True, reads_at_once=8))
+        super().__init__(path, traits=Traits(is_remote=True, reads_at_once=8))
         self.limit = limit
         self.nbytes = 0
 

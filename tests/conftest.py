@@ -196,6 +196,6 @@ def _preloaded() -> Iterator[None]:
     modules = ["jax", "flax.nnx", "optax", "hypothesis", "pytest", "obstore", "safetensors"]
     modules += ["jax.experimental.multihost_utils", "jaxlib.mlir.dialects.builtin"]
     # Those of Ostraka that a process would import when it first saves, restores or verifies.
-    modules += ["ostraka.manager._manager", "ostraka.integrity", "ostraka._fetch"]
+    modules += ["ostraka.manager._manager", "ostraka.integrity", "ostraka.formats.ostraka._fetch"]
     with preloaded(*modules):
         yield

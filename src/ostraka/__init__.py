@@ -10,17 +10,17 @@ from ostraka._version import __version__
 
 if TYPE_CHECKING:
     from ostraka import exercises, sharding
-    from ostraka._handle import SaveHandle
-    from ostraka._lazy import Checkpoint, LazyArray
-    from ostraka._lazy import open_checkpoint as open
-    from ostraka._read import restore
-    from ostraka._record import Record
-    from ostraka._save import save, save_async
+    from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, Report, repair, verify
-    from ostraka.interop import ConvertReport, MergeReport, convert, merge
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
+    from ostraka.reading.lazy import Checkpoint, LazyArray
+    from ostraka.reading.lazy import open_checkpoint as open
+    from ostraka.restoring.restore import restore
+    from ostraka.saving.background import SaveHandle
+    from ostraka.saving.save import save, save_async
     from ostraka.transfer import CopyReport, copy
+    from ostraka.transfer.convert import ConvertReport, MergeReport, convert, merge
 
 __all__ = [
     "Best",
@@ -51,43 +51,29 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = ("exercises", "sharding")
-
-# Looked up when first used: the command must not wait for JAX, nor JAX users for what they don't
-# call.
+# Imported when first used: the command must not wait for JAX, nor JAX users for all modules.
 _HOMES = {
-    "Best": ("ostraka.manager", "Best"),
-    "Checkpoint": ("ostraka._lazy", "Checkpoint"),
-    "ConvertReport": ("ostraka.interop", "ConvertReport"),
-    "CopyReport": ("ostraka.transfer", "CopyReport"),
-    "LazyArray": ("ostraka._lazy", "LazyArray"),
-    "Manager": ("ostraka.manager", "Manager"),
-    "MergeReport": ("ostraka.interop", "MergeReport"),
-    "Plan": ("ostraka.planner", "Plan"),
-    "Record": ("ostraka._record", "Record"),
-    "RepairReport": ("ostraka.integrity", "RepairReport"),
-    "Report": ("ostraka.integrity", "Report"),
-    "SaveHandle": ("ostraka._handle", "SaveHandle"),
-    "convert": ("ostraka.interop", "convert"),
-    "copy": ("ostraka.transfer", "copy"),
-    "merge": ("ostraka.interop", "merge"),
-    "open": ("ostraka._lazy", "open_checkpoint"),
-    "plan": ("ostraka.planner", "plan"),
-    "repair": ("ostraka.integrity", "repair"),
-    "restore": ("ostraka._read", "restore"),
-    "save": ("ostraka._save", "save"),
-    "save_async": ("ostraka._save", "save_async"),
-    "verify": ("ostraka.integrity", "verify"),
+    "ostraka.common.record": ("Record",),
+    "ostraka.integrity": ("RepairReport", "Report", "repair", "verify"),
+    "ostraka.manager": ("Best", "Manager"),
+    "ostraka.planner": ("Plan", "plan"),
+    "ostraka.reading.lazy": ("Checkpoint", "LazyArray", "open"),
+    "ostraka.restoring.restore": ("restore",),
+    "ostraka.saving.background": ("SaveHandle",),
+    "ostraka.saving.save": ("save", "save_async"),
+    "ostraka.transfer": ("CopyReport", "copy"),
+    "ostraka.transfer.convert": ("ConvertReport", "MergeReport", "convert", "merge"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in ("exercises", "sharding"):
         return import_module(f"ostraka.{name}")
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'ostraka' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    value = globals()[name] = getattr(import_module(module), attribute)
+    attribute = "open_checkpoint" if name == "open" else name
+    value = globals()[name] = getattr(import_module(home), attribute)
     return value
 
 

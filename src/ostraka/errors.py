@@ -1,22 +1,25 @@
-"""The exceptions that Ostraka raises, and how their messages are built.
+"""The exceptions of Ostraka, and helpers for their messages.
 
 OstrakaError
-├── InvalidTree            the tree holds something that can't be saved        (TypeError)
-├── Mismatch               `like` and the checkpoint differ; lists every way   (ValueError)
+├── InvalidTree            the tree holds a value of an unsupported type       (TypeError)
+├── Mismatch               `like` and the checkpoint differ, lists every way   (ValueError)
 ├── InvalidSharding        a spec does not fit its leaf or its mesh            (ValueError)
-├── CheckpointNotFound     there is no checkpoint at that path                 (FileNotFoundError)
-├── NotACheckpoint         something else is at that path                      (ValueError)
-├── PathInTheWay           saving there would overwrite what is not ours       (FileExistsError)
-├── UnsupportedFormat      written by a newer version, or a store we lack      (ValueError)
+├── CheckpointNotFound     the path has no checkpoint                          (FileNotFoundError)
+├── NotACheckpoint         the path has something other than a checkpoint      (ValueError)
+├── PathInTheWay           a save would overwrite files of others              (FileExistsError)
+├── UnsupportedFormat      needs a newer version, or a missing store           (ValueError)
 ├── StoreError             the operating system or the store refused           (OSError)
-├── Busy                   another save is under way, or came in between       (OSError)
+├── Busy                   another save is under way, or files were replaced   (OSError)
 ├── Damaged                bytes are lost or changed; names file and leaf      (ValueError)
 ├── SaveFailed             a process failed, died or timed out during a save   (RuntimeError)
 ├── RestoreFailed          a process failed, died or timed out during a restore (RuntimeError)
 └── RepairFailed           a process failed, died or timed out during a repair (RuntimeError)
 
-In brackets: the builtin error that each is too. A message is one sentence that says what, where,
-what was expected and found, and what to do.
+Preempted                  the run was told to end (SIGTERM), and has saved    (SystemExit)
+
+In brackets: the builtin error that each also is. Preempted is no error: `except Exception` lets it
+pass, and the program ends with exit code 143, as with SIGTERM. A message is one sentence: the event
+and its path, the expected and the found value, and the remedy.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import re
+import signal
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from difflib import get_close_matches
 from math import prod
 from typing import Any
@@ -44,6 +49,7 @@ __all__ = [
     "OstrakaError",
     "PartialRestore",
     "PathInTheWay",
+    "Preempted",
     "Problem",
     "RepairFailed",
     "RestoreFailed",
@@ -57,10 +63,10 @@ _LOST = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO
 
 
 def printable(text: str) -> str:
-    """Text that may come from a stranger's checkpoint, for a terminal.
+    """Text from an untrusted checkpoint, safe for a terminal.
 
-    All that is no visible character is escaped: control codes, line breaks, marks that turn the
-    direction of writing, characters that have no width.
+    Escapes every invisible character: control codes, line breaks, marks for the direction of
+    writing, characters without width.
     """
     if text.isprintable():
         return text
@@ -68,27 +74,48 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same, for text that is ours and has lines."""
+    """As `printable`, but keeps line breaks."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
-class OstrakaError(Exception):
-    """Whatever Ostraka raises on purpose.
+_USER = re.compile(r"(?<!abfs)(?<!abfss)(?<=[A-Za-z0-9+.-])(:/{1,2})[^/\s]*@")
+"""The user, perhaps with a password. The `container@account` of abfs:// is no secret."""
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s?'\"<>()]*)\?[^\s'\"<>()]*")
+"""The query of a URL, which in presigned URLs and shared access signatures is a secret."""
+_SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE)_\w*(KEY|TOKEN|SECRET|PASSWORD|SAS)")
+_LEAST_SECRET = 16
+"""Shorter values of the environment may be words of a message."""
 
-    Its message may name what is in a checkpoint: as text it has no control characters but its own
-    line breaks.
+
+def without_secrets(text: str) -> str:
+    """Text without the users, passwords and queries of URLs and without keys of the environment."""
+    if "@" in text:
+        text = _USER.sub(r"\1…@", text)
+    if "?" in text:
+        text = _QUERY.sub(r"\1?…", text)
+    for name, value in os.environ.items():
+        if len(value) >= _LEAST_SECRET and value in text and _SECRET_NAMES.fullmatch(name):
+            text = text.replace(value, "…")
+    return text
+
+
+class OstrakaError(Exception):
+    """The base of all errors that Ostraka raises on purpose.
+
+    Catch it to handle any of them. Its message has no control characters but line breaks, and no
+    secrets from URLs or the environment.
     """
 
     def __str__(self) -> str:
-        return printable_lines(super().__str__())
+        return printable_lines(without_secrets(super().__str__()))
 
 
 class InvalidTree(OstrakaError, TypeError):
-    """The tree holds a value, a key or a container that can't be saved."""
+    """Raised if a tree is empty, or has a value or key of an unsupported type: change that leaf."""
 
 
 class Mismatch(OstrakaError, ValueError):
-    """What was asked for and what was saved differ; `differences` has one line for each way."""
+    """Raised if the template or an argument does not fit the checkpoint: see `differences`."""
 
     def __init__(self, subject: str, differences: Sequence[str]):
         self.subject = subject
@@ -100,27 +127,27 @@ class Mismatch(OstrakaError, ValueError):
 
 
 class InvalidSharding(OstrakaError, ValueError):
-    """A partition spec does not fit its leaf or its mesh."""
+    """Raised if a partition spec does not fit its leaf or its mesh: change the spec or the mesh."""
 
 
 class CheckpointNotFound(OstrakaError, FileNotFoundError):
-    """No checkpoint is there."""
+    """Raised if there is no checkpoint at a path: pass the path of a save."""
 
 
 class NotACheckpoint(OstrakaError, ValueError):
-    """Something is there, and it is not an Ostraka checkpoint."""
+    """Raised if a path holds something other than a checkpoint: pass another path."""
 
 
 class PathInTheWay(OstrakaError, FileExistsError):
-    """A save would have to overwrite something that is not an Ostraka checkpoint."""
+    """Raised if a save would overwrite files that Ostraka did not write: save to another path."""
 
 
 class UnsupportedFormat(OstrakaError, ValueError):
-    """The checkpoint needs a newer Ostraka, or the path a store that is not there."""
+    """Raised if a checkpoint needs a newer Ostraka, or a path needs a store: install that."""
 
 
 class StoreError(OstrakaError, OSError):
-    """The file system or the object store refused; `errno` is what it said."""
+    """Raised if the file system or the object store refuses: `errno` says why, if known."""
 
     def __init__(self, message: str, *, errno: int | None = None, filename: str | None = None):
         super().__init__(message)
@@ -130,20 +157,20 @@ class StoreError(OstrakaError, OSError):
 
     @property
     def loss(self) -> str | None:
-        """The message for bytes that the disk can't read any more; None for other errors."""
+        """The message for bytes that a disk can't read any more, or None for other errors."""
         if self.errno is None or self.errno not in _LOST:
             return None
         return f"it can't be read: {os.strerror(self.errno)}"
 
     def __str__(self) -> str:
-        return printable_lines(self.message)
+        return printable_lines(without_secrets(self.message))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
 
 
 class Unreadable(StoreError):
-    """What is there can't be a file of ours: a link, a pipe, a device; nothing of it is read."""
+    """Raised, before any read, for a link, a pipe or a device in place of a file: remove it."""
 
     def __init__(self, path: str, found: str):
         super().__init__(f"can't read {path}: {found}", errno=errno.EINVAL, filename=path)
@@ -158,7 +185,7 @@ class Unreadable(StoreError):
 
 
 class TooLarge(Unreadable):
-    """A file is larger than it may be; nothing of it is read."""
+    """Raised, before any read, for a file that is larger than the format allows: remove it."""
 
     def __init__(self, path: str, size: int, most_bytes: int):
         super().__init__(path, f"it has {size:,} bytes, and may have {most_bytes:,} at most")
@@ -170,40 +197,45 @@ class TooLarge(Unreadable):
 
 
 class OutcomeUnknown(StoreError):
-    """The store did not answer, and whether it has done what it was asked can't be told."""
+    """Raised if a store does not answer a write, which it may have done: look before you retry."""
 
 
 class NotDurable(OutcomeUnknown):
-    """It was done, and a power failure may undo it."""
+    """Raised if a write succeeded, but a power failure may undo it: check the disk."""
 
 
 class Busy(OstrakaError, OSError):
-    """Another save to the same path has not finished, or has replaced what was being read."""
+    """Raised if another save to the path is running, or replaced the files being read: retry."""
+
+
+class SourceChanged(Busy):
+    """Raised if a file without checksums was rewritten while it was read: retry."""
 
 
 class PartialRestore(UserWarning):
-    """A restore with `strict=False` found leaves missing or unexpected, and says which."""
+    """The warning of a restore that kept some values of the template. It lists them.
+
+    With `strict=False` it keeps leaves that are missing in the checkpoint or have another shape.
+    It always keeps static fields, and lists those whose saved value differs.
+    """
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class DegradedRead(UserWarning):
-    """A checkpoint is damaged, and what is lost of it was taken from its parity."""
+    """The warning that parity replaced lost data of a damaged checkpoint: repair it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostBox:
-    """What of a leaf is lost or can't be trusted: the smallest box around those elements.
-
-    `str` of it is what Python would call it: `'params/w'[0:128, :]`.
-    """
+    """The smallest box around the lost elements of a leaf, as `'params/w'[0:128, :]`."""
 
     leaf: str
     box: tuple[tuple[int, int], ...]
     """`(start, stop)` in every dimension."""
     shape: tuple[int, ...]
-    """Of the whole leaf."""
+    """The shape of the whole leaf."""
 
     @property
     def elements(self) -> int:
@@ -223,23 +255,23 @@ class LostBox:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint's bytes."""
+    """One damaged place in a file of a checkpoint."""
 
     file: str
     found: str
     leaves: tuple[str, ...] = ()
     boxes: tuple[LostBox, ...] = ()
-    """What of each leaf lies there."""
+    """The affected box of each leaf."""
     span: tuple[int, int] | None = None
-    """The bytes of the file that it is about, `[start, stop)`; None if that is all of it."""
+    """The damaged bytes `[start, stop)`, or None for the whole file."""
     process: int | None = None
-    """Which process wrote the file; None if none did alone."""
+    """The process that wrote the file, or None if several did."""
     host: str | None = None
-    """The host of that process, if it is known."""
+    """The host of that process, if known."""
 
     @property
     def writer(self) -> str:
-        """The process with its host, for a message; empty if it is not known."""
+        """The process with its host for a message, or an empty string."""
         if self.process is None:
             return ""
         return f"process {self.process}" + (f" on {self.host}" if self.host else "")
@@ -249,15 +281,43 @@ class Problem:
         return f"{self.file}{where}: {self.found}"
 
     def explain(self) -> str:
-        """As `str`, with the box of each leaf, how much of it that is, and who wrote the file."""
-        leaves = _few_boxes(self.boxes) if self.boxes else name_few(self.leaves)
+        """As `str`, with the box of each leaf, its share of the leaf, and who wrote the file."""
+        leaves = name_few(self.leaves)
+        if self.boxes:
+            leaves = _few([f"{box}{_share_of(box)}" for box in self.boxes])
         where = f" (leaf {leaves})" if leaves else ""
         by = f", written by {self.writer}" if self.process is not None else ""
         return f"{self.file}{where}{by}: {self.found}"
 
 
+def problems_to_json(problems: Sequence[Problem]) -> list[Any]:
+    """Return problems as JSON, to send them to another process."""
+    return [astuple(problem) for problem in problems]
+
+
+def problems_from_json(sent: Sequence[Any]) -> tuple[Problem, ...]:
+    """Return the problems that other processes sent, each once."""
+
+    def box_from(leaf: str, box: list[list[int]], shape: list[int]) -> LostBox:
+        return LostBox(leaf, tuple((start, stop) for start, stop in box), tuple(shape))
+
+    problems = (
+        Problem(
+            file,
+            found,
+            tuple(leaves),
+            tuple(box_from(*box) for box in boxes),
+            None if span is None else (span[0], span[1]),
+            process,
+            host,
+        )
+        for file, found, leaves, boxes, span, process, host in sent
+    )
+    return tuple(dict.fromkeys(problems))
+
+
 class Damaged(OstrakaError, ValueError):
-    """Bytes of a checkpoint are lost or changed; `problems` says which."""
+    """Raised if bytes of a checkpoint are lost or changed: see `problems`, run `ostraka.repair`."""
 
     def __init__(self, path: str, problems: Sequence[Problem]):
         self.path = path
@@ -272,7 +332,7 @@ class Damaged(OstrakaError, ValueError):
 
 
 class _ProcessFailure(OstrakaError, RuntimeError):
-    """One process failed, so all processes raise."""
+    """Raised on all processes if one of them fails."""
 
     verb = ""
 
@@ -288,28 +348,38 @@ class _ProcessFailure(OstrakaError, RuntimeError):
 
 
 class SaveFailed(_ProcessFailure):
-    """A save failed, on all processes; `process` and `cause` say where and why.
+    """Raised on all processes if a save fails on one: fix the `cause` and save again.
 
-    What was there before is still there, unless `cause` says that the new checkpoint is in place,
-    or may be.
+    The path is unchanged, unless `cause` says that the new checkpoint is or may be committed.
     """
 
     verb = "saving"
 
 
 class RestoreFailed(_ProcessFailure):
-    """A restore failed on some process, so it failed on all; `process` and `cause` say why."""
+    """Raised on all processes if a restore fails on one: fix the `cause` and restore again."""
 
     verb = "restoring"
 
 
 class RepairFailed(_ProcessFailure):
-    """A repair failed on some process, so it failed on all; `process` and `cause` say why.
+    """Raised on all processes if a repair fails on one: fix the `cause` and repair again.
 
-    Files that were mended before stay so.
+    Files that were repaired before stay repaired.
     """
 
     verb = "repairing"
+
+
+class Preempted(SystemExit):
+    """Raised to end a run that is being preempted (SIGTERM), after `with` and `finally` blocks.
+
+    `Manager.save` raises it on all processes once the step is committed. `Manager.close` raises it
+    if SIGTERM came after the last save. A second SIGTERM raises it in the main thread.
+    """
+
+    code: int = 128 + signal.SIGTERM  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The exit code of a program that SIGTERM has ended."""
 
 
 def describe(error: BaseException) -> str:
@@ -319,7 +389,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{type(error).__name__}: {error.strerror}{where}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {without_secrets(' '.join(str(error).split()))}"
 
 
 def nearest_path(path: str, paths: Sequence[str]) -> str:
@@ -342,7 +412,7 @@ def warn_caller(warning: Warning) -> None:
 
 
 def store_error(action: str, path: str | os.PathLike[str], error: OSError) -> StoreError:
-    """The store's refusal as a sentence; the error number stays on the exception."""
+    """The refusal of a store as a StoreError with its error number."""
     name = os.fspath(path)
     message = f"can't {action} {name}: {error.strerror or error}"
     return StoreError(message, errno=error.errno, filename=name)
@@ -356,21 +426,28 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else _PLURALS.get(noun, f'{noun}s')}"
 
 
+_LONGEST_COMPARED = 500
+_SHORT_NAME = 3
+"""Two swapped letters in a name of this length leave 2/3 of it alike."""
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """' (did you mean …?)' for the most similar name, or nothing."""
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    # To compare two names takes the product of their lengths.
+    short = [known for known in names if len(known) <= _LONGEST_COMPARED]
+    cutoff = 0.75 if len(name) > _SHORT_NAME else 0.6
+    close = get_close_matches(name[:_LONGEST_COMPARED], short, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def name_few(names: Sequence[str], limit: int = 3) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(repr(n) for n in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    """The first names in quotes, and the number of further ones."""
+    return _few([repr(name) for name in names], limit)
 
 
-def _few_boxes(boxes: Sequence[LostBox], limit: int = 3) -> str:
-    shown = ", ".join(f"{box}{_share_of(box)}" for box in boxes[:limit])
-    return shown if len(boxes) <= limit else f"{shown} and {len(boxes) - limit} more"
+def _few(texts: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(texts[:limit])
+    return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
 
 
 def _share_of(box: LostBox) -> str:
@@ -381,7 +458,7 @@ def _share_of(box: LostBox) -> str:
 
 
 def headed_list(head: str, lines: Sequence[str], limit: int = 50) -> str:
-    """A sentence with its one reason, or with a list of the first reasons."""
+    """A sentence with its only reason, or with a list of the first `limit` reasons."""
     if len(lines) == 1:
         return f"{head}: {lines[0]}"
     shown = [f"  {line}" for line in lines[:limit]]

@@ -1,8 +1,8 @@
 """Three classic exercises on sharded checkpoints, and their exact answers.
 
-Each takes floats where it needs integers, and returns a float32 array, as it is set. A float32 has
-24 bits: from 16,777,217 parameters on the array is rounded. The twin of each, `…_exact`, answers in
-Python integers, and takes shapes instead of making arrays.
+Each takes floats where it needs integers, and returns a float32 array, as the exercise asks. A
+float32 has 24 bits: from 16,777,217 parameters on the array is rounded. The twin of each,
+`…_exact`, answers in Python integers, and takes shapes instead of making arrays.
 
     >>> orbax_save_count(0.0, jnp.ones((4, 16)), 8.0, 4.0)
     Array([136.,  34.], dtype=float32)
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ostraka.sharding import spec_tree
-from ostraka.sharding._data import array_leaves, parse_state
+from ostraka.sharding.specs import array_leaves, parse_state
 
 __all__ = [
     "SaveCount",
@@ -36,7 +36,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SaveCount:
-    """How many parameters a save writes: `total == per_shard * num_shards + left_over`."""
+    """The number of parameters in a save: `total == per_shard * num_shards + left_over`.
+
+    Attributes:
+        total: Parameters of the whole model.
+        per_shard: Parameters in each shard, rounded down.
+        left_over: Parameters that remain after an equal split.
+    """
 
     total: int
     per_shard: int
@@ -44,34 +50,104 @@ class SaveCount:
 
 
 def orbax_save_count(seed: float, x: Any, features: float, num_shards: float) -> jax.Array:
-    """`[total, total / num_shards]`: the parameters of an `nnx.Linear`, and of each shard."""
+    """Count the parameters of an `nnx.Linear` and of each of its shards.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        features: Number of output features.
+        num_shards: Number of shards, at least 1.
+
+    Returns:
+        `[total, total / num_shards]` as float32.
+
+    Raises:
+        ValueError: If `num_shards` is less than 1.
+    """
     return _as_array(_linear(seed, x, features), num_shards)
 
 
 def orbax_save_count_exact(seed: float, x: Any, features: float, num_shards: float) -> SaveCount:
-    """`orbax_save_count` in integers; no array is made."""
+    """Count as `orbax_save_count` does, in integers and without making arrays.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        features: Number of output features.
+        num_shards: Number of shards, at least 1.
+
+    Returns:
+        The counts, with the remainder of an uneven split.
+
+    Raises:
+        ValueError: If `num_shards` is less than 1.
+    """
     return _count(jax.eval_shape(lambda: _linear(seed, x, features)), num_shards)
 
 
 def distributed_save_count(seed: float, x: Any, num_shards: float, features: float) -> jax.Array:
-    """`[total, total / num_shards]`: the parameters of a Linen `Dense`, and of each shard."""
+    """Count the parameters of a Linen `Dense` and of each of its shards.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        num_shards: Number of shards, at least 1.
+        features: Number of output features.
+
+    Returns:
+        `[total, total / num_shards]` as float32.
+
+    Raises:
+        ValueError: If `num_shards` is less than 1.
+    """
     return _as_array(_dense(seed, x, features), num_shards)
 
 
 def distributed_save_count_exact(
     seed: float, x: Any, num_shards: float, features: float
 ) -> SaveCount:
-    """`distributed_save_count` in integers; no array is made."""
+    """Count as `distributed_save_count` does, in integers and without making arrays.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        num_shards: Number of shards, at least 1.
+        features: Number of output features.
+
+    Returns:
+        The counts, with the remainder of an uneven split.
+
+    Raises:
+        ValueError: If `num_shards` is less than 1.
+    """
     return _count(jax.eval_shape(lambda x: _dense(seed, x, features), x), num_shards)
 
 
 def state_to_sharded_layout(seed: float, x: Any, features: float) -> jax.Array:
-    """`[leaves]`: how many leaves the tree of specs of an `nnx.Linear` has."""
+    """Count the leaves in the tree of partition specs of an `nnx.Linear`.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        features: Number of output features.
+
+    Returns:
+        `[leaves]` as float32.
+    """
     return jnp.array([float(_layout_leaves(_linear(seed, x, features)))])
 
 
 def state_to_sharded_layout_exact(seed: float, x: Any, features: float) -> int:
-    """`state_to_sharded_layout` as an integer; no array is made."""
+    """Count as `state_to_sharded_layout` does, in an integer and without making arrays.
+
+    Args:
+        seed: Seed of the initial parameters. It does not change the result.
+        x: An input batch. Only its last dimension matters.
+        features: Number of output features.
+
+    Returns:
+        The number of leaves.
+    """
     return _layout_leaves(jax.eval_shape(lambda: _linear(seed, x, features)))
 
 
@@ -110,5 +186,5 @@ def _layout_leaves(state: Any) -> int:
 
 
 def _pick_spec(leaf: Any) -> PartitionSpec:
-    """The kernel is cut in its output, and the bias along with it."""
+    """Shard the kernel along its output, and the bias likewise."""
     return PartitionSpec(None, "model") if leaf.ndim == 2 else PartitionSpec("model")

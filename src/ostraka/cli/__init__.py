@@ -1,6 +1,6 @@
 """The `ostraka` command. Only `convert` and `merge` import JAX, and `plan` for a Python function.
 
-Results go to stdout, an error as one line to stderr.
+Results go to stdout, an error goes to stderr as one line.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from ostraka.cli._errors import Commands
 
 __all__ = ["main"]
 
-# A line for each command: the module that has a click command of the same name.
-_HOMES = {
-    "completion": "ostraka.cli._completion",
-    "convert": "ostraka.cli._convert",
-    "copy": "ostraka.cli._copy",
-    "diff": "ostraka.cli._diff",
-    "gc": "ostraka.cli._gc",
-    "ls": "ostraka.cli._ls",
-    "merge": "ostraka.cli._merge",
-    "plan": "ostraka.cli._plan",
-    "repair": "ostraka.cli._repair",
-    "rm": "ostraka.cli._rm",
-    "show": "ostraka.cli._show",
-    "verify": "ostraka.cli._verify",
-    "watch": "ostraka.cli._watch",
-}
+# To add a command `x`, write a module `_x` that has a click command `x`, and name it here.
+_NAMES = [
+    "completion",
+    "convert",
+    "copy",
+    "diff",
+    "gc",
+    "ls",
+    "merge",
+    "plan",
+    "repair",
+    "rm",
+    "show",
+    "verify",
+    "watch",
+]
 
 
 @click.group(
     "ostraka",
     cls=Commands,
-    homes=_HOMES,
+    names=_NAMES,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -54,9 +54,9 @@ def main(context: click.Context) -> None:
 
     \b
     Exit codes:
-      0    all is well
+      0    success
       1    a difference, damage, or with show --nan a NaN or infinity was found
-      2    wrong usage, or it can't be done: nothing there, no permission
+      2    wrong usage, or it can't be done: no such checkpoint, no permission
       3    a limit that was given is exceeded
       130  interrupted
       141  the reader of the output has closed the pipe

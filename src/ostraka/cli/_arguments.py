@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from ostraka.common import units
+
 _MOST_OFFERS = 200
+_OFFERED = re.compile(r"[\w./:=@%+-]+")
+"""Leaves whose paths a shell reads unchanged. It might run others as code."""
 
 
 def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
-    """A path or URL; a shell completes it as the name of a directory."""
-    return click.argument(
-        name, callback=_not_empty, shell_complete=_complete_directories, **options
-    )
+    """A path or URL. A shell completes it as the name of a directory."""
+    complete = click.Path(file_okay=False).shell_complete
+    return click.argument(name, callback=_not_empty, shell_complete=complete, **options)
+
+
+def json_option(help_text: str = "Print the same as JSON, sizes in bytes.") -> Any:
+    """The option `--json`, the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=help_text)
 
 
 def names_option(help_text: str) -> Callable[[Any], Any]:
-    """What a command takes as names of leaves and tensors."""
+    """The option `--names`: how the names of tensors and the paths of leaves correspond."""
     return click.option(
         "--names",
         metavar="NAMES",
@@ -38,63 +47,101 @@ def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def _complete_directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    return click.Path(file_okay=False).shell_complete(ctx, param, incomplete)
-
-
 def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
     """Built-in models, and files."""
-    from ostraka.planner._names import MODELS
+    from ostraka.families.catalog import MODELS
 
-    return _words_or_files(ctx, param, incomplete, MODELS)
+    return _words(MODELS, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
 
 
 def complete_rules(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
     """Sets of rules, and files."""
-    from ostraka.planner._rules import RULES
+    from ostraka.planner.rules import RULES
 
-    return _words_or_files(ctx, param, incomplete, RULES)
+    return _words(RULES, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
 
 
-def complete_optimizers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def complete_optimizers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
     """Optimizers whose state can be planned."""
-    from ostraka.planner._optimizers import OPTIMIZERS
+    from ostraka.planner.config_state import OPTIMIZERS
 
-    return [name for name in OPTIMIZERS if name.startswith(incomplete)]
+    return _words(OPTIMIZERS, incomplete)
 
 
-def _words_or_files(
-    ctx: click.Context, param: click.Parameter, incomplete: str, words: Iterable[str]
-) -> list[Any]:
-    found: list[Any] = [CompletionItem(word) for word in words if word.startswith(incomplete)]
-    # A shell that is offered both shows them together.
-    return found + click.Path().shell_complete(ctx, param, incomplete)
+def _words(words: Iterable[str], incomplete: str) -> list[Any]:
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """The leaves of the checkpoint that was named before, and the names above them."""
-    from ostraka._checkpoint import open_at
+    """The leaves of the checkpoint in the words before, and the names above them."""
+    from ostraka.reading.locate import open_at
 
     try:
         leaves = open_at(ctx.params["path"], ctx.params.get("names")).saved.leaves
     except (KeyError, OSError, ValueError):
         return []
-    offers: dict[str, None] = {}
-    for leaf in leaves:
-        path = leaf.path
-        if path.startswith(incomplete):
-            # One name further: a large tree is offered level by level.
-            end = path.find("/", len(incomplete))
-            offers[path if end < 0 else path[: end + 1]] = None
-    return list(offers)[:_MOST_OFFERS]
+    paths = (leaf.path for leaf in leaves if leaf.path.startswith(incomplete))
+    # One name further: a large tree is offered level by level.
+    ends = ((path, path.find("/", len(incomplete)) + 1) for path in paths)
+    offers = dict.fromkeys(path[: end or None] for path, end in ends)
+    return list(filter(_OFFERED.fullmatch, offers))[:_MOST_OFFERS]
 
 
 def complete_steps(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """The steps of the directory that was named before."""
-    from ostraka.manager._steps import Root
+    """The steps of the directory in the words before."""
+    from ostraka.manager.steps import Root
 
     try:
         steps = Root(ctx.params["root"]).scan()
     except (KeyError, OSError, ValueError):
         return []
     return [str(step.step) for step in steps if str(step.step).startswith(incomplete)]
+
+
+# Sizes, rates, durations and meshes on the command line
+
+
+_LONGEST_S = 1e12
+_DURATIONS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+
+
+def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A click type from a parser that raises ValueError."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return convert
+
+
+parse_size = _unit(units.parse_size)
+parse_rate = _unit(units.parse_rate)
+
+
+def parse_duration(text: str) -> float:
+    """The seconds of `4h`, `30min` or `86400s`. A number needs a unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?", text.strip().lower())
+    if found is not None and found[2] is None:
+        raise click.BadParameter(
+            f"{text!r} has no unit; write {found[1]}h for hours, or {found[1]}s, {found[1]}min, "
+            f"{found[1]}d"
+        )
+    seconds = 0.0 if found is None else float(found[1]) * _DURATIONS[found[2]]
+    if not 0 < seconds < _LONGEST_S:
+        raise click.BadParameter(f"{text!r} is no duration; write it as 4h, 30min, 2d or 3600s")
+    return seconds
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The axis sizes of `data=64,model=8`."""
+    sizes: dict[str, int] = {}
+    for axis in text.split(","):
+        name, equals, size = (part.strip() for part in axis.partition("="))
+        is_size = size.isdecimal() and int(size) > 0
+        if not (name and equals and is_size) or name in sizes:
+            raise click.BadParameter(f"{text!r} is no mesh; write it as data=64,model=8")
+        sizes[name] = int(size)
+    return sizes

@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ostraka._nodes import ArrayNumber, Branch, Kept, Leaf, Lost, leaves_of
-from ostraka._pattern import Patterns, matches
-from ostraka._source import Source
-from ostraka._spec import LeafSpec, show_partition
-from ostraka.cli._stream import Array, OnBytes, add_up, as_numbers
-from ostraka.cli._text import shown_value
-from ostraka.sharding._leaf import without_trailing
+from ostraka.cli._measure import Array, OnBytes, add_up, as_numbers
+from ostraka.cli._output import shown_value
+from ostraka.cli._tree import sharding_of
+from ostraka.formats.source import Source
+from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
+from ostraka.tree.patterns import Patterns, matches
 
 Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 
@@ -26,8 +25,8 @@ Aspect = Literal["kind", "shape", "dtype", "same_as", "sharding", "value"]
 class Distance:
     """How far the elements of two arrays are apart.
 
-    `changed` counts those that are further apart than the tolerance, and those of which only one is
-    NaN (`nan`, among them). `largest` and `total` are of absolute differences where none is NaN.
+    `changed` counts the elements that differ by more than the tolerance. `nan` of them are NaN in
+    one array only. `largest` and `total` are of the absolute differences of all others.
     """
 
     elements: int = 0
@@ -54,11 +53,11 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class LeafComparison:
-    """One leaf in two checkpoints; None stands for a checkpoint that does not have it."""
+    """One leaf in two checkpoints. None stands for a checkpoint without it."""
 
     path: str
-    a: Described | None
-    b: Described | None
+    a: LeafDescription | None
+    b: LeafDescription | None
     differs: tuple[Aspect, ...] = ()
     distance: Distance | None = None
     """None if the elements were not compared: not asked for, values, other shapes."""
@@ -69,8 +68,8 @@ class LeafComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """What a checkpoint says of a leaf: an array, or a value that `_METADATA` has."""
+class LeafDescription:
+    """A leaf of one checkpoint: an array, or a value in `_METADATA`."""
 
     kind: str
     """The kind of array, or the type of a value."""
@@ -79,16 +78,16 @@ class Described:
     sharding: str | None = None
     value: str | None = None
     same_as: str | None = None
-    """The path of the array that this is, if it has several and this is not the first."""
+    """The first path of an array that has several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TreeComparison:
     """All leaves of two checkpoints, in tree order, and containers of different kinds."""
 
     leaves: tuple[LeafComparison, ...]
     containers: tuple[tuple[str, str, str], ...]
-    """The path of each container that differs, and what it is in either checkpoint."""
+    """The path of each container that differs, and its kind in either checkpoint."""
 
     @property
     def same(self) -> bool:
@@ -97,22 +96,22 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """What counts as a difference."""
+    """Which differences count."""
 
     patterns: Patterns = ()
-    """Only leaves that match one of them; none means all."""
+    """Patterns of the leaves to compare. Without any, all leaves are compared."""
     rtol: float = 0.0
     atol: float = 0.0
     """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
     values: bool = True
-    """Whether to read and compare the elements of arrays."""
+    """True to read and compare the elements of arrays."""
     shardings: bool = True
 
 
 def compare(
     a: Source, b: Source, options: CompareOptions, *, on_bytes: OnBytes = None
-) -> Comparison:
-    """Compare two checkpoints, leaf by leaf; everything that is read is verified."""
+) -> TreeComparison:
+    """Compare two checkpoints, leaf by leaf, and verify all bytes on the way."""
     in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
     pairs = _comparable_arrays(a, b, options)
 
@@ -127,7 +126,7 @@ def compare(
         distance = distances[pairs[path]] if path in pairs else None
         differs = tuple(_aspects(one, other, distance, options))
         leaves.append(LeafComparison(path, one, other, differs, distance))
-    return Comparison(tuple(leaves), () if options.patterns else tuple(_containers(a, b)))
+    return TreeComparison(tuple(leaves), () if options.patterns else tuple(_containers(a, b)))
 
 
 def bytes_to_read(a: Source, b: Source, options: CompareOptions) -> int:
@@ -145,56 +144,47 @@ def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
 
 
 def _comparable_arrays(a: Source, b: Source, options: CompareOptions) -> dict[str, tuple[int, int]]:
-    """By path, the numbers of the arrays that both have with one shape; none if none is read."""
+    """The numbers of two arrays of one shape by path, if elements are compared."""
     if not options.values:
         return {}
     in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
-    pairs = {
-        path: (one.number, in_b[path].number)
-        for path, one in in_a.items()
-        if isinstance(one, ArrayNumber) and isinstance(in_b.get(path), ArrayNumber)
-    }
-    return {
-        path: (one, other)
-        for path, (one, other) in pairs.items()
-        if a.saved.leaves[one].shape == b.saved.leaves[other].shape
-    }
+    pairs: dict[str, tuple[int, int]] = {}
+    for path, one in in_a.items():
+        other = in_b.get(path)
+        if (
+            isinstance(one, ArrayNumber)
+            and isinstance(other, ArrayNumber)
+            and a.saved.leaves[one.number].shape == b.saved.leaves[other.number].shape
+        ):
+            pairs[path] = (one.number, other.number)
+    return pairs
 
 
 # What is said of a leaf
 
 
-def _describe(source: Source, path: str, value: Any) -> Described:
+def _describe(source: Source, path: str, value: Any) -> LeafDescription:
     if isinstance(value, Kept):
-        return Described("kept", value=value.name)
-    if isinstance(value, Lost):  # which is equal to nothing
-        return Described("lost", value=f"in {source.location}: {value.why}")
+        return LeafDescription("kept", value=value.name)
+    if isinstance(value, UnreadableLeaf):  # which is equal to nothing
+        return LeafDescription("lost", value=f"in {source.location}: {value.why}")
     if not isinstance(value, ArrayNumber):
-        return Described(type(value).__name__, value=shown_value(value))
+        return LeafDescription(type(value).__name__, value=shown_value(value))
     leaf = source.saved.leaves[value.number]
-    return Described(
+    return LeafDescription(
         kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
         dtype=leaf.dtype,
         shape=leaf.shape,
-        sharding=_describe_sharding(source, leaf),
+        sharding=sharding_of(source.saved, leaf, with_mesh=True),
         same_as=None if leaf.path == path else leaf.path,
     )
 
 
-def _describe_sharding(source: Source, leaf: LeafSpec) -> str:
-    if leaf.per_process:
-        return f"one for each of {leaf.shape[0]} processes"
-    if leaf.mesh < 0:
-        return "host memory"
-    mesh = source.saved.meshes[leaf.mesh]
-    memory = "" if leaf.memory is None else f" in {leaf.memory}"
-    if not mesh.axis_names:
-        return f"one device{memory}"
-    return f"{show_partition(without_trailing(leaf.partition))} on {mesh}{memory}"
-
-
 def _aspects(
-    a: Described | None, b: Described | None, distance: Distance | None, options: CompareOptions
+    a: LeafDescription | None,
+    b: LeafDescription | None,
+    distance: Distance | None,
+    options: CompareOptions,
 ) -> Iterator[Aspect]:
     if a is None or b is None:
         return
@@ -210,13 +200,9 @@ def _aspects(
 # Elements
 
 
-def _is_identical(a: Array, b: Array) -> bool:
-    """Whether all bits are the same: a quick test that most arrays pass."""
-    return a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all())
-
-
 def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
-    if _is_identical(a, b):
+    # Most arrays pass this quick test.
+    if a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all()):
         return Distance(a.size)
     a, b = as_numbers(a), as_numbers(b)
     unequal = a != b
@@ -247,7 +233,7 @@ def _measure(a: Array, b: Array, options: CompareOptions) -> Distance:
 
 
 def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
-    """Containers that are of different kinds, and empty ones that only one checkpoint has."""
+    """Containers of different kinds, and empty ones that only one checkpoint has."""
     in_a, in_b = dict(_walk(a.tree)), dict(_walk(b.tree))
     for path in in_a | in_b:
         one, is_empty = in_a.get(path, ("", False))
@@ -275,5 +261,5 @@ def _walk(node: Branch | Leaf) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 
 def _name_kind(node: Branch) -> str:
-    """What a container is: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
+    """The name of a container: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
     return node.kind if node.cls is None else f"{node.kind} {node.cls[1]}"

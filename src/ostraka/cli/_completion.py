@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import click
-
-from ostraka.cli._shells import script_for
+from click.shell_completion import get_completion_class
 
 
 @click.command()
@@ -23,4 +22,8 @@ def completion(context: click.Context, shell: str) -> None:
       ostraka completion fish > ~/.config/fish/completions/ostraka.fish
     """
     root = context.find_root()
-    click.echo(script_for(shell, root.command, root.info_name or "ostraka"))
+    name = root.info_name or "ostraka"
+    variable = f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()  # as click names it
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(root.command, {}, name, variable).source())

@@ -1,15 +1,13 @@
-"""`ostraka convert`: a checkpoint in another format."""
+"""`ostraka convert`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
 
-from ostraka.cli._arguments import names_option, path_argument
-from ostraka.cli._progress import progress
-from ostraka.cli._text import echo_json, printable
+from ostraka.cli._arguments import json_option, names_option, path_argument
+from ostraka.cli._output import echo_report, progress
 
 _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
 
@@ -24,34 +22,64 @@ _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
 )
 @click.option("--dtype", help="Write floating-point arrays as this dtype.")
 @click.option("--compress", metavar="zstd", help="Compress the result; for --to ostraka.")
-@click.option("--key-data", is_flag=True, help="Write PRNG keys as their integers.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def convert(source: str, target: str, only: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@click.option("--key-data", is_flag=True, help="Write RNG state, PRNG keys as their integers.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Tensors of leaves below OLD begin with NEW; 'OLD=' drops it. Can be repeated.",
+)
+@click.option("--config", metavar="FILE", help="The config.json of the result; for --to hf.")
+@json_option("Print the result as JSON.")
+def convert(
+    source: str,
+    target: str,
+    only: tuple[str, ...],
+    rename: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Write the checkpoint at SRC in another format, to DST.
 
-    SRC is a checkpoint of Ostraka's, of Orbax's, or a directory of safetensors files. DST must not
-    be there. Nothing is held in memory as a whole, and everything is read back and compared. DST
-    appears when all of it is there; run the same again after it was killed, and it goes on.
+    SRC is an Ostraka or Orbax checkpoint, or a directory of safetensors files. DST must not exist:
+    it appears once it is complete. Memory use is bounded, and everything is read back and compared.
+    If the command was killed, run it again to resume.
 
     \b
-    --to ostraka      a checkpoint of Ostraka's
-    --to orbax        a directory that Orbax restores; a step, if it is called 100 or step_100
-    --to safetensors  whole tensors; one file if DST ends in .safetensors
+    --to ostraka      an Ostraka checkpoint
+    --to orbax        a directory for Orbax, or a step if its name is 100 or step_100
+    --to safetensors  whole tensors, in one file if DST ends in .safetensors
     --to hf           files and index as Hugging Face writes them
     --to npz          one file for numpy.load
+
+    The last three hold only tensors. RNG state, such as that of Dropout, is left out, and a note
+    says so. Without --names, --to hf names tensors by the paths of leaves, with dots. config.json
+    comes from --config, or from SRC if it has one.
 
     \b
     Examples:
       ostraka convert orbax_run/100 runs/100 --to ostraka
       ostraka convert runs/100 weights --to hf --only model --names llama --dtype bfloat16
+      ostraka convert runs/100 weights --to hf --only model --rename model= --config config.json
       ostraka convert llama/ runs/0 --to ostraka --names hf
       ostraka convert runs/100 weights.npz --to npz --only 'model/**' --dtype float32
     """
-    from ostraka.interop import convert  # with JAX, which the other commands do without
+    from ostraka.transfer.convert import convert  # with JAX, which the other commands do without
 
-    with progress(f"converting {printable(source)}") as bar:
-        report = convert(source, target, only=only or None, on_bytes=bar.move_to, **options)
-    if as_json:
-        echo_json(dataclasses.asdict(report))
-    else:
-        click.echo(printable(str(report)))
+    with progress(f"converting {source}") as bar:
+        report = convert(
+            source,
+            target,
+            only=only or None,
+            rename=dict(map(_pair, rename)) or None,
+            on_bytes=bar.move_to,
+            **options,
+        )
+    echo_report(report, as_json=as_json)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise click.BadParameter(f"{text!r} is no OLD=NEW, such as model=transformer")
+    return old, new

@@ -1,4 +1,4 @@
-"""`ostraka diff`: how two checkpoints differ."""
+"""`ostraka diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from typing import Any
 
 import click
 
-from ostraka._checkpoint import open_at, read_whole
-from ostraka._source import Source
-from ostraka.cli._arguments import names_option, path_argument
+from ostraka.cli._arguments import json_option, names_option, path_argument
 from ostraka.cli._compare import (
     CompareOptions,
-    Comparison,
-    Described,
-    Distance,
     LeafComparison,
+    LeafDescription,
+    TreeComparison,
     bytes_to_read,
     compare,
 )
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._progress import progress
-from ostraka.cli._text import (
+from ostraka.cli._output import (
     Table,
-    count_of,
     echo_json,
     echo_lines,
     human_number,
     json_number,
-    printable,
+    progress,
     shorten,
     show_shape,
 )
-from ostraka.formats._safetensors import SafetensorsSource
+from ostraka.errors import count_of, printable
+from ostraka.formats.safetensors.source import SafetensorsSource
+from ostraka.formats.source import Source
+from ostraka.reading.locate import open_at, read_whole
 from ostraka.storage import PathLike
 
 _VALUE_WIDTH = 40
@@ -61,10 +59,10 @@ class _Tolerance(click.FloatRange):
 @click.option("--rtol", type=_Tolerance(0), default=0.0, help="Relative tolerance.")
 @click.option("--atol", type=_Tolerance(0), default=0.0, help="Absolute tolerance.")
 @click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
-@click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were cut.")
+@click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were sharded.")
 @click.option("--all", "everything", is_flag=True, help="List unchanged leaves, too.")
 @names_option("Compare tensors of files as the leaves that a restore makes of them")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@json_option("Print the same as JSON.")
 @click.pass_context
 def diff(
     context: click.Context,
@@ -82,15 +80,15 @@ def diff(
 ) -> None:
     """Show how checkpoints A and B differ.
 
-    Leaves that only one of them has, shapes, dtypes, shardings, and of the elements of each array
-    how many differ and how far: the largest and the mean absolute difference. Arrays are read and
-    verified piece by piece, however large they are. NaN equals NaN. Elements are alike if
-    |a - b| <= atol + rtol * |b|, as in numpy; without tolerances, if they are equal.
+    The table lists leaves that only one of them has, and different shapes, dtypes, shardings and
+    values. For each array it counts the elements that differ, and gives the largest and the mean
+    absolute difference. Arrays are read and verified piece by piece, however large they are. NaN
+    equals NaN. Elements are alike if |a - b| <= atol + rtol * |b|, as in numpy.
 
-    Each PATTERN picks leaves: * stands for anything in one name, ** for anything at all. The exit
+    Each PATTERN selects leaves: * stands for anything in one name, ** for anything at all. The exit
     code is 1 if anything differs. A or B may be a directory of steps, for the newest of them, or
-    runs/7 for step 7 of runs. With --names, that of them which is a directory of safetensors files
-    is seen as the tree that a restore makes of it; if both are, both.
+    runs/7 for step 7 of runs. With --names, tensor names of safetensors directories are mapped to
+    the paths of leaves first (for A, B or both).
 
     \b
     Examples:
@@ -104,7 +102,7 @@ def diff(
         pattern, rtol, atol, values=not structure, shardings=not ignore_sharding
     )
 
-    def work(sources: Sequence[Source]) -> tuple[Source, Source, Comparison]:
+    def work(sources: Sequence[Source]) -> tuple[Source, Source, TreeComparison]:
         one, other = sources
         with progress("comparing", bytes_to_read(one, other, options)) as bar:
             return one, other, compare(one, other, options, on_bytes=bar.advance)
@@ -113,7 +111,16 @@ def diff(
     if pattern and not found.leaves:
         raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
     if as_json:
-        echo_json(_document(source_a, source_b, found))
+        containers = [{"path": path, "a": one, "b": other} for path, one, other in found.containers]
+        echo_json(
+            {
+                "a": source_a.location,
+                "b": source_b.location,
+                "same": found.same,
+                "containers": containers,
+                "leaves": [_describe(leaf) for leaf in found.leaves],
+            }
+        )
     else:
         echo_lines(_lines(source_a, source_b, found, everything=everything))
     if not found.same:
@@ -121,16 +128,16 @@ def diff(
 
 
 def _open(path: PathLike, names: Any) -> Source:
-    """Only files of tensors have other names than a tree has."""
+    """Open a checkpoint. Only safetensors files have names that are not paths."""
     source = open_at(path)
-    is_of_tensors = isinstance(source, SafetensorsSource)
-    return source if names is None or not is_of_tensors else open_at(path, names)
+    is_renamed = names is not None and isinstance(source, SafetensorsSource)
+    return open_at(path, names) if is_renamed else source
 
 
 # For people
 
 
-def _lines(a: Source, b: Source, found: Comparison, *, everything: bool) -> list[str]:
+def _lines(a: Source, b: Source, found: TreeComparison, *, everything: bool) -> list[str]:
     lines = [
         f"a  {click.style(printable(a.location), bold=True)}",
         f"b  {click.style(printable(b.location), bold=True)}",
@@ -140,9 +147,8 @@ def _lines(a: Source, b: Source, found: Comparison, *, everything: bool) -> list
         lines.append(f"container {printable(path)!r}: a has {a_has}, b has {b_has}")
     listed = [leaf for leaf in found.leaves if everything or not leaf.same]
     if listed:
-        table = Table(
-            ("leaf", "what", "changed", "largest", "mean"), right=("changed", "largest", "mean")
-        )
+        numbers = ("changed", "largest", "mean")
+        table = Table(("leaf", "what", *numbers), right=numbers)
         for leaf in listed:
             colour = None if leaf.same else "red" if leaf.b is None else "yellow"
             colour = "green" if leaf.a is None else colour
@@ -164,18 +170,16 @@ def _cells(leaf: LeafComparison) -> tuple[str, ...]:
         return (", ".join(what) or ("same" if leaf.same else ""),)
     if "value" in leaf.differs:
         what.append("values")
-    return (", ".join(what) or "same", *_distance_cells(leaf.distance))
-
-
-def _distance_cells(distance: Distance) -> tuple[str, str, str]:
+    distance = leaf.distance
     share = 100 * distance.changed / max(distance.elements, 1)
     changed = f"{distance.changed:,} ({share:.3g} %)" if distance.changed else "0"
     if distance.nan:
         changed += f", {distance.nan:,} NaN"
-    return changed, human_number(distance.largest), human_number(distance.mean)
+    apart = map(human_number, (distance.largest, distance.mean))
+    return (", ".join(what) or "same", changed, *apart)
 
 
-def _show_aspect(aspect: str, a: Described, b: Described) -> str:
+def _show_aspect(aspect: str, a: LeafDescription, b: LeafDescription) -> str:
     if aspect == "shape":
         return f"{_show_shape(a)} → {_show_shape(b)}"
     if aspect == "same_as":
@@ -184,17 +188,17 @@ def _show_aspect(aspect: str, a: Described, b: Described) -> str:
     return printable(f"{getattr(a, aspect)} → {getattr(b, aspect)}")
 
 
-def _show(one: Described) -> str:
+def _show(one: LeafDescription) -> str:
     if one.shape is None:
         return printable(f"{one.kind} {shorten(str(one.value), _VALUE_WIDTH)}")
     return printable(f"{one.dtype} {_show_shape(one)}")
 
 
-def _show_shape(one: Described) -> str:
+def _show_shape(one: LeafDescription) -> str:
     return "no array" if one.shape is None else show_shape(one.shape)
 
 
-def _summary(found: Comparison) -> str:
+def _summary(found: TreeComparison) -> str:
     if found.same:
         return click.style(f"no difference in {count_of(len(found.leaves), 'leaf')}", fg="green")
     counts: Counter[str] = Counter()
@@ -213,18 +217,6 @@ def _summary(found: Comparison) -> str:
 
 
 # For scripts
-
-
-def _document(a: Source, b: Source, found: Comparison) -> dict[str, Any]:
-    return {
-        "a": a.location,
-        "b": b.location,
-        "same": found.same,
-        "containers": [
-            {"path": path, "a": one, "b": other} for path, one, other in found.containers
-        ],
-        "leaves": [_describe(leaf) for leaf in found.leaves],
-    }
 
 
 def _describe(leaf: LeafComparison) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from errno import EACCES, EPERM
 from importlib import import_module
@@ -14,8 +14,7 @@ from typing import Any
 
 import click
 
-from ostraka.cli._shells import answer_shells, complete_variable
-from ostraka.cli._text import echo, echo_lines
+from ostraka.cli._output import echo, echo_lines
 from ostraka.errors import CheckpointNotFound, Damaged, OstrakaError, nearest
 
 DIFFERENT = 1
@@ -23,7 +22,7 @@ DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
 READER_GONE = 141
-"""128 + SIGPIPE: what a shell reports for a program whose reader has closed the pipe."""
+"""128 + SIGPIPE, as a shell reports a closed pipe."""
 
 _REASONS_SHOWN = 3
 
@@ -36,17 +35,17 @@ class Commands(click.Group):
     A command is imported when it is called, so that none waits for the imports of another.
     """
 
-    def __init__(self, *arguments: Any, homes: Mapping[str, str], **options: Any):
+    def __init__(self, *arguments: Any, names: Sequence[str], **options: Any):
         super().__init__(*arguments, **options)
-        self._homes = homes
+        self._names = names
         self.params.append(_verbose_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*self._homes, *self.commands})
+        return sorted({*self._names, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self._homes and cmd_name not in self.commands:
-            module = import_module(self._homes[cmd_name])
+        if cmd_name in self._names and cmd_name not in self.commands:
+            module = import_module(f"ostraka.cli._{cmd_name}")
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
 
@@ -107,8 +106,6 @@ class Commands(click.Group):
     ) -> Any:
         name = prog_name or "ostraka"
         _replace_unencodable()
-        if complete_variable(name) in os.environ:
-            answer_shells()
         try:
             code = super().main(
                 args, name, complete_var, False, windows_expand_args=windows_expand_args, **extra
@@ -117,6 +114,8 @@ class Commands(click.Group):
             ctx = getattr(error, "ctx", None)
             command = ctx.command_path if ctx else name
             message = error.format_message().rstrip(".")
+            if isinstance(error, click.MissingParameter):  # with each choice on its own line
+                message = " ".join(message.split())
             _fail(f"{message} (see {command} --help)", ctx)
             code = FAILED
         except click.Abort:
@@ -141,33 +140,29 @@ def _discard_stdout() -> None:
 
 
 def _verbose_option() -> click.Option:
+    def remember(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+        ctx.meta[_VERBOSE] = wanted or ctx.meta.get(_VERBOSE, False)
+
     return click.Option(
         ["-v", "--verbose"],
         is_flag=True,
         expose_value=False,
-        callback=_remember_verbose,
-        help="With an error, print where it comes from.",
+        callback=remember,
+        help="Show the full traceback on errors.",
     )
 
 
-def _remember_verbose(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        ctx.meta[_VERBOSE] = True
-
-
 def _wants_colour() -> bool | None:
-    """What the environment says; None leaves it to whether the output is a terminal."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
+    """The choice of the environment, or None to let the terminal decide."""
+    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):
         return True
-    return False if os.environ.get("TERM") == "dumb" else None
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def _remedy(error: OstrakaError) -> str:
-    """What to do about an error, where it does not say so itself."""
+    """The remedy for an error whose message has none."""
     if isinstance(error, Damaged):
-        return "; ostraka verify tells of all damage, ostraka repair mends what can be"
+        return "; ostraka verify lists all damage, ostraka repair repairs what it can"
     if isinstance(error, OSError) and error.errno in (EACCES, EPERM):
         return "; look at its permissions, or ask its owner"
     if isinstance(error, CheckpointNotFound) and "; " not in str(error):
@@ -178,15 +173,9 @@ def _remedy(error: OstrakaError) -> str:
 def _fail(message: str, ctx: click.Context | None) -> None:
     if ctx is not None and ctx.meta.get(_VERBOSE):
         echo_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
-    echo(f"ostraka: {' '.join(_few_reasons(message).split())}", err=True)
-
-
-def _few_reasons(message: str) -> str:
-    """The first line of a message, with the first few of the lines that follow it.
-
-    There may be one for each leaf, too many for one line.
-    """
+    # There may be a reason for each leaf, too many for one line.
     sentence, *reasons = message.splitlines() or [""]
     if len(reasons) > _REASONS_SHOWN:
         reasons = [*reasons[:_REASONS_SHOWN], "and more, which -v shows"]
-    return f"{sentence} {'; '.join(reasons)}"
+    line = f"{sentence} {'; '.join(reasons)}"
+    echo(f"ostraka: {' '.join(line.split())}", err=True)

@@ -6,23 +6,15 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import path_argument
+from ostraka.cli._arguments import json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
-from ostraka.cli._roots import file_bytes, is_forbidden, open_root, steps_of_orbax
-from ostraka.cli._text import (
-    Table,
-    count_of,
-    echo_json,
-    echo_lines,
-    human_age,
-    human_bytes,
-    human_number,
-    json_number,
-    printable,
-    shorten,
-)
-from ostraka.cli._verify import Verdict, check
-from ostraka.manager._steps import Root, Step
+from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size, shorten
+from ostraka.cli._roots import describe_step, is_forbidden, open_root, show_metrics
+from ostraka.cli._verify import check
+from ostraka.common.units import human_bytes
+from ostraka.errors import count_of, printable
+from ostraka.formats.unknown import likely_steps
+from ostraka.manager.steps import Root, Step, ascending
 
 _PROBLEM_WIDTH = 60
 
@@ -32,7 +24,7 @@ _PROBLEM_WIDTH = 60
 @click.option(
     "--verify", "verified", is_flag=True, help="Read every step, and say if it is intact."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+@json_option()
 def ls(root: str, verified: bool, as_json: bool) -> None:
     """List the steps in the directory ROOT.
 
@@ -40,11 +32,17 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
     names it, or 100.
 
     Each is shown with its size, its age, its metrics, whether it is pinned, and its state:
-    "complete" means that it was committed, "intact" that all of it has just been read and verified
-    (--verify), "damaged" that it can't be used, "forbidden" that you may not read it, "unsupported"
-    that only a newer version of Ostraka can. Steps that Orbax wrote are listed, too; they have no
-    digests, so --verify leaves them out. The exit code is 1 if any is damaged, else 2 if any is
-    forbidden or unsupported.
+
+    \b
+    complete     it was committed
+    intact       it has just been read and verified (--verify)
+    damaged      it can't be used
+    forbidden    you may not read it
+    unsupported  only a newer version of Ostraka can read it
+    foreign      Orbax wrote it: a Manager reads it, but never deletes it
+
+    Orbax checkpoints have no checksums, so --verify leaves them out. The exit code is 1 if any step
+    is damaged, else 2 if any is forbidden or unsupported.
 
     \b
     Examples:
@@ -56,14 +54,14 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 
 
 def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
-    """Print the steps of a directory; the exit code says if any can't be used."""
+    """Print the steps of a directory. The exit code says if any is unusable."""
     root = open_root(path)
-    entries = [_Entry(root, step, verified, "ostraka") for step in root.scan()]
-    entries += [_Entry(root, step, False, "orbax") for step in steps_of_orbax(root)]
-    entries.sort(key=lambda entry: entry.step.step)
+    entries = [
+        _Entry(root, step, verified and not step.is_foreign) for step in ascending(root.scan())
+    ]
     if as_json:
-        document = {"root": root.location, "steps": [entry.describe() for entry in entries]}
-        echo_json(document)
+        steps = [entry.described | entry.describe_state() for entry in entries]
+        echo_json({"root": root.location, "steps": steps})
     else:
         _print(root, entries)
     bad = [entry for entry in entries if entry.problems]
@@ -75,13 +73,13 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
 class _Entry:
     """A step, its size and its state."""
 
-    def __init__(self, root: Root, step: Step, verified: bool, written_by: str):
+    def __init__(self, root: Root, step: Step, verified: bool):
         self.step = step
-        self.format = written_by
-        self.path = root.path(step.names[0])
-        self.nbytes = file_bytes(root, step)
-        self.verdict: Verdict | None = check(self.path) if verified and not step.problems else None
-        self.problems = self.verdict.problems if self.verdict else step.problems
+        self.described = describe_step(root, step)
+        self.nbytes: int | None = self.described["bytes"]
+        is_checked = verified and not step.problems
+        self.report = check(self.described["path"]) if is_checked else None
+        self.problems = self.report.problems if self.report else step.problems
         self.forbidden = bool(step.problems) and is_forbidden(root, step)
 
     @property
@@ -92,20 +90,16 @@ class _Entry:
             else:
                 word, why = "forbidden" if self.forbidden else "damaged", str(self.problems[0])
             return f"{word}: {shorten(printable(why), _PROBLEM_WIDTH)}"
-        if self.format == "orbax":
-            return "complete, Orbax's"
-        return "intact" if self.verdict else "complete"
+        if self.step.is_foreign:
+            return "complete, foreign (Orbax)"
+        return "intact" if self.report else "complete"
 
-    def describe(self) -> dict[str, Any]:
+    def describe_state(self) -> dict[str, Any]:
         return {
-            "step": self.step.step,
-            "path": self.path,
-            "format": self.format,
-            "saved_s": self.step.saved_s,
-            "bytes": self.nbytes,
-            "metrics": {name: json_number(value) for name, value in self.step.metrics.items()},
+            "format": self.step.format,
+            "foreign": self.step.is_foreign,
             "pinned": self.step.pinned,
-            "verified": self.verdict is not None,
+            "verified": self.report is not None,
             "problems": [str(problem) for problem in self.problems],
         }
 
@@ -113,18 +107,18 @@ class _Entry:
 def _print(root: Root, entries: list[_Entry]) -> None:
     lines = [click.style(printable(root.location), bold=True), ""]
     if not entries:
-        echo_lines([lines[0], "no steps"])
+        found = likely_steps(root.store)
+        hint = "" if found is None else f"; but {printable(found)}"
+        echo_lines([lines[0], f"no steps{hint}"])
         return
     table = Table(("step", "size", "saved", "metrics", "pinned", "state"), right=("step", "size"))
     for entry in entries:
-        step = entry.step
-        metrics = [f"{printable(name)}={human_number(v)}" for name, v in step.metrics.items()]
         table.add(
-            f"{step.step}",
-            "unknown" if entry.nbytes is None else human_bytes(entry.nbytes),
-            human_age(step.saved_s),
-            " ".join(metrics),
-            "pinned" if step.pinned else "",
+            f"{entry.step.step}",
+            human_size(entry.nbytes),
+            human_age(entry.step.saved_s),
+            show_metrics(entry.step),
+            "pinned" if entry.step.pinned else "",
             entry.state,
             colour="red" if entry.problems else None,
         )

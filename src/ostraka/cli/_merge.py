@@ -1,16 +1,13 @@
-"""`ostraka merge`: one checkpoint of several."""
+"""`ostraka merge`: make one checkpoint of several."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
 import click
 
-from ostraka.cli._arguments import path_argument
-from ostraka.cli._progress import progress
-from ostraka.cli._text import printable
+from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._output import echo_report, progress
 
 
 @click.command()
@@ -23,14 +20,14 @@ from ostraka.cli._text import printable
     "--take",
     multiple=True,
     metavar="PATTERN=N",
-    help="Take leaves as they are from SRC number N, counted from 0. Can be repeated.",
+    help="Take leaves unchanged from SRC number N, counted from 0. Can be repeated.",
 )
 @click.option(
     "--only", multiple=True, metavar="PATTERN", help="Merge these leaves. Can be repeated."
 )
 @click.option("--dtype", help="Save floating-point arrays as this dtype.")
 @click.option("--compress", metavar="zstd", help="Compress the result.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option("Print the result as JSON.")
 def merge(
     sources: tuple[str, ...],
     target: str,
@@ -44,10 +41,11 @@ def merge(
 ) -> None:
     """Make one checkpoint, DST, of several.
 
-    Floating-point arrays are averaged: equally, by --weights, or as an exponential moving average
-    with --ema. All other leaves are those of the last SRC. With --lora the first SRC is a base, the
-    second has its adapters (lora_a and lora_b), and SCALE times their product is added to each
-    kernel. Nothing is held in memory as a whole; dtypes and shardings stay.
+    Floating-point and complex arrays are averaged: equally, by --weights, or as an exponential
+    moving average with --ema. All other leaves (integers, bools, PRNG keys, Python values) are
+    those of the last SRC. With --lora the first SRC is a base, the second has its adapters (lora_a
+    and lora_b), and SCALE times their product is added to each kernel. Memory use is bounded.
+    Dtypes and shardings stay the same.
 
     \b
     Examples:
@@ -56,9 +54,9 @@ def merge(
       ostraka merge base adapters merged --lora 2
       ostraka merge a b both --take 'head/**=1' --take '**=0'
     """
-    from ostraka.interop import merge  # with JAX, which the other commands do without
+    from ostraka.transfer.convert import merge  # with JAX, which the other commands do without
 
-    with progress(f"merging to {printable(target)}") as bar:
+    with progress(f"merging to {target}") as bar:
         report = merge(
             sources,
             target,
@@ -70,10 +68,7 @@ def merge(
             on_bytes=bar.move_to,
             **saving,
         )
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
-    else:
-        click.echo(printable(str(report)))
+    echo_report(report, as_json=as_json)
 
 
 def _numbers(text: str) -> list[float]:

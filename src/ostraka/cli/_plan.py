@@ -1,24 +1,31 @@
-"""`ostraka plan`: what a checkpoint will cost, before it is written."""
+"""`ostraka plan`: the cost of a checkpoint before it is written."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from ostraka.cli._arguments import complete_models, complete_optimizers, complete_rules
-from ostraka.cli._units import parse_duration, parse_mesh, parse_rate, parse_size
+from ostraka.cli._arguments import (
+    complete_models,
+    complete_optimizers,
+    complete_rules,
+    json_option,
+    parse_duration,
+    parse_mesh,
+    parse_rate,
+    parse_size,
+)
 from ostraka.errors import OstrakaError, store_error
 
 if TYPE_CHECKING:
-    from ostraka.planner._report import Questions
-    from ostraka.planner._sources import Options
-    from ostraka.planner._time import Bandwidths
+    from ostraka.planner.report import Questions
+    from ostraka.planner.state import PlanOptions
+    from ostraka.planner.time import Bandwidths
 
 LIMIT_EXCEEDED = 3
 _LIST = ""
@@ -43,23 +50,28 @@ _LIST = ""
 )
 @click.option(
     "--dtype",
-    help="Of a model's parameters. Default: as published. Of a function's or a checkpoint's "
-    "arrays: saved as.",
+    help="Parameter dtype of a built-in model (default: as published), or the dtype to save a "
+    "function's or checkpoint's arrays as.",
 )
 @click.option(
     "--optimizer-dtype",
-    help="Of the moments that --optimizer adds. Default: as optax makes them, that of the "
-    "parameters.",
+    help="Dtype of the moments that --optimizer adds (default: that of the parameters, as in "
+    "optax).",
 )
-@click.option("--compress", type=click.Choice(["zstd"]), help="As in save: how small files get.")
-@click.option("--parity", type=click.IntRange(0, 2), default=0, help="As in save: parity files.")
 @click.option(
-    "--max-file-bytes", type=parse_size, metavar="SIZE", help="Where files are cut, as in save."
+    "--compress", type=click.Choice(["zstd"]), help="Estimate the size of compressed files."
+)
+@click.option("--parity", type=click.IntRange(0, 2), default=0, help="Parity files, as in save.")
+@click.option(
+    "--max-file-bytes",
+    type=parse_size,
+    metavar="SIZE",
+    help="Split files here, as in save.",
 )
 @click.option(
     "--onto", type=parse_mesh, metavar="AXES", multiple=True, help="Plan a restore onto this mesh."
 )
-@click.option("--onto-hosts", type=click.IntRange(1), help="Default: as many devices a host.")
+@click.option("--onto-hosts", type=click.IntRange(1), help="Default: the same devices per host.")
 @click.option(
     "--write-bandwidth", type=parse_rate, metavar="RATE", help="Of one host: 2GB/s, 25Gbit/s."
 )
@@ -93,7 +105,7 @@ _LIST = ""
     "--max-host-memory", type=parse_size, metavar="SIZE", help="Exit with 3 if a save takes more."
 )
 @click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@json_option("Print all of it as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
 @click.option(
     "--names",
@@ -105,12 +117,12 @@ _LIST = ""
 )
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
-    """Show what a checkpoint of SOURCE will cost, to the byte; nothing is written.
+    """Show what a checkpoint of SOURCE will cost, to the byte, without writing it.
 
     SOURCE is a built-in model (--names), a Hugging Face config.json, a checkpoint, or a Python
-    function as package.module:function or file.py:function that makes an NNX model, a pair of model
-    and optimizer, or a dict. It is evaluated without making arrays, with the mesh set; without
-    --rules, arrays are cut by their own annotations and shardings.
+    function as package.module:function or file.py:function. The function makes an NNX model, a pair
+    of model and optimizer, or a dict. It is evaluated without making arrays, with the mesh set.
+    Without --rules, arrays are sharded by their own annotations and shardings.
 
     Times need bandwidths: give them, or --probe DIR.
 
@@ -126,7 +138,10 @@ def plan(context: click.Context, **given: Any) -> None:
       ostraka plan gpt2 --mesh data=8 --compare "--rules dp" --compare "--mesh data=16"
     """
     if given["names"] == _LIST:
-        _print_names(as_json=given["as_json"])
+        from ostraka.families.catalog import MODELS
+
+        names = list(MODELS)
+        click.echo(json.dumps(names, indent=1) if given["as_json"] else "\n".join(names))
         return
     if given["source"] is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
@@ -139,7 +154,11 @@ def plan(context: click.Context, **given: Any) -> None:
         raise click.UsageError(str(error), context) from error
     text = json.dumps(document, indent=1, allow_nan=False)
     if given["output"] is not None:
-        _write(given["output"], text)
+        try:
+            with open(given["output"], "w", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+        except OSError as error:
+            raise store_error("write", given["output"], error) from error
     if given["as_json"]:
         click.echo(text)
     else:
@@ -150,45 +169,28 @@ def plan(context: click.Context, **given: Any) -> None:
         context.exit(LIMIT_EXCEEDED)
 
 
-def _print_names(*, as_json: bool) -> None:
-    from ostraka.planner._names import MODELS
-
-    names = list(MODELS)
-    click.echo(json.dumps(names, indent=1) if as_json else "\n".join(names))
-
-
 def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
-    from ostraka.planner._report import compare_plans, describe_plan
-    from ostraka.planner._sources import plan_source
-    from ostraka.planner._time import probe
+    from ostraka.planner.report import compare_plans, describe_plan
+    from ostraka.planner.sources import plan_source
+    from ostraka.planner.time import probe
 
     bandwidths = None if given["probed"] is None else probe(given["probed"])
-    variants = {_title(given, None): given}
-    for text in given["compare"]:
-        variants[_title(given, text)] = _variant(context, given, text)
+    variants = {given["source"]: given}
+    variants |= {text: _variant(context, given, text) for text in given["compare"]}
     if len(variants) <= len(given["compare"]):
         raise ValueError("two variants of --compare are the same")
     documents: dict[str, Any] = {}
     for title, options in variants.items():
         planned = plan_source(options["source"], _options(options))
-        documents[title] = {
-            "title": title,
-            **describe_plan(planned, _questions(options, bandwidths)),
-        }
+        answers = describe_plan(planned, _questions(options, bandwidths))
+        documents[title] = {"title": title, **answers}
     compared = compare_plans(documents) if len(documents) > 1 else []
-    return {
-        "source": given["source"],
-        "variants": list(documents.values()),
-        "comparison": compared,
-    }
-
-
-def _title(given: dict[str, Any], text: str | None) -> str:
-    return given["source"] if text is None else text
+    found = list(documents.values())
+    return {"source": given["source"], "variants": found, "comparison": compared}
 
 
 def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[str, Any]:
-    """The options of the command, with those of a variant in their place."""
+    """The options of the command, with those of a variant instead."""
     try:
         arguments = shlex.split(text)
     except ValueError as error:
@@ -209,31 +211,22 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
     return {**given, **changed}
 
 
-def _options(given: dict[str, Any]) -> Options:
-    from ostraka.planner._sources import Options
-    from ostraka.planner._state import mesh_of_sizes
+def _options(given: dict[str, Any]) -> PlanOptions:
+    from ostraka.planner.state import PlanOptions, mesh_of_sizes
 
-    sizes = given["mesh"]
-    options = Options(
-        mesh=None if sizes is None else mesh_of_sizes(sizes),
-        hosts=given["hosts"],
-        rules=given["rules"],
-        optimizer=given["optimizer"],
-        dtype=given["dtype"],
-        optimizer_dtype=given["optimizer_dtype"],
-        compress=given["compress"],
-        parity=given["parity"],
-        names=given["names"],
-    )
-    if given["max_file_bytes"] is None:
-        return options
-    return replace(options, max_file_bytes=given["max_file_bytes"])
+    same = ("hosts", "rules", "optimizer", "dtype", "optimizer_dtype", "compress", "parity")
+    chosen = {name: given[name] for name in (*same, "names")}
+    if given["mesh"] is not None:
+        chosen["mesh"] = mesh_of_sizes(given["mesh"])
+    if given["max_file_bytes"] is not None:
+        chosen["max_file_bytes"] = given["max_file_bytes"]
+    return PlanOptions(**chosen)
 
 
 def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
-    from ostraka.planner._report import Questions
-    from ostraka.planner._state import mesh_of_sizes
-    from ostraka.planner._time import Bandwidths
+    from ostraka.planner.report import Questions
+    from ostraka.planner.state import mesh_of_sizes
+    from ostraka.planner.time import Bandwidths
 
     known = probed or Bandwidths()
     bandwidths = Bandwidths(
@@ -257,11 +250,3 @@ def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
         max_file_bytes=given["max_file"],
         max_host_memory_bytes=given["max_host_memory"],
     )
-
-
-def _write(name: str, text: str) -> None:
-    try:
-        with open(name, "w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise store_error("write", name, error) from error

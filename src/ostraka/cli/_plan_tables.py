@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ostraka.cli._text import count_of, human_bytes, printable
+from ostraka.common.units import human_bytes
+from ostraka.errors import count_of, printable
 
 _BAR_WIDTH = 24
 _BLOCK = "█"
@@ -148,8 +149,8 @@ def _parity_rows(parity: dict[str, Any] | None) -> Iterator[PlanLine]:
     yield "parity", human_bytes(parity["bytes"]), share
     if parity["covers"] is not None:
         number, what = parity["count"], parity["covers"]
-        lost = {1: {"hosts": "host", "processes": "process", "files": "shard file"}}
-        noun = lost[1][what] if number == 1 else {"files": "shard files"}.get(what, what)
+        one = {"hosts": "host", "processes": "process", "files": "shard file"}[what]
+        noun = one if number == 1 else {"files": "shard files"}.get(what, what)
         note = "all files of it" if what != "files" else "too few hosts to stand the loss of one"
         yield "  stands the loss of", f"any {number} {noun}", note
     back = parity["read_back_bytes"]["most"]
@@ -165,11 +166,7 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
     yield "time", _seconds(save["time_s"]), _hint(save["time_s"])
     if save["time_s"] is not None:
-        yield (
-            "blocked by save",
-            _seconds(save["blocked_s"]),
-            "save returns when all is on disk",
-        )
+        yield "blocked by save", _seconds(save["blocked_s"]), "save returns when all is on disk"
     if save["save_async_blocked_s"] is not None:
         seconds = _seconds(save["save_async_blocked_s"])
         yield "blocked by save_async", seconds, "until all is copied to host memory"
@@ -194,11 +191,8 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     title = "a host reads, about" if is_sampled else "a host reads, at most"
     yield title, human_bytes(read["most"]), sampled
     yield "over-read", f"{work['over_read']:.2%}", "headers, and whole blocks for parts of them"
-    yield (
-        "reads of a host",
-        f"{work['ranges']['most']:,}",
-        f"in {count_of(work['files']['most'], 'file')}",
-    )
+    in_files = f"in {count_of(work['files']['most'], 'file')}"
+    yield "reads of a host", f"{work['ranges']['most']:,}", in_files
     yield "requests of a host", f"{work['requests']['most']:,}", "in a bucket"
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
     yield "time", _seconds(work["time_s"]), _hint(work["time_s"])
@@ -220,16 +214,12 @@ def _recovery_rows(recovery: dict[str, Any]) -> Iterator[PlanLine]:
 
 
 def _time_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
-    kept, interval = variant["retention"], variant["interval"]
+    kept, interval, write_s = variant["retention"], variant["interval"], variant["save"]["time_s"]
     if kept is not None:
         during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
         yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
-    if interval is not None:
-        yield from _interval_rows(variant["save"]["time_s"], interval)
-
-
-def _interval_rows(write_s: float, interval: dict[str, Any]) -> Iterator[PlanLine]:
-    """How often to save, with either of the two ways to do it."""
+    if interval is None:
+        return
     counted = "" if interval["restore_is_counted"] else ", restoring not counted"
     for call in ("save", "save_async"):
         advice = interval[call]
@@ -252,14 +242,9 @@ def _print_comparison(console: Console, document: dict[str, Any]) -> None:
     table.add_column("best")
     for row in document["comparison"]:
         cells = [_cell(row["key"], row["values"][name]) for name in names]
-        table.add_row(row["title"], *cells, _shown(_verdict(row)))
+        best = ", ".join(row["best"]) or ("equal" if row["equal"] else "equal within 1%")
+        table.add_row(row["title"], *cells, _shown(best))
     console.print(table)
-
-
-def _verdict(row: dict[str, Any]) -> str:
-    if row["best"]:
-        return ", ".join(row["best"])
-    return "equal" if row["equal"] else "equal within 1%"
 
 
 def _cell(key: str, value: Any) -> str:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import click
 
-from ostraka._step_names import step_of
-from ostraka.cli._arguments import complete_steps, path_argument
-from ostraka.cli._roots import file_bytes, newest_good, open_root
-from ostraka.cli._text import (
-    Table,
-    count_of,
-    echo_json,
-    echo_lines,
-    human_age,
-    human_bytes,
-    printable,
-)
-from ostraka.manager._retain import remove_unless_read
-from ostraka.manager._steps import Root, Step, no_such_step
+from ostraka.cli._arguments import complete_steps, json_option, path_argument
+from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
+from ostraka.cli._roots import file_bytes, open_root, removal_lines
+from ostraka.errors import count_of
+from ostraka.layout.file_names import step_of
+from ostraka.manager.retain import remove_step
+from ostraka.manager.steps import Root, Step, no_such_step
 
 
 def _parse_steps(
@@ -42,16 +35,15 @@ def _parse_steps(
 @click.option(
     "--force", is_flag=True, help="Even the newest good step, pinned ones, and those being read."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+@json_option()
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Remove each STEP from the directory ROOT.
 
-    A step is given by its number, or by the name of its directory: 100 and step_00000100 are the
-    same.
+    Give a step by its number, or by the name of its directory: 100 and step_00000100 are the same.
 
-    Without --yes nothing is removed: what would be removed is shown. The newest step that can be
-    read is never removed, nor are pinned ones, or one that a watch is reading, unless --force is
-    given. A step that is being written is not touched.
+    Without --yes the command only shows what it would remove. Without --force it keeps the newest
+    step that can be read, pinned steps, and a step that a watch is reading. It never touches a step
+    that is being written.
 
     \b
     Examples:
@@ -60,51 +52,36 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
     """
     place = open_root(root)
     steps = place.scan()
-    chosen = [_find(place, steps, number) for number in dict.fromkeys(step)]
+    chosen: list[Step] = []
+    for number in dict.fromkeys(step):
+        found = next((one for one in steps if one.step == number), None)
+        if found is None:
+            raise no_such_step(place.location, number, [one.step for one in steps])
+        chosen.append(found)
     if not force:
         _protect(place, steps, chosen)
     sizes = [file_bytes(place, one) for one in chosen]
     if yes:
         for one in chosen:
-            if force:
-                place.remove(one.step)
-            else:
-                remove_unless_read(place, one.step)
+            remove_step(place, one.step, seen=one, even_if_read=force)
     if as_json:
         entries = [
             {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}
             for one, nbytes in zip(chosen, sizes, strict=True)
         ]
         echo_json({"root": place.location, "removed": yes, "steps": entries})
-    else:
-        echo_lines(_lines(place, chosen, sizes, removed=yes))
-
-
-def _lines(root: Root, steps: list[Step], sizes: list[int | None], *, removed: bool) -> list[str]:
+        return
     table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
-    for step, nbytes in zip(steps, sizes, strict=True):
-        size = "unknown" if nbytes is None else human_bytes(nbytes)
-        table.add(f"{step.step}", size, human_age(step.saved_s), ", ".join(step.names))
-    total = f"{count_of(len(steps), 'step')}, {human_bytes(sum(n or 0 for n in sizes))}"
-    verb = "removed from" if removed else "would go from"
-    return [
-        f"{verb} {click.style(printable(root.location), bold=True)}",
-        "",
-        *table.lines(),
-        "",
-        total if removed else f"{total}; nothing is removed without --yes",
-    ]
-
-
-def _find(root: Root, steps: list[Step], number: int) -> Step:
-    for step in steps:
-        if step.step == number:
-            return step
-    raise no_such_step(root.location, number, [step.step for step in steps])
+    for one, nbytes in zip(chosen, sizes, strict=True):
+        saved = human_age(one.saved_s)
+        table.add(f"{one.step}", human_size(nbytes), saved, ", ".join(one.names))
+    what, total = count_of(len(chosen), "step"), sum(nbytes or 0 for nbytes in sizes)
+    echo_lines(removal_lines(place.location, table, what, total, removed=yes))
 
 
 def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
-    newest = newest_good(steps)
+    """Raise UsageError if a step is pinned, or the newest good one."""
+    newest = max((step.step for step in steps if step.is_good), default=None)
     for step in chosen:
         reason = "the newest good one" if step.step == newest else "pinned" if step.pinned else None
         if reason:

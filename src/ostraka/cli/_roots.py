@@ -1,37 +1,36 @@
-"""Directories of steps, as the commands need them."""
+"""Directories of steps: their checkpoints, and the columns that commands print for a step."""
 
 from __future__ import annotations
 
 from errno import EACCES, EPERM
+from typing import Any
 
-from ostraka import _format
-from ostraka._step_names import prefixed_steps, steps_among
-from ostraka.errors import CheckpointNotFound, Damaged, Problem, UnsupportedFormat
-from ostraka.formats import is_finished_orbax, is_orbax, open_source
-from ostraka.formats._safetensors_files import has_safetensors
-from ostraka.manager._steps import Root, Step, saved_s
+import click
+
+from ostraka.cli._output import Table, human_number, human_size, json_number
+from ostraka.errors import CheckpointNotFound, printable
+from ostraka.formats import is_orbax, open_source
+from ostraka.formats.safetensors.files import has_safetensors
+from ostraka.layout import shard_file
+from ostraka.layout.file_names import possible_steps
+from ostraka.manager.steps import Root, Step
 from ostraka.storage import Store, open_store
 
 
 def checkpoints_at(path: str) -> list[str]:
-    """The path itself, or those of all steps if it is a directory of steps."""
-    if is_checkpoint(path):
+    """The path itself, or those of all Ostraka steps if it is a directory of steps."""
+    store = open_store(path)
+    if not store.exists() or _has_checkpoint(store):
         return [path]
     root = Root(path)
-    return [root.path(step.names[0]) for step in root.scan()] or [path]
-
-
-def is_checkpoint(path: str) -> bool:
-    """Whether a path is not that of a directory that may have steps in it."""
-    store = open_store(path)
-    return not store.exists() or _has_checkpoint(store)
+    return [root.path(one.names[0]) for one in root.scan() if not one.is_foreign] or [path]
 
 
 def _has_checkpoint(store: Store) -> bool:
     names = store.list()
     if has_safetensors(names):
-        return not steps_among(names)  # Beside steps they are something that lies about.
-    return _format.METADATA_NAME in names or is_orbax(names)
+        return not possible_steps(names)  # Beside steps, such files belong to nothing.
+    return shard_file.METADATA_NAME in names or is_orbax(names)
 
 
 def open_root(path: str) -> Root:
@@ -47,33 +46,10 @@ def open_root(path: str) -> Root:
     return Root(path)
 
 
-def steps_of_orbax(root: Root) -> list[Step]:
-    """The steps in a directory that Orbax has finished. A manager does not know them."""
-    found: list[Step] = []
-    names = root.store.list()
-    for step, of_step in (*steps_among(names).items(), *prefixed_steps(names).items()):
-        for name in of_step:
-            if is_finished_orbax(root.at(name)):
-                found.append(_step_of_orbax(root.at(name), step, name))
-    return found
-
-
-def _step_of_orbax(place: Store, step: int, name: str) -> Step:
-    try:
-        saved = open_source(place).saved
-    except Damaged as error:
-        return Step(step, None, {}, False, (name,), error.problems)
-    except (OSError, ValueError) as error:
-        problem = Problem(name, str(error))
-        unsupported = str(error) if isinstance(error, UnsupportedFormat) else None
-        return Step(step, None, {}, False, (name,), (problem,), unsupported)
-    metrics = saved.user.get("metrics", {})
-    numbers = {key: value for key, value in metrics.items() if type(value) in (int, float)}
-    return Step(step, saved_s(saved), numbers, False, (name,))
-
-
 def file_bytes(root: Root, step: Step) -> int | None:
-    """The bytes of a step's files; None if unknown."""
+    """The bytes of a step's files, or None if unknown."""
+    if step.nbytes is not None:
+        return step.nbytes
     try:
         source = open_source(root.at(step.names[0]))
     except (OSError, ValueError):
@@ -82,7 +58,7 @@ def file_bytes(root: Root, step: Step) -> int | None:
 
 
 def is_forbidden(root: Root, step: Step) -> bool:
-    """Whether a step may be intact, and only this user or this version can't read it."""
+    """True if a step may be intact, but this user or this version can't read it."""
     if step.unsupported is not None:
         return True
     try:
@@ -94,5 +70,32 @@ def is_forbidden(root: Root, step: Step) -> bool:
     return False
 
 
-def newest_good(steps: list[Step]) -> int | None:
-    return max((step.step for step in steps if step.is_good), default=None)
+def describe_step(root: Root, step: Step) -> dict[str, Any]:
+    """A step for scripts."""
+    return {
+        "step": step.step,
+        "path": root.path(step.names[0]),
+        "saved_s": step.saved_s,
+        "bytes": file_bytes(root, step),
+        "metrics": {name: json_number(value) for name, value in step.metrics.items()},
+    }
+
+
+def show_metrics(step: Step) -> str:
+    """The metrics of a step for people: `loss=2.5 accuracy=0.7`."""
+    return " ".join(f"{printable(name)}={human_number(v)}" for name, v in step.metrics.items())
+
+
+def removal_lines(
+    location: str, table: Table, what: str, nbytes: int, *, removed: bool
+) -> list[str]:
+    """The lines about a removal from a directory, done or planned."""
+    total = f"{what}, {human_size(nbytes)}"
+    verb = "removed from" if removed else "would go from"
+    return [
+        f"{verb} {click.style(printable(location), bold=True)}",
+        "",
+        *table.lines(),
+        "",
+        total if removed else f"{total}; nothing is removed without --yes",
+    ]

@@ -1,25 +1,26 @@
-"""`ostraka show`: what is in a checkpoint, and on request in its arrays."""
+"""`ostraka show`: the leaves, files and elements of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._checkpoint import open_at, read_whole
-from ostraka._pattern import matches
-from ostraka._source import Source
 from ostraka.cli import _tree
-from ostraka.cli._arguments import complete_leaves, names_option, path_argument
+from ostraka.cli._arguments import complete_leaves, json_option, names_option, path_argument
 from ostraka.cli._errors import DIFFERENT
-from ostraka.cli._text import Table, count_of, echo_json, echo_lines, human_bytes, human_number
-from ostraka.cli._tree import Row
-from ostraka.errors import nearest_path
+from ostraka.cli._output import Table, echo_json, echo_lines, human_number
+from ostraka.cli._tree import LeafRow
+from ostraka.common.units import human_bytes
+from ostraka.errors import count_of, nearest_path
+from ostraka.formats.source import Source
+from ostraka.reading.locate import open_at, read_whole
+from ostraka.tree.patterns import matches
 
 if TYPE_CHECKING:
-    from ostraka.cli._statistics import Statistics
+    from ostraka.cli._measure import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
 _OPTIONS = {"index": "--slice"}
@@ -43,7 +44,7 @@ def _parse_dimensions(
 @click.command()
 @path_argument("path")
 @click.argument("leaf", required=False, shell_complete=complete_leaves)
-@click.option("--depth", type=click.IntRange(1), help="Sum up what lies deeper; not in JSON.")
+@click.option("--depth", type=click.IntRange(1), help="Sum up deeper leaves; not in JSON.")
 @click.option(
     "--sort", type=click.Choice(["tree", "size", "name"]), default="tree", help="Default: tree."
 )
@@ -55,23 +56,23 @@ def _parse_dimensions(
     "--dimensions",
     callback=_parse_dimensions,
     metavar="I,J",
-    help="Draw LEAF's sharding along these two. Default: the first two that are cut.",
+    help="Draw LEAF's sharding along these two. Default: the first two that are sharded.",
 )
 @names_option("Show tensors as the leaves that a restore makes of them")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+@json_option()
 def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any) -> None:
     """Show what the checkpoint at PATH holds.
 
-    Every leaf is listed with its dtype, its global shape, how it was cut over the mesh, and its
-    size; then who wrote it, when, where, and how long that took. No array is read unless --stats,
-    --nan or --slice asks for it, and what is read is verified. With --nan the exit code is 1 if
-    there is any NaN or infinity.
+    The table lists every leaf with its dtype, its global shape, its sharding and its size. Below it
+    you see who wrote the checkpoint, when, where, and how long that took. Arrays are read only for
+    --stats, --nan and --slice, and are verified then. With --nan the exit code is 1 if there is any
+    NaN or infinity.
 
     LEAF is a path, or a pattern: * stands for anything in one name, ** for anything at all, and a
-    name above leaves for all of them. Of a single array its sharding is drawn, the numbers are
-    those of devices, and the file of each box is listed, with the process and host that wrote it.
+    name above leaves for all of them. For a single array the command draws its sharding, with the
+    numbers of devices, and lists the file of each box with the process and host that wrote it.
 
-    PATH may be a directory of steps, for the newest of them, or runs/7 for step 7 of runs; the
+    PATH may be a directory of steps, for the newest of them, or runs/7 for step 7 of runs. The
     first line says which it is. ostraka ls lists them all.
 
     \b
@@ -96,30 +97,40 @@ def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any)
 def _show(
     source: Source, leaf: str | None, *, as_json: bool, nan: bool, files: bool, **options: Any
 ) -> bool:
-    """Print it, once all has been read; returns False if --nan has found something."""
+    """Read everything, then print a checkpoint. Returns False if --nan found something."""
     rows = _tree.rows_of(source)
     chosen = _choose(source.location, rows, leaf)
+    given: dict[str, Any] = {"files": files, **options}
     if nan:
-        _refuse_with_nan(files=files, **options)
-        from ostraka.cli._show_nan import show_not_finite
+        for name in ("stats", "files", "depth", "index", "dimensions"):
+            if given[name]:
+                raise click.UsageError(
+                    f"--nan does not go together with {_OPTIONS.get(name, f'--{name}')}; give one",
+                    click.get_current_context(),
+                )
+        from ostraka.cli._show_arrays import show_not_finite
 
         return show_not_finite(source, chosen, as_json=as_json)
-    if _is_one_array(chosen, leaf):
-        from ostraka.cli._show_leaf import show_leaf  # with numpy, which the table does without
+    if len(chosen) == 1 and chosen[0].path == leaf and chosen[0].number is not None:
+        from ostraka.cli._show_arrays import show_leaf  # with numpy, which the table does without
 
         show_leaf(source, chosen[0], as_json=as_json, **options)
         return True
     for name in ("index", "dimensions"):
         if options[name] is not None:
-            _refuse(name, leaf)
-    _show_tree(source, rows, chosen, leaf, as_json=as_json, files=files, **options)
+            found = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
+            raise click.UsageError(
+                f"{_OPTIONS.get(name, f'--{name}')} needs the path of one array, and {found}",
+                click.get_current_context(),
+            )
+    _show_tree(source, rows, chosen, leaf, as_json=as_json, **given)
     return True
 
 
-def _choose(location: str, rows: Sequence[Row], leaf: str | None) -> list[Row]:
+def _choose(location: str, rows: Sequence[LeafRow], leaf: str | None) -> list[LeafRow]:
+    """The rows of the leaf, or of the leaves that it matches as a pattern."""
     if leaf is None:
         return list(rows)
-    # A leaf may have a name that would be a pattern, too.
     chosen = [row for row in rows if row.path == leaf]
     chosen = chosen or [row for row in rows if matches(leaf.rstrip("/"), row.path)]
     if not chosen:
@@ -130,31 +141,10 @@ def _choose(location: str, rows: Sequence[Row], leaf: str | None) -> list[Row]:
     return chosen
 
 
-def _is_one_array(chosen: Sequence[Row], leaf: str | None) -> bool:
-    return len(chosen) == 1 and chosen[0].path == leaf and chosen[0].number is not None
-
-
-def _refuse_with_nan(**options: Any) -> None:
-    for name in ("stats", "files", "depth", "index", "dimensions"):
-        if options[name]:
-            raise click.UsageError(
-                f"--nan does not go together with {_OPTIONS.get(name, f'--{name}')}; give one",
-                click.get_current_context(),
-            )
-
-
-def _refuse(name: str, leaf: str | None) -> None:
-    option = _OPTIONS.get(name, f"--{name}")
-    found = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
-    raise click.UsageError(
-        f"{option} needs the path of one array, and {found}", click.get_current_context()
-    )
-
-
 def _show_tree(
     source: Source,
-    rows: Sequence[Row],
-    chosen: list[Row],
+    rows: Sequence[LeafRow],
+    chosen: list[LeafRow],
     leaf: str | None,
     *,
     depth: int | None,
@@ -164,15 +154,21 @@ def _show_tree(
     as_json: bool,
     **_: Any,
 ) -> None:
-    found = _statistics(source, chosen) if stats else {}
+    found: Mapping[int, Statistics] = {}
+    if stats:
+        from ostraka.cli._show_arrays import statistics_of_rows
+
+        found = statistics_of_rows(source, chosen)
+    if depth is not None and not as_json:
+        chosen = _tree.summed_up(chosen, depth)
+    if sort != "tree":
+        chosen.sort(key=lambda row: -row.nbytes if sort == "size" else row.path)
     if as_json:
-        echo_json(_tree.describe(source, rows, _sorted(chosen, sort), found))
+        echo_json(_tree.describe(source, rows, chosen, found))
         return
     lines = [_tree.title(source)]
     if chosen:
-        if depth is not None:
-            chosen = _tree.summed_up(chosen, depth)
-        lines += ["", *_table(_sorted(chosen, sort), found)]
+        lines += ["", *_table(chosen, found)]
     if files:
         lines += ["", *_tree.files_table(source)]
     lines.append("")
@@ -182,35 +178,15 @@ def _show_tree(
     echo_lines([*lines, *_tree.totals_lines(source, rows)])
 
 
-def _sorted(rows: list[Row], sort: str) -> list[Row]:
-    keys: dict[str, Callable[[Row], Any]] = {
-        "size": lambda row: -row.nbytes,
-        "name": lambda row: row.path,
-    }
-    return sorted(rows, key=keys[sort]) if sort in keys else rows
-
-
-def _table(rows: Sequence[Row], found: dict[int, Statistics]) -> list[str]:
-    head = _COLUMNS + (_STATISTICS if found else ())
-    table = Table(head, right=("size", *_STATISTICS))
+def _table(rows: Sequence[LeafRow], statistics: Mapping[int, Statistics]) -> list[str]:
+    table = Table(_COLUMNS + (_STATISTICS if statistics else ()), right=("size", *_STATISTICS))
     for row in rows:
-        extra = statistics_cells(found.get(-1 if row.number is None else row.number))
-        table.add(*row.cells, *(extra if found and len(row.cells) == len(_COLUMNS) else ()))
+        extra: tuple[str, ...] = ()
+        if statistics and len(row.cells) == len(_COLUMNS):
+            found = None if row.number is None else statistics.get(row.number)
+            extra = ("",) * len(_STATISTICS)
+            if found is not None:
+                numbers = (found.least, found.most, found.mean, found.std)
+                extra = (*map(human_number, numbers), f"{found.nan:,}", f"{found.infinite:,}")
+        table.add(*row.cells, *extra)
     return table.lines()
-
-
-def statistics_cells(found: Statistics | None) -> tuple[str, ...]:
-    if found is None:
-        return ("",) * len(_STATISTICS)
-    numbers = (found.least, found.most, found.mean, found.std)
-    return (*map(human_number, numbers), f"{found.nan:,}", f"{found.infinite:,}")
-
-
-def _statistics(source: Source, rows: Sequence[Row]) -> dict[int, Statistics]:
-    from ostraka.cli._progress import progress
-    from ostraka.cli._statistics import statistics_of
-
-    arrays = [row for row in rows if row.number is not None]
-    with progress("reading", sum(row.nbytes for row in arrays)) as bar:
-        numbers = [row.number for row in arrays if row.number is not None]
-        return statistics_of(source, numbers, on_bytes=bar.advance)

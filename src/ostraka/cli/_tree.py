@@ -1,62 +1,60 @@
-"""The leaves of a checkpoint as rows, and totals over all of them."""
+"""The leaves and files of a checkpoint as rows, and totals over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ostraka._nodes import ArrayNumber, Kept, Lost, leaves_of
-from ostraka._source import CONFIG, Saved, Source, StoredFile
-from ostraka._spec import LeafSpec, show_partition
-from ostraka.cli._text import (
+from ostraka.cli._output import (
     Table,
-    count_of,
-    human_bytes,
     human_seconds,
     json_number,
     json_text,
-    printable,
     shorten,
     show_shape,
     shown_value,
 )
+from ostraka.common.units import human_bytes
+from ostraka.errors import count_of, printable
+from ostraka.formats.source import CONFIG, Saved, Source
+from ostraka.layout.spec import LeafSpec, show_partition
+from ostraka.sharding.leaves import without_trailing
+from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of
 
 if TYPE_CHECKING:
-    from ostraka.cli._statistics import Statistics
+    from ostraka.cli._measure import Statistics
 
 _VALUE_WIDTH = 60
 _MOST_HOSTS = 4
 _MOST_SECONDS = 1e9
 """No save takes longer."""
-_KEPT = "not saved"
-"""For functions and the like, which only a template can provide."""
-UNKNOWN_HOST = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LeafRow:
     """A leaf, or all leaves below a name."""
 
     path: str
     cells: tuple[str, ...]
-    """What a table shows: all of its columns, or path, type and value."""
+    """The cells of a table: all of its columns, or path, type and value."""
     nbytes: int = 0
     leaves: int = 1
     number: int | None = None
     """The number of an array leaf."""
     same_as: str | None = None
-    """The path where the array is shown and counted, if it has several and this is another."""
+    """The first path of an array that has several, where it is counted."""
     value: Any = None
 
 
-def rows_of(source: Source) -> list[Row]:
+def rows_of(source: Source) -> list[LeafRow]:
+    """A row for each leaf, in tree order."""
     saved = source.saved
-    rows: list[Row] = []
+    rows: list[LeafRow] = []
     # A model has few kinds of leaves and many of each.
-    kinds: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
+    kinds: dict[tuple[object, ...], tuple[str, ...]] = {}
     for leaf in leaves_of(source.tree):
         if isinstance(leaf.value, ArrayNumber):
             number = leaf.value.number
@@ -65,82 +63,78 @@ def rows_of(source: Source) -> list[Row]:
             kind = (spec.dtype, spec.shape, spec.prng, *placed)
             known = kinds.get(kind)
             if known is None:
-                known = kinds[kind] = _cells(saved, spec), spec.nbytes
-            cells, nbytes = known
+                known = kinds[kind] = (
+                    printable(dtype_of(spec)),
+                    show_shape(spec.logical_shape),
+                    printable(sharding_of(saved, spec)),
+                    human_bytes(spec.nbytes),
+                )
             if leaf.path != spec.path:
                 shown = (printable(leaf.path), f"= {printable(spec.path)}")
-                rows.append(Row(leaf.path, shown, number=number, same_as=spec.path))
+                rows.append(LeafRow(leaf.path, shown, number=number, same_as=spec.path))
                 continue
-            rows.append(Row(leaf.path, (printable(leaf.path), *cells), nbytes, number=number))
-        elif isinstance(leaf.value, Kept):
-            cells = (printable(leaf.path), _KEPT, printable(leaf.value.name))
-            rows.append(Row(leaf.path, cells, value=leaf.value))
-        elif isinstance(leaf.value, Lost):
-            cells = (printable(leaf.path), "lost", printable(leaf.value.why))
-            rows.append(Row(leaf.path, cells, value=leaf.value))
+            rows.append(
+                LeafRow(leaf.path, (printable(leaf.path), *known), spec.nbytes, number=number)
+            )
         else:
-            shown = shorten(printable(shown_value(leaf.value)), _VALUE_WIDTH)
-            cells = (printable(leaf.path), type(leaf.value).__name__, shown)
-            rows.append(Row(leaf.path, cells, value=leaf.value))
+            if isinstance(leaf.value, Kept):  # A function or the like, which a template provides.
+                shown = ("not saved", leaf.value.name)
+            elif isinstance(leaf.value, UnreadableLeaf):
+                shown = ("lost", leaf.value.why)
+            else:
+                value = shorten(printable(shown_value(leaf.value)), _VALUE_WIDTH)
+                shown = (type(leaf.value).__name__, value)
+            cells = (printable(leaf.path), *map(printable, shown))
+            rows.append(LeafRow(leaf.path, cells, value=leaf.value))
     return rows
 
 
-def _cells(saved: Saved, leaf: LeafSpec) -> tuple[str, ...]:
-    """What a table shows of an array beside its path."""
-    return (
-        printable(dtype_of(leaf)),
-        show_shape(shape_of(leaf)),
-        printable(placement(saved, leaf)),
-        human_bytes(leaf.nbytes),
-    )
-
-
 def dtype_of(leaf: LeafSpec) -> str:
+    """The dtype of an array. For PRNG keys, their implementation."""
     return leaf.dtype if leaf.prng is None else f"key<{leaf.prng}>"
 
 
-def shape_of(leaf: LeafSpec) -> tuple[int, ...]:
-    """The shape that its user knows: of keys, not of their data; of one process."""
-    return leaf.logical_shape
-
-
-def placement(saved: Saved, leaf: LeafSpec) -> str:
+def sharding_of(saved: Saved, leaf: LeafSpec, *, with_mesh: bool = False) -> str:
+    """How an array was sharded, or where else it was."""
     if leaf.per_process:
         return f"one for each of {leaf.shape[0]} processes"
     if leaf.mesh < 0:
         return "host memory"
     memory = "" if leaf.memory is None else f" in {leaf.memory}"
-    if not saved.meshes[leaf.mesh].axis_names:
+    mesh = saved.meshes[leaf.mesh]
+    if not mesh.axis_names:
         return f"one device{memory}"
+    if with_mesh:
+        return f"{show_partition(without_trailing(leaf.partition))} on {mesh}{memory}"
     return f"{show_partition(leaf.partition)}{memory}"
 
 
-def summed_up(rows: Sequence[Row], depth: int) -> list[Row]:
-    """The rows, with all that are deeper than `depth` names summed up in one."""
-    groups: dict[str, list[Row]] = {}
+def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
+    """The rows, with one row for all leaves below a name at `depth`."""
+    groups: dict[str, list[LeafRow]] = {}
     for row in rows:
         names = row.path.split("/")
         above = "/".join(names[:depth])
         groups.setdefault(f"{above}/" if len(names) > depth else row.path, []).append(row)
-    return [
-        _sum_up(path, group) if path.endswith("/") else group[0] for path, group in groups.items()
-    ]
-
-
-def _sum_up(path: str, rows: Sequence[Row]) -> Row:
-    arrays = (row for row in rows if row.number is not None and row.same_as is None)
-    kinds = dict.fromkeys(row.cells[1] for row in arrays)
-    shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
-    nbytes = sum(row.nbytes for row in rows)
-    leaves = count_of(len(rows), "leaf")
-    cells = (printable(path), shown, leaves, "", human_bytes(nbytes))
-    return Row(path, cells, nbytes, leaves=len(rows))
+    summed: list[LeafRow] = []
+    for path, group in groups.items():
+        if not path.endswith("/"):
+            summed.append(group[0])
+            continue
+        arrays = (row for row in group if row.number is not None and row.same_as is None)
+        kinds = dict.fromkeys(row.cells[1] for row in arrays)
+        shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
+        nbytes = sum(row.nbytes for row in group)
+        cells = (printable(path), shown, count_of(len(group), "leaf"), "", human_bytes(nbytes))
+        summed.append(LeafRow(path, cells, nbytes, leaves=len(group)))
+    return summed
 
 
 # All of it
 
 
 def title(source: Source) -> str:
+    """The path, when it was saved, and by what."""
     writer = source.saved.writer
     when = _text_in(writer, "time") or "at an unknown time"
     if when.endswith("+00:00"):
@@ -153,44 +147,57 @@ def title(source: Source) -> str:
 
 
 def _text_in(writer: Mapping[str, Any], name: str) -> str:
-    """What wrote a checkpoint says of itself, if it is text; not all of a long one."""
+    """The beginning of a string in `_METADATA`, or an empty one."""
     found = writer.get(name)
     return shorten(found, _VALUE_WIDTH) if isinstance(found, str) else ""
 
 
-def totals(source: Source, rows: Sequence[Row]) -> Mapping[str, int]:
+def totals(source: Source, rows: Sequence[LeafRow]) -> Mapping[str, int | None]:
+    """Counts of the arrays and values in the rows, and of the files that hold them.
+
+    The counts of processes and devices are None if the files do not record them.
+    """
     saved, files = source.saved, source.files()
+    numbers = {row.number for row in rows if row.number is not None}
+    in_files = saved.in_files
+    is_known = "library" not in saved.writer or any(leaf.mesh >= 0 for leaf in in_files.leaves)
     return {
-        "arrays": len(saved.leaves),
+        "arrays": len(numbers),
         "values": sum(
-            row.number is None and not isinstance(row.value, Kept | Lost) for row in rows
+            row.number is None and not isinstance(row.value, Kept | UnreadableLeaf) for row in rows
         ),
-        "bytes": sum(leaf.nbytes for leaf in saved.leaves),
+        "bytes": sum(saved.leaves[number].nbytes for number in numbers),
         "files": len(files),
         "file_bytes": sum(file.nbytes for file in files),
-        "processes": saved.process_count,
-        "devices": len(saved.process_of),
+        "parity_bytes": sum(file.nbytes for file in files if file.device is None),
+        "processes": in_files.process_count if is_known else None,
+        "devices": len(in_files.process_of) if is_known else None,
     }
 
 
-def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
+def totals_lines(source: Source, rows: Sequence[LeafRow]) -> list[str]:
+    """The totals for people: sizes, meshes, hosts, times, the model, the user's metadata."""
     found = totals(source, rows)
-    inside = [count_of(found["arrays"], "array")]
+    arrays, nbytes = found["arrays"] or 0, found["bytes"] or 0
+    inside = [count_of(arrays, "array")]
     again = sum(row.same_as is not None for row in rows)
     if again:
-        inside[0] += f" at {count_of(found['arrays'] + again, 'path')}"
+        inside[0] += f" at {count_of(arrays + again, 'path')}"
     if found["values"]:
         inside.append(count_of(found["values"], "value"))
-    size = human_bytes(found["bytes"])
-    if found["file_bytes"] < found["bytes"]:
-        size += f" compressed to {human_bytes(found['file_bytes'])}"
-    files = count_of(found["files"], "file")
-    processes = count_of(found["processes"], "process")
-    devices = count_of(found["devices"], "device")
-    lines = [f"{', '.join(inside)}, {size} in {files}, written by {processes} with {devices}"]
+    line = f"{', '.join(inside)}, {_sizes(source, nbytes)}"
+    if found["processes"] is not None and found["devices"] is not None:
+        processes = count_of(found["processes"], "process")
+        line += f", written by {processes} with {count_of(found['devices'], 'device')}"
+    lines = [line]
     meshes = [printable(str(mesh)) for mesh in source.saved.meshes if mesh.axis_names]
     lines += [f"mesh: {mesh}" for mesh in dict.fromkeys(meshes)]
-    lines += _hosts_line(source.saved)
+    hosts = list(dict.fromkeys(hosts_of(source.saved).values()))
+    if hosts:
+        shown = ", ".join(printable(host) for host in hosts[:_MOST_HOSTS])
+        rest = len(hosts) - _MOST_HOSTS
+        more = f" and {rest:,} more; --files lists all" if rest > 0 else ""
+        lines.append(f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}")
     lines += _took(source.saved.writer.get("timeline"))
     lines += _model_line(source.saved.user.get(CONFIG))
     user = {name: value for name, value in source.saved.user.items() if name != CONFIG}
@@ -199,8 +206,24 @@ def totals_lines(source: Source, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _sizes(source: Source, nbytes: int) -> str:
+    """The size of the arrays in the rows, and the size of the files where it differs."""
+    files = source.files()
+    # A view may leave out arrays of the files. The compressed size is that of all.
+    held = sum(leaf.nbytes for leaf in source.saved.in_files.leaves)
+    stored = sum(file.nbytes for file in files if file.device is not None)
+    size = human_bytes(nbytes) + (f" of {human_bytes(held)}" if nbytes != held else "")
+    if stored < held:
+        size += f" compressed to {human_bytes(stored)}"
+    parity = [file.nbytes for file in files if file.device is None]
+    size += f" in {count_of(len(files), 'file')}"
+    if parity:
+        size += f", {len(parity):,} of them parity of {human_bytes(sum(parity))}"
+    return size
+
+
 def _model_line(config: Any) -> list[str]:
-    """What a model's config.json says that it is; --json has all of it."""
+    """The type of model in config.json. With --json you get all of the file."""
     if not isinstance(config, dict):
         return []
     about: dict[Any, Any] = config
@@ -211,80 +234,65 @@ def _model_line(config: Any) -> list[str]:
     return [f"model: {printable(kind)}{f' ({printable(known)})' if known else ''}"]
 
 
-def _hosts_line(saved: Saved) -> list[str]:
-    hosts = list(dict.fromkeys(hosts_of(saved)))
-    if not hosts:
-        return []
-    shown = ", ".join(printable(host) for host in hosts[:_MOST_HOSTS])
-    rest = len(hosts) - _MOST_HOSTS
-    more = f" and {rest:,} more; --files lists all" if rest > 0 else ""
-    return [f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}{more}"]
-
-
-def hosts_of(saved: Saved) -> list[str]:
-    """The host of each process that saved; none if `_METADATA` has no valid list of them."""
+def hosts_of(saved: Saved) -> dict[int, str]:
+    """The host of each process that saved. Empty if `_METADATA` has no valid list of them."""
     found: Any = saved.writer.get("hosts")
-    if not isinstance(found, list):
-        return []
-    hosts: list[Any] = found
-    return hosts if all(isinstance(host, str) for host in hosts) else []
-
-
-def host_of(hosts: Sequence[str], process: int) -> str | None:
-    return hosts[process] if process < len(hosts) else None
+    hosts: list[Any] = found if isinstance(found, list) else []
+    return dict(enumerate(hosts)) if all(isinstance(host, str) for host in hosts) else {}
 
 
 def files_table(source: Source) -> list[str]:
-    """Every file with who wrote it."""
+    """Every file with the device, process and host that wrote it."""
     table = Table(
         ("file", "device", "process", "host", "size"), right=("device", "process", "size")
     )
-    hosts = hosts_of(source.saved)
-    files = source.files()
+    hosts, files = hosts_of(source.saved), source.files()
     for file in files:
-        host = printable(host_of(hosts, file.process) or UNKNOWN_HOST)
-        name = printable(file.name.rpartition("/")[2])
         device = "parity" if file.device is None else f"{file.device}"
+        host = hosts.get(file.process, "unknown")
+        name = file.name.rpartition("/")[2]
         table.add(name, device, f"{file.process}", host, human_bytes(file.nbytes))
-    return [*table.lines(), *where_files_are([file.name for file in files])]
+    return [*table.lines(), *directory_lines([file.name for file in files])]
 
 
-def where_files_are(names: Sequence[str]) -> list[str]:
-    """A line that names the directory of files, if they lie in one below the checkpoint's own."""
+def directory_lines(names: Sequence[str]) -> list[str]:
+    """A line that names the directory of files below the checkpoint, if they are in one."""
     directories = {name.rpartition("/")[0] for name in names} - {""}
     return [f"files are in {printable(name)}/" for name in directories]
 
 
 def _took(timeline: Any) -> list[str]:
-    """How long the save took, in all and in its phases; nothing if it is not recorded."""
-    phases = dict(_phases(timeline))
+    """The duration of the save and of its phases, if `_METADATA` has it."""
+    given: dict[Any, Any] = timeline if isinstance(timeline, dict) else {}
+    phases = {
+        name.removesuffix("_s"): float(seconds)
+        for name, seconds in given.items()
+        if isinstance(name, str)
+        and name.endswith("_s")
+        and type(seconds) in (int, float)
+        and 0 <= seconds <= _MOST_SECONDS
+    }
     if not phases:
         return []
     total = sum(phases.values())
     shown = ", ".join(f"{printable(name)} {human_seconds(s)}" for name, s in phases.items())
-    nbytes = timeline.get("bytes")
+    nbytes = given.get("bytes")
     rate = ""
     if type(nbytes) is int and 0 <= nbytes < 1 << 63 and total > 0:
         rate = f", {human_bytes(int(nbytes / total))}/s"
     return [f"took {human_seconds(total)}{rate} ({shown})"]
 
 
-def _phases(timeline: Any) -> Iterator[tuple[str, float]]:
-    if not isinstance(timeline, dict):
-        return
-    given: dict[Any, Any] = timeline
-    for name, seconds in given.items():
-        is_time = type(seconds) in (int, float) and 0 <= seconds <= _MOST_SECONDS
-        if isinstance(name, str) and name.endswith("_s") and is_time:
-            yield name.removesuffix("_s"), float(seconds)
-
-
 # For scripts
 
 
 def describe(
-    source: Source, rows: Sequence[Row], chosen: Sequence[Row], found: Mapping[int, Statistics]
+    source: Source,
+    rows: Sequence[LeafRow],
+    chosen: Sequence[LeafRow],
+    found: Mapping[int, Statistics],
 ) -> dict[str, object]:
+    """A checkpoint as JSON, with the statistics of arrays by number."""
     saved = source.saved
     hosts = hosts_of(saved)
     leaves = [describe_row(saved, row) for row in chosen]
@@ -300,25 +308,25 @@ def describe(
             dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)) for mesh in saved.meshes
         ],
         "leaves": leaves,
-        "files": [_describe_file(hosts, file) for file in source.files()],
+        "files": [
+            {
+                "file": file.name,
+                "device": file.device,
+                "process": file.process,
+                "host": hosts.get(file.process),
+                "bytes": file.nbytes,
+            }
+            for file in source.files()
+        ],
         "totals": totals(source, rows),
     }
 
 
-def _describe_file(hosts: Sequence[str], file: StoredFile) -> dict[str, object]:
-    return {
-        "file": file.name,
-        "device": file.device,
-        "process": file.process,
-        "host": host_of(hosts, file.process),
-        "bytes": file.nbytes,
-    }
-
-
-def describe_row(saved: Saved, row: Row) -> dict[str, object]:
+def describe_row(saved: Saved, row: LeafRow) -> dict[str, object]:
+    """A leaf as JSON."""
     if isinstance(row.value, Kept):
         return {"path": row.path, "kind": "kept", "name": row.value.name}
-    if isinstance(row.value, Lost):
+    if isinstance(row.value, UnreadableLeaf):
         return {"path": row.path, "kind": "lost", "why": row.value.why}
     if row.number is None:
         value = row.value
@@ -343,4 +351,5 @@ def describe_row(saved: Saved, row: Row) -> dict[str, object]:
 
 
 def describe_statistics(found: Statistics) -> dict[str, object]:
+    """Statistics as JSON."""
     return {name: json_number(value) for name, value in asdict(found).items()}

@@ -1,4 +1,4 @@
-"""`ostraka watch`: the steps of a run as they are committed."""
+"""`ostraka watch`: print the steps of a run as they are committed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from datetime import datetime
-from typing import Any
 
 import click
 
-from ostraka.cli._arguments import path_argument
-from ostraka.cli._roots import file_bytes, open_root
-from ostraka.cli._text import echo, echo_json, human_bytes, human_number, json_number, printable
-from ostraka.manager._steps import Root, Step
-from ostraka.manager._watch import BACKLOG, Watch
+from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._output import echo, echo_json, human_size
+from ostraka.cli._roots import describe_step, open_root, show_metrics
+from ostraka.errors import printable
+from ostraka.manager.steps import Root
+from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.storage import open_store
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -38,21 +38,21 @@ def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> lis
 @click.command()
 @path_argument("root")
 @click.option("--after", type=click.IntRange(0), metavar="STEP", help="Begin after this step.")
-@click.option("--newest-only", is_flag=True, help="Of several new steps, only the newest.")
+@click.option("--newest-only", is_flag=True, help="Skip all new steps but the newest.")
 @click.option(
     "--backlog",
     type=click.IntRange(0),
     default=BACKLOG,
     show_default=True,
     metavar="STEPS",
-    help="How many new steps the run keeps for it while it is behind.",
+    help="How many new steps the run keeps while the watch is behind.",
 )
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="End after so long without a new step; 0 waits for none.",
+    help="End after this time without a new step; 0 does not wait.",
 )
 @click.option(
     "--exec",
@@ -61,7 +61,7 @@ def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> lis
     callback=_split,
     help="Run this for each step, with {step} and {path} replaced.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each step.")
+@json_option("Print a line of JSON for each step.")
 def watch(
     root: str,
     after: int | None,
@@ -73,12 +73,13 @@ def watch(
 ) -> None:
     """Print each step of the directory ROOT as it is committed.
 
-    First those that are there, then new ones, in ascending order. ROOT need not be there yet.
+    Steps that are already committed come first, then new ones, in ascending order. ROOT need not
+    exist yet.
 
-    With --exec a command is run for each step, one at a time, without a shell. Until it ends, the
-    run that saves deletes neither the step nor those that come meanwhile, up to --backlog of them.
-    Steps that are missed because it is further behind are named. A command that fails ends the
-    watch. Without --exec a step may be deleted as soon as it is printed.
+    With --exec a command runs for each step, one at a time, without a shell. While it runs, the
+    training run keeps this step and up to --backlog newer ones, and logs steps that the watch
+    misses because it is further behind. A command that fails ends the watch. Without --exec a step
+    may be deleted as soon as it is printed.
 
     \b
     Examples:
@@ -101,11 +102,15 @@ def watch(
     )
     with _ending_on_sigterm(), closing(steps):
         while (step := steps.wait()) is not None:
-            described = _describe(place, step)
+            described = describe_step(place, step)
             if as_json:
                 echo_json(described, indent=None)
             else:
-                echo(_line(described))
+                saved = "at an unknown time"
+                if step.saved_s is not None:
+                    saved = f"{datetime.fromtimestamp(step.saved_s):%Y-%m-%d %H:%M:%S}"
+                size = human_size(described["bytes"])
+                echo(f"{step.step:>8}  {saved}  {size:>9}  {show_metrics(step)}".rstrip())
             if command is not None:
                 _run(command, step.step, described["path"])
 
@@ -114,30 +119,8 @@ def _warn(text: str) -> None:
     echo(f"ostraka: {printable(text)}", err=True)
 
 
-def _describe(root: Root, step: Step) -> dict[str, Any]:
-    return {
-        "step": step.step,
-        "path": root.path(step.names[0]),
-        "saved_s": step.saved_s,
-        "bytes": file_bytes(root, step),
-        "metrics": {name: json_number(value) for name, value in step.metrics.items()},
-    }
-
-
-def _line(step: dict[str, Any]) -> str:
-    saved = "at an unknown time"
-    if step["saved_s"] is not None:
-        saved = f"{datetime.fromtimestamp(step['saved_s']):%Y-%m-%d %H:%M:%S}"
-    size = "unknown" if step["bytes"] is None else human_bytes(step["bytes"])
-    metrics = [
-        f"{printable(name)}={value if isinstance(value, str) else human_number(value)}"
-        for name, value in step["metrics"].items()
-    ]
-    return f"{step['step']:>8}  {saved}  {size:>9}  {' '.join(metrics)}".rstrip()
-
-
 def _run(command: list[str], step: int, path: str) -> None:
-    """Run the command for a step; raises click's error if it fails."""
+    """Run the command for a step. Raises click's error if it fails."""
     words = [word.replace("{step}", str(step)).replace("{path}", path) for word in command]
     try:
         status = _status_of(words)

@@ -1,8 +1,8 @@
-"""Whether every element of every leaf is in the files exactly once, by their headers. Pure.
+"""Check by headers that the files have every element of every leaf exactly once. Pure.
 
-What a reader looks for in a file follows from `_METADATA`; what a header says is what every other
-tool goes by. Both are compared, and then the boxes of each leaf, as headers have them, must fill it
-without gaps and overlaps. Nothing here uses the functions that plan or write them.
+Ostraka finds boxes by `_METADATA`, and every other tool finds them by the headers of the files.
+Both must agree. Then the boxes of each leaf must fill it without gaps and overlaps. This module
+shares no code with the planner and the writer.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from itertools import pairwise
 from math import prod
 from typing import Any, cast
 
-from ostraka._box import Box
-from ostraka._format import Block, Entry, stored_range
-from ostraka._header import real_starts
-from ostraka._parallel import TooDeep, with_full_stack
-from ostraka._spec import DTYPES, StoredLeaf
+from ostraka.common.dtypes import DTYPES
+from ostraka.common.threads import TooDeep, with_full_stack
+from ostraka.layout.box import Box
+from ostraka.layout.header import real_starts
+from ostraka.layout.shard_file import Block, Entry, stored_range
+from ostraka.layout.spec import StoredLeaf
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors package accepts."""
+"""The longest header that the safetensors package accepts."""
 
 
 class Contradiction(ValueError):
-    """A header is not that of its file; `leaf` is the path of the leaf that it is wrong about."""
+    """A header contradicts `_METADATA` or an index, about the leaf with the path `leaf`."""
 
     def __init__(self, found: str, leaf: str | None = None):
         super().__init__(found)
@@ -37,11 +38,10 @@ def boxes_in_header(
     entries: Sequence[Entry],
     blocks: Sequence[Block],
 ) -> dict[int, Box]:
-    """The box of each leaf that a file holds, as its header has it, by the leaf's number.
+    """The boxes in the header of a file, by the numbers of their leaves.
 
-    `entries` and `blocks` are what a reader expects in the file. Raises Contradiction where the
-    header says something else. The boxes of packed dtypes, of which a header has only the length,
-    are taken from `entries`.
+    A reader expects `entries` and `blocks` in the file. Raises Contradiction if the header differs.
+    For a packed dtype a header has the length alone, and its box is taken from `entries`.
     """
     tensors, about = _parse(header)
     starts = _table(about, "DCP_SHARDING_INFO")
@@ -82,7 +82,7 @@ _METADATA = "_METADATA"
 
 
 def _parse(header: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a header, and what it says about itself."""
+    """The tensors of a header, and its `__metadata__`."""
     length = int.from_bytes(header[:8], "little")
     if length != len(header) - 8:
         raise Contradiction(f"its header states {length:,} bytes, and has {len(header) - 8:,}")
@@ -113,7 +113,7 @@ def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
 def _box_of(
     leaf: StoredLeaf, entry: Entry, shown: Any, begin: Any, is_compressed: bool
 ) -> Box | None:
-    """The box that a header shows; None if it is of another dtype or size."""
+    """The box in a header, or None if its dtype or size differs."""
     dtype = DTYPES[leaf.spec.dtype]
     starts = real_starts(list(map(int, begin["saved_offsets"])))
     shape = list(map(int, shown["shape"]))
@@ -130,10 +130,10 @@ def _box_of(
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """How boxes fail to be all of an array, each element once; None if they are.
+    """How boxes fail to cover an array, in words, or None if they have each element once.
 
-    Boxes are the cells of a grid: the ranges that occur in a dimension adjoin each other, and every
-    combination of them occurs once.
+    Boxes are the cells of a grid. Their ranges in a dimension adjoin each other, and every
+    combination of ranges occurs once.
     """
     if len(set(boxes)) != len(boxes):
         return "a box is there twice"

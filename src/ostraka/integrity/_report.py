@@ -1,16 +1,25 @@
-"""What `verify` found, as data and in words."""
+"""The report of `verify`, as data and in words."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
 from ostraka.errors import Problem, count_of
+from ostraka.layout.shard_file import is_shards_directory, shards_directory
+from ostraka.saving.place import is_of_a_save
+from ostraka.storage import Store, is_claim
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something at a checkpoint that is not damage, and good to know."""
+    """A remark about a file that is not damaged.
+
+    Attributes:
+        file: The name of the file.
+        found: The remark, which completes "FILE: …".
+    """
 
     file: str
     found: str
@@ -21,7 +30,23 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found."""
+    """The result of `verify`.
+
+    Attributes:
+        path: The location of the checkpoint.
+        leaves: Number of arrays.
+        files: Number of shard files.
+        bytes_read: Bytes that were read.
+        time_s: Duration in seconds.
+        problems: All damage that was found.
+        notes: Files that are not part of the checkpoint. With `read=False` also the files that only
+            reading can prove.
+        unchecked: Files that could not be compared, because their index is damaged.
+        proven: With `read=False`, the number of files that the store proves to be unchanged.
+        steps: With `all_steps=True`, the report of each step.
+        has_digests: False for safetensors files, whose bytes can't be compared.
+        is_empty: True if the checkpoint has no array, number or string.
+    """
 
     path: str
     leaves: int
@@ -30,33 +55,30 @@ class Report:
     time_s: float
     problems: tuple[Problem, ...]
     notes: tuple[Note, ...] = ()
-    """Files beside the checkpoint that are not its own, and with `read=False` what only reading
-    could tell."""
     unchecked: tuple[str, ...] = ()
-    """Files that could not be compared, because the index that has their digests is damaged."""
     proven: int = 0
-    """With `read=False`: files of which the store says that nobody has written them since."""
     steps: tuple[Report, ...] = ()
-    """With `all_steps=True`: the report of each step."""
     has_digests: bool = True
-    """Whether bytes could be compared with what was written; safetensors files have no digests."""
+    is_empty: bool = False
 
     @property
     def ok(self) -> bool:
+        """True if no problem was found."""
         return not self.problems
 
     @property
     def damaged_files(self) -> tuple[str, ...]:
+        """The names of damaged files, each once."""
         return tuple(dict.fromkeys(problem.file for problem in self.problems))
 
     @property
     def damaged_processes(self) -> tuple[int, ...]:
-        """The processes that wrote what is damaged."""
+        """The processes that wrote damaged files."""
         return tuple(sorted({p.process for p in self.problems if p.process is not None}))
 
     @property
     def damaged_leaves(self) -> dict[str, float]:
-        """How much of each leaf that is hurt is lost, from above 0 to 1."""
+        """The lost fraction of each affected leaf, above 0 and at most 1."""
         lost: dict[str, set[tuple[tuple[int, int], ...]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for box in (box for problem in self.problems for box in problem.boxes):
@@ -72,6 +94,8 @@ class Report:
             lines = [str(step) for step in self.steps]
             damaged = sum(not step.ok for step in self.steps) or "none"
             return "\n".join([*lines, f"{count_of(len(lines), 'step')}, {damaged} of them damaged"])
+        if self.problems and not self.files:
+            return f"{self.path}: {self._in_brief()}"
         arrays, files = count_of(self.leaves, "array"), count_of(self.files, "file")
         size = f"{arrays} in {files}, {self.bytes_read:,} bytes"
         state = self._in_brief() if self.problems else self._intact()
@@ -80,6 +104,8 @@ class Report:
     def _intact(self) -> str:
         if not self.has_digests:
             return "complete and well-formed; it has no digests, so values can't be checked"
+        if self.is_empty:
+            return "intact, but there is nothing in it"
         if not self.proven and not any(note.found.startswith(UNPROVEN) for note in self.notes):
             return "intact"
         return f"all files are there, {self.proven} proven to be as they were saved"
@@ -102,3 +128,36 @@ class Report:
 
 
 UNPROVEN = "only reading tells if it is intact"
+
+
+# Other files in the directory of a checkpoint: of interrupted saves, and of other programs.
+
+
+def find_foreign(store: Store, save_id: str, own: Collection[str]) -> list[Note]:
+    """Notes on the files at a checkpoint that are not in `own`, the names of its files.
+
+    They are no damage, since readers never open them. A directory gets one note.
+    """
+    mine = shards_directory(save_id)
+    found: dict[str, int] = {}
+    for file in store.files(""):
+        if file.name in own:
+            continue
+        top = file.name.partition("/")[0]
+        name = file.name if top in (mine, file.name) else f"{top}/"
+        found[name] = found.get(name, 0) + 1
+    is_claimed = any(map(is_claim, found))
+    return [Note(name, _describe(name, count, is_claimed)) for name, count in found.items()]
+
+
+def _describe(name: str, count: int, is_claimed: bool) -> str:
+    top = name.rstrip("/")
+    if is_claim(name):
+        return "a save is under way here, or died here"
+    if is_of_a_save(top):
+        what = f"{count_of(count, 'file')} of a save" if is_shards_directory(top) else "of a save"
+        if is_claimed:
+            return f"{what} that is under way, or died"
+        return f"{what} that died; the next save to this path, or ostraka gc, removes it"
+    files = f"{count_of(count, 'file')} that" if name.endswith("/") else "a file that"
+    return f"{files} the checkpoint does not know"

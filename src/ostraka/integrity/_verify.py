@@ -1,14 +1,11 @@
-"""Walk the whole chain of digests: `_METADATA`, process indexes, every block of every file."""
+"""`ostraka.verify`: compare `_METADATA`, process indexes and every block with their digests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
-from ostraka._checkpoint import open_at
-from ostraka._foreign import is_committed
-from ostraka._step_names import steps_among
+from ostraka.common.progress import OnBytes
 from ostraka.errors import (
     CheckpointNotFound,
     Damaged,
@@ -16,14 +13,15 @@ from ostraka.errors import (
     Problem,
     UnsupportedFormat,
 )
-from ostraka.formats._ostraka import OstrakaSource
-from ostraka.formats._safetensors import SafetensorsSource
+from ostraka.formats.ostraka.source import OstrakaSource
+from ostraka.formats.safetensors.source import SafetensorsSource
+from ostraka.formats.unknown import is_committed
 from ostraka.integrity._check import Check
 from ostraka.integrity._report import Report
+from ostraka.layout.file_names import steps_among
+from ostraka.reading.locate import open_at
 from ostraka.storage import PathLike, open_store
-
-OnBytes = Callable[[int, int], None]
-"""Told of progress: the bytes that have been read so far, and those that there are in all."""
+from ostraka.tree.nodes import has_values
 
 
 def verify(
@@ -34,31 +32,38 @@ def verify(
     all_steps: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> Report:
-    """Read all of a checkpoint, compare every byte with its digest, and decode its tree.
+    """Read a checkpoint, compare every byte with its digest, and decode its tree.
 
-    What is intact can be restored. Headers are compared with `_METADATA`, too, and every element of
-    every leaf must be in the files exactly once. Raises Damaged with every problem, naming files,
-    the processes that wrote them, leaves and their boxes; with `raises=False` the report has them
-    instead. Damage to `_METADATA` itself always raises: nothing else can be told without it. Files
-    that are not part of the checkpoint are `notes` of the report, not problems. `on_bytes` is
-    called now and then with the bytes read so far and the bytes that there are.
+    A verified checkpoint can be restored. Headers are compared with `_METADATA`, too, and every
+    element of every leaf must be in the files exactly once. If `_METADATA` itself is damaged,
+    nothing else can be checked, and the report counts no leaves and no files.
 
-    With `read=False` no shard file is read: they must be there and have their sizes. Of files in a
-    bucket the store also says whether they are the very objects that the save uploaded: the
-    report's `proven` counts those, and its `notes` name those of which only reading could tell.
-    That finds what was lost, cut or written again, and not what rotted on the store's own disks.
+    Safetensors files have no digests. For them, `verify` checks that all files exist, that none is
+    truncated, and that headers, index and sizes agree.
 
-    Safetensors files have no digests. Of those it is checked that all are there, that none is cut
-    short, and that headers, index and sizes agree; the report's `has_digests` is False.
+    Args:
+        path: A checkpoint, a run directory for its newest step, or `runs/7` for step 7 of `runs`.
+            The report's `path` is the location of the checkpoint.
+        raises: Raise an error for damage. With False, only the report has it.
+        read: Read shard files. With False, they must exist and have their sizes. A bucket also
+            tells if they are the objects that the save uploaded. This detects lost, truncated and
+            overwritten files, but no bit rot.
+        all_steps: Verify all steps of the run directory at `path`. The report's `steps` has a
+            report for each, and the file names in `problems` begin with the name of the step.
+        on_bytes: Called now and then with the bytes read so far and the bytes in all.
 
-    `path` may be a directory of steps, for the newest of them, or `runs/7` for step 7 of `runs`;
-    the report's `path` tells which it was. With `all_steps=True` it is a directory of steps, and
-    all of them are verified: the report's `steps` has a report for each, and in `problems` the
-    names of files begin with that of their step. A step whose `_METADATA` is damaged has a report,
-    too.
+    Returns:
+        A report with all problems and notes.
 
-    >>> print(ostraka.verify("runs/7"))
-    >>> print(ostraka.verify("runs", all_steps=True, raises=False))
+    Raises:
+        Damaged: Something is damaged. It names files, the processes that wrote them, leaves and
+            their boxes.
+        CheckpointNotFound: Nothing is at the path.
+        UnsupportedFormat: Ostraka did not write it, and it has no digests.
+
+    Example:
+        >>> print(ostraka.verify("runs/7"))
+        >>> print(ostraka.verify("runs", all_steps=True, raises=False))
     """
     if all_steps:
         report = _verify_steps(path, read, on_bytes)
@@ -72,7 +77,10 @@ def verify(
 def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
     begin = time.perf_counter()
     while True:
-        source = open_at(path)
+        try:
+            source = open_at(path)
+        except Damaged as error:
+            return Report(error.path, 0, 0, 0, time.perf_counter() - begin, error.problems)
         if isinstance(source, SafetensorsSource):
             return _verify_structure(source, begin)
         if not isinstance(source, OstrakaSource):
@@ -80,7 +88,8 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
                 f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
                 "to compare with"
             )
-        source.shards.has_warned = True  # What is damaged comes into the report.
+        if source.shards.parities is not None:
+            source.shards.parities.has_warned = True  # What is damaged comes into the report.
         check = Check(source, on_bytes)
         check.run(read=read)
         # A save to the same path may have replaced the files under our hands.
@@ -90,17 +99,18 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
         path=source.location,
         leaves=len(source.metadata.leaves),
         files=len(source.files()),
-        bytes_read=check.bytes_read,
+        bytes_read=check.bytes_read.done,
         time_s=time.perf_counter() - begin,
         problems=tuple(check.problems),
         notes=tuple(check.notes),
         unchecked=tuple(check.unchecked),
         proven=check.proven,
+        is_empty=not (check.problems or source.metadata.leaves or has_values(source.tree)),
     )
 
 
 def _verify_structure(source: SafetensorsSource, begin: float) -> Report:
-    """Of files without digests: all that can be checked was checked when they were opened."""
+    """The report on files without digests. Opening them has checked all that can be checked."""
     return Report(
         path=source.location,
         leaves=len(source.saved.leaves),
@@ -127,8 +137,6 @@ def _verify_steps(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Repor
             report = _verify_one(root.at(name), read, on_bytes)
         except NotACheckpoint:
             continue
-        except Damaged as error:
-            report = Report(error.path, 0, 0, 0, 0.0, error.problems)
         steps.append(report)
         problems += [replace(found, file=f"{name}/{found.file}") for found in report.problems]
     if not steps:

@@ -1,4 +1,4 @@
-"""Steps of a run: when to save, what to keep, what to continue from."""
+"""The steps of a run: when to save, which to keep, where to resume."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from ostraka.manager._advice import Advice
     from ostraka.manager._keep import Best
     from ostraka.manager._manager import Manager
-    from ostraka.manager._steps import Step
+    from ostraka.manager.steps import Step
 
 __all__ = ["Advice", "Best", "Manager", "Step"]
 
-_HOMES = {"Advice": "_advice", "Best": "_keep", "Manager": "_manager", "Step": "_steps"}
+_HOMES = {"Advice": "_advice", "Best": "_keep", "Manager": "_manager", "Step": "steps"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What saving costs the loop, and how often to save. No JAX."""
+"""The cost of saving for the loop, and how often to save. No JAX."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from ostraka._interval import best_interval_s
-from ostraka._record import logger as log
+from ostraka.common.record import best_interval_s
+from ostraka.common.record import logger as log
 
 _REMEMBERED = 100
-"""Medians are taken over this many of the latest steps and saves."""
+"""Medians are over the latest steps and saves, this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a save costs, and how often to save.
-
-    `blocked_s` is how long one save blocks the loop, `slowdown_s` how much longer the steps take
-    while it runs, `cost_s` their sum; all are medians over the latest saves. `interval_s` and
-    `interval_steps` say how often to save; they are None unless the manager was given `mtbf_s`.
-    """
+    """The cost of a save, as medians over the latest saves, and how often to save."""
 
     saves: int
+    """The number of saves so far."""
     blocked_s: float
+    """How long one save blocks the loop."""
     slowdown_s: float
+    """How much longer the steps take while a save runs."""
     step_s: float | None
+    """The time of one step without a save."""
     mtbf_s: float | None
+    """The mean time between failures, as the manager received it."""
     interval_s: float | None
+    """How often to save. None without `mtbf_s`."""
     interval_steps: int | None
+    """The same in steps."""
 
     @property
     def cost_s(self) -> float:
+        """The sum of `blocked_s` and `slowdown_s`."""
         return self.blocked_s + self.slowdown_s
 
     def __str__(self) -> str:
@@ -80,7 +83,7 @@ class CostMeter:
             self._slower_s += (now - left_s) - steps * median(self._quiet_step_s)
 
     def leave(self, step: int, *, began: bool, saving: bool) -> None:
-        """`began`: this call began a save; `saving`: one is running now."""
+        """Note the end of a call. `began`: it began a save. `saving`: a save is running now."""
         now = self._clock_s()
         if began:
             if self._saves:
@@ -91,7 +94,7 @@ class CostMeter:
         self._left = (step, now, saving)
 
     def advise(self) -> Advice | None:
-        """What is known by now; None before the first save."""
+        """Return the advice so far. None before the first save."""
         if not self._saves:
             return None
         blocked_s = median(self._blocked_s)

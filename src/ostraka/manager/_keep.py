@@ -1,4 +1,4 @@
-"""What to keep: a pure function of the steps that are there. No JAX."""
+"""The choice of steps to keep: a pure function of the existing steps. No JAX."""
 
 from __future__ import annotations
 
@@ -7,17 +7,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ostraka.manager._check import check_count, check_function, check_seconds
-from ostraka.manager._steps import Step
+from ostraka.manager._arguments import (
+    check_count,
+    check_function,
+    check_number,
+    check_seconds,
+)
+from ostraka.manager.steps import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The `n` steps with the lowest (`"min"`) or highest (`"max"`) value of a metric.
+    """The best steps of a run by one metric.
 
-    Of equal ones the later is better. A step without the metric, or with NaN, is never among them.
+    Between equal values the later step is better. A step without the metric, or whose value is NaN,
+    is never among the best.
 
-    >>> ostraka.Manager("runs/a", keep_best=ostraka.Best("accuracy", "max", n=3))
+    Args:
+        metric: The name of the metric, as in `Manager.save(…, metrics={"loss": 0.5})`.
+        mode: `"min"` if low values are good, `"max"` if high values are.
+        n: How many steps count as the best.
+
+    Raises:
+        TypeError: `metric` is not a string, or `n` not a whole number.
+        ValueError: `mode` is neither `"min"` nor `"max"`, or `n` is less than 1.
+
+    Example:
+        >>> ostraka.Manager("runs/a", keep_best=ostraka.Best("accuracy", "max", n=3))
     """
 
     metric: str
@@ -30,11 +46,10 @@ class Best:
         metric: Any = self.metric
         if not isinstance(metric, str):
             raise TypeError(f"the metric of Best must be a name, not {metric!r}")
-        if check_count("n of Best", self.n) is None:
-            raise TypeError("n of Best must be a whole number, not None")
+        check_number("n of Best", self.n, least=1)
 
     def ranked(self, steps: Sequence[Step]) -> list[Step]:
-        """The steps that have the metric, the best first."""
+        """Return the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         having = [s for s in steps if not math.isnan(s.metrics.get(self.metric, math.nan))]
         return sorted(having, key=lambda s: (sign * s.metrics[self.metric], -s.step))
@@ -42,7 +57,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The conditions to keep a step, ORed. With none given, all steps are kept."""
+    """The conditions to keep a step, ORed. Without any, all steps stay."""
 
     last: int | None
     every: int | None
@@ -55,19 +70,9 @@ class Keep:
         conditions = (self.last, self.every, self.interval_s, self.best, self.condition)
         return all(condition is None for condition in conditions)
 
-    def described(self) -> dict[str, str]:
-        """By argument, to compare with that of another process."""
-        return {
-            "keep": str(self.last),
-            "keep_every": str(self.every),
-            "keep_interval_s": str(self.interval_s),
-            "keep_best": str(self.best),
-            "keep_if": "None" if self.condition is None else "a function",
-        }
-
 
 def check_best(name: str, best: Any) -> Best | None:
-    """A Best or None. A metric alone is refused: it does not say whether low or high is best."""
+    """Return a Best or None. A metric alone does not say whether low or high is best."""
     if best is None or isinstance(best, Best):
         return best
     metric = best if isinstance(best, str) else "loss"
@@ -78,7 +83,7 @@ def check_best(name: str, best: Any) -> Best | None:
 
 
 def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any) -> Keep:
-    """A manager's conditions. Raises TypeError or ValueError, naming the argument."""
+    """Return a manager's conditions. Raises TypeError or ValueError, naming the argument."""
     return Keep(
         check_count("keep", last),
         check_count("keep_every", every),
@@ -89,16 +94,25 @@ def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any
 
 
 def find_superfluous(steps: Sequence[Step], keep: Keep, *, just_saved: int) -> list[int]:
-    """The steps to delete, the oldest first; `steps` ascend.
+    """Return the steps to delete, the oldest first. `steps` must ascend.
 
-    Never the newest, a pinned one, or the one that was just saved.
+    The newest, pinned ones and the one that was just saved are never among them. Foreign steps
+    neither count nor are deleted.
     """
     if keep.keeps_all:
         return []
+    steps = [step for step in steps if not step.is_foreign]
     kept = {just_saved, *(step.step for step in steps[-1:])}
     kept.update(step.step for step in steps if step.pinned)
     kept.update(step.step for step in _chosen(steps, keep))
     return [step.step for step in steps if step.step not in kept]
+
+
+def find_counted(steps: Sequence[Step], keep: Keep) -> set[int]:
+    """Return the steps that stay instead of others. `steps` must ascend."""
+    steps = [step for step in steps if not step.is_foreign]
+    counting = Keep(keep.last, None, keep.interval_s, keep.best, None)
+    return {step.step for step in (*steps[-1:], *_chosen(steps, counting))}
 
 
 def _chosen(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
@@ -115,10 +129,10 @@ def _chosen(steps: Sequence[Step], keep: Keep) -> Iterator[Step]:
 
 
 def _one_per_interval(steps: Sequence[Step], interval_s: float) -> Iterator[Step]:
-    """The first step, and each that was saved `interval_s` or more after the last one kept.
+    """Yield the first step, and each that was saved `interval_s` or more after the last one kept.
 
-    If the clock was set back, or a time is unknown, a new interval begins: one step too many is
-    kept rather than one too few.
+    If the clock was set back, or a time is unknown, a new interval begins. So one step too many
+    stays rather than one too few.
     """
     since: float | None = None
     for step in steps:

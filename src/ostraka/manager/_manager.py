@@ -1,95 +1,114 @@
-"""The manager of a run's steps: what to save and when, what to keep, what to continue from."""
+"""The manager of a run's steps: it saves, keeps and restores them."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
 import jax
 from jax.sharding import Mesh
 
-from ostraka._capture import DtypeRule
-from ostraka._codec import CompressRule, check_compress
-from ostraka._names_given import NamesLike
-from ostraka._pattern import Patterns
-from ostraka._plan_parity import check_parity
-from ostraka._plan_write import MAX_FILE_BYTES
-from ostraka._read import restore
-from ostraka._record import OnRecord, Record, Stopwatch
-from ostraka._record import logger as log
-from ostraka._save import Save
-from ostraka._share import ShareReads
-from ostraka._step_names import name_of
-from ostraka.errors import CheckpointNotFound, StoreError, warn_caller
+from ostraka.common.record import OnRecord, Record, Stopwatch
+from ostraka.common.record import logger as log
+from ostraka.errors import CheckpointNotFound, OstrakaError, Preempted, StoreError, warn_caller
+from ostraka.layout.casts import DtypeRule
+from ostraka.layout.codec import CompressRule, check_compress
+from ostraka.layout.file_names import name_of
+from ostraka.layout.plan_parity import check_parity
+from ostraka.layout.plan_write import MAX_FILE_BYTES
 from ostraka.manager._advice import Advice, CostMeter
-from ostraka.manager._check import (
-    check_backlog,
+from ostraka.manager._arguments import (
     check_count,
     check_function,
-    check_restored_step,
-    check_saved_step,
+    check_number,
+    check_on_preemption,
     check_seconds,
     check_step,
 )
 from ostraka.manager._keep import Best, check_best, check_keep
-from ostraka.manager._lock import RootLock
-from ostraka.manager._metrics import with_metrics
-from ostraka.manager._mirror import Mirror, newest_step, open_mirror, warn_if_ahead
+from ostraka.manager._mirror import Mirror, open_mirror
 from ostraka.manager._pending import PendingSave
 from ostraka.manager._preempt import Preemption
-from ostraka.manager._recover import Recovery, find_step, latest_step, name_both
-from ostraka.manager._retain import Retention, remove_unless_read
-from ostraka.manager._steps import Root, Step
-from ostraka.manager._together import agree, check_alike, decide_together
-from ostraka.manager._watch import BACKLOG, Watch
-from ostraka.manager._when import Schedule, check_when
-from ostraka.storage import PathLike, Store
+from ostraka.manager._recover import Places, Recovery
+from ostraka.manager._when import Schedule
+from ostraka.manager.leases import RootLock
+from ostraka.manager.retain import Retention, remove_step
+from ostraka.manager.steps import Root, Step, refuse_emptied, with_metrics
+from ostraka.manager.watch import BACKLOG, Watch
+from ostraka.processes.decide import agree, check_alike, decide_together
+from ostraka.reading.names.given import NamesLike
+from ostraka.restoring.restore import restore
+from ostraka.restoring.share import ShareReads
+from ostraka.saving.agree import SaveHooks
+from ostraka.saving.capture import capture
+from ostraka.saving.save import SaveOptions, begin_save
+from ostraka.storage import PathLike
+from ostraka.tree.patterns import Patterns
 
 _NOT_GIVEN: Any = object()
 
 
 class Manager:
-    """The steps of a run in one directory: saves them, keeps some, restores the newest intact one.
+    """Saves the steps of a run in one directory, keeps some, and restores the newest.
 
-    When to save: at multiples of `every` steps, every `every_s` seconds, `at` given steps, `when` a
-    callable of the step says so, and, with `on_preemption`, when the run is being preempted
-    (SIGTERM, or JAX's preemption notice). These conditions are ORed; with none of the first four,
-    each call of `save` saves.
+    The conditions to save (`every`, `every_s`, `at`, `when`) are ORed. Without any, each call of
+    `save` saves. Preemption always saves. The conditions to keep a step (`keep…`) are ORed, too.
+    Without any, all steps stay. The newest step and pinned steps always stay.
 
-    What to keep: the last `keep` steps, multiples of `keep_every`, one for each `keep_interval_s`
-    seconds, the best by a metric (`keep_best`), those for which `keep_if` is true, and pinned ones.
-    These conditions are ORed; with none given, everything is kept. The newest step is always kept.
+    Every process of a run makes its manager and calls the same methods in the same order. Only
+    `steps`, `metrics` and `path` may be called by one process alone. Only one manager writes to a
+    directory at a time. Steps that Orbax wrote to the directory are read like any other, and never
+    deleted or replaced.
 
-    Saves run in the background unless `asynchronous` is False; `compress` and `parity` are those of
-    `ostraka.save`. Errors of a background save are raised by the next call, on every process. Only
-    one manager writes to a directory at a time: a second raises Busy, or waits (`if_busy="wait"`).
-    With `read_only` nothing is ever written, but for the lease of `watch`.
+    On preemption (SIGTERM, or JAX's preemption notice) the next `save` writes its step. When the
+    step is on disk on all processes, `save` raises `errors.Preempted`, a SystemExit: the program
+    ends with exit code 143. A second SIGTERM ends the program wherever it is.
 
-    `mirror` is another place, which gets a copy of every committed step, or of those that are
-    multiples of `mirror_every`, in the background and without making saves wait; the newest first,
-    if it falls behind. `wait` and `close` wait for it, and raise StoreError if it can't be done.
-    Nothing is ever deleted there. `latest` and `restore` use it for what the root has lost.
+    The mirror gets copies in the background, the newest first. Saves do not wait for it. `wait` and
+    `close` do, and raise StoreError if a copy fails. The manager deletes nothing in the mirror.
+    `latest` and `restore` use it for steps that the directory has lost.
 
-    `on_record` is called with a record of each save, restore and copy to the mirror. `mtbf_s`, the
-    mean time between failures in seconds, makes `advice` say how often to save.
+    Args:
+        root: The directory of the run, as a path, a URL or a store.
+        every: Save at multiples of this number of steps.
+        every_s: Save when this many seconds have passed since the last save.
+        at: Save at these steps.
+        when: Save if this function of the step returns True. Process 0 calls it.
+        on_preemption: `"exit"` (or True) raises Preempted after the step is saved. `"continue"`
+            returns instead, and the loop asks `reached_preemption`. False leaves SIGTERM alone.
+        keep: Keep the last steps, this many.
+        keep_every: Keep multiples of this number of steps.
+        keep_interval_s: Keep one step for each interval of this many seconds.
+        keep_best: Keep the best steps by a metric.
+        keep_if: Keep a step if this function returns True.
+        mirror: Another directory or bucket, which gets a copy of every committed step.
+        mirror_every: Copy only steps that are multiples of this number.
+        asynchronous: Save in the background. The next call raises the error of a failed save.
+        compress: The compression of saves, as in `ostraka.save`.
+        parity: The parity files of saves, as in `ostraka.save`.
+        read_only: Never write, except for the lease of `watch`.
+        if_busy: If another manager writes to the directory: `"refuse"` raises Busy, `"wait"` waits.
+        mtbf_s: The mean time between failures in seconds. `advice` then says how often to save.
+        on_record: Called with a record of each save, restore and copy to the mirror.
 
-    Every process of a run makes its manager and calls the same methods in the same order; only
-    `steps`, `metrics` and `path` may be called by one alone.
+    Raises:
+        Busy: Another manager writes to the directory.
+        PathInTheWay: `root` is a checkpoint or a file. With `read_only`: CheckpointNotFound.
+        OstrakaError: The processes of a run pass different arguments.
 
-    >>> with ostraka.Manager("runs/a", every=100, keep=3) as manager:
-    ...     if manager.latest() is not None:
-    ...         state = manager.restore(like=state)
-    ...     for step in range(state["step"] + 1, 10_000):
-    ...         state = train(state)
-    ...         manager.save(step, state, metrics={"loss": state["loss"]})
-    ...         if manager.reached_preemption(step):
-    ...             break
+    Example:
+        >>> with ostraka.Manager("runs/a", every=100, keep=3) as manager:
+        ...     if manager.latest() is not None:
+        ...         state = manager.restore(like=state)
+        ...     for step in range(state["step"] + 1, 10_000):
+        ...         state = train(state)
+        ...         manager.save(step, state, metrics={"loss": state["loss"]})
     """
 
     def __init__(
@@ -100,7 +119,7 @@ class Manager:
         every_s: float | None = None,
         at: Iterable[int] = (),
         when: Callable[[int], bool] | None = None,
-        on_preemption: bool = True,
+        on_preemption: Literal["exit", "continue"] | bool = "exit",
         keep: int | None = None,
         keep_every: int | None = None,
         keep_interval_s: float | None = None,
@@ -118,12 +137,13 @@ class Manager:
     ):
         if if_busy not in ("wait", "refuse"):
             raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
+        self._on_preemption = check_on_preemption(on_preemption)
         self._root = Root(root)
-        self._schedule = Schedule(check_when(every, every_s, at, when))
+        self._schedule = Schedule(every, every_s, at, when)
         self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
         self._mirror_every = check_count("mirror_every", mirror_every)
-        self._copies = open_mirror(self._root, root, mirror, self._mirror_every)
-        """The place of the mirror."""
+        copies = open_mirror(self._root, mirror, self._mirror_every)
+        self._places = Places(self._root, copies)
         self._asynchronous = asynchronous
         check_compress(compress)
         self._compress = compress
@@ -133,34 +153,36 @@ class Manager:
         self._on_record = check_function("on_record", on_record)
         self._meter = CostMeter(check_seconds("mtbf_s", mtbf_s))
         self._mirror: Mirror | None = None
-        if self._copies is not None and not read_only:
+        if copies is not None and not read_only:
             self._mirror = Mirror(
-                self._root, self._copies, every=self._mirror_every, on_record=self._on_record
+                self._root, copies, every=self._mirror_every, on_record=self._on_record
             )
         self._pending = PendingSave()
         self._begun: int | None = None
-        """The step that is being saved, or was saved last."""
-        self._retention = Retention(self._root, self._keep)
-        self._retaining = threading.Lock()
-        self._damaged: set[int] = set()
-        self._names: dict[int, str] = {}
+        """The step of the running save, or of the last one."""
+        self._lock = RootLock(self._root.store)
+        held = None if self._mirror is None else self._mirror.held
+        self._retention = Retention(self._root, self._keep, self._lock.check_place, held)
+        self._renamed: set[int] = set()
+        """Steps that had other names than `step_00000100` when the manager was opened."""
         self._links: set[int] = set()
-        """Steps that were links when the manager was opened, known to all processes."""
+        """Steps that were links then. All processes know both."""
         self._newest: int | None = None
+        self._is_foreign = False
+        """True if another library wrote the newest step."""
         self._closed = False
         self._process = os.getpid()
-        self._lock = RootLock(self._root.store)
         self._preemption: Preemption | None = None
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.restored: int | None = None
-        """The step that was restored last."""
+        """The step of the last restore."""
         if read_only:
-            self._root.refuse_checkpoint(CheckpointNotFound)
-            if self._copies is not None:
-                self._copies.refuse_checkpoint(CheckpointNotFound)
+            for place in (self._root, copies):
+                if place is not None:
+                    place.refuse_checkpoint(CheckpointNotFound)
         else:
             self._open(wait=if_busy == "wait")
-            if on_preemption:
+            if self._on_preemption is not None:
                 self._preemption = Preemption()
                 # Stop catching SIGTERM when the manager is garbage-collected.
                 weakref.finalize(self, self._preemption.stop).atexit = False
@@ -172,20 +194,36 @@ class Manager:
 
     @property
     def advice(self) -> Advice | None:
-        """What saving costs the loop and how often to save; None before the first save."""
+        """The cost of a save and how often to save. None before the first save."""
         return self._meter.advise()
 
     # Saving
 
     def should_save(self, step: SupportsIndex) -> bool:
-        """Whether `save` would save this step."""
+        """Return True if `save` would save this step.
+
+        Args:
+            step: The number of the step.
+
+        Returns:
+            The answer, the same on all processes. It does not change for a step.
+        """
         number = check_step(step)
-        return self.reached_preemption(number) or self._schedule.is_due(number)
+        # Asked in any case: the schedule counts from the last step that it was asked about.
+        is_due = self._schedule.is_due(number)
+        return self._is_last_call(number) or is_due
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
-        """Whether the run is being preempted and this is the step to stop at.
+        """Return True if the run is being preempted and this is the step to stop at, or later.
 
-        All processes get the same answer; ask, or call `save`, at every step.
+        You need this with `on_preemption="continue"`. Otherwise `save` ends the program. Ask, or
+        call `save`, at every step.
+
+        Args:
+            step: The number of the step.
+
+        Returns:
+            The answer, the same on all processes.
         """
         return self._preemption is not None and self._preemption.reached(check_step(step))
 
@@ -203,70 +241,117 @@ class Manager:
         parity: int | None = None,
         max_file_bytes: int | str = MAX_FILE_BYTES,
     ) -> bool:
-        """Save a step if it is time to, or in any case with `force`; returns whether it is saved.
+        """Save a step if it is time to.
 
-        `tree`, `dtype`, `compress`, `parity`, `metadata` and `max_file_bytes` are those of
-        `ostraka.save`; without `compress` or `parity`, it is that of the manager. `metrics` are
-        numbers, the same on all processes; they are kept in the checkpoint. When it returns, `tree`
-        may be changed. The save goes on in the background, and its error is raised by the next
-        call; with `asynchronous=False`, and when the run is being preempted, the step is on disk
-        when this returns.
+        When this returns, you may change `tree`: a background save has its own copy. The next call
+        raises the error of a background save. An existing step is replaced atomically.
 
-        A step that is there already is replaced, in one atomic event; one that is a link, or a root
-        that is no longer the directory it was, raises PathInTheWay. A step lower than the latest
-        raises ValueError: a restart would continue from the later one. `force` saves it anyway.
+        On preemption the first call saves its step in any case, waits until it is on disk and in
+        the mirror, and raises Preempted, which ends the program. With `on_preemption="continue"`
+        it returns, and later calls follow the schedule again.
+
+        Args:
+            step: The number of the step.
+            tree: The state to save, as in `ostraka.save`.
+            metrics: Numbers by name, the same on all processes. They are stored in the checkpoint.
+            metadata: JSON values to store in the checkpoint.
+            force: Save in any case: also a step that is not due, is lower than the latest, or has
+                no arrays.
+            asynchronous: Save in the background. Default: as the manager. With False the step is on
+                disk when this returns.
+            dtype: Cast leaves, as in `ostraka.save`.
+            compress: Compression, as in `ostraka.save`. Default: that of the manager.
+            parity: Parity files, as in `ostraka.save`. Default: as the manager.
+            max_file_bytes: The largest shard file, as in `ostraka.save`.
+
+        Returns:
+            True if the step is saved, or is being saved in the background.
+
+        Raises:
+            Preempted: The run is being preempted, and the step is saved.
+            InvalidTree: The step has no arrays while the step before it has some. Retention would
+                delete that one in its favour.
+            PathInTheWay: The step is a link, or the directory is no longer the one it was.
+            ValueError: The step is lower than the latest, which a restart would resume from.
         """
         self._check_writable()
-        number = check_saved_step(step)
+        number = check_step(step, "; the step comes first, as in save(100, tree)")
         self._meter.enter(number)
-        due = self.should_save(number) or force
+        is_last_call = self._is_last_call(number)
+        due = self._schedule.is_due(number) or is_last_call or force
         if due:
-            self._begin(
-                number,
-                tree,
+            options = SaveOptions(
                 metadata=with_metrics(metadata, metrics, number),
                 dtype=dtype,
                 compress=self._compress if compress is _NOT_GIVEN else compress,
                 parity=self._parity if parity is None else parity,
                 max_file_bytes=max_file_bytes,
-                force=force,
-                background=self._asynchronous if asynchronous is None else asynchronous,
             )
+            background = self._asynchronous if asynchronous is None else asynchronous
+            self._begin(number, tree, options, force, background, is_last_call)
         else:
             self._pending.raise_if_failed()
         self._meter.leave(number, began=due, saving=self._pending.is_running())
         if due and jax.process_index() == 0:
             self._meter.log_changes()
+        if is_last_call:
+            self._answer_preemption(number)
         return due
 
     def wait(self) -> None:
-        """Wait for the running save, if any, and for the mirror; raises their errors."""
-        self._pending.wait()
-        self._wait_for_mirror()
+        """Wait for the running save, the mirror and retention.
 
-    # What is there
+        Raises:
+            SaveFailed: The background save failed.
+            StoreError: A copy to the mirror failed.
+        """
+        self._pending.wait()
+        self._retention.wait()
+        try:
+            self._wait_for_mirror()
+        finally:
+            self._retention.wait()  # A step may have been kept until it was copied.
+
+    # Which steps exist
 
     def steps(self) -> list[int]:
-        """The steps that are on disk now, ascending, as this process sees them."""
+        """Return the steps that are on disk now.
+
+        Returns:
+            The numbers of readable steps, ascending, as this process sees them.
+        """
         return [step.step for step in self._root.steps()]
 
     def latest(self) -> int | None:
-        """The highest step on disk, the same on all processes; None if there is none.
+        """Return the highest step on disk.
 
-        Of a root that has no step at all, it is that of the mirror. Raises Damaged if there are
-        steps, and not one of them can be read; UnsupportedFormat if a newer version of Ostraka
-        wrote the highest.
+        Returns:
+            Its number, the same on all processes. None if there is no step. If the directory has no
+            step at all, it is that of the mirror.
+
+        Raises:
+            Damaged: There are steps, but none of them can be read.
+            UnsupportedFormat: A newer version of Ostraka wrote the highest step.
         """
-        return latest_step(self._root, self._copies)
+        return self._places.latest()
 
     def best(self, by: Best | None = None) -> int | None:
-        """The best step `by` a metric, or else by `keep_best`; the same on all processes.
+        """Return the best step by a metric.
 
-        None if no step has that metric.
+        Args:
+            by: The metric, and what is good. Default: `keep_best` of the manager.
+
+        Returns:
+            The number of the step, the same on all processes. None if no step has that metric.
+
+        Raises:
+            ValueError: Neither `by` nor `keep_best` is given.
         """
         best = check_best("by", by) or self._keep.best
         if best is None:
-            raise ValueError("best by what? Give by=Best(metric, mode), or the manager keep_best=")
+            raise ValueError(
+                "best() needs a metric: pass by=Best('loss', 'min'), or give the manager keep_best="
+            )
         ranked = decide_together(
             f"look at {self.root}",
             lambda: [step.step for step in best.ranked(self._root.steps())[:1]],
@@ -274,12 +359,32 @@ class Manager:
         return ranked[0] if ranked else None
 
     def metrics(self, step: SupportsIndex) -> dict[str, float]:
-        """The metrics that were saved with a step."""
-        return dict(find_step(self._root, self._copies, check_step(step))[1].metrics)
+        """Return the metrics that were saved with a step.
+
+        Args:
+            step: The number of the step.
+
+        Returns:
+            The metrics by name, as this process sees them.
+
+        Raises:
+            CheckpointNotFound: There is no such step.
+        """
+        return dict(self._places.find(check_step(step))[1].metrics)
 
     def path(self, step: SupportsIndex) -> str:
-        """The path of a step that is there, for `ostraka.open` and its like."""
-        root, found = find_step(self._root, self._copies, check_step(step))
+        """Return the path of a step, for `ostraka.open` and other functions.
+
+        Args:
+            step: The number of the step.
+
+        Returns:
+            Its path in the directory, or else in the mirror, as this process sees it.
+
+        Raises:
+            CheckpointNotFound: There is no such step.
+        """
+        root, found = self._places.find(check_step(step))
         return root.path(found.names[0])
 
     def restore(
@@ -300,55 +405,68 @@ class Manager:
         share_reads: ShareReads = "auto",
         on_record: OnRecord | None = None,
     ) -> Any:
-        """Restore a step, or else the newest; returns what `ostraka.restore` returns.
+        """Restore a step, or else the newest.
 
-        What the root lacks, or has damaged, is read from the mirror, if that has it; the latter
-        with a warning.
+        Every byte is verified as it is read. For steps that the directory lacks, this reads the
+        mirror. For damaged steps it does so with a warning. Afterwards `restored` is the number of
+        the step.
 
-        The arguments from `like` on are those of `ostraka.restore`; without `on_record`, that of
-        the manager is called. Every byte that is read is verified. If a step is damaged, this is
-        logged and Damaged is raised, which names the step before it; with `fallback` there is a
-        warning instead, and the step before it is restored, and so on. `restored` is the step that
-        was restored. Raises CheckpointNotFound if there is nothing to restore, UnsupportedFormat if
-        the step was written by a newer version of Ostraka.
+        Args:
+            step: The number of the step. Default: the newest.
+            fallback: If the step is damaged, warn and restore the step before it, and so on.
+            like: A template of the state, as in `ostraka.restore`.
+            into: A tree of NNX objects to update in place, as in `ostraka.restore`.
+            mesh: A mesh to place arrays on, as in `ostraka.restore`.
+            specs: Partition specs, as in `ostraka.restore`.
+            strict: Raise if template and checkpoint differ, as in `ostraka.restore`.
+            only: Patterns of the leaves to restore, as in `ostraka.restore`.
+            rename: New names of leaves, as in `ostraka.restore`.
+            names: Names of another layout of the model, as in `ostraka.restore`.
+            dtype: Cast leaves, as in `ostraka.restore`.
+            as_state: Return NNX states instead of dicts, as in `ostraka.restore`.
+            share_reads: Share reads among processes, as in `ostraka.restore`.
+            on_record: Called with a record of the restore. Default: that of the manager.
+
+        Returns:
+            The restored tree, as `ostraka.restore` returns it.
+
+        Raises:
+            CheckpointNotFound: There is no step to restore.
+            Damaged: The step is damaged. The message names the step before it.
+            UnsupportedFormat: A newer version of Ostraka wrote the step.
         """
         self._pending.wait()
+        self._retention.wait()
         self._check_open()
         began_s = time.perf_counter()
+        wanted = None
+        if step is not None:
+            hint = "; leave it out for the newest, and give a tree as like= or into="
+            wanted = check_step(step, hint)
         # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
-        wanted = check_restored_step(step)
         recovery = Recovery(
-            self._root,
-            self._copies,
-            wanted,
-            fallback=fallback,
-            verify_first=fallback and mixes,
+            self._places, wanted, fallback=fallback, verify_first=fallback and mixes
         )
-
         trees = {"like": like, "into": into}
-        trees = {name: tree for name, tree in trees.items() if tree is not _NOT_GIVEN}
-
-        def restore_from(place: Store) -> Any:
-            return restore(
-                place,
-                **trees,
-                mesh=mesh,
-                specs=specs,
-                strict=strict,
-                only=only,
-                rename=rename,
-                names=names,
-                dtype=dtype,
-                as_state=as_state,
-                share_reads=share_reads,
-                on_record=self._on_record if on_record is None else on_record,
-            )
-
+        restore_from = partial(
+            restore,
+            **{name: tree for name, tree in trees.items() if tree is not _NOT_GIVEN},
+            mesh=mesh,
+            specs=specs,
+            strict=strict,
+            only=only,
+            rename=rename,
+            names=names,
+            dtype=dtype,
+            as_state=as_state,
+            share_reads=share_reads,
+            on_record=self._on_record if on_record is None else on_record,
+        )
         try:
             self.restored, value = recovery.run(restore_from)
         finally:
-            self._damaged |= recovery.damaged
+            self._retention.damaged |= recovery.damaged
         self._schedule.note_restore(self.restored)
         time_s = time.perf_counter() - began_s
         log.info("restored step %d of %s in %.3f s", self.restored, self.root, time_s)
@@ -362,63 +480,106 @@ class Manager:
         backlog: SupportsIndex = BACKLOG,
         timeout_s: float | None = None,
     ) -> Generator[int]:
-        """Each step as it is committed, for programs that evaluate while another one trains.
+        """Yield each step as it is committed, for programs that evaluate while another one trains.
 
-        Yields the numbers of all steps after the step `after`, or of all: first of those that are
-        there, then of new ones, in ascending order, none twice. With `newest_only` only the newest
-        is yielded, if there are several. Ends after `timeout_s` without a new step; 0 waits for
-        none.
+        Existing steps come first, then new ones, in ascending order, none twice. On several
+        processes all get the same steps. Process 0 waits for them.
 
-        The step that was yielded last is not deleted by the run's retention until the next one is
-        asked for, the generator is closed or the program ends. Nor are those after it that are to
-        be yielded, up to `backlog` of them: so a reader that is slower than the run for a while
-        sees every step, and one that keeps up costs the run no more than one step. What is missed
-        because a reader is further behind is logged. With `backlog=0` or `newest_only` only the
-        next one is kept, while it is waited for. This needs a file in the root, renewed every few
-        seconds; where it can't be written there is a warning, and steps may be deleted while they
-        are read.
+        The run's retention does not delete the step that was yielded last until you ask for the
+        next one, close the generator, or the program ends. Up to `backlog` later steps are
+        protected as well, so a reader that temporarily falls behind still sees every step. The run
+        logs the steps that it deletes before a reader came to them. This needs a small file in the
+        directory, renewed every few seconds. If it can't be written there is a warning, and steps
+        may be deleted while they are read.
 
-        On several processes all get the same steps; process 0 waits for them.
+        Args:
+            after: Yield only steps after this one.
+            newest_only: If there are several new steps, yield only the newest.
+            backlog: How many steps are protected that have yet to be yielded. With 0, or with
+                `newest_only`, only the next one is protected while the reader waits for it.
+            timeout_s: Stop after this many seconds without a new step. 0: do not wait. None: wait
+                forever.
 
-        >>> manager = ostraka.Manager("runs/a", read_only=True)
-        >>> for step in manager.watch(timeout_s=3600):
-        ...     evaluate(manager.restore(step, like=state))
+        Yields:
+            The numbers of steps.
+
+        Raises:
+            UnsupportedFormat: A newer version of Ostraka wrote the next step.
+
+        Example:
+            >>> manager = ostraka.Manager("runs/a", read_only=True)
+            >>> for step in manager.watch(timeout_s=3600):
+            ...     evaluate(manager.restore(step, like=state))
         """
         self._check_open()
         watch = Watch(
             self._root,
             after=None if after is None else check_step(after),
             newest_only=newest_only,
-            backlog=check_backlog(backlog),
+            backlog=check_number("backlog", backlog, least=0, kind="a whole number of steps"),
             timeout_s=0.0 if timeout_s == 0 else check_seconds("timeout_s", timeout_s),
             warn=lambda text: warn_caller(UserWarning(text)),
         )
         self._watches.add(watch)
         return self._watch(watch)
 
-    # Changing what is there
+    # Changes
 
     def delete(self, step: SupportsIndex) -> None:
-        """Delete a step, even if it is pinned or the newest; Busy while a `watch` reads it."""
-        self._change("deletion", lambda number: remove_unless_read(self._root, number), step)
+        """Delete a step, even if it is pinned or the newest.
+
+        Args:
+            step: The number of the step.
+
+        Raises:
+            Busy: A `watch` reads the step.
+            CheckpointNotFound: There is no such step.
+            PathInTheWay: Orbax wrote the step.
+        """
+        self._change("deletion", lambda number: remove_step(self._root, number), step)
 
     def pin(self, step: SupportsIndex) -> None:
-        """Exempt a step from retention, in later runs too."""
+        """Exempt a step from retention, in later runs too.
+
+        Args:
+            step: The number of the step.
+
+        Raises:
+            CheckpointNotFound: There is no such step.
+            PathInTheWay: Orbax wrote the step. It is never deleted anyway.
+        """
         self._change("pinning", self._root.pin, step)
 
     def unpin(self, step: SupportsIndex) -> None:
-        """Make a pinned step subject to retention again."""
+        """Make a pinned step subject to retention again.
+
+        Args:
+            step: The number of the step.
+
+        Raises:
+            CheckpointNotFound: There is no such step.
+            PathInTheWay: Orbax wrote the step.
+        """
         self._change("unpinning", self._root.unpin, step)
 
     def close(self) -> None:
-        """Wait for the running save and the mirror, release the lock; raises their errors."""
+        """Wait like `wait`, then release the lock of the directory.
+
+        Raises:
+            Preempted: SIGTERM came, and neither `save` nor `reached_preemption` was called since,
+                unless the program has a handler of its own.
+            OstrakaError: Any error of `wait`. The lock is released all the same.
+        """
         if self._closed:
             return
         try:
-            self._pending.wait()
-            self._wait_for_mirror()
+            self.wait()
         finally:
             self._leave(alone=False)
+        unanswered = None if self._preemption is None else self._preemption.unanswered()
+        if unanswered is not None:
+            log.warning("%s; the program ends with exit code %d", unanswered, Preempted.code)
+            raise unanswered
 
     def __enter__(self) -> Self:
         return self
@@ -434,7 +595,10 @@ class Manager:
             return
         # The error may be on this process alone: waiting for the others could be a deadlock.
         try:
+            if isinstance(error, Preempted) and self._pending.is_running():
+                log.warning("%s; waiting for the save of step %d", error, self._begun)
             self._pending.finish_alone()
+            self._retention.wait()
         finally:
             self._leave(alone=True)
 
@@ -442,152 +606,76 @@ class Manager:
         state = "closed" if self._closed else "read-only" if self._read_only else "open"
         return f"<Manager of {self.root}, {state}>"
 
-    # Inside
+    # Opening and closing
 
     def _open(self, *, wait: bool) -> None:
+        copies = self._places.mirror
+
         def prepare(described: list[dict[str, str]]) -> dict[str, Any]:
             check_alike(described)
             self._root.prepare()
             self._lock.acquire(wait=wait)
             self._root.clean()
-            steps = self._root.scan()
-            if self._copies is not None:
-                self._copies.prepare()
-            newest = newest_step(steps, self._copies)
-            if self._copies is not None and steps:
-                warn_if_ahead(newest, self._copies)
+            if copies is not None:
+                copies.prepare()
+            newest, is_foreign = self._places.newest()
+            if newest is None and not self._root.scan(lambda _: True):
+                self._root.warn_if_begun_elsewhere()
+            self._places.warn_if_ahead(newest)
             return {
-                "names": [[s.step, s.names[0]] for s in steps],
-                "links": [s.step for s in steps if self._root.is_link(s.names[0])],
+                **self._root.unusual_names(),
                 "newest": newest,
+                "is_foreign": is_foreign,
                 "mirror": f"mirror-{os.urandom(8).hex()}",
             }
 
+        schedule, keep = self._schedule, self._keep
+        alike = {
+            "root": self.root,
+            "asynchronous": self._asynchronous,
+            "compress": repr(self._compress),
+            "parity": self._parity,
+            "mirror": None if copies is None else copies.location,
+            "mirror_every": self._mirror_every,
+            "on_preemption": repr(self._on_preemption),
+            "every": schedule.every,
+            "every_s": schedule.every_s,
+            "at": sorted(schedule.at),
+            "when": None if schedule.when is None else "a function",
+            "keep": keep.last,
+            "keep_every": keep.every,
+            "keep_interval_s": keep.interval_s,
+            "keep_best": keep.best,
+            "keep_if": None if keep.condition is None else "a function",
+        }
+        described = {name: str(value) for name, value in alike.items()}
         try:
-            found = agree(f"opening of {self.root}", self._described(), prepare)
+            found = agree(f"opening of {self.root}", described, prepare)
         except BaseException:
             self._lock.release()
             raise
-        self._names = dict(found["names"])
+        self._renamed = set(found["renamed"])
         self._links = set(found["links"])
-        self._newest = found["newest"]
+        self._newest, self._is_foreign = found["newest"], found["is_foreign"]
         if self._mirror is not None:
             # Weakly: the thread must not keep a manager alive that nobody has any more.
-            self._mirror.start(found["mirror"], weakref.WeakMethod(self._retain_again))
+            again = weakref.WeakMethod(self._retention.begin_again)
+            self._mirror.start(found["mirror"], again)
             weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
 
-    def _described(self) -> dict[str, str]:
-        """The arguments that must be the same on all processes, by name."""
-        return {
-            "root": self.root,
-            "asynchronous": str(self._asynchronous),
-            "compress": repr(self._compress),
-            "parity": str(self._parity),
-            "mirror": "None" if self._copies is None else self._copies.location,
-            "mirror_every": str(self._mirror_every),
-            **self._schedule.when.described(),
-            **self._keep.described(),
-        }
-
-    def _begin(
-        self, step: int, tree: Any, *, force: bool, background: bool, **options: Any
-    ) -> None:
-        watch = Stopwatch()  # started here, to include the wait for the save before
-        self._pending.wait()
-        if not force:
-            self._check_order(step)
-        name = self._names.get(step, name_of(step))
-        if jax.process_count() == 1 or step in self._links:
-            decide_together(f"look at step {step}", lambda: self._check_place(name))
-        self._schedule.note_save()
-        place = self._root.at(name)
-        self._newest = max(step, step if self._newest is None else self._newest)
-        self._begun = step
-        background = background and not self.reached_preemption(step)
-        saving = Save(
-            place,
-            on_record=self._on_record,
-            on_commit=lambda: self._retain(step),
-            check_place=lambda: self._check_place(name),
-            watch=watch,
-            **options,
-        )
-        self._pending.begin(
-            lambda: saving.begin(tree, is_waited_for=not background), background=background
-        )
-
-    def _watch(self, watch: Watch) -> Generator[int]:
-        def wait() -> int | None:
-            found = watch.wait()
-            return None if found is None else found.step
-
+    def _leave(self, *, alone: bool) -> None:
+        # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
         try:
-            while True:
-                self._check_open()
-                step = decide_together(f"watch of {self.root}", wait)
-                if step is None:
-                    return
-                yield step
+            self._retention.stop()
+            if self._preemption is not None:
+                self._preemption.stop()
+            if self._mirror is not None:
+                self._mirror.stop(alone=alone)
         finally:
-            watch.close()
-
-    def _check_place(self, name: str) -> None:
-        """On process 0: check that the root is the one that was opened, and the step is no link."""
-        try:
-            self._lock.check_place()
-        except FileNotFoundError:
-            self._root.prepare()
+            for watch in list(self._watches):
+                watch.close()
             self._lock.release()
-            self._lock.acquire(wait=False)
-        self._root.refuse_link(name)
-
-    def _check_order(self, step: int) -> None:
-        """Refuse a step lower than the latest that is still there."""
-        if self._newest is None or step >= self._newest:
-            return
-        self._newest = decide_together(
-            f"look at {self.root}",
-            lambda: newest_step(self._root.scan(), self._copies, self._damaged),
-        )
-        if self._newest is not None and step < self._newest:
-            raise ValueError(
-                f"step {step} is lower than {self._newest}, the latest step in "
-                f"{name_both(self._root, self._copies)}, which a restart would go on from; delete "
-                "the later steps first, or pass force=True"
-            )
-
-    def _retain(self, just_saved: int) -> None:
-        """On process 0, in the background, after a commit."""
-        self._damaged.discard(just_saved)
-        if self._mirror is not None:
-            self._mirror.note_commit(just_saved)
-        self._delete_superfluous(just_saved)
-
-    def _retain_again(self) -> None:
-        """On process 0, in the background, after a copy: the step was perhaps kept for it alone."""
-        if self._begun is not None:
-            self._delete_superfluous(self._begun)
-
-    def _delete_superfluous(self, just_saved: int) -> None:
-        held = _none_held if self._mirror is None else self._mirror.held
-        with self._retaining:
-            self._retention.run(just_saved=just_saved, ignore=self._damaged, held=held)
-
-    def _wait_for_mirror(self) -> None:
-        if self._mirror is not None:
-            decide_together(f"wait for the mirror of {self.root}", self._mirror.wait)
-
-    def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
-        self._check_writable()
-        number = check_step(step)
-        self._pending.wait()
-
-        def change_in_place() -> None:
-            with suppress(FileNotFoundError):
-                self._lock.check_place()
-            change(number)
-
-        decide_together(f"{what} of step {number}", change_in_place)
+            self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -607,19 +695,149 @@ class Manager:
                 filename=self.root,
             )
 
-    def _leave(self, *, alone: bool) -> None:
-        # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
+    # One save
+
+    def _is_last_call(self, step: int) -> bool:
+        """Return True if the run is being preempted, and no step was saved because of it yet."""
+        return self._preemption is not None and self._preemption.is_due(step)
+
+    def _begin(
+        self,
+        step: int,
+        tree: Any,
+        options: SaveOptions,
+        force: bool,
+        background: bool,
+        is_last_call: bool,
+    ) -> None:
+        watch = Stopwatch()  # started here, to include the wait for the save before
         try:
-            if self._preemption is not None:
-                self._preemption.stop()
-            if self._mirror is not None:
-                self._mirror.stop(alone=alone)
-        finally:
-            for watch in list(self._watches):
-                watch.close()
+            self._pending.wait()
+        except Exception:
+            # It is in the log. There may be no other call that could save this step.
+            if not is_last_call:
+                raise
+        if not force:
+            self._check_order(step)
+        name = name_of(step)
+        if step in self._renamed:
+            name = decide_together(f"look at step {step}", lambda: self._root.own_name(step))
+        check_place = partial(self._check_place, step, name)
+        if jax.process_count() == 1 or step in self._links:
+            decide_together(f"look at step {step}", check_place)
+        self._schedule.note_save()
+        self._newest = max(step, step if self._newest is None else self._newest)
+        self._begun = step
+        background = background and not is_last_call
+        hooks = SaveHooks(
+            on_record=self._on_record,
+            check_no_arrays=None if force else partial(refuse_emptied, self._root, step),
+            on_commit=lambda: self._note_commit(step, name, background=background),
+            check_place=check_place,
+        )
+        start = partial(
+            begin_save,
+            self._root.at(name),
+            partial(capture, tree),
+            options,
+            hooks,
+            watch=watch,
+            is_waited_for=not background,
+        )
+        self._pending.begin(start, background=background)
+
+    def _check_order(self, step: int) -> None:
+        """Raise ValueError for a step lower than the latest, or one that Orbax wrote."""
+        newest = self._newest
+        if newest is None or step > newest or (step == newest and not self._is_foreign):
+            return
+        self._newest, self._is_foreign = decide_together(
+            f"look at {self.root}", lambda: self._places.newest(self._retention.damaged)
+        )
+        if step == self._newest and self._is_foreign:
+            raise ValueError(
+                f"step {step} in {self.root} was written by Orbax, and is not replaced; go on with "
+                f"step {step + 1}, or pass force=True to save beside it: then yours is read"
+            )
+        if self._newest is not None and step < self._newest:
+            raise ValueError(
+                f"step {step} is lower than {self._newest}, the latest step in {self._places}, "
+                "which a restart would go on from; delete the later steps first, or pass force=True"
+            )
+
+    def _check_place(self, step: int, name: str) -> None:
+        """On process 0: check that the root is still the same, and the step is no link."""
+        try:
+            self._lock.check_place()
+        except FileNotFoundError:
+            self._root.prepare()
             self._lock.release()
-            self._closed = True
+            self._lock.acquire(wait=False)
+        self._root.refuse_link(name)
+        self._retention.prepare_to_save(step)
 
+    def _note_commit(self, step: int, name: str, *, background: bool) -> None:
+        """On process 0: after a commit, copy the step and delete superfluous ones."""
+        self._retention.damaged.discard(step)
+        self._root.forget(name)
+        if self._mirror is not None:
+            self._mirror.note_commit(step)
+        self._retention.begin(step)
+        if not background:
+            self._retention.wait()
 
-def _none_held(steps: Sequence[int]) -> Sequence[int]:
-    return ()
+    def _answer_preemption(self, step: int) -> None:
+        """On all processes: after the last step is on disk, end the program or say so."""
+        assert self._preemption is not None
+        self._preemption.note_save()
+        exits = self._on_preemption == "exit"
+        if jax.process_index() == 0:
+            log.warning(
+                "the run is being preempted (SIGTERM): step %d is saved in %s, and %s",
+                step,
+                self.root,
+                f"the program ends with exit code {Preempted.code}; to end it yourself, give the "
+                'Manager on_preemption="continue" and ask reached_preemption(step)'
+                if exits
+                else f"reached_preemption({step}) is true: end the loop",
+            )
+        if exits:
+            try:
+                self._wait_for_mirror()
+            except OstrakaError as error:
+                log.error("%s", error)
+            raise self._preemption.end(f"the run is being preempted; step {step} is saved")
+
+    # Other calls
+
+    def _wait_for_mirror(self) -> None:
+        if self._mirror is not None:
+            decide_together(f"wait for the mirror of {self.root}", self._mirror.wait)
+
+    def _watch(self, watch: Watch) -> Generator[int]:
+        def wait() -> int | None:
+            found = watch.wait()
+            return None if found is None else found.step
+
+        try:
+            while True:
+                self._check_open()
+                step = decide_together(f"watch of {self.root}", wait)
+                if step is None:
+                    return
+                yield step
+        finally:
+            watch.close()
+
+    def _change(self, what: str, change: Callable[[int], None], step: SupportsIndex) -> None:
+        self._check_writable()
+        number = check_step(step)
+        self._pending.wait()
+        self._retention.wait()
+
+        def change_in_place() -> None:
+            with suppress(FileNotFoundError):
+                self._lock.check_place()
+            change(number)
+
+        decide_together(f"{what} of step {number}", change_in_place)

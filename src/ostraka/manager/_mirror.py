@@ -1,8 +1,8 @@
-"""A manager's mirror: which steps are copied there, and the thread that copies them.
+"""The mirror of a run: the steps to copy there, and the thread that copies them.
 
-The disk is the truth here, too. What is due is what the root has and the mirror lacks, so a run
-that was killed goes on copying when it is started again. The newest comes first; a mirror that is
-slower than the run misses the steps in between, if retention deletes them before it is their turn.
+The store is the truth here, too. A step is due if the root has it and the mirror lacks it. So a run
+that was killed resumes copying when it is started again. The newest step comes first. A mirror that
+is slower than the run misses steps, if retention deletes them before their turn comes.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ostraka._coordinate import ProcessFailed
-from ostraka._foreign import is_committed
-from ostraka._lifetime import at_exit
-from ostraka._record import OnRecord
-from ostraka._record import logger as log
-from ostraka._service import this_member
-from ostraka._step_names import list_steps, steps_among
+from ostraka.common.lifetime import at_exit
+from ostraka.common.record import OnRecord
+from ostraka.common.record import logger as log
 from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, describe
-from ostraka.manager._lock import RootLock
-from ostraka.manager._mirror_copy import Ended, Status, StepCopier
-from ostraka.manager._steps import Root, Step
-from ostraka.storage import LocalStore, PathLike, Store, is_text
+from ostraka.layout.file_names import list_steps
+from ostraka.manager._mirror_copy import CopyingEnded, Status, StepCopier
+from ostraka.manager.leases import RootLock
+from ostraka.manager.steps import Root, Step
+from ostraka.processes.operation import ProcessFailed
+from ostraka.processes.service import this_member
+from ostraka.storage import PathLike, is_inside
 
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
-"""After a failure; each pause is twice as long as the one before."""
+"""Pauses after failures. Each is twice as long as the one before."""
 _LEAVE_WITHIN_S = 5.0
 _LOOK_EVERY_S = 1.0
 
 OnCopied = Callable[[], Callable[[], None] | None]
-"""A weak reference to what is called, which may be gone."""
+"""A weak reference to the function to call."""
 
 
-def open_mirror(root: Root, given: PathLike, mirror: PathLike | None, every: Any) -> Root | None:
-    """The place of a mirror. Raises ValueError or TypeError for what can't be one."""
+def open_mirror(root: Root, mirror: PathLike | None, every: Any) -> Root | None:
+    """Return the directory of a mirror. Raises ValueError if it can't be one."""
     if mirror is None:
         if every is not None:
             raise ValueError(
@@ -47,51 +47,18 @@ def open_mirror(root: Root, given: PathLike, mirror: PathLike | None, every: Any
             )
         return None
     place = Root(mirror)
-    # Stores that were given as such may have one name on two servers.
-    if is_text(given) and is_text(mirror):
-        mine, other = (f"{_real(one.store)}/" for one in (root, place))
-        if mine.startswith(other) or other.startswith(mine):
-            raise ValueError(
-                f"the mirror {place.location} and the root {root.location} are one place, or one "
-                "is inside the other; give the mirror a place of its own"
-            )
+    if is_inside(root.store, place.store) or is_inside(place.store, root.store):
+        raise ValueError(
+            f"the mirror {place.location} and the root {root.location} are one place, or one is "
+            "inside the other; give the mirror a place of its own"
+        )
     return place
 
 
-def _real(store: Store) -> str:
-    return os.path.realpath(store.location) if isinstance(store, LocalStore) else store.location
-
-
-def newest_step(
-    steps: Sequence[Step], mirror: Root | None, ignore: Collection[int] = ()
-) -> int | None:
-    """The highest step that a run would go on from; the mirror's if the root has no `steps`."""
-    steps = steps or ([] if mirror is None else mirror.scan())
-    good = (step.step for step in steps if step.is_good and step.step not in ignore)
-    return max(good, default=None)
-
-
-def warn_if_ahead(newest: int | None, mirror: Root) -> None:
-    """Log it if the mirror has a later step than the root, which then is of another history."""
-    for step, names in reversed(steps_among(mirror.store.list()).items()):
-        if newest is None or step <= newest:
-            return
-        if any(is_committed(mirror.at(name)) for name in names):
-            log.warning(
-                "the mirror %s has step %d, later than step %d, the newest in its root: a run "
-                "that finds its root empty would go on from it; delete it with `ostraka rm` if it "
-                "is of no use",
-                mirror.location,
-                step,
-                newest,
-            )
-            return
-
-
 class Mirror:
-    """Copies the steps of a root that are due, in the background; no save waits for it.
+    """Copies the steps of a root that are due, in the background. No save waits for it.
 
-    Process 0 leads: the methods are called there alone, but for `start` and `stop`.
+    Process 0 leads: it alone calls the methods other than `start` and `stop`.
     """
 
     def __init__(self, root: Root, place: Root, *, every: int | None, on_record: OnRecord | None):
@@ -102,7 +69,7 @@ class Mirror:
         self._lock = RootLock(place.store)
         self._is_locked = False
         self._is_clean = False
-        """Whether what dead copies left there was removed."""
+        """True once the files of interrupted copies are gone there."""
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._copier: StepCopier | None = None
@@ -110,37 +77,32 @@ class Mirror:
         """Guards all of the following."""
         self._is_left = False
         self._asked = 1
-        """How often somebody wanted the mirror to be up to date."""
+        """The number of requests to bring the mirror up to date."""
         self._answered = 0
-        """Up to which of these it is, or was found that it can't be."""
+        """The last request that was answered, by success or by failure."""
         self._hurries = False
-        """Whether somebody waits, so that there is no pause after a failure."""
+        """True while somebody waits, so that there is no pause after a failure."""
         self._failure: Exception | None = None
-        self._failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        """The pause after the next failure."""
         self._retry_at_s = 0.0
         self._waiting: set[int] = set()
         """Steps of the root that are due, and not known to be in the mirror."""
-        self._done: set[int] = set()
-        self._refused: set[int] = set()
-        """Steps that can't be copied, because they are damaged."""
+        self._settled: set[int] = set()
+        """Steps that are in the mirror, or can't be copied because they are damaged."""
         self._copying: int | None = None
         self._is_stale = False
-        """Whether the step that is being copied was saved again."""
+        """True if the step that is being copied was saved again."""
 
     def start(self, channel: str, on_copied: OnCopied) -> None:
-        """Begin to copy; `channel` is a name that all processes give alike, and no other mirror.
+        """Begin to copy. All processes pass the same `channel`, and no other mirror has it.
 
-        After each copy `on_copied` is called, on process 0, in the background.
+        After each copy process 0 calls `on_copied` in the background.
         """
         member = this_member().aside(channel)
         copier = self._copier = StepCopier(self._root, self._place, member, self._on_record)
-
-        def work() -> None:
-            if copier.leads:
-                self._lead(copier, on_copied)
-            else:
-                self._follow(copier)
-
+        lead, follow = partial(self._lead, copier, on_copied), partial(self._follow, copier)
+        work = lead if copier.leads else follow
         self._thread = threading.Thread(target=work, name="ostraka-mirror", daemon=True)
         self._thread.start()
         _live.add(self)
@@ -149,10 +111,9 @@ class Mirror:
         return self._every is None or step % self._every == 0
 
     def note_commit(self, step: int) -> None:
-        """A step was committed in the root."""
+        """Note the commit of a step in the root."""
         with self._changed:
-            self._done.discard(step)
-            self._refused.discard(step)
+            self._settled.discard(step)
             self._is_stale |= step == self._copying
             if self.is_due(step):
                 self._waiting.add(step)
@@ -160,19 +121,18 @@ class Mirror:
                 self._changed.notify_all()
 
     def held(self, steps: Iterable[int]) -> set[int]:
-        """Of the steps in the root, those that retention must leave for now.
+        """Return those of the root's steps that retention must leave for now.
 
-        The one that is being copied, and of those that wait the newest. If there were more, a slow
-        mirror could fill the disk.
+        They are the step of the running copy, and the newest one that waits. If there were more, a
+        slow mirror could fill the disk.
         """
         with self._changed:
-            settled = self._done | self._refused
-            waiting = [step for step in steps if self.is_due(step) and step not in settled]
+            waiting = [step for step in steps if self.is_due(step) and step not in self._settled]
             held = {max(waiting)} if waiting else set[int]()
             return held if self._copying is None else held | {self._copying}
 
     def wait(self) -> None:
-        """Wait until the mirror has all that is due. Raises StoreError if that can't be done now.
+        """Wait until the mirror has all steps that are due. Raises StoreError if that fails now.
 
         A pause after a failure ends, and copying is tried once more.
         """
@@ -198,7 +158,7 @@ class Mirror:
                 )
 
     def stop(self, *, alone: bool) -> None:
-        """Copy no more; what is under way is given up. With `alone` the others may go on."""
+        """Copy no more, and give up a running copy. With `alone` other processes may go on."""
         thread, copier = self._thread, self._copier
         if thread is None or copier is None or os.getpid() != self._process:
             return
@@ -231,7 +191,7 @@ class Mirror:
             self._lock.release()
 
     def _wait_for_work(self) -> int | None:
-        """Which of those who asked are to be answered; None if the manager was left."""
+        """Return the request number to answer, or None if the manager is closed."""
         with self._changed:
             while not self._is_left:
                 pause_s = self._retry_at_s - time.monotonic() if self._failure else 0.0
@@ -249,16 +209,18 @@ class Mirror:
             self._copying = None
             self._answered = wanted
             before, self._failure = self._failure, failure
-            self._failures = 0 if failure is None else self._failures + 1
-            pause_s = _FIRST_PAUSE_S * 2 ** min(self._failures - 1, 10)
-            self._retry_at_s = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
             self._changed.notify_all()
-            if failure is None or self._is_left:
+            if failure is None:
+                self._pause_s = _FIRST_PAUSE_S
                 return
-            self._is_left = isinstance(failure, Ended)
+            self._retry_at_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            if self._is_left:
+                return
+            self._is_left = isinstance(failure, CopyingEnded)
             # Once for each reason: it may last for long.
             if before is None or _reason(before) != _reason(failure):
-                known = isinstance(failure, OstrakaError | OSError | ProcessFailed | Ended)
+                known = isinstance(failure, OstrakaError | OSError | ProcessFailed | CopyingEnded)
                 log.warning(
                     "%s: %s; saving goes on, and copying is tried again",
                     self._say_missing(),
@@ -267,9 +229,9 @@ class Mirror:
                 )
 
     def _catch_up(self, copier: StepCopier, on_copied: OnCopied) -> None:
-        """Copy all that is due, the newest first. Raises what keeps it from that."""
+        """Copy all steps that are due, the newest first. Raises if one can't be copied."""
         failed: dict[int, Exception] = {}
-        """What is wrong with one step does not hold the others up."""
+        """The errors of single steps, which do not hold the others up."""
         while (step := self._choose(failed.keys())) is not None:
             self._hold_place()
             try:
@@ -289,7 +251,7 @@ class Mirror:
             self._is_clean = True
 
     def _settle(self, step: int, status: Status, why: str) -> bool:
-        """Note how a copy went; False if the step is gone, and was not saved again."""
+        """Note the status of a copy. Return False if the step is gone and was not saved again."""
         with self._changed:
             self._copying = None
             if self._is_stale:
@@ -297,16 +259,18 @@ class Mirror:
             if status == "gone":
                 return False
             self._waiting.discard(step)
-            (self._refused if status == "damaged" else self._done).add(step)
+            self._settled.add(step)
         if status == "damaged":
             log.error("step %d is not copied to %s: %s", step, self._place.location, why)
         return True
 
     def _choose(self, passed_over: Iterable[int]) -> Step | None:
-        """The newest step that is due; it is held from now on."""
+        """Return the newest step that is due. Retention leaves it from now on."""
         with self._changed:
             noted = set(self._waiting)
-        there = {step.step: step for step in self._root.steps() if self.is_due(step.step)}
+        every = self._root.scan(trusting=True)
+        own = [step for step in every if not step.problems and not step.is_foreign]
+        there = {step.step: step for step in own if self.is_due(step.step)}
         with self._changed:
             for step in sorted(noted - there.keys()):
                 log.warning(
@@ -317,13 +281,13 @@ class Mirror:
                     self._place.location,
                 )
             self._waiting -= noted - there.keys()
-            self._waiting |= there.keys() - self._done - self._refused
+            self._waiting |= there.keys() - self._settled
             chosen = max((self._waiting & there.keys()) - set(passed_over), default=None)
             self._copying, self._is_stale = chosen, False
             return None if chosen is None else there[chosen]
 
     def _hold_place(self) -> None:
-        """Have no other manager write to the mirror. Raises Busy if one does."""
+        """Lock the mirror. Raises Busy if another manager writes to it."""
         if self._is_locked:
             try:
                 self._lock.check_place()
@@ -353,7 +317,7 @@ class Mirror:
         while not is_left:
             try:
                 copier.follow()
-            except Ended:
+            except CopyingEnded:
                 return
             except Exception as error:
                 # Process 0 has it in its own log, if it lives.
@@ -367,9 +331,9 @@ _live: weakref.WeakSet[Mirror] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """A program that ends without closing its managers does not wait for their mirrors.
+    """Stop all mirrors when a program ends without closing its managers.
 
-    A thread that still waits for the coordination service would abort it.
+    A thread that still waits for the coordination service would abort the program.
     """
     for mirror in list(_live):
         mirror.stop(alone=True)
@@ -382,4 +346,4 @@ def _reason(failure: Exception) -> str:
     cause = failure.__cause__
     if isinstance(failure, ProcessFailed) and isinstance(cause, Exception):
         return describe(cause)
-    return str(failure) if isinstance(failure, ProcessFailed | Ended) else describe(failure)
+    return str(failure) if isinstance(failure, ProcessFailed | CopyingEnded) else describe(failure)

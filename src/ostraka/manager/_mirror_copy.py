@@ -1,9 +1,9 @@
-"""One step, copied to the mirror by all processes together.
+"""The copy of one step to the mirror, by all processes together.
 
-Process 0 chooses the step, takes the place in the mirror, announces it, and commits when all are
-done; every process copies the files that it wrote. A copy is an operation, numbered apart from
-saves and restores, so that it does not matter when it begins or ends. Announcements are keys
-`go/<n>`, each made once: by process 0, or by a process that leaves, which is the last then.
+Process 0 chooses the step, locks its directory in the mirror, announces it, and commits when all
+are done. Every process copies the files that it wrote. A copy is an operation with its own numbers,
+apart from saves and restores, so that it may begin and end at any time. Announcements are keys
+`go/<n>`. Process 0 makes each of them once. A process that leaves makes the last one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal
 
-from ostraka._coordinate import Operation
-from ostraka._parallel import Stopped
-from ostraka._record import OnRecord, Stopwatch, report, summarize
-from ostraka._service import Keys, Member
+from ostraka.common.progress import Count
+from ostraka.common.record import OnRecord, Stopwatch, report, summarize
+from ostraka.common.threads import Stopped
 from ostraka.errors import Damaged, StoreError
-from ostraka.formats._ostraka import OstrakaSource, open_ostraka
-from ostraka.manager._steps import Root
-from ostraka.transfer import CopyPlace, Tally, copy_shards, find_lost
+from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
+from ostraka.manager.steps import Root
+from ostraka.processes.operation import Operation
+from ostraka.processes.service import Keys, Member
+from ostraka.transfer import CopyPlace, copy_shards, find_lost
 
 Status = Literal["there", "gone", "damaged"]
 _Job = tuple[OstrakaSource, CopyPlace]
-"""A copy, as process 0 alone knows it."""
+"""The source and the destination of a copy, on process 0."""
 
 
-class Ended(Exception):
-    """There will be no more copies, because a process has left its manager."""
+class CopyingEnded(Exception):
+    """A process has left its manager, so there are no more copies."""
 
 
 class StepCopier:
@@ -46,21 +47,22 @@ class StepCopier:
         return self._member.process == 0
 
     def leave(self) -> None:
-        """From any thread: give up the copy that is under way, and take part in no other.
+        """From any thread: give up the running copy, and take part in no other.
 
-        This ends copying on all processes. A process that waits for an announcement gets its own.
+        This ends copying on all processes. A process that waits for an announcement receives its
+        own.
         """
         self._is_left.set()
         if self._member.count > 1:
             self._keys.create(f"go/{self._announced}", {"left": self._member.process})
 
     def copy(self, name: str) -> tuple[Status, str]:
-        """On process 0: have a step in the mirror; returns how it went, and why if not well.
+        """On process 0: copy a step to the mirror. Return the status, and the reason of a failure.
 
-        `there`: the mirror has it, the same bytes; `gone`: it was deleted or replaced meanwhile;
-        `damaged`: the step in the root is. Raises Ended if a process has left its manager; what
-        the store raises; ProcessFailed. Another step of that name is replaced, and one that has
-        lost files is mended.
+        `there`: the mirror has the same bytes. `gone`: the step was deleted or replaced meanwhile.
+        `damaged`: the step in the root is damaged. This replaces another step of that name, and
+        repairs a copy that has lost files. Raises CopyingEnded if a process has left its manager,
+        ProcessFailed, and errors of the store.
         """
         source = None
         try:
@@ -75,7 +77,13 @@ class StepCopier:
         if not is_missing:
             return "there", ""
         try:
-            self._announce(name, source.metadata.id)
+            if self._member.count > 1:
+                key = f"go/{self._announced}"
+                if not self._keys.create(key, {"name": name, "id": source.metadata.id}):
+                    raise CopyingEnded(
+                        f"process {self._keys.wait_for(key)['left']} has left its manager"
+                    )
+                self._announced += 1
             status, why = self._copy_together(name, source.metadata.id, (source, place))
         finally:
             place.release()
@@ -84,48 +92,41 @@ class StepCopier:
         return status, why
 
     def follow(self) -> None:
-        """On any other process: take part in the next copy. Raises Ended after the last."""
+        """On any other process: take part in the next copy. Raises CopyingEnded after the last."""
         if self._is_left.is_set():
             self.leave()  # Again: the copy that it was in had been announced before.
         begun = self._keys.wait_for(f"go/{self._announced}")
         if "left" in begun:
-            raise Ended(f"process {begun['left']} has left its manager")
+            raise CopyingEnded(f"process {begun['left']} has left its manager")
         self._announced += 1
         self._copy_together(begun["name"], begun["id"], None)
-
-    def _announce(self, name: str, save_id: str) -> None:
-        if self._member.count == 1:
-            return
-        key = f"go/{self._announced}"
-        if not self._keys.create(key, {"name": name, "id": save_id}):
-            raise Ended(f"process {self._keys.wait_for(key)['left']} has left its manager")
-        self._announced += 1
 
     def _copy_together(self, name: str, save_id: str, job: _Job | None) -> tuple[Status, str]:
         watch = Stopwatch()
         with Operation(f"copy to {self._mirror.location}", member=self._member) as operation:
-            tally = Tally(lambda done: self._check(operation))
-            mine = self._copy_share(operation, tally, name, save_id)
-            mine["written"] = [tally.copied, watch.lap("copy")]
+            progress = Count(on_bytes=lambda done, total: self._check(operation))
+            mine = self._copy_share(operation, progress, name, save_id)
+            mine["written"] = [progress.done - progress.kept, watch.lap("copy")]
             answer = operation.exchange(
                 "commit", mine, lambda reports: self._commit(name, job, reports), is_last=True
             )
             watch.lap("commit")
         if answer["status"] == "there":
-            report("mirror", self._mirror.path(name), watch, answer["summary"], self._on_record)
+            path, summary = self._mirror.path(name), answer["summary"]
+            report("mirror", path, watch, summary, self._on_record, in_background=True)
         return answer["status"], answer["why"]
 
     def _copy_share(
-        self, operation: Operation, tally: Tally, name: str, save_id: str
+        self, operation: Operation, progress: Count, name: str, save_id: str
     ) -> dict[str, Any]:
-        """Copy this process's files. What is wrong with the step is returned: the others go on."""
+        """Copy this process's files. Return the status instead of raising: the others go on."""
         source = None
         process, count = operation.process, operation.count
         try:
             source = open_ostraka(self._root.at(name))
             if source is None or source.metadata.id != save_id:
                 return {"status": "gone", "why": f"process {process}"}
-            copy_shards(source, self._mirror.at(name), tally, process=process, count=count)
+            copy_shards(source, self._mirror.at(name), progress, process=process, count=count)
         except Damaged as error:
             if source is not None and not source.is_current():
                 return {"status": "gone", "why": f"process {process}"}
@@ -152,7 +153,7 @@ class StepCopier:
         return {"status": "there", "why": "", "summary": summary}
 
     def _check(self, operation: Operation) -> None:
-        """Between pieces: raise if the copy is not to go on."""
+        """Raise if the copy is to stop. Called between pieces."""
         operation.check()
         if self._is_left.is_set():
             raise Stopped("its manager was left")

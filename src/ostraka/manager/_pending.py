@@ -1,13 +1,14 @@
-"""The save that runs in the background, and its error, which is raised on every process."""
+"""The save in the background, and its error, which every process raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
-from ostraka._handle import SaveHandle
-from ostraka._record import logger as log
+from ostraka.common.record import logger as log
 from ostraka.errors import OstrakaError
-from ostraka.manager._together import agree
+from ostraka.processes.decide import agree
+from ostraka.saving.background import SaveHandle
 
 _TIMEOUT_S = 5.0
 """How long to wait for a process that may have ended because of the error."""
@@ -16,16 +17,16 @@ _TIMEOUT_S = 5.0
 class PendingSave:
     """At most one running save.
 
-    A save that fails does so on every process, but they learn of it at different times. A call that
-    involves no other process raises as soon as it knows (`raise_if_failed`). At the next call that
-    involves all processes (`wait`), all raise unless all have raised already: so either every
-    process goes on from there, or none.
+    A save fails on every process, but they learn of it at different times. A call that involves no
+    other process raises as soon as it knows (`raise_if_failed`). At the next call that involves all
+    processes (`wait`), all raise, unless all have raised already. So either every process goes on
+    from there, or none does.
     """
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
         self._start_error: Exception | None = None
-        """Why the save could not start on this process; it may have started on others."""
+        """The reason why the save did not start here. It may have started on other processes."""
         self._is_raised = False
 
     def begin(self, start: Callable[[], SaveHandle], *, background: bool) -> None:
@@ -54,25 +55,22 @@ class PendingSave:
             raise error
 
     def wait(self) -> None:
-        """Wait for the save; raise its error, on all processes alike."""
+        """Wait for the save and raise its error, on all processes alike."""
         error = self._start_error if self._handle is None else self._handle.exception()
         is_raised = self._is_raised
         self._handle = self._start_error = None
-        if error is not None and not _have_all_raised(is_raised):
+        if error is None:
+            return
+        have_all_raised = False
+        with suppress(OstrakaError):  # One has ended.
+            have_all_raised = agree("look at the last save", is_raised, all, timeout_s=_TIMEOUT_S)
+        if not have_all_raised:
             raise error
 
     def finish_alone(self) -> None:
-        """Wait for the save; its error goes to the log."""
+        """Wait for the save and log its error."""
         handle, self._handle = self._handle, None
         if handle is not None and not self._is_raised:
             error = handle.exception()
             if error is not None:
                 log.error("%s", error)
-
-
-def _have_all_raised(is_raised: bool) -> bool:
-    """Whether every process has raised the error already; False if one has ended."""
-    try:
-        return agree("look at the last save", is_raised, all, timeout_s=_TIMEOUT_S)
-    except OstrakaError:
-        return False

@@ -1,11 +1,23 @@
-"""Notice that this run is being preempted, and agree on the step at which to save."""
+"""Preemption: SIGTERM, and the step at which all processes save because of it.
+
+The first SIGTERM to a process is noted, the second ends the program. The signal may have had a
+handler before. Ours calls a Python handler of the user each time, and restores it in the end. Under
+`jax.distributed`, JAX has a handler in C, which Python does not know. That handler notes the first
+SIGTERM and ignores all others, so a program under JAX could not be ended. Our handler takes its
+place and calls it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
+import math
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
 from types import FrameType
 from typing import Any
@@ -13,86 +25,289 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ostraka._record import logger as log
+from ostraka.common.record import logger as log
+from ostraka.errors import Preempted
 
 _questions = itertools.count(1)
 _preempted: list[bool] = []
 """Not empty once JAX has reported a preemption, which it does only once."""
+SAME_NOTICE_S = 1.0
+"""SIGTERMs within this time count as one: `timeout` signals a process, and then its group."""
+_LEAVE_WITHIN_S = 5.0
+"""How long JAX may wait for other processes at the end of the program."""
 
 
 class Preemption:
-    """Answers, for each step, whether the run is being preempted and this is the step to save.
+    """Decides at which step a run saves because of its preemption.
 
-    Where `jax.distributed` runs, JAX gets the notice (SIGTERM on any process) and picks a sync
-    point that no process has reached yet. Each question is a sync point, so all processes must ask
-    equally often. Elsewhere SIGTERM is caught here, until `stop`.
+    Under `jax.distributed`, JAX gets the notice (SIGTERM on any process) and picks a sync point
+    ahead of all processes. Each question is a sync point, so all processes must ask equally often.
+    Without it the notice is SIGTERM to this process.
     """
 
     def __init__(self) -> None:
         self._step: int | None = None
         self._answer = False
-        # A plain flag: with a lock, a second signal could interrupt its holder and deadlock.
-        self._caught = False
-        self._before: Any = None
-        self._catches = False
+        self._is_saved = False
         self._by_jax = jax.distributed.is_initialized() and _ask_jax() is not None
-        if not self._by_jax and jax.process_count() == 1:
-            self._catch()
+        self._sigterm: Sigterm | None = None
+        if self._by_jax or jax.process_count() == 1:
+            self._sigterm = Sigterm(by_jax=self._by_jax)
 
     def reached(self, step: int) -> bool:
-        """The answer for a step does not change, and once it is True it stays True."""
+        """Return True from the step on at which to save. The answer for a step does not change."""
         if step != self._step and not self._answer:
             self._step = step
-            self._answer = self._ask()
+            by_signal = self._sigterm is not None and self._sigterm.count > 0
+            self._answer = bool(_ask_jax()) if self._by_jax else by_signal
         return self._answer
 
+    def is_due(self, step: int) -> bool:
+        """Return True for the step to save because of preemption, until it is saved."""
+        return self.reached(step) and not self._is_saved
+
+    def note_save(self) -> None:
+        """Note that the due step is on disk, on all processes."""
+        self._is_saved = True
+
+    def end(self, message: str) -> Preempted:
+        """Return the exception that all processes raise to end the program."""
+        return Preempted(message) if self._sigterm is None else self._sigterm.end(message)
+
     def stop(self) -> None:
+        """Watch SIGTERM no longer."""
+        if self._sigterm is not None:
+            self._sigterm.stop()
+
+    def unanswered(self) -> Preempted | None:
+        """After `stop`: return what to raise if SIGTERM came and the program does not know.
+
+        None if the program has a handler of its own, or if another manager will tell it.
+        """
+        sigterm = self._sigterm
+        if sigterm is None or self._answer or not sigterm.is_swallowed:
+            return None
+        if any(other.watches and other.count and other is not sigterm for other in _catching):
+            return None
+        return sigterm.end("SIGTERM came after the last save", alone=True)
+
+
+def _ask_jax() -> bool | None:
+    """Return True if JAX's sync point is reached, None if JAX does not watch for preemption."""
+    try:
+        if not _preempted and multihost_utils.reached_preemption_sync_point(next(_questions)):
+            _preempted.append(True)
+    except RuntimeError:
+        if jax.process_count() > 1:
+            log.warning(
+                "preemption is not watched: JAX's preemption service is off "
+                "(jax_enable_preemption_service)"
+            )
+        return None
+    return bool(_preempted)
+
+
+# SIGTERM in this process
+
+
+class Sigterm:
+    """Watches SIGTERM for one manager, until `stop`. To be made in the main thread.
+
+    The second SIGTERM raises Preempted in the main thread, wherever that is. `with` and `finally`
+    blocks wait for the running save. The third has the default action, at once.
+    """
+
+    def __init__(self, *, by_jax: bool) -> None:
+        # Plain attributes: with a lock, a second signal could interrupt its holder and deadlock.
+        self.count = 0
+        self._counted_s = -math.inf
+        self._by_jax = by_jax
+        self._before: Any = signal.SIG_DFL
+        self._relay: _Relay | None = None
+        self.watches = False
+        self._is_ending = False
+        if threading.current_thread() is threading.main_thread():
+            self._catch()
+        elif not by_jax:
+            log.warning("SIGTERM is not watched: a Manager can do so only in the main thread")
+
+    @property
+    def is_swallowed(self) -> bool:
+        """True if SIGTERM came, and the program neither ignores it nor has a handler for it."""
+        handler = self._next_handler()
+        return self.count > 0 and handler != signal.SIG_IGN and not callable(handler)
+
+    def end(self, message: str, *, alone: bool = False) -> Preempted:
+        """Return the exception that ends the program. From now on SIGTERM just ends it.
+
+        With `alone` other processes may go on, and JAX would wait for them for minutes.
+        """
+        self._is_ending = True
+        if alone and self._by_jax:
+            _ending_alone.append(True)
+        return Preempted(message)
+
+    def stop(self, *, in_child: bool = False) -> None:
         """Restore the handler that SIGTERM had before."""
-        if not self._catches:
+        if not self.watches:
             return
-        self._catches = False
+        self.watches = False
         # Only the main thread may set handlers. From another, ours stays and passes signals on.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, self._next_handler())
+            handler = self._next_handler()
+            if isinstance(handler, _NativeHandler):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                if not (in_child or self._is_ending):  # It would ignore the signal.
+                    handler.restore()
+            else:
+                signal.signal(signal.SIGTERM, handler)
+        if in_main and self._relay is not None:
+            self._relay.close(in_child=in_child)
 
     def _next_handler(self) -> Any:
-        """The handler to call after this one; managers may have been closed in any order."""
+        """Return the handler to call after this one. Managers may be closed in any order."""
         before = self._before
         owner = getattr(before, "__self__", None)
-        if isinstance(owner, Preemption) and not owner._catches:
+        if isinstance(owner, Sigterm) and not owner.watches:
             return owner._next_handler()
         return before
 
-    def _ask(self) -> bool:
-        return bool(_ask_jax()) if self._by_jax else self._caught
-
     def _catch(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            log.warning("SIGTERM is not watched: a Manager can do so only in the main thread")
+        native = _native_handler() if self._by_jax else None
+        if self._by_jax and native is None:
             return
         before = signal.signal(signal.SIGTERM, self._on_signal)
         self._before = signal.SIG_DFL if before is None else before  # None: not set by Python
-        self._catches = True
+        after = _native_handler() if native else None
+        if native is not None and after is not None and native.address != after.address:
+            self._before = native
+            self._relay = _start_relay(native)
+        elif self._by_jax and not isinstance(getattr(before, "__self__", None), Sigterm):
+            # The program has replaced JAX's handler by one of its own, and so has the last word.
+            signal.signal(signal.SIGTERM, before)
+            return
+        self.watches = True
         _catching.add(self)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._caught = True
+        now_s = time.monotonic()
+        is_new = self.watches and now_s - self._counted_s >= SAME_NOTICE_S
+        if is_new:
+            self.count += 1
+            self._counted_s = now_s
+        if is_new and self.count > 2:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            os._exit(Preempted.code)  # the first process of a container, which the kernel spares
         handler = self._next_handler()
-        if callable(handler):
+        if isinstance(handler, _NativeHandler):
+            handler.call(number)
+        elif callable(handler):
             handler(number, frame)
-        elif not self._catches:
+        elif not self.watches:
             signal.signal(number, handler)
             signal.raise_signal(number)
+        if is_new and self.count == 2:
+            raise self.end("SIGTERM came a second time", alone=True)
 
 
-_catching: weakref.WeakSet[Preemption] = weakref.WeakSet()
+# The handler that JAX has
+
+
+class _Action(ctypes.Structure):
+    """`struct sigaction` of Linux, with glibc and with musl."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_SA_SIGINFO = 4
+
+
+class _NativeHandler:
+    """The handler of SIGTERM that a library has set in C."""
+
+    def __init__(self, action: _Action, address: int):
+        self._action = action
+        self.address = address
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+
+    def call(self, number: int) -> None:
+        self._function(number)
+
+    def restore(self) -> None:
+        ctypes.CDLL(None).sigaction(signal.SIGTERM, ctypes.byref(self._action), None)
+
+
+def _native_handler() -> _NativeHandler | None:
+    """Return the present handler, if it takes just the number of the signal, or else None."""
+    if sys.platform != "linux":
+        return None
+    action = _Action()
+    if ctypes.CDLL(None).sigaction(signal.SIGTERM, None, ctypes.byref(action)) != 0:
+        return None
+    address: int | None = action.handler
+    if address is None or address <= signal.SIG_IGN or action.flags & _SA_SIGINFO:
+        return None
+    return _NativeHandler(action, address)
+
+
+class _Relay:
+    """Calls JAX's handler at once, even while the main thread is inside a long step.
+
+    Python calls its handlers between two lines of the main thread. JAX needs a second to agree on a
+    step, so after a late notice the processes would train one more.
+    """
+
+    def __init__(self, read: int, write: int):
+        self._read = read
+        self._write = write
+
+    def run(self, native: _NativeHandler) -> None:
+        while numbers := os.read(self._read, 64):
+            if signal.SIGTERM in numbers:
+                native.call(signal.SIGTERM)
+        os.close(self._read)
+
+    def close(self, *, in_child: bool) -> None:
+        others = signal.set_wakeup_fd(-1)
+        if others not in (-1, self._write):
+            signal.set_wakeup_fd(others)  # They may put ours back later: it stays open.
+            return
+        os.close(self._write)
+        if in_child:  # The thread that reads from it is in the parent alone.
+            os.close(self._read)
+
+
+def _start_relay(native: _NativeHandler) -> _Relay | None:
+    """Start a relay. Return None if another library, such as asyncio, uses the wakeup file."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if others != -1:
+        signal.set_wakeup_fd(others)
+        os.close(read)
+        os.close(write)
+        return None
+    relay = _Relay(read, write)
+    threading.Thread(target=relay.run, args=(native,), name="ostraka-sigterm", daemon=True).start()
+    return relay
+
+
+# Forks
+
+_catching: weakref.WeakSet[Sigterm] = weakref.WeakSet()
 _forking = threading.local()
 """The signal mask that a forking thread had before the fork."""
 
 
 def _block_before_fork() -> None:
-    """Block SIGTERM while forking: Python drops one that a child gets before `stop`."""
+    """Block SIGTERM while forking. Python drops one that a child receives before `stop`."""
     if _catching:
         _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -105,9 +320,9 @@ def _unblock_after_fork() -> None:
 
 
 def _stop_after_fork() -> None:
-    """A child saves nothing, so SIGTERM must end it, or ending a data worker would hang."""
-    for preemption in list(_catching):
-        preemption.stop()
+    """Let SIGTERM end a child. It saves nothing, and ending a data worker must not hang."""
+    for sigterm in list(_catching):
+        sigterm.stop(in_child=True)
     _unblock_after_fork()
 
 
@@ -119,16 +334,22 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def _ask_jax() -> bool | None:
-    """Whether JAX's sync point is reached; None if JAX does not watch for preemption."""
-    try:
-        if not _preempted and multihost_utils.reached_preemption_sync_point(next(_questions)):
-            _preempted.append(True)
-    except RuntimeError:
-        if jax.process_count() > 1:
-            log.warning(
-                "preemption is not watched: JAX's preemption service is off "
-                "(jax_enable_preemption_service)"
-            )
-        return None
-    return bool(_preempted)
+# The end of the program
+
+_ending_alone: list[bool] = []
+"""Not empty once this process ends although others may go on."""
+
+
+def _leave_soon() -> None:
+    def leave() -> None:
+        time.sleep(_LEAVE_WITHIN_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Preempted.code)
+
+    if _ending_alone:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=leave, name="ostraka-leave", daemon=True).start()
+
+
+atexit.register(_leave_soon)

@@ -1,12 +1,13 @@
-"""Restore the newest step that is intact, the same one on every process."""
+"""The choice of the step to resume from, and its restore: the same on every process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ostraka._record import logger as log
+from ostraka.common.record import logger as log
 from ostraka.errors import (
     CheckpointNotFound,
     Damaged,
@@ -14,12 +15,17 @@ from ostraka.errors import (
     RestoreFailed,
     StoreError,
     UnsupportedFormat,
+    problems_from_json,
+    problems_to_json,
     warn_caller,
 )
 from ostraka.formats import open_source
+from ostraka.formats.unknown import is_committed, likely_steps
 from ostraka.integrity import verify
-from ostraka.manager._steps import Root, Step, no_such_step
-from ostraka.manager._together import agree, decide_together
+from ostraka.layout.file_names import steps_among
+from ostraka.manager.steps import Root, Step, ascending, no_such_step
+from ostraka.processes.decide import agree, decide_together
+from ostraka.reading.locate import refuse_several_series
 from ostraka.storage import Store
 
 _ATTEMPTS = 10
@@ -38,10 +44,9 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a restore went.
+    """The outcome of one restore.
 
-    `status` is `ok`, `damaged`, `gone`, `follows` (it failed because another process failed), or
-    `failed` for any other reason.
+    `status` is `ok`, `damaged`, `gone`, `follows` (another process failed), or `failed`.
     """
 
     status: str
@@ -50,102 +55,135 @@ class _Outcome:
     error: Exception | None
 
 
-def latest_step(root: Root, mirror: Root | None) -> int | None:
-    """The highest step that can be read, the same on all processes; None if there is no step.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the steps of a run are: in its directory, and in its mirror if it has one."""
 
-    The mirror counts for steps that the root has and can't read, and if the root has none at all.
-    Raises Damaged if there are steps and none of them can be read: a run that took this for an
-    empty directory would silently start from scratch.
-    """
+    root: Root
+    mirror: Root | None
 
-    def look() -> dict[str, Any]:
-        own = root.scan()
-        where, every = (root, own) if own or mirror is None else (mirror, mirror.scan())
+    def __str__(self) -> str:
+        where = self.root.location
+        return where if self.mirror is None else f"{where} or its mirror {self.mirror.location}"
+
+    def newest(self, ignore: Collection[int] = ()) -> tuple[int | None, bool]:
+        """Return the highest step that a run would resume from, and True if it is foreign.
+
+        It is the mirror's if the root has no steps at all. None if there is none.
+        """
+
+        def is_it(found: Sequence[Step]) -> bool:
+            return found[-1].is_good and found[-1].step not in ignore
+
+        found = self.root.scan(is_it) or ([] if self.mirror is None else self.mirror.scan(is_it))
+        good = [step for step in found if is_it([step])]
+        return (good[-1].step, good[-1].is_foreign) if good else (None, False)
+
+    def latest(self) -> int | None:
+        """Return the highest readable step, the same on all processes, or None if there is no step.
+
+        The mirror counts for unreadable steps of the root, and if the root has none. Raises Damaged
+        if there are steps but none can be read: a run that took this for an empty directory would
+        silently start from scratch.
+        """
+        found = decide_together(f"look at {self.root.location}", self._look_for_latest)
+        if "problems" not in found:
+            return found["step"]
+        damaged = Damaged(found["path"], problems_from_json(found["problems"]))
+        hint = f"no step in {self} can be read: mend one, or delete them all to begin anew"
+        damaged.args = (f"{damaged}; {hint}",)
+        raise damaged
+
+    def _look_for_latest(self) -> dict[str, Any]:
+        def is_readable(found: Sequence[Step]) -> bool:
+            return not found[-1].problems
+
+        root, mirror = self.root, self.mirror
+        own = root.scan(is_readable)
+        where, every = (root, own) if own or mirror is None else (mirror, mirror.scan(is_readable))
         good = [step.step for step in every if not step.problems]
-        if own and mirror is not None and own[-1].problems:
+        if own and own[-1].problems:
             lost = {step.step for step in own if step.problems}
-            good += lost & {copy.step for copy in _read_if_possible(mirror) if not copy.problems}
-        refuse_newer(every, max(good, default=-1))
+            good += lost & {copy.step for copy in self.copies() if not copy.problems}
+        newest = max(good, default=None)
+        for step in reversed(every):
+            # It is intact: a run that resumed from an older one would repeat its work, and replace
+            # it.
+            if step.unsupported is not None and (newest is None or step.step > newest):
+                raise UnsupportedFormat(step.unsupported)
+        if every and every[-1].is_aside:
+            refuse_several_series(where.store)
+        if not every:
+            root.warn_if_begun_elsewhere()
         if good or not every:
-            return {"step": max(good, default=None)}
-        return {"path": where.path(every[-1].names[0]), "problems": _encode(every[-1].problems)}
+            return {"step": newest}
+        last = every[-1]
+        return {"path": where.path(last.names[0]), "problems": problems_to_json(last.problems)}
 
-    found = decide_together(f"look at {root.location}", look)
-    if "problems" not in found:
-        return found["step"]
-    damaged = Damaged(found["path"], _decode(found["problems"]))
-    where = name_both(root, mirror)
-    hint = f"no step in {where} can be read: mend one, or delete them all to begin anew"
-    damaged.args = (f"{damaged}; {hint}",)
-    raise damaged
+    def find(self, number: int) -> tuple[Root, Step]:
+        """Return a step and where it is, as this process sees it: in the root, if it has it.
 
-
-def find_step(root: Root, mirror: Root | None, number: int) -> tuple[Root, Step]:
-    """Where a step is, and what is known of it; in the root, if it has it. As this process sees it.
-
-    Raises CheckpointNotFound.
-    """
-    try:
-        return root, root.find(number)
-    except CheckpointNotFound:
-        if mirror is None:
+        Raises CheckpointNotFound.
+        """
+        try:
+            return self.root, self.root.find(number)
+        except CheckpointNotFound:
+            if self.mirror is not None:
+                with suppress(CheckpointNotFound):
+                    return self.mirror, self.mirror.find(number)
             raise
-        for step in mirror.scan():
-            if step.step == number:
-                return mirror, step
-        raise
 
+    def copies(self) -> list[Step]:
+        """Return the steps of the mirror. Empty if the mirror does not answer."""
+        if self.mirror is None:
+            return []
+        try:
+            return self.mirror.scan()
+        except StoreError:
+            log.exception("the mirror %s can't be read now", self.mirror.location)
+            return []
 
-def _read_if_possible(mirror: Root) -> list[Step]:
-    """The steps of a mirror that would be good to have; none if it can't be reached."""
-    try:
-        return mirror.scan()
-    except StoreError:
-        log.exception("the mirror %s can't be read now", mirror.location)
-        return []
-
-
-def name_both(root: Root, mirror: Root | None) -> str:
-    """Where steps were looked for, in a message."""
-    return root.location if mirror is None else f"{root.location} or its mirror {mirror.location}"
-
-
-def refuse_newer(steps: Sequence[Step], since: int) -> None:
-    """Raise UnsupportedFormat if a step after `since` needs a newer version of Ostraka.
-
-    Such a step is intact: a run that continued from an older one would repeat its work, and replace
-    it.
-    """
-    for step in reversed(steps):
-        if step.unsupported is not None and step.step > since:
-            raise UnsupportedFormat(step.unsupported)
+    def warn_if_ahead(self, newest: int | None) -> None:
+        """Log a step of the mirror that is later than the newest one of the root."""
+        if self.mirror is None or newest is None or not self.root.scan(lambda _: True):
+            return
+        for step, names in reversed(steps_among(self.mirror.store.list()).items()):
+            if step <= newest:
+                return
+            if any(is_committed(self.mirror.at(name)) for name in names):
+                log.warning(
+                    "the mirror %s has step %d, later than step %d, the newest in its root: a run "
+                    "that finds its root empty would go on from it; delete it with `ostraka rm` if "
+                    "it is of no use",
+                    self.mirror.location,
+                    step,
+                    newest,
+                )
+                return
 
 
 class Recovery:
-    """One restore from a root or its mirror, of a step and those before it."""
+    """One restore of a step, or of the newest, from a run's directory or its mirror.
 
-    def __init__(
-        self,
-        root: Root,
-        mirror: Root | None,
-        step: int | None,
-        *,
-        fallback: bool,
-        verify_first: bool,
-    ):
-        self._root = root
-        self._mirror = mirror
+    With `fallback` an earlier step is restored if this one is damaged. With `verify_first` a step
+    is verified before any of its values are restored.
+    """
+
+    def __init__(self, places: Places, step: int | None, *, fallback: bool, verify_first: bool):
+        self._places = places
+        self._root = places.root
+        self._mirror = places.mirror
         self._step = step
         self._fallback = fallback
         self._verify_first = verify_first
         self.damaged: set[int] = set()
         """Steps that turned out to be damaged in the root."""
         self._copies: set[int] = set()
-        """Those of them that the mirror has, too."""
+        """Damaged steps that the mirror has, too."""
         self._given_up: set[int] = set()
 
     def run(self, restore: Callable[[Store], Any]) -> tuple[int, Any]:
-        """The step that was restored, and what `restore` made of its place."""
+        """Return the restored step, and the value that `restore` returned for its store."""
         times_gone = 0
         while times_gone <= _ATTEMPTS:
             choice = self._choose()
@@ -172,51 +210,59 @@ class Recovery:
 
     def _choose(self) -> _Choice:
         found = decide_together(f"choice of a step in {self._root.location}", self._decide)
-        found["problems"] = _decode(found["problems"])
+        found["problems"] = problems_from_json(found["problems"])
         return _Choice(**found)
 
     def _decide(self) -> dict[str, Any]:
-        own = {step.step: step for step in self._root.scan()}
+        def is_enough(found: Sequence[Step]) -> bool:
+            left = [step for step in found if step.step not in self._given_up]
+            return any(step.is_good for step in left[1:])
+
+        own = {step.step: step for step in self._root.scan(is_enough, up_to=self._step)}
         copies = self._look_at_mirror(own)
         every = {**copies, **own} | {step: copies[step] for step in self._copies & copies.keys()}
         if self._step is not None and self._step not in every:
-            raise no_such_step(name_both(self._root, self._mirror), self._step, sorted(every))
-        highest = max(every, default=-1) if self._step is None else self._step
-        numbers = [n for n in sorted(every) if n <= highest and n not in self._given_up]
-        left = [every[number] for number in numbers]
+            there = {*every, *(step.step for step in self._root.scan())}
+            raise no_such_step(str(self._places), self._step, sorted(there))
+        left = ascending(step for step in every.values() if step.step not in self._given_up)
+        if self._step is None:
+            left.sort(key=lambda step: not step.is_aside)
+        else:
+            left = [step for step in left if step.step <= self._step]
         if not left:
-            where = name_both(self._root, self._mirror)
-            raise CheckpointNotFound(f"there is no step in {where} to restore")
+            found = likely_steps(self._root.store) if not every else None
+            hint = "" if found is None else f"; but {found}"
+            raise CheckpointNotFound(f"there is no step in {self._places} to restore{hint}")
         chosen = left[-1]
-        in_mirror = copies.get(chosen.step) is chosen
+        if chosen.is_aside and self._step is None:
+            refuse_several_series(self._root.store)
         if chosen.unsupported is not None:
             raise UnsupportedFormat(chosen.unsupported)
-        before = [s.step for s in left[:-1] if s.is_good]
-        name = chosen.names[0]
-        problems = chosen.problems
+        in_mirror = copies.get(chosen.step) is chosen
+        name, problems = chosen.names[0], chosen.problems
         if self._verify_first and not problems:
-            problems = verify(self._place(name, in_mirror), raises=False).problems
+            problems = verify(self._store_of(name, in_mirror), raises=False).problems
         return {
             "step": chosen.step,
             "name": name,
             "in_mirror": in_mirror,
-            "problems": _encode(problems),
-            "before": before[-1] if before else None,
+            "problems": problems_to_json(problems),
+            "before": next((step.step for step in reversed(left[:-1]) if step.is_good), None),
         }
 
     def _look_at_mirror(self, own: Mapping[int, Step]) -> dict[int, Step]:
-        """The mirror's steps, if the root does not have what is wanted.
+        """Return the mirror's steps, if the root does not have the wanted one.
 
-        Of a root that has steps, later ones in the mirror do not count: they were deleted there.
+        If the root has steps, later ones in the mirror do not count: they were deleted there.
         """
         is_enough = own if self._step is None else self._step in own
         if self._mirror is None or (is_enough and not self.damaged):
             return {}
         highest = max(own) if own and self._step is None else None
-        found = _read_if_possible(self._mirror) if is_enough else self._mirror.scan()
+        found = self._places.copies() if is_enough else self._mirror.scan()
         return {step.step: step for step in found if highest is None or step.step <= highest}
 
-    def _place(self, name: str, in_mirror: bool) -> Store:
+    def _store_of(self, name: str, in_mirror: bool) -> Store:
         root = self._mirror if in_mirror else self._root
         assert root is not None
         return root.at(name)
@@ -226,17 +272,27 @@ class Recovery:
     def _try(self, choice: _Choice, restore: Callable[[Store], Any]) -> _Outcome:
         if choice.problems:
             return _Outcome("damaged", choice.problems, None, None)
-        place = self._place(choice.name, choice.in_mirror)
+        store = self._store_of(choice.name, choice.in_mirror)
         if choice.in_mirror:
-            log.info("step %d is restored from the mirror, %s", choice.step, place.location)
-        mine = _attempt(place, restore)
-        status, problems = agree(
-            f"restore of step {choice.step}", [mine.status, _encode(mine.problems)], _sum_up
+            log.info("step %d is restored from the mirror, %s", choice.step, store.location)
+        problems, value, failure = (), None, None
+        try:
+            value, status = restore(store), "ok"
+        except Damaged as error:
+            status, problems, failure = "damaged", error.problems, error
+        except CheckpointNotFound as error:
+            status, failure = "gone", error
+        except RestoreFailed as error:
+            status, failure = "follows", error
+        except Exception as error:
+            status, failure = "failed", error
+        status, sent = agree(
+            f"restore of step {choice.step}", [status, problems_to_json(problems)], _worst
         )
-        return _Outcome(status, _decode(problems), mine.value, mine.error)
+        return _Outcome(status, problems_from_json(sent), value, failure)
 
     def _has_copy(self, choice: _Choice, outcome: _Outcome) -> bool:
-        """Whether the mirror has what is damaged in the root, which is to be restored then."""
+        """Return True if the mirror has the damaged step. The next attempt uses it then."""
         mirror = self._mirror
         if choice.in_mirror:
             return False
@@ -247,7 +303,7 @@ class Recovery:
         def look() -> bool:
             return any(
                 copy.step == choice.step and _is_same(self._root, choice.name, mirror, copy)
-                for copy in _read_if_possible(mirror)
+                for copy in self._places.copies()
                 if not copy.problems
             )
 
@@ -261,22 +317,20 @@ class Recovery:
         return True
 
     def _report_damage(self, choice: _Choice, outcome: _Outcome) -> None:
-        """Log and warn; raise unless `fallback` is set and there is a step before it."""
+        """Log the damage. Raise unless `fallback` is set and there is a step before it."""
         self._given_up.add(choice.step)
-        place = self._place(choice.name, choice.in_mirror)
-        damaged = Damaged(place.location, outcome.problems)
+        store = self._store_of(choice.name, choice.in_mirror)
+        damaged = Damaged(store.location, outcome.problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
-        if self._fallback and choice.before is not None:
+        if choice.before is None:
+            hint = f"{self._places} has no intact step before it"
+        elif self._fallback:
             what = f"step {choice.step} can't be restored, so step {choice.before} is: {damaged}"
             warn_caller(UserWarning(what))
             return
-        if choice.before is None:
-            hint = f"{name_both(self._root, self._mirror)} has no intact step before it"
         else:
-            hint = (
-                f"the step before it is {choice.before}: pass step={choice.before}, or "
-                "fallback=True"
-            )
+            hint = f"the step before it is {choice.before}: pass step={choice.before}, or "
+            hint += "fallback=True"
         damaged.args = (f"{damaged}; {hint}",)
         for note in getattr(outcome.error, "__notes__", []):
             damaged.add_note(note)
@@ -284,7 +338,7 @@ class Recovery:
 
 
 def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:
-    """Whether a step in the mirror is that of the root, or it can't be told any more."""
+    """Return True if root and mirror have the same save, or if the root can't say."""
     try:
         mine = open_source(root.at(name)).saved.id
     except (Damaged, OSError):
@@ -292,33 +346,11 @@ def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:
     return mine == open_source(mirror.at(copy.names[0])).saved.id
 
 
-def _attempt(place: Store, restore: Callable[[Store], Any]) -> _Outcome:
-    try:
-        return _Outcome("ok", (), restore(place), None)
-    except Damaged as error:
-        return _Outcome("damaged", error.problems, None, error)
-    except CheckpointNotFound as error:
-        return _Outcome("gone", (), None, error)
-    except RestoreFailed as error:
-        return _Outcome("follows", (), None, error)
-    except Exception as error:
-        return _Outcome("failed", (), None, error)
-
-
-def _sum_up(outcomes: list[Any]) -> list[Any]:
-    """One outcome for all processes: the worst of theirs."""
+def _worst(outcomes: list[Any]) -> list[Any]:
+    """Return the worst status of all processes, and the problems of all."""
     said = [status for status, _ in outcomes]
     problems = [problem for _, found in outcomes for problem in found]
     for status in ("failed", "damaged", "gone", "follows"):
         if status in said:
             return [status, problems]
     return ["ok", []]
-
-
-def _encode(problems: Sequence[Problem]) -> list[Any]:
-    return [[problem.file, problem.found, problem.leaves] for problem in problems]
-
-
-def _decode(problems: list[Any]) -> tuple[Problem, ...]:
-    unique = dict.fromkeys(Problem(file, found, tuple(leaves)) for file, found, leaves in problems)
-    return tuple(unique)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs before it is written: files, bytes, memory, time, recovery.
+"""The cost of a checkpoint before it is written: files, bytes, memory, time, recovery.
 
 from ostraka import sharding
 from ostraka.planner import plan
@@ -11,9 +11,9 @@ print(planned.times(write_bandwidth="2GB/s").save_s)
 
 from __future__ import annotations
 
-from ostraka.planner._planning import plan
-from ostraka.planner._restore import RestorePlan
+from ostraka.planner._restore_plan import RestorePlan
 from ostraka.planner._save_plan import Plan
-from ostraka.planner._time import Interval, Times
+from ostraka.planner.sources import plan
+from ostraka.planner.time import Interval, Times
 
 __all__ = ["Interval", "Plan", "RestorePlan", "Times", "plan"]

@@ -1,36 +1,40 @@
 """Files, bytes, memory and recovery, from plans. Pure: the numbers of the plans that are executed.
 
-All numbers come from the write plan that a save runs, or from the read plan that a restore runs.
-Nothing is estimated, unless a name says so.
+All numbers come from the write plan of a save or the read plan of a restore. Estimates are named
+so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from ostraka import _box, _format
-from ostraka._format import Entry, FileEntry
-from ostraka._metadata import IndexEntry, Metadata, shard_contents
-from ostraka._plan_read import plan_chunks, plan_read
-from ostraka._plan_restore import needed_boxes
-from ostraka._plan_write import BAND_BYTES, STAGING_BYTES, WritePlan
-from ostraka._spec import (
-    DTYPES,
+from ostraka.common.dtypes import DTYPES
+from ostraka.layout import box as _box
+from ostraka.layout import index as _index
+from ostraka.layout import shard_file as _format
+from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
+from ostraka.layout.parity_file import Parity
+from ostraka.layout.plan_parity import planned_digests
+from ostraka.layout.plan_read import plan_chunks, plan_read
+from ostraka.layout.plan_write import BAND_BYTES, STAGING_BYTES, WritePlan
+from ostraka.layout.shard_file import FileEntry
+from ostraka.layout.spec import (
     HOST_LOCAL,
     LeafSpec,
     MeshSpec,
     Target,
     holders,
     largest_cell_bytes,
+    needed_boxes,
     partition_grid,
 )
-from ostraka.storage._requests import (
+from ostraka.storage.requests import (
     COMMIT_REQUESTS,
     JOIN_REQUESTS,
     OPEN_REQUESTS,
@@ -44,7 +48,7 @@ _NO_DIGEST = "0" * 32
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a number of bytes differs between devices, or between processes."""
+    """How a number differs between devices, or between processes."""
 
     least: int
     mean: float
@@ -52,7 +56,7 @@ class Spread:
 
     @property
     def skew(self) -> float:
-        """The fraction by which the most exceeds the mean; 0 is perfectly even."""
+        """The fraction by which the most exceeds the mean. 0 is perfectly even."""
         return self.most / self.mean - 1 if self.mean else 0.0
 
 
@@ -82,9 +86,9 @@ def file_bytes_by_process(plan: WritePlan) -> list[int]:
 
 
 def requests_by_process(plan: WritePlan, index_bytes: Mapping[int, int]) -> list[int]:
-    """The requests of each process for a save to a new place in a bucket.
+    """The requests of each process for a save to a new path in a bucket.
 
-    While a save lasts, its marker costs a few more.
+    Renewing the lock of a long save costs a few more.
     """
     totals = [COMMIT_REQUESTS, *[JOIN_REQUESTS] * max(plan.process_of)]
     totals[0] += bool(plan.files)  # the second copy of `_METADATA`
@@ -96,23 +100,21 @@ def requests_by_process(plan: WritePlan, index_bytes: Mapping[int, int]) -> list
 
 
 def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
-    """The size of the index that each of these processes writes; none if it writes no shard."""
+    """The size of the index of each of these processes, except those that write no shard."""
     files: dict[int, list[FileEntry]] = {}
     for file in plan.files:
         if plan.process_of[file.device] in processes:
             files.setdefault(plan.process_of[file.device], []).append(file)
     devices = {file.device for listed in files.values() for file in listed}
     contents = _format.entries_by_file(plan.leaves, plan.layouts, devices)
-    return {process: _index_bytes(process, files[process], contents) for process in sorted(files)}
-
-
-def _index_bytes(
-    process: int, files: Sequence[FileEntry], contents: Mapping[tuple[int, int], Sequence[Entry]]
-) -> int:
-    digests = {
-        file.name: _format.planned_digests(file, contents[file.device, file.part]) for file in files
-    }
-    return len(_format.encode_index(_NO_ID, process, digests))
+    sizes: dict[int, int] = {}
+    for process in sorted(files):
+        digests = {
+            file.name: planned_digests(file, contents[file.device, file.part])
+            for file in files[process]
+        }
+        sizes[process] = len(_index.encode_index(_NO_ID, process, digests))
+    return sizes
 
 
 def describe_metadata(
@@ -122,8 +124,9 @@ def describe_metadata(
     user: Mapping[str, Any],
     writer: Mapping[str, Any],
     indexes: Mapping[int, int],
+    parity: Parity | None = None,
 ) -> Metadata:
-    """What `_METADATA` will say, with placeholders of the right length for the id and the digests.
+    """`_METADATA`, with placeholders of the right length for the id and the digests.
 
     If `writer` has the right length, too, the encoding is as long as the real one.
     """
@@ -138,19 +141,20 @@ def describe_metadata(
         files=plan.files,
         indexes={p: IndexEntry(size, _NO_DIGEST) for p, size in indexes.items() if size},
         user=user,
+        parity=parity,
     )
 
 
 # Compression
 
 _TYPICAL_RATIOS = {"bfloat16": 0.67, "float16": 0.85, "float32": 0.84, "float64": 0.88}
-"""What normal weights come to, as measured; of other dtypes nothing can be said in general."""
+"""Measured for normal weights. There is no general figure for other dtypes."""
 
 
 def typical_savings(plan: WritePlan) -> int:
-    """How many bytes compression saves if the values are those of normal weights."""
+    """The bytes that compression saves for normal weights."""
     saved = 0.0
-    for number in plan.compressed:
+    for number in plan.codecs:
         leaf = plan.leaves[number]
         nbytes = leaf.spec.nbytes
         if nbytes // len(plan.layouts[leaf.layout].owners) >= _format.LEAST_COMPRESSED_BYTES:
@@ -159,7 +163,7 @@ def typical_savings(plan: WritePlan) -> int:
 
 
 def files_before_compression(metadata: Metadata) -> tuple[FileEntry, ...]:
-    """The files of a checkpoint as large as they would be without."""
+    """The files of a checkpoint with their uncompressed sizes."""
     if metadata.version < _format.COMPRESSED_VERSION:
         return metadata.files
     return tuple(
@@ -174,37 +178,30 @@ def files_before_compression(metadata: Metadata) -> tuple[FileEntry, ...]:
 def staging_bytes(plan: WritePlan, *, writers: int, on_accelerators: bool) -> int:
     """The most host memory that a save takes on one process, besides the state itself.
 
-    Each of the `writers` threads puts small boxes together in a block of its own. What lies on
-    accelerators comes to the host shard by shard, large ones in bands, as many at a time as the
-    budget admits; on CPUs the shards are read where they are.
+    Each of the `writers` threads puts small boxes together in a block of its own. Arrays on
+    accelerators come to the host shard by shard, large ones in bands, as many at a time as the
+    budget admits. On CPUs no copy is made.
     """
     files = Counter(plan.process_of[file.device] for file in plan.files)
     threads = min(writers, max(files.values(), default=0))
     scratch = threads * _format.BLOCK_BYTES
     if not on_accelerators:
         return scratch
-    staged = 0
-    for leaf in _one_of_each_kind(plan):
-        box = largest_cell_bytes(leaf.spec, plan.layouts[leaf.layout].grid)
-        if leaf.spec.mesh == HOST_LOCAL or box == 0:
-            continue
-        at_once = min(threads, max(STAGING_BYTES // min(box, BAND_BYTES), 1))
-        staged = max(staged, at_once * min(_shard_bytes(leaf.spec, plan.meshes), BAND_BYTES))
-    return scratch + staged
-
-
-def _one_of_each_kind(plan: WritePlan) -> Iterable[Any]:
     kinds = {
         (leaf.layout, leaf.spec.shape, leaf.spec.dtype, leaf.spec.mesh, leaf.spec.partition): leaf
         for leaf in plan.leaves
     }
-    return kinds.values()
-
-
-def _shard_bytes(leaf: LeafSpec, meshes: Sequence[MeshSpec]) -> int:
-    """What one device holds of a leaf."""
-    grid = partition_grid(meshes[leaf.mesh], leaf.partition, len(leaf.shape))
-    return DTYPES[leaf.dtype].nbytes(prod(leaf.shape) // prod(grid))
+    staged = 0
+    for leaf in kinds.values():
+        spec = leaf.spec
+        box = largest_cell_bytes(spec, plan.layouts[leaf.layout].grid)
+        if spec.mesh == HOST_LOCAL or box == 0:
+            continue
+        grid = partition_grid(plan.meshes[spec.mesh], spec.partition, len(spec.shape))
+        shard = DTYPES[spec.dtype].nbytes(prod(spec.shape) // prod(grid))
+        at_once = min(threads, max(STAGING_BYTES // min(box, BAND_BYTES), 1))
+        staged = max(staged, at_once * min(shard, BAND_BYTES))
+    return scratch + staged
 
 
 # What a loss costs
@@ -218,7 +215,7 @@ class LostShard:
     size_bytes: int
     leaves: int
     held_elsewhere_bytes: int
-    """Of its data, what a device other than the file's holds, too, while the run is alive."""
+    """Bytes of its data that another device holds, too, while the run is active."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +224,9 @@ class LostProcess:
 
     process: int
     held_bytes: int
-    """What its replacement needs."""
+    """Bytes that its replacement needs."""
     sole_bytes: int
-    """Of that, what no other process holds: if any, all go back to the last checkpoint."""
+    """Bytes that no other process holds. If there are any, all go back to the last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +236,11 @@ class LostDisk:
     process: int
     written_bytes: int
     held_elsewhere_bytes: int
-    """Of its data, what other processes hold, too, while the run is alive."""
+    """Bytes of its data that other processes hold, too, while the run is active."""
 
 
 def lost_shard(plan: WritePlan) -> LostShard | None:
-    """What the loss of the largest shard file costs; None if there are no files."""
+    """The loss of the largest shard file. None if there are no files."""
     if not plan.files:
         return None
     file = max(plan.files, key=lambda f: (f.size, -f.device, -f.part))
@@ -268,7 +265,7 @@ def _copies(leaf: LeafSpec, meshes: Sequence[MeshSpec], devices: int) -> int:
 
 
 def held_by_process(plan: WritePlan) -> tuple[list[int], list[int]]:
-    """For each process: the bytes that it holds, and of them those that no other one holds."""
+    """For each process: the bytes that it holds, and those that it alone holds."""
     count = max(plan.process_of) + 1
     process_of = np.asarray(plan.process_of, dtype=np.int64)
     held = np.zeros(count, dtype=np.int64)
@@ -305,18 +302,18 @@ def _cells_by_process(
 
 
 def lost_process(plan: WritePlan) -> LostProcess:
-    """What the loss of the host that holds the most costs."""
+    """The loss of the host that holds the most."""
     held, sole = held_by_process(plan)
     process = max(range(len(held)), key=lambda p: (held[p], sole[p], -p))
     return LostProcess(process, held[process], sole[process])
 
 
 def lost_disk(plan: WritePlan) -> LostDisk:
-    """What the loss of the shards of the process that wrote the most costs."""
+    """The loss of the shards of the process that wrote the most."""
     written = file_bytes_by_process(plan)
     data = plan.bytes_by_process()
     process = max(range(len(written)), key=lambda p: (written[p], -p))
-    # What a process alone holds, nobody else could have written.
+    # Only the process that holds data alone could have written it.
     sole = held_by_process(plan)[1][process]
     return LostDisk(process, written[process], data[process] - sole)
 
@@ -326,24 +323,24 @@ def lost_disk(plan: WritePlan) -> LostDisk:
 
 @dataclass(frozen=True, slots=True)
 class ReadAccount:
-    """What one process reads of the shard files."""
+    """The reads of one process from shard files."""
 
     process: int
     needed_bytes: int
-    """What its devices, and its host arrays, need; each byte counted once."""
+    """Bytes that its devices and host arrays need, each counted once."""
     read_bytes: int
-    """What is read for that: whole blocks, and the header of every file that is touched."""
+    """Bytes that are read: whole blocks, and the header of every file."""
     ranges: int
-    """How many reads that takes."""
+    """The number of reads."""
     files: int
     index_processes: tuple[int, ...] = field(repr=False)
-    """Whose indexes are read, too."""
+    """Processes whose indexes are read, too."""
     far_ranges: int = field(repr=False)
-    """How many of the reads are of bytes that do not come with opening a file."""
+    """The number of reads beyond the bytes that come with opening a file."""
 
     @property
     def requests(self) -> int:
-        """What it costs in a bucket, where a file's first bytes come with opening it."""
+        """The requests in a bucket, where a file's first bytes come with opening it."""
         return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
 
     @property
@@ -352,7 +349,7 @@ class ReadAccount:
 
     @property
     def over_read(self) -> float:
-        """What is read beyond what is needed, as a fraction of what is needed."""
+        """The bytes read beyond the needed ones, as a fraction of the latter."""
         return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
 
 
@@ -362,7 +359,7 @@ def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) ->
     read = ranges = far = 0
     for part in plan:
         header_bytes = part.file.header_bytes
-        blocks = _format.planned_digests(part.file, part.entries).blocks()
+        blocks = planned_digests(part.file, part.entries).blocks()
         chunks = plan_chunks(part.pieces, blocks)
         read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
         ranges += 1 + len(chunks)
@@ -400,7 +397,7 @@ def local_targets(
 
 
 def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
-    """How many pieces of files a restore of these targets is made of: what planning it costs."""
+    """The number of pieces of files in these targets: the cost of planning their restore."""
     counts: dict[Any, int] = {}
     total = 0
     for target in targets:

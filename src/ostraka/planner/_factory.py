@@ -6,31 +6,28 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from types import ModuleType
 from typing import Any, cast
 
-from ostraka._spec import MeshSpec
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+
 from ostraka.errors import InvalidTree, describe, nearest
-
-
-def is_factory(source: str) -> bool:
-    """Whether a text is `package.module:function` or `file.py:function`."""
-    where, colon, function = source.rpartition(":")
-    if not colon or not all(name.isidentifier() for name in function.split(".")):
-        return False
-    return where.endswith(".py") or all(name.isidentifier() for name in where.split("."))
+from ostraka.layout.spec import MeshSpec
+from ostraka.sharding.specs import array_leaves, parse_state
+from ostraka.tree.nodes import branches_of, leaves_of
 
 
 def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -> tuple[Any, bool]:
-    """What a factory returns, with shapes instead of values: no array is made.
+    """Call a factory and return its result with shapes instead of arrays.
 
-    It runs with the mesh set, as under `jax.set_mesh`, but without devices. Also returned: whether
-    variables were placed as their `annotations` say.
+    It runs with the mesh set, as under `jax.set_mesh`, but without devices. Also returns True if
+    variables were placed by their `annotations`.
     """
     make = _find(source)
-    from ostraka.planner._shapes import shapes_on_mesh
-
     try:
         with _stdout_to_stderr():
             made, is_placed = shapes_on_mesh(make, mesh, annotations=annotations)
@@ -46,7 +43,7 @@ def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -
 
 
 def _mesh_remedy(error: BaseException, mesh: MeshSpec | None) -> str:
-    """The remedy to add to errors of JAX about a mesh in user code."""
+    """The remedy for errors of JAX about a mesh in user code."""
     if "mesh" not in str(error):
         return ""
     if mesh is None:
@@ -76,7 +73,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: str) -> ModuleType:
-    """Import a file as a module; it can import the files beside it, as a script can."""
+    """Import a file as a module. It can import the files beside it, as a script can."""
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
@@ -100,5 +97,81 @@ def _look_in(folder: str) -> None:
 
 
 def _stdout_to_stderr() -> redirect_stdout[Any]:
-    """Send what user code prints to stderr: stdout is for the answer."""
+    """Send the output of user code to stderr: stdout is for the answer."""
     return redirect_stdout(sys.stderr)
+
+
+def shapes_on_mesh(
+    make: Callable[[], Any], mesh: MeshSpec | None, *, annotations: bool
+) -> tuple[Any, bool]:
+    """The result of a function, made as if the mesh were set, and True if annotations were used.
+
+    Code is written for axes of one type, explicit or auto, and may raise under the other. With
+    `annotations`, NNX variables are placed by theirs. If that fails, they stay unplaced, and the
+    later check of the annotations reports the error. The last attempt is without any mesh, for
+    boxed Linen variables that name axes of another mesh.
+    """
+    if mesh is None:
+        return shapes_of(make, eager=False), False
+    attempts = [(eager, kind) for eager in (True, False) for kind in _AXIS_TYPES]
+    failure: Exception | None = None
+    for eager, kind in attempts if annotations else attempts[len(_AXIS_TYPES) :]:
+        kinds = (kind,) * len(mesh.axis_names)
+        try:
+            with use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, kinds)):
+                return shapes_of(make, eager=eager), eager
+        except Exception as error:
+            failure = error
+    try:
+        return shapes_of(make, eager=False), False
+    except Exception:
+        assert failure is not None
+        raise failure from None
+
+
+_AXIS_TYPES = (AxisType.Explicit, AxisType.Auto)
+
+
+def shapes_of(make: Callable[[], Any], *, eager: bool) -> Any:
+    """The result of a function with shapes in the place of JAX arrays. No array is made.
+
+    Numbers, text and numpy arrays stay unchanged, as a save would find them.
+    """
+    kept: list[Any] = []
+    structures: list[Any] = []
+
+    def is_object(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree | nnx.Variable)
+
+    def trace() -> list[Any]:
+        leaves, structure = jax.tree.flatten(make(), is_leaf=is_object)
+        structures[:] = [structure]
+        kept[:] = [None if is_object(x) or isinstance(x, jax.Array) else x for x in leaves]
+        return [leaf if keep is None else None for leaf, keep in zip(leaves, kept, strict=True)]
+
+    with nnx.use_eager_sharding(eager):
+        shapes: list[Any] = nnx.eval_shape(trace)
+    found = [shape if keep is None else keep for shape, keep in zip(shapes, kept, strict=True)]
+    return jax.tree.unflatten(structures[0], found)
+
+
+def own_specs(tree: Any, *, is_placed: bool) -> Callable[[str, Any], PartitionSpec | None] | None:
+    """Rules that shard every array by its own sharding or annotation. None if no array has one.
+
+    Variables that were placed by their annotations use their sharding: rules that are no longer
+    set have mapped their logical names to axes. Other variables use their annotation.
+    """
+    parsed = parse_state(tree)
+    variables = [branch for branch in branches_of(parsed) if branch.kind == "variable"]
+    placed = {leaf.path for variable in variables for leaf in leaves_of(variable) if is_placed}
+    found: dict[str, PartitionSpec | None] = {}
+    has_any = False
+    for leaf in array_leaves(parsed):
+        sharding = getattr(leaf.value, "sharding", None)
+        own = sharding.spec if isinstance(sharding, NamedSharding) else None
+        is_cut = own is not None and any(own)
+        has_any = has_any or is_cut or leaf.named is not None
+        if own is None or (leaf.named is not None and leaf.path not in placed):
+            own = leaf.named
+        found[leaf.path] = own
+    return (lambda path, leaf: found.get(path)) if has_any else None

@@ -1,4 +1,4 @@
-"""The plan of a save: what it will write, and what follows from that."""
+"""The plan of a save: its files, and the bytes, requests and memory that follow."""
 
 from __future__ import annotations
 
@@ -11,46 +11,121 @@ from math import prod
 from operator import add, attrgetter
 from typing import Any, cast
 
-from ostraka import _format, _metadata
-from ostraka._checkpoint import open_at
-from ostraka._codec import CompressRule, check_rule, codecs_of
-from ostraka._damage import damage_on_contradiction
-from ostraka._format import FileEntry
-from ostraka._lifetime import paused_gc
-from ostraka._metadata import Metadata, take_entries
-from ostraka._names_given import NamesLike
-from ostraka._plan_parity import check_parity
-from ostraka._plan_write import MAX_FILE_BYTES, WritePlan, plan_write
-from ostraka._record import Stopwatch, summarize, timeline
-from ostraka._source import Saved
-from ostraka._spec import HOST_LOCAL, LeafSpec, MeshSpec, check_partition
-from ostraka._units import human_bytes
 from ostraka._version import __version__
-from ostraka.formats._ostraka import OstrakaSource
-from ostraka.planner import _account, _time
+from ostraka.common.dtypes import DTYPES, is_floating
+from ostraka.common.lifetime import paused_gc
+from ostraka.common.record import Stopwatch, summarize, timeline
+from ostraka.common.units import bytes_per_second, human_bytes
+from ostraka.formats.ostraka.damage import damage_on_contradiction
+from ostraka.formats.ostraka.source import OstrakaSource
+from ostraka.formats.source import Saved, Source
+from ostraka.layout import metadata as _metadata
+from ostraka.layout import shard_file
+from ostraka.layout.codec import check_rule
+from ostraka.layout.metadata import Metadata, take_entries
+from ostraka.layout.parity_file import Parity, ParityFile, layouts_of
+from ostraka.layout.plan_parity import GROUPS_AT_ONCE, Covers, check_parity, plan_parity
+from ostraka.layout.plan_write import WritePlan, check_file_bytes, plan_write
+from ostraka.layout.shard_file import FileEntry
+from ostraka.layout.spec import HOST_LOCAL, MeshSpec, check_partition
+from ostraka.planner import _account
+from ostraka.planner import time as _time
 from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
-from ostraka.planner._groups import bytes_by_group, bytes_in_float32
-from ostraka.planner._parity import PlannedParity, plan_parity_files
-from ostraka.planner._rates import bytes_per_second
-from ostraka.planner._restore import RestorePlan, Written, plan_restore
-from ostraka.planner._state import SAMPLED_PROCESSES, State
-from ostraka.planner._time import Bandwidths, Times, work_out_times
-from ostraka.sharding._findings import Finding
+from ostraka.planner._restore_plan import RestorePlan, plan_restore
+from ostraka.planner.state import SAMPLED_PROCESSES, PlanOptions, State
+from ostraka.planner.time import Bandwidths, Times, work_out_times
+from ostraka.reading.locate import open_at
+from ostraka.reading.names.given import NamesLike
+from ostraka.sharding.findings import Finding
 from ostraka.storage import USUAL_WRITERS, PathLike
+from ostraka.storage.requests import upload_requests
+from ostraka.tree.nodes import ArrayNumber, leaves_of
 
+_NO_DIGEST = "0" * 16
 _EXACT_ENTRIES = 200_000
-"""Up to this number of boxes the index of every process is computed; above, that of two."""
+"""Up to this number of boxes, every index is computed. Above, two of them are."""
 _PHASES = ("wait", "capture", "agree", "plan", "write")
-"""What `save` has timed when it writes `_METADATA`."""
+"""The phases that `save` has timed when it writes `_METADATA`."""
 _SOME_SECONDS = 0.1234
 _MOST_BYTES = 1 << 62
-_LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 _DTYPES_SHOWN = 4
+_OPTIMIZER = "optimizer"
+_WIDE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
-    """All that is written, if it is compressed: of a checkpoint that is there, or an estimate."""
+class PlannedParity:
+    """The parity files of a save."""
+
+    table: Parity
+    covers: Covers | None
+    """The things that may be lost, `table.count` of them. None for an existing checkpoint."""
+    is_read_back: bool
+    """True if shard files are read back. A single process has them in memory."""
+    bytes_by_process: tuple[int, ...]
+    """Bytes of parity files that each process writes."""
+    read_bytes_by_process: tuple[int, ...]
+    """Bytes that each process reads back: once the members of a group that it writes parity for."""
+    requests_by_process: tuple[int, ...]
+    """Requests of each process, to write parity files and to read shard files back."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parity files."""
+        return sum(self.bytes_by_process)
+
+    def memory_bytes(self, writers: int) -> int:
+        """The most memory that a process takes for parity."""
+        most = max((len(members) for members in self.table.groups), default=0)
+        if not self.is_read_back:
+            return writers * self.table.count * shard_file.BLOCK_BYTES
+        return GROUPS_AT_ONCE * (most + self.table.count) * shard_file.BLOCK_BYTES
+
+
+def plan_parity_files(
+    write: WritePlan, count: int, index_bytes: Mapping[int, int]
+) -> PlannedParity:
+    """The parity files of a save by a process on each host."""
+    processes = max(write.process_of) + 1
+    planned = plan_parity(write.files, write.process_of, range(processes), count=count)
+    groups = tuple(group.members for group in planned.groups)
+    layouts = layouts_of(groups, write.files, write.process_of, index_bytes)
+    files = [
+        ParityFile(number, place, process, layout.header_bytes, layout.size, _NO_DIGEST)
+        for number, (group, layout) in enumerate(zip(planned.groups, layouts, strict=True))
+        for place, process in enumerate(group.writers)
+    ]
+    table = Parity(count, groups, tuple(files))
+    return _count_parity(write, table, planned.covers, processes > 1 or bool(write.codecs))
+
+
+def _count_parity(
+    write: WritePlan, table: Parity, covers: Covers | None, is_read_back: bool
+) -> PlannedParity:
+    count = max(write.process_of) + 1
+    written, read, requests = [0] * count, [0] * count, [0] * count
+    for file in table.files:
+        written[file.process] += file.size
+        requests[file.process] += upload_requests(file.size)
+    indexes: list[set[int]] = [set() for _ in range(count)]
+    copied: set[int] = set()
+    for group, members in enumerate(table.groups if is_read_back else ()):
+        files = [write.files[row] for row in members]
+        owners = {write.process_of[file.device] for file in files}
+        for process in {file.process for file in table.files_of(group)}:
+            read[process] += sum(file.size for file in files)
+            # Each file is opened, and read in blocks. An index that is copied is read again.
+            ranges = sum(1 + -(-file.size // shard_file.BLOCK_BYTES) for file in files)
+            requests[process] += ranges + len(owners - copied)
+            indexes[process] |= owners
+        copied |= owners
+    requests = [asked + len(known) for asked, known in zip(requests, indexes, strict=True)]
+    return PlannedParity(table, covers, is_read_back, tuple(written), tuple(read), tuple(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSize:
+    """The size of a compressed checkpoint: that of an existing one, or an estimate."""
 
     total_bytes: int
     is_estimate: bool
@@ -58,35 +133,47 @@ class Compressed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What a checkpoint is made of, to the byte."""
+    """The files of a checkpoint, to the byte, before it is written.
 
-    write: WritePlan
+    `ostraka.plan` returns one. Sizes are in bytes, and those without compression, unless a name
+    says otherwise.
+
+    Example:
+        >>> planned = ostraka.plan("llama-3.1-8b", mesh={"data": 64}, optimizer="adamw")
+        >>> planned.total_bytes, planned.process_spread.most
+        >>> planned.restore(mesh={"data": 32}, processes=4).over_read
+        >>> planned.times(write_bandwidth="2GB/s").save_s
+    """
+
+    _write: WritePlan
     """The plan that `save` executes."""
-    metadata: Metadata
-    """What `_METADATA` says, but for the id, the digests and the times."""
+    _metadata: Metadata
+    """`_METADATA`, with placeholders for the id, the digests and the times."""
     metadata_bytes: int
-    """The size of `_METADATA`; how long a save took is written there, give or take a few digits."""
+    """The size of `_METADATA`. It has how long the save took, give or take a few digits."""
     index_bytes: Mapping[int, int]
     """By process, the size of its index."""
     indexes_are_exact: bool
-    """Whether each index was computed; if not, all are assumed to be as large as two of them."""
+    """True if each index was computed. If not, all are assumed to be as large as two of them."""
     parameters: int | None
+    """The number of the model's parameters, if it is known which leaves they are."""
     findings: tuple[Finding, ...]
+    """Warnings about the sharding."""
     adds_optimizer: bool = False
-    """Whether the optimizer's state is what optax would make, rather than one that is there."""
-    compressed: Compressed | None = None
-    """What it takes with compression, if it has any. All other sizes are those without."""
+    """True if the optimizer's state is what optax would make, rather than an existing one."""
+    compressed: CompressedSize | None = None
+    """The size with compression, if there is any."""
     parity: PlannedParity | None = None
-    """Its parity files, if it has any; all sizes are those with them."""
+    """The parity files, if there are any. All sizes include them."""
 
     def __repr__(self) -> str:
-        dtypes = sorted({leaf.spec.dtype for leaf in self.write.leaves})
+        dtypes = sorted({leaf.spec.dtype for leaf in self._write.leaves})
         names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
         processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
         files = len(self.files) + self.metadata_files
         return (
             f"<Plan: {human_bytes(self.total_bytes)} in {files:,} files, "
-            f"{len(self.write.leaves):,} arrays ({names}), {processes}>"
+            f"{self.arrays:,} arrays ({names}), {processes}>"
         )
 
     @property
@@ -95,107 +182,153 @@ class Plan:
 
         The names are those in the directory of shards, which is named after a random id.
         """
-        files = {file.name: file.size for file in self.write.files}
+        files = {file.name: file.size for file in self._write.files}
         if self.parity is not None:
             files |= {file.name: file.size for file in self.parity.table.files}
-        return files | {_format.index_name(p): n for p, n in self.index_bytes.items() if n}
+        return files | {shard_file.index_name(p): n for p, n in self.index_bytes.items() if n}
 
     @property
     def data_bytes(self) -> int:
         """The bytes of all arrays, each counted once."""
-        return sum(leaf.spec.nbytes for leaf in self.write.leaves)
+        return sum(leaf.spec.nbytes for leaf in self._write.leaves)
 
     @property
     def total_bytes(self) -> int:
-        """All that is written: shards, parity, indexes and `_METADATA`, which is there twice."""
-        shards = sum(file.size for file in self.write.files)
+        """The bytes of all files: shards, parity, indexes and both copies of `_METADATA`."""
+        shards = sum(file.size for file in self._write.files)
         parity = 0 if self.parity is None else self.parity.total_bytes
         metadata = self.metadata_bytes * self.metadata_files
         return shards + parity + sum(self.index_bytes.values()) + metadata
 
     @property
     def metadata_files(self) -> int:
-        """How many times `_METADATA` is written: there is a copy of it among shards."""
-        return 2 if self.write.files else 1
+        """How many times `_METADATA` is written: a copy is among the shards."""
+        return 2 if self._write.files else 1
 
     @property
     def bytes_by_group(self) -> dict[str, dict[str, int]]:
         """By topmost name, and for each moment of an optimizer: the bytes of each dtype.
 
-        >>> plan("gpt2", optimizer="adamw").bytes_by_group["optimizer mu"]
-        {'float32': 497759232}
+        Example:
+            >>> plan("gpt2", optimizer="adamw").bytes_by_group["optimizer mu"]
+            {'float32': 497759232}
         """
-        return bytes_by_group([leaf.spec for leaf in self.write.leaves])
+        groups: dict[str, dict[str, int]] = {}
+        for leaf in (stored.spec for stored in self._write.leaves):
+            group = groups.setdefault(_group_of(leaf.path), {})
+            group[leaf.dtype] = group.get(leaf.dtype, 0) + leaf.nbytes
+        return groups
 
     def data_bytes_in_float32(self, *, parameters: bool) -> int:
-        """What `data_bytes` would be with float32 in the place of the optimizer's narrower floats.
+        """`data_bytes` with float32 in the place of the optimizer's narrower floats.
 
-        With `parameters`, in the place of all others, too: as where the parameters are kept in
-        float32 and only computed with in bfloat16.
+        Args:
+            parameters: True for float32 in the place of all other narrower floats, too. That is
+                the size if parameters are kept in float32 and only computed with in bfloat16.
+
+        Returns:
+            A number of bytes.
         """
-        specs = [leaf.spec for leaf in self.write.leaves]
-        return bytes_in_float32(specs, all_leaves=parameters)
+        total = 0
+        for leaf in (stored.spec for stored in self._write.leaves):
+            is_narrow = is_floating(leaf.dtype) and DTYPES[leaf.dtype].bits < DTYPES[_WIDE].bits
+            if is_narrow and (parameters or leaf.path.startswith(f"{_OPTIMIZER}/")):
+                total += DTYPES[_WIDE].nbytes(prod(leaf.shape))
+            else:
+                total += leaf.nbytes
+        return total
+
+    @property
+    def arrays(self) -> int:
+        """The number of arrays."""
+        return len(self._write.leaves)
 
     @property
     def elements(self) -> int:
-        return sum(prod(leaf.spec.shape) for leaf in self.write.leaves)
+        """The number of elements of all arrays."""
+        return sum(prod(leaf.spec.shape) for leaf in self._write.leaves)
+
+    @property
+    def meshes(self) -> tuple[MeshSpec, ...]:
+        """The meshes that arrays are on."""
+        return tuple(self._write.meshes)
+
+    @property
+    def device_count(self) -> int:
+        """The number of devices."""
+        return len(self._write.process_of)
 
     @property
     def process_count(self) -> int:
-        return max(self.write.process_of) + 1
+        """The number of processes that save."""
+        return max(self._write.process_of) + 1
+
+    @property
+    def shard_count(self) -> int:
+        """The number of shard files."""
+        return len(self._write.files)
 
     @property
     def bytes_by_process(self) -> list[int]:
-        """What each process writes: its shards, its parity files and its index."""
-        sizes = _file_bytes(self.write, self.parity)
+        """The bytes that each process writes: its shards, its parity files and its index."""
+        sizes = _file_bytes(self._write, self.parity)
         return [size + self.index_bytes.get(p, 0) for p, size in enumerate(sizes)]
 
     @property
     def process_spread(self) -> Spread:
+        """How `bytes_by_process` differ."""
         return _account.spread_of(self.bytes_by_process)
 
     @property
     def requests_by_process(self) -> list[int]:
-        """The requests of each process for a save to a new place in a bucket.
+        """The requests of each process for a save to a new path in a bucket.
 
-        Retries, and the marker that is renewed every 5 s while a save lasts, are not counted.
+        Retries, and the lock that is renewed every 5 s while a save lasts, are not counted.
         """
-        requests = _account.requests_by_process(self.write, self.index_bytes)
+        requests = _account.requests_by_process(self._write, self.index_bytes)
         if self.parity is None:
             return requests
-        return list(map(add, requests, self.parity.requests_by_process(self.write)))
+        return list(map(add, requests, self.parity.requests_by_process))
 
     @property
     def shard_spread(self) -> Spread:
-        """The data bytes that the devices contribute."""
-        return _account.spread_of(_account.bytes_by_device(self.write))
+        """How the data bytes that devices contribute differ."""
+        return _account.spread_of(_account.bytes_by_device(self._write))
 
     @property
     def largest_file(self) -> FileEntry | None:
-        return max(self.write.files, key=lambda file: file.size, default=None)
+        """The largest shard file. None if there is none."""
+        return max(self._write.files, key=lambda file: file.size, default=None)
 
     def staging_bytes(self, *, on_accelerators: bool = True) -> int:
-        """The most host memory that a save takes on one host, besides the state itself."""
+        """The most host memory that a save takes on one host, besides the state itself.
+
+        Args:
+            on_accelerators: True if arrays must be copied to the host. On CPUs they are there.
+
+        Returns:
+            A number of bytes.
+        """
         staging = _account.staging_bytes(
-            self.write, writers=USUAL_WRITERS, on_accelerators=on_accelerators
+            self._write, writers=USUAL_WRITERS, on_accelerators=on_accelerators
         )
         if self.parity is None:
             return staging
         parity = self.parity.memory_bytes(USUAL_WRITERS)
-        # What is read back is read when all else is done.
+        # Shards are read back when all else is done.
         return max(staging, parity) if self.parity.is_read_back else staging + parity
 
     def lost_shard(self) -> LostShard | None:
-        """What it takes to bring back the largest shard file."""
-        return _account.lost_shard(self.write)
+        """The cost of losing the largest shard file. None if there is none."""
+        return _account.lost_shard(self._write)
 
     def lost_process(self) -> LostProcess:
-        """What it takes to bring back the host that holds the most."""
-        return _account.lost_process(self.write)
+        """The cost of losing the host that holds the most."""
+        return _account.lost_process(self._write)
 
     def lost_disk(self) -> LostDisk:
-        """What it takes to bring back the shards of the process that wrote the most."""
-        return _account.lost_disk(self.write)
+        """The cost of losing the shards of the process that wrote the most."""
+        return _account.lost_disk(self._write)
 
     def restore(
         self,
@@ -206,17 +339,38 @@ class Plan:
         only: Any = None,
         sampled: Sequence[int] | None = None,
     ) -> RestorePlan:
-        """What a restore of this checkpoint onto another mesh reads, process by process.
+        """Plan a restore of this checkpoint, process by process.
 
-        `mesh`, `specs` and `only` are those of `ostraka.restore`; a mesh may be axis sizes, and
-        specs rules. Without them all goes back to where it was. Of very many processes a few are
-        worked out; `sampled` says which.
+        Args:
+            mesh: The mesh to restore onto, or axis sizes such as `{"data": 8}`. By default arrays
+                go back to the meshes that they were on.
+            specs: How arrays are sharded on `mesh`, as in `ostraka.restore`, or rules. By default
+                they keep their specs.
+            processes: How many processes share the devices of `mesh`, 1 by default.
+            only: Patterns of the paths to restore.
+            sampled: The processes to work out. By default all, or a few of very many.
 
-        >>> plan.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
+        Returns:
+            The bytes, ranges and requests of each process.
+
+        Raises:
+            InvalidSharding: A spec does not fit the mesh.
+            Mismatch: `only` or `specs` name arrays that do not exist, or arrays with a value for
+                each process would go to another number of processes.
+            ValueError: `specs` or `processes` are given without `mesh`.
+
+        Example:
+            >>> planned.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
         """
-        written = Written(self.metadata, self.metadata_bytes, self.index_bytes)
         with paused_gc():
-            return plan_restore(written, mesh, specs, processes, only, sampled)
+            target, count, accounts = plan_restore(
+                self._metadata, mesh, specs, processes, only, sampled
+            )
+        opening = [
+            self.metadata_bytes + sum(self.index_bytes.get(p, 0) for p in account.index_processes)
+            for account in accounts
+        ]
+        return RestorePlan(target, count, tuple(accounts), tuple(opening))
 
     def times(
         self,
@@ -228,15 +382,26 @@ class Plan:
         probe: str | os.PathLike[str] | None = None,
         mtbf_s: float | None = None,
     ) -> Times:
-        """How long a save and a restore take, and how often to save.
+        """Estimate how long a save and a restore take, and how often to save.
 
-        `write_bandwidth` and `read_bandwidth` are those of one host, `storage_bandwidth` is that of
-        the storage for all hosts together, `device_bandwidth` that from a host's devices to its
-        memory: bytes a second, or text such as `"2GB/s"` and `"25Gbit/s"`. `probe` is a directory
-        in which what this machine writes and reads is measured. With `mtbf_s`, the mean time
-        between failures of the whole job, it is worked out how often to save.
+        Bandwidths are bytes a second, or text such as `"2GB/s"` and `"25Gbit/s"`.
 
-        >>> planned.times(write_bandwidth="2GB/s", device_bandwidth="20GB/s", mtbf_s=4 * 3600)
+        Args:
+            write_bandwidth: What one host writes.
+            read_bandwidth: What one host reads.
+            storage_bandwidth: What the storage takes from all hosts together.
+            device_bandwidth: From the devices of a host to its memory.
+            probe: A directory in which to measure what this machine writes and reads.
+            mtbf_s: The mean time between failures of the whole job, to work out how often to save.
+
+        Returns:
+            The times that the given bandwidths allow to work out.
+
+        Raises:
+            ValueError: No bandwidth is given, or none for writing although `mtbf_s` is.
+
+        Example:
+            >>> planned.times(write_bandwidth="2GB/s", device_bandwidth="20GB/s", mtbf_s=4 * 3600)
         """
         known = Bandwidths() if probe is None else _time.probe(os.fspath(probe))
         bandwidths = Bandwidths(
@@ -257,11 +422,12 @@ class Plan:
         return self.times_at(bandwidths, mtbf_s, self.restore_in_place())
 
     def restore_in_place(self) -> RestorePlan:
-        """What a restore to where everything was reads."""
+        """Plan a restore with the shardings of the save."""
         # One host of very many is like the others.
         return self.restore(sampled=None if self.indexes_are_exact else (0,))
 
     def times_at(self, bandwidths: Bandwidths, mtbf_s: float | None, back: RestorePlan) -> Times:
+        """As `times`, with the plan of a restore."""
         return work_out_times(
             bandwidths,
             save_s=bandwidths.write_s(self.process_spread.most, self.total_bytes),
@@ -271,43 +437,57 @@ class Plan:
         )
 
 
-def plan_state(
-    state: State, *, max_file_bytes: int, compress: CompressRule = None, parity: int = 0
-) -> Plan:
-    """The plan of a state. Raises InvalidSharding where a spec does not fit."""
+def _group_of(path: str) -> str:
+    """`optimizer mu` for `optimizer/opt_state/1/0/mu/kernel`, else the topmost name."""
+    top, *names = path.split("/")
+    if top != _OPTIMIZER:
+        return top
+    # Transformations in a chain, and chains within them, have numbers.
+    named = [name for name in names if name != "opt_state" and not name.isdigit()]
+    return f"{top} {named[0]}" if len(named) > 1 else top
+
+
+def plan_state(state: State, options: PlanOptions) -> Plan:
+    """The plan of a state. Raises InvalidSharding if a spec does not fit."""
+    compress, parity = options.compress, options.parity
     check_rule(compress, state.leaves)
     check_parity(parity)
-    if max_file_bytes < _LEAST_FILE_BYTES:
-        raise ValueError(
-            f"max_file_bytes is {max_file_bytes:,}; it must be at least {_LEAST_FILE_BYTES:,}"
-        )
+    check_file_bytes(options.max_file_bytes)
     if sum(leaf.nbytes for leaf in state.leaves) > _MOST_BYTES:
         largest = max(state.leaves, key=lambda leaf: leaf.nbytes)
         raise ValueError(
             f"the state is too large to be planned: leaf {largest.path!r} {largest.shape} alone "
             f"has {largest.nbytes:,} bytes, and {_MOST_BYTES:,} is the most in all"
         )
-    _check_fit(state.leaves, state.meshes)
+    checked: set[Any] = set()
+    for leaf in state.leaves:
+        key = (leaf.mesh, leaf.partition, leaf.shape)
+        if leaf.mesh != HOST_LOCAL and key not in checked:
+            mesh = state.meshes[leaf.mesh]
+            check_partition(leaf.path, leaf.logical_shape, mesh, leaf.partition)
+            checked.add(key)
     with paused_gc():
         write = plan_write(
             state.leaves,
             state.meshes,
             state.process_of,
-            max_file_bytes=max_file_bytes,
-            compressed=codecs_of(compress, state.leaves),
+            max_file_bytes=options.max_file_bytes,
+            compress=compress,
         )
         sizes, exact = _index_bytes(write)
         sums = plan_parity_files(write, parity, sizes) if parity else None
-    writer = _writer(write, sums)
     metadata = _account.describe_metadata(
-        write, tree=state.tree, user=state.user, writer=writer, indexes=sizes
+        write,
+        tree=state.tree,
+        user=state.user,
+        writer=_describe_writer(_file_bytes(write, sums), has_parity=sums is not None),
+        indexes=sizes,
+        parity=None if sums is None else sums.table,
     )
-    if sums is not None:
-        metadata = replace(metadata, parity=sums.table)
     size = len(_metadata.encode_metadata(metadata))
     planned = Plan(
-        write=write,
-        metadata=metadata,
+        _write=write,
+        _metadata=metadata,
         metadata_bytes=size,
         index_bytes=sizes,
         indexes_are_exact=exact,
@@ -319,20 +499,11 @@ def plan_state(
     if compress is None:
         return planned
     estimate = planned.total_bytes - _account.typical_savings(write)
-    return replace(planned, compressed=Compressed(estimate, is_estimate=True))
-
-
-def _check_fit(leaves: Sequence[LeafSpec], meshes: Sequence[MeshSpec]) -> None:
-    checked: set[Any] = set()
-    for leaf in leaves:
-        key = (leaf.mesh, leaf.partition, leaf.shape)
-        if leaf.mesh != HOST_LOCAL and key not in checked:
-            check_partition(leaf.path, leaf.logical_shape, meshes[leaf.mesh], leaf.partition)
-            checked.add(key)
+    return replace(planned, compressed=CompressedSize(estimate, is_estimate=True))
 
 
 def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
-    """The size of each process's index; from a few of them if there are very many boxes."""
+    """The size of each process's index, estimated from two if there are very many boxes."""
     writing = sorted({write.process_of[file.device] for file in write.files})
     boxes = sum(len(write.layouts[leaf.layout].owners) for leaf in write.leaves)
     if boxes <= _EXACT_ENTRIES or len(writing) <= SAMPLED_PROCESSES:
@@ -344,14 +515,14 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
 def _file_bytes(write: WritePlan, parity: PlannedParity | None) -> list[int]:
     """The bytes of all shard files and parity files of each process."""
     sizes = _account.file_bytes_by_process(write)
-    return sizes if parity is None else list(map(add, sizes, parity.bytes_by_process(len(sizes))))
+    return sizes if parity is None else list(map(add, sizes, parity.bytes_by_process))
 
 
-def _writer(write: WritePlan, parity: PlannedParity | None) -> dict[str, Any]:
-    """What `_METADATA` says of its writer.
+def _describe_writer(sizes: Sequence[int], *, has_parity: bool) -> dict[str, Any]:
+    """The writer in `_METADATA`, for processes that write files of these sizes.
 
-    The durations and the names of the hosts are placeholders, whose text may be longer or shorter
-    than the real ones.
+    The durations and the names of the hosts are placeholders. The real ones may be longer or
+    shorter.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -359,28 +530,38 @@ def _writer(write: WritePlan, parity: PlannedParity | None) -> dict[str, Any]:
         jax_version = version("jax")
     except PackageNotFoundError:
         jax_version = "0.10.0"
-    sizes = _file_bytes(write, parity)
-    phases = _PHASES if parity is None else (*_PHASES, "parity")
+    phases = (*_PHASES, "parity") if has_parity else _PHASES
     watch = Stopwatch(phases=dict.fromkeys(phases, _SOME_SECONDS))
-    written = [(size, _SOME_SECONDS) for size in sizes]
     return {
         "ostraka": __version__,
         "jax": jax_version,
         "python": platform.python_version(),
         "time": "2000-01-01T00:00:00.000+00:00",
         "hosts": [socket.gethostname()] * len(sizes),
-        "timeline": timeline(watch, summarize(written)),
+        "timeline": timeline(watch, summarize([(size, _SOME_SECONDS) for size in sizes])),
     }
 
 
-def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
-    """The plan that an existing checkpoint was written by.
+def saved_in_tree(source: Source) -> Saved:
+    """The saved tree without optional arrays, such as heads that only a template asks for.
 
-    One of another format is planned as Ostraka would write it, under `names` if there are any.
+    A view has these after all others.
+    """
+    leaves = leaves_of(source.tree)
+    numbers = [leaf.value.number for leaf in leaves if isinstance(leaf.value, ArrayNumber)]
+    return replace(source.saved, leaves=source.saved.leaves[: max(numbers, default=-1) + 1])
+
+
+def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
+    """The plan of an existing checkpoint.
+
+    A checkpoint of another format is planned as Ostraka would save it, with the same shardings.
     """
     source = open_at(path, names)
     if not isinstance(source, OstrakaSource):
-        return _plan_foreign(source.saved)
+        saved = saved_in_tree(source)
+        state = State(saved.leaves, saved.meshes, saved.process_of, saved.tree, user=saved.user)
+        return plan_state(state, PlanOptions())
     found = source.metadata
     with damage_on_contradiction(source.store):
         take_entries(found, None, source.shards.allowance())
@@ -390,15 +571,9 @@ def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
     planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())
     if found.parity is not None:
         is_read_back = found.process_count > 1 or files != found.files
-        planned = replace(planned, parity=PlannedParity(found.parity, None, is_read_back))
+        planned = replace(planned, parity=_count_parity(write, found.parity, None, is_read_back))
     if files == found.files:
         return planned
     saved_bytes = sum(map(attrgetter("size"), files)) - sum(map(attrgetter("size"), found.files))
     total_bytes = planned.total_bytes - saved_bytes
-    return replace(planned, compressed=Compressed(total_bytes, is_estimate=False))
-
-
-def _plan_foreign(saved: Saved) -> Plan:
-    """A checkpoint of another format: what it costs to save it with Ostraka, as it was laid out."""
-    state = State(saved.leaves, saved.meshes, saved.process_of, saved.tree, user=saved.user)
-    return plan_state(state, max_file_bytes=MAX_FILE_BYTES)
+    return replace(planned, compressed=CompressedSize(total_bytes, is_estimate=False))

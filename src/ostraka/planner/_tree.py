@@ -1,4 +1,4 @@
-"""Live and abstract trees as states to be planned: what `save` would capture, without values."""
+"""Live and abstract trees as states to be planned: a capture without values."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
     AbstractMesh,
-    Mesh,
     NamedSharding,
     PartitionSpec,
     SingleDeviceSharding,
 )
 
-from ostraka._agree import cast_leaves, number_meshes
-from ostraka._capture import (
+from ostraka.errors import InvalidTree, Mismatch
+from ostraka.layout.casts import cast_leaf, check_dtype_rule
+from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition
+from ostraka.live.parse import is_array, is_key, is_object, parse
+from ostraka.live.refuse import check_savable, refuse_empty, refuse_functions
+from ostraka.live.shardings import (
     Devices,
-    check_dtype_rule,
-    describe_mesh,
     describe_sharding,
     describe_spec,
+    generator_name,
     memory_kind,
     savable_dtype,
 )
-from ostraka._document import encode, encode_state, with_states
-from ostraka._nodes import Branch, Leaf, Stateful, branches_of, check_unique, find_shared, leaves_of
-from ostraka._place import resolve_specs
-from ostraka._spec import LeafKind, LeafSpec, MeshSpec, Partition
-from ostraka._tree import is_array, is_key, is_object, parse
-from ostraka.errors import InvalidTree, Mismatch
-from ostraka.planner._state import (
+from ostraka.planner.state import (
+    PlanOptions,
     State,
-    check_mesh_has_names,
-    mesh_of_sizes,
+    describe_abstract,
     share_devices,
 )
-from ostraka.sharding._check import resolve_checked
-from ostraka.sharding._data import array_leaves, parse_state, to_spec
-from ostraka.sharding._findings import Finding, raise_errors
-from ostraka.sharding._rules import follow_specs
+from ostraka.restoring.destinations import resolve_specs
+from ostraka.saving.agree import number_meshes
+from ostraka.sharding.findings import Finding, raise_errors
+from ostraka.sharding.specs import array_leaves, follow_specs, parse_state, resolve_checked, to_spec
+from ostraka.tree.json_tree import encode, encode_state, with_states
+from ostraka.tree.nodes import (
+    Branch,
+    Leaf,
+    Stateful,
+    branches_of,
+    check_unique,
+    find_shared,
+    leaves_of,
+)
 
 _ONE_DEVICE = MeshSpec((), (), (0,))
 
 
-def state_of_tree(
-    tree: Any,
-    *,
-    mesh: Any,
-    specs: Any,
-    processes: int | None,
-    optimizer: Any,
-    optimizer_dtype: Any,
-    dtype: Any,
-    metadata: Mapping[str, Any],
-) -> State:
-    """What a save of this tree would capture, were it placed as `mesh` and `specs` say."""
-    check_dtype_rule(dtype)
+def state_of_tree(tree: Any, options: PlanOptions) -> State:
+    """The state that a save of this tree captures if it is placed as the options say."""
+    optimizer_dtype = options.optimizer_dtype
+    check_dtype_rule(options.dtype)
     check_dtype_rule(optimizer_dtype)
-    if optimizer is None and optimizer_dtype is not None:
+    if not options.adds_optimizer and optimizer_dtype is not None:
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
-    target = None if mesh is None else describe_target(mesh)
-    state = None if optimizer is None else abstract_optimizer(tree, optimizer, optimizer_dtype)
-    found, findings = _resolve_specs(tree, mesh, specs, state)
-    if optimizer is not None:
+    state = None
+    if options.adds_optimizer:
+        state = abstract_optimizer(tree, options.optimizer, optimizer_dtype)
+    found, findings = _resolve_specs(tree, options, state)
+    if options.adds_optimizer:
         tree = {"model": tree, "optimizer": state}
-        if optimizer_dtype is not None and dtype is not None:
-            of_model: dict[str, Any] = dtype if isinstance(dtype, dict) else {"**": dtype}
-            dtype = {"optimizer/**": None, **of_model}
     parsed = parse(tree)
     leaves = list(leaves_of(parsed))
     check_unique(leaves)
-    places = _Places(target, found, processes)
+    for leaf in leaves:
+        # A deleted array has a shape, and an abstract one has no more.
+        if not isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
+            check_savable(leaf)
+    refuse_functions(parsed)
+    refuse_empty(parsed)
+    places = _Places(options, found)
     shared = find_shared(parsed, is_object)
     described = [
         places.describe(leaf)
@@ -84,21 +85,32 @@ def state_of_tree(
         if has_shape(leaf.value) and leaf.path not in shared.arrays
     ]
     arrays, meshes = number_meshes(described, list(places.meshes))
-    arrays = cast_leaves(arrays, dtype)
+    check_dtype_rule(options.dtype, arrays)
+    arrays = [
+        leaf
+        if optimizer_dtype is not None and leaf.path.startswith("optimizer/")
+        else cast_leaf(leaf, options.dtype)
+        for leaf in arrays
+    ]
     process_of = places.process_of()
     numbers = {leaf.path: number for number, leaf in enumerate(arrays)}
     numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode(parsed, numbers, shared.variables)
-    encoded = with_states(encoded, _states(leaves, max(process_of) + 1))
+    # The states of stateful objects on other processes are assumed to be as large.
+    states = {
+        leaf.path: [encode_state(leaf.path, leaf.value.owner.get_state())] * (max(process_of) + 1)
+        for leaf in leaves
+        if isinstance(leaf.value, Stateful)
+    }
     return State(
         leaves=tuple(arrays),
         meshes=tuple(meshes),
         process_of=process_of,
-        tree=encoded,
+        tree=with_states(encoded, states),
         parameters=_count_parameters(parsed, shared.arrays),
-        user=metadata,
+        user=options.metadata or {},
         findings=tuple(findings),
-        adds_optimizer=optimizer is not None,
+        adds_optimizer=options.adds_optimizer,
     )
 
 
@@ -106,36 +118,19 @@ def has_shape(value: Any) -> bool:
     return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
-def describe_target(mesh: Any) -> MeshSpec:
-    """A mesh as data: axis sizes and an abstract mesh are over the devices 0, 1, …"""
-    if isinstance(mesh, Mapping):
-        return mesh_of_sizes({str(k): v for k, v in cast("Mapping[Any, int]", mesh).items()})
-    if isinstance(mesh, AbstractMesh):
-        return _describe_abstract(mesh)
-    if isinstance(mesh, Mesh):
-        return describe_mesh(mesh, Devices())
-    check_mesh_has_names(mesh)
-    raise TypeError(
-        f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh, an AbstractMesh, or a "
-        'mapping of axis sizes such as {"data": 4}'
-    )
-
-
-def _describe_abstract(mesh: AbstractMesh) -> MeshSpec:
-    types = tuple(str(axis_type.name).lower() for axis_type in mesh.axis_types)
-    sizes: dict[str, int] = {str(name): size for name, size in mesh.shape.items()}
-    return mesh_of_sizes(sizes, () if set(types) <= {"auto"} else types)
-
-
 def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
     """The state of an optax transformation for a tree, with shapes and dtypes only.
 
-    With a `dtype`, that which it has for parameters of that dtype.
+    With a `dtype`, the state for parameters of that dtype.
     """
     transformation = _transformation(optimizer)
 
+    def convert(parameter: Any) -> Any:
+        is_cast = dtype is not None and jnp.issubdtype(parameter.dtype, jnp.floating)
+        return parameter.astype(dtype) if is_cast else parameter
+
     def init(parameters: Any) -> Any:
-        return transformation.init(_as_dtype(parameters, dtype))
+        return transformation.init(jax.tree.map(convert, parameters))
 
     try:
         from flax import nnx
@@ -146,7 +141,7 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
 
     def make(model: Any) -> Any:
         graph, parameters, rest = nnx.split(model, nnx.Param, ...)
-        own = nnx.merge(graph, _as_dtype(parameters, dtype), rest)
+        own = nnx.merge(graph, jax.tree.map(convert, parameters), rest)
         for _, part in nnx.iter_graph(own):
             if isinstance(part, nnx.Variable):
                 # Otherwise annotated moments would try to place themselves, and there is no mesh.
@@ -155,16 +150,6 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
 
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(make, tree)
-
-
-def _as_dtype(parameters: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return parameters
-
-    def cast_one(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast_one, parameters)
 
 
 def _transformation(optimizer: Any) -> Any:
@@ -187,15 +172,17 @@ def _transformation(optimizer: Any) -> Any:
 
 
 def _resolve_specs(
-    tree: Any, mesh: Any, specs: Any, optimizer_state: Any
+    tree: Any, options: PlanOptions, optimizer_state: Any
 ) -> tuple[dict[str, PartitionSpec], list[Finding]]:
-    """By path the specs of all leaves, those of the optimizer as those of its parameters."""
-    if specs is None:
+    """By path the specs of all leaves. The optimizer's leaves follow their parameters."""
+    mesh = options.mesh
+    if options.rules is None:
         return {}, []
     if mesh is None:
         raise ValueError("specs needs mesh=, the mesh that the specs cut along")
     parsed = parse_state(tree)
-    found, findings = resolve_checked(parsed, mesh, specs)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    found, findings = resolve_checked(parsed, sizes, options.rules)
     raise_errors("the specs do not fit", findings)
     if optimizer_state is None:
         return found, findings
@@ -210,9 +197,9 @@ def _resolve_specs(
 def partitions_given(
     leaves: Sequence[LeafSpec], specs: Any, known: Sequence[str]
 ) -> dict[str, Partition]:
-    """By path, what the `specs` of a restore say: one spec, or a tree that may leave leaves out.
+    """By path, the `specs` of a restore: one spec, or a tree that may leave leaves out.
 
-    `known` are the paths of all that was saved, host arrays included.
+    `known` are the paths of all saved arrays, host arrays included.
     """
     said, unknown = resolve_specs([(leaf.path, leaf, None) for leaf in leaves], specs, None, known)
     found: dict[str, Partition] = {}
@@ -227,14 +214,12 @@ def partitions_given(
 
 
 class _Places:
-    """Where each leaf is placed: by its own sharding, or by `mesh` and `specs`."""
+    """The mesh and partition of each leaf: its own, or by `mesh` and `specs`."""
 
-    def __init__(
-        self, mesh: MeshSpec | None, specs: Mapping[str, PartitionSpec], processes: int | None
-    ):
-        self._mesh = mesh
+    def __init__(self, options: PlanOptions, specs: Mapping[str, PartitionSpec]):
+        self._mesh = options.mesh
+        self._processes = options.hosts
         self._specs = specs
-        self._processes = processes
         self._devices: Devices | None = None
         self.meshes: dict[MeshSpec, int] = {}
 
@@ -244,9 +229,8 @@ class _Places:
         prng = None
         shape = tuple(value.shape)
         if is_key(value):
-            implementation: Any = value.dtype._impl
-            kind, prng, name = "key", str(implementation.name), "uint32"
-            shape = (*shape, *implementation.key_shape)
+            kind, prng, name = "key", generator_name(leaf.path, value.dtype), "uint32"
+            shape = (*shape, *value.dtype._impl.key_shape)
         else:
             name = savable_dtype(leaf.path, value.dtype)
         if isinstance(value, np.ndarray | np.generic):
@@ -261,7 +245,7 @@ class _Places:
         return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
 
     def _traits(self, value: Any) -> dict[str, Any]:
-        """Further attributes of an array; commitment and memory only if it stays in place."""
+        """Further attributes of an array. Commitment and memory only if it keeps its sharding."""
         traits: dict[str, Any] = {"weak": bool(getattr(value, "weak_type", False))}
         if self._mesh is None and isinstance(value, jax.Array):
             is_on_one = isinstance(value.sharding, SingleDeviceSharding)
@@ -281,7 +265,7 @@ class _Places:
         if sharding is None:
             return _ONE_DEVICE, ()
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            mesh = _describe_abstract(sharding.mesh)
+            mesh = describe_abstract(sharding.mesh)
             return mesh, describe_spec(leaf.path, sharding.spec)
         self._devices = self._devices or Devices()
         return describe_sharding(leaf.path, sharding, self._devices)
@@ -302,7 +286,7 @@ class _Places:
         return PartitionSpec() if leaf.spec is None else leaf.spec
 
     def process_of(self) -> tuple[int, ...]:
-        """The process of each device: that of the run's devices, or as many as were asked for."""
+        """The process of each device: as in this run, or shared evenly by `hosts`."""
         if self._devices is not None and self._processes is None:
             return self._devices.process_of
         known = [max(mesh.devices) + 1 for mesh in self.meshes]
@@ -314,17 +298,8 @@ class _Places:
         return share_devices(count, 1 if self._processes is None else self._processes)
 
 
-def _states(leaves: list[Leaf], processes: int) -> dict[str, list[Any]]:
-    """The states of stateful objects; those of other processes are assumed to be as large."""
-    return {
-        leaf.path: [encode_state(leaf.path, leaf.value.owner.get_state())] * processes
-        for leaf in leaves
-        if isinstance(leaf.value, Stateful)
-    }
-
-
 def _count_parameters(parsed: Branch | Leaf, again: Collection[str]) -> int | None:
-    """The elements of all `nnx.Param`s, each once; None if there are none."""
+    """The elements of all `nnx.Param`s, each once. None if there are none."""
     sizes = [
         prod(leaf.value.shape)
         for branch in branches_of(parsed)

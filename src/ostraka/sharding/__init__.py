@@ -1,4 +1,4 @@
-"""Where each leaf goes: spec trees from rules, presets, checks, placement, sharded initialization.
+"""How arrays are sharded: specs from rules and presets, checks, placement, sharded initialization.
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -19,15 +19,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostraka.sharding._check import check
-    from ostraka.sharding._combine import Preset, combine, logical
-    from ostraka.sharding._findings import Finding
-    from ostraka.sharding._init import init
-    from ostraka.sharding._mesh import ExplicitAxes, make_mesh
     from ostraka.sharding._picture import picture, show
-    from ostraka.sharding._place import place
-    from ostraka.sharding._presets import data_parallel, fsdp, tensor_parallel
-    from ostraka.sharding._rules import spec_tree
+    from ostraka.sharding._place import init, place
+    from ostraka.sharding.findings import Finding
+    from ostraka.sharding.mesh import ExplicitAxes, make_mesh
+    from ostraka.sharding.presets import data_parallel, fsdp, tensor_parallel
+    from ostraka.sharding.rules import Preset, combine, logical
+    from ostraka.sharding.specs import check, spec_tree
 
 __all__ = [
     "ExplicitAxes",
@@ -50,30 +48,23 @@ __all__ = [
 # Looked up when first used: the planner takes presets and checks from here, and must not wait for
 # JAX.
 _HOMES = {
-    "ExplicitAxes": "_mesh",
-    "Finding": "_findings",
-    "Preset": "_combine",
-    "check": "_check",
-    "combine": "_combine",
-    "data_parallel": "_presets",
-    "fsdp": "_presets",
-    "init": "_init",
-    "logical": "_combine",
-    "make_mesh": "_mesh",
-    "picture": "_picture",
-    "place": "_place",
-    "show": "_picture",
-    "spec_tree": "_rules",
-    "tensor_parallel": "_presets",
+    "_picture": ("picture", "show"),
+    "_place": ("init", "place"),
+    "findings": ("Finding",),
+    "mesh": ("ExplicitAxes", "make_mesh"),
+    "presets": ("data_parallel", "fsdp", "tensor_parallel"),
+    "rules": ("Preset", "combine", "logical"),
+    "specs": ("check", "spec_tree"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ostraka.sharding' has no attribute {name!r}")
-    module = import_module(f"ostraka.sharding.{_HOMES[name]}")
-    value = globals()[name] = getattr(module, name)
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            module = import_module(f"ostraka.sharding.{home}")
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module 'ostraka.sharding' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

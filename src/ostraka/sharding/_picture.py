@@ -1,4 +1,4 @@
-"""Which device holds what, as text."""
+"""How arrays lie over devices, as text to print."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ostraka._capture import Devices, describe_sharding
-from ostraka._nodes import Leaf, leaves_of
-from ostraka._spec import (
+from ostraka.layout.spec import (
     HOST_LOCAL,
     MeshSpec,
     Partition,
     partition_grid,
     show_partition,
 )
-from ostraka._tree import parse
-from ostraka.sharding._data import array_leaves, has_shape, partition_of, to_spec
-from ostraka.sharding._drawing import draw
-from ostraka.sharding._mesh import AnyMesh, mesh_spec, refuse_swapped
+from ostraka.live.parse import parse
+from ostraka.live.shardings import Devices, describe_sharding
+from ostraka.sharding.drawing import draw
+from ostraka.sharding.leaves import every_dimension
+from ostraka.sharding.mesh import AnyMesh, mesh_spec, refuse_swapped
+from ostraka.sharding.specs import array_leaves, has_shape, partition_of, to_spec
+from ostraka.tree.nodes import Leaf, leaves_of
 
 
 def picture(
@@ -31,11 +32,24 @@ def picture(
     *,
     dimensions: tuple[int, int] | None = None,
 ) -> str:
-    """A drawing of an array's parts and the numbers of the devices that hold each.
+    """Draw the parts of an array, with the numbers of the devices that hold each.
 
-    Two dimensions are drawn, one down and one across: those of `dimensions`, or the first two that
-    are cut. Others that are cut give a drawing for each of their parts.
+    Two dimensions are drawn, one down and one across. If more are sharded, there is a drawing for
+    each of their parts.
 
+    Args:
+        shape: The shape of the array.
+        mesh: The mesh, or axis sizes such as `{"data": 2, "model": 2}`.
+        spec: The PartitionSpec of the array.
+        dimensions: The two dimensions to draw. Default: the first two that are sharded.
+
+    Returns:
+        The drawing as text.
+
+    Raises:
+        InvalidSharding: The spec does not fit the shape or the mesh.
+
+    Example:
         >>> print(picture((8, 4), {"data": 2, "model": 2}, P("data", "model")))
         (8, 4) P('data', 'model') on data=2, model=2
               0:2   2:4
@@ -52,18 +66,25 @@ def picture(
 
 
 def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
-    """How an array, a variable or a whole tree lies over devices, as text to print.
+    """Describe how an array, a variable or a whole tree lies over devices.
 
-    An array is drawn by `picture`; a tree is a table with a line for each array: path, shape, spec,
-    and bytes on each device.
+    Args:
+        value: An array, a variable or a tree.
+        dimensions: For an array: the two dimensions to draw, as in `picture`.
+
+    Returns:
+        Text to print: for an array the drawing of `picture`, for a tree a table with the path, the
+        shape, the spec and the bytes on each device of every array.
+
+    Example:
+        >>> print(show(model))
     """
     parsed = parse(value)
     leaves = list(leaves_of(parsed))
     if len(leaves) == 1 and has_shape(leaves[0].value):
         mesh, partition = _lies(leaves[0])
         shape = tuple(leaves[0].value.shape)
-        whole = ((),) * (len(shape) - len(partition))
-        return draw(shape, mesh, partition + whole, dimensions=dimensions)
+        return draw(shape, mesh, every_dimension(partition, len(shape)), dimensions=dimensions)
     rows = [("leaf", "shape", "spec", "bytes a device", "mesh")]
     for leaf in array_leaves(parsed):
         mesh, partition = _lies(Leaf(leaf.path, leaf.value))
@@ -81,7 +102,7 @@ def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
 
 
 def _lies(leaf: Leaf) -> tuple[MeshSpec, Partition]:
-    """A leaf's mesh and partition; host memory is a mesh of its own."""
+    """Return a leaf's mesh and partition. Host memory is a mesh of its own."""
     sharding = getattr(leaf.value, "sharding", None)
     if sharding is None:
         return MeshSpec((), (), (HOST_LOCAL,)), ()

@@ -1,65 +1,101 @@
-"""Put a tree onto a mesh."""
+"""Put a tree onto a mesh, or make a model there: it is never whole on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ostraka._nodes import Branch, Leaf, leaves_of, rebuild, unwrapped
-from ostraka._tree import is_key, parse
-from ostraka.errors import InvalidTree
-from ostraka.sharding._check import resolve_checked
-from ostraka.sharding._data import ArrayLeaf, array_leaves, parse_state
-from ostraka.sharding._findings import Finding, raise_errors
-from ostraka.sharding._mesh import as_mesh, mesh_spec, mesh_to_use, refuse_swapped
+from ostraka.errors import InvalidSharding, InvalidTree
+from ostraka.layout.spec import find_misfits
+from ostraka.live.parse import is_key, parse
+from ostraka.live.shardings import spec_entries
+from ostraka.sharding.findings import Finding, raise_errors
+from ostraka.sharding.mesh import (
+    as_mesh,
+    has_explicit_axes,
+    make_mesh,
+    mesh_spec,
+    mesh_to_use,
+    refuse_swapped,
+)
+from ostraka.sharding.rules import combine
+from ostraka.sharding.specs import (
+    ArrayLeaf,
+    array_leaves,
+    follow_specs,
+    parse_state,
+    resolve_checked,
+)
+from ostraka.tree.nodes import Branch, Leaf, leaves_of, rebuild, unwrapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
-    """The same tree with every array on the mesh, cut as `specs` say.
+    """Put every array of a tree onto a mesh.
 
-    Modules and optimizers come back as such; the ones given are left as they are. numpy arrays
-    become JAX arrays, abstract ones get a sharding, other values stay. `specs` is a tree as
-    `spec_tree` makes it, or rules as it takes them. Nothing is placed if anything does not fit:
-    InvalidSharding lists all of it. Of several processes every one calls this, with the same values
-    in arrays that are its own.
+    NumPy arrays become JAX arrays, and abstract arrays get a sharding. Other values stay. Every
+    process of a job calls this, with the same values in arrays that it has for itself.
 
-    `mesh` may be axis sizes, of which `make_mesh` makes one. If it has Explicit axes, the arrays
-    are placed on the same devices with Auto ones, with a warning, unless `explicit` is true: only
-    models that are written for Explicit axes run under them.
+    Args:
+        tree: The tree: modules, optimizers, arrays. It is not changed.
+        mesh: A mesh, or axis sizes for `make_mesh`. If it has Explicit axes, the arrays are placed
+            on the same devices with Auto axes, with a warning.
+        specs: A tree as `spec_tree` returns it, or rules as it takes them.
+        explicit: Keep Explicit axes. Only models that are written for them run under them.
 
-        model = place(model, mesh, fsdp("data"))
+    Returns:
+        The same tree with every array sharded as `specs` say. Modules and optimizers are new ones.
+
+    Raises:
+        InvalidSharding: Specs do not fit. The message lists all of them, and nothing is placed.
+
+    Example:
+        >>> model = place(model, mesh, fsdp("data"))
     """
     refuse_swapped("place(tree, mesh, specs)", specs)
     parsed = parse(tree)
     given = as_mesh(mesh)
     found, findings = resolve_checked(parse_state(tree), given, specs)
-    findings += _narrowed(parsed)
+    leaves = list(array_leaves(parsed))
+    findings += _narrowed(leaves)
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)
     shardings = {path: NamedSharding(target, spec) for path, spec in found.items()}
     values = {leaf.path: unwrapped(leaf.value) for leaf in leaves_of(parsed)}
-    arrays = list(array_leaves(parsed))
-    values.update(_place_leaves(arrays, shardings))
+    concrete: list[ArrayLeaf] = []
+    for leaf in leaves:
+        if isinstance(leaf.value, jax.ShapeDtypeStruct):
+            sharding = shardings[leaf.path]
+            values[leaf.path] = jax.ShapeDtypeStruct(
+                leaf.shape, leaf.value.dtype, sharding=sharding
+            )
+        else:
+            concrete.append(leaf)
+    placed = put([leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete])
+    values.update((leaf.path, array) for leaf, array in zip(concrete, placed, strict=True))
     return rebuild(parsed, values)
 
 
-def _place_leaves(leaves: list[ArrayLeaf], shardings: dict[str, NamedSharding]) -> dict[str, Any]:
-    abstract = [leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct)]
-    concrete = [leaf for leaf in leaves if not isinstance(leaf.value, jax.ShapeDtypeStruct)]
-    placed = put([leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete])
-    return {
-        **{leaf.path: array for leaf, array in zip(concrete, placed, strict=True)},
-        **{
-            leaf.path: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.value.dtype, sharding=shardings[leaf.path]
+def _narrowed(leaves: Sequence[ArrayLeaf]) -> Iterator[Finding]:
+    """Yield errors for NumPy arrays whose dtype JAX would silently change."""
+    for leaf in leaves:
+        if leaf.is_key or isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
+            continue
+        dtype = np.dtype(leaf.value.dtype)
+        becomes = jax.dtypes.canonicalize_dtype(dtype)
+        if becomes != dtype:
+            yield Finding(
+                "error",
+                leaf.path,
+                f"leaf {leaf.path!r} is {dtype} and would become {becomes}: cast it, or turn on "
+                "jax_enable_x64",
             )
-            for leaf in abstract
-        },
-    }
 
 
 def put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -73,33 +109,319 @@ def put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
         array if impl is None else jax.random.key_data(array)
         for array, impl in zip(arrays, impls, strict=True)
     ]
-    return [
-        array if impl is None else jax.random.wrap_key_data(array, impl=impl)
-        for array, impl in zip(_device_put(words, shardings), impls, strict=True)
-    ]
-
-
-def _device_put(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     try:
-        return jax.device_put(arrays, shardings)
+        placed = jax.device_put(words, shardings)
     except AssertionError as error:
         raise InvalidTree(
             "can't place the tree: an array that each process has for itself is not the same on "
             "all of them; make it the same, or use jax.make_array_from_process_local_data"
         ) from error
+    return [
+        array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+        for array, impl in zip(placed, impls, strict=True)
+    ]
 
 
-def _narrowed(parsed: Branch | Leaf) -> Iterator[Finding]:
-    """Errors for numpy arrays whose dtype JAX would silently change."""
-    for leaf in array_leaves(parsed):
-        if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf.value):
-            continue
-        dtype = np.dtype(leaf.value.dtype)
-        becomes = jax.dtypes.canonicalize_dtype(dtype)
-        if becomes != dtype:
-            yield Finding(
-                "error",
-                leaf.path,
-                f"leaf {leaf.path!r} is {dtype} and would become {becomes}: cast it, or turn on "
-                "jax_enable_x64",
+def init(
+    model_fn: Callable[[], Any],
+    mesh: Mesh | Mapping[str, int],
+    specs: Any = None,
+    optimizer: Any = None,
+    *,
+    wrt: Any = None,
+    explicit: bool = False,
+) -> Any:
+    """Make a sharded NNX model, and its optimizer if you pass an optax transformation.
+
+    `model_fn` is compiled with the shardings of its result, so that each device computes its own
+    part. Neither model nor optimizer is ever whole on a device or in host memory. (An orthogonal
+    initializer still makes its array whole.) The values equal those of `model_fn()`, up to
+    rounding. The arrays of the optimizer are sharded like the parameters that they belong to.
+    Factored moments are, too, in the dimensions that they have.
+
+    Args:
+        model_fn: Makes the model, its `nnx.Rngs` included. It may also return an
+            `nnx.ModelAndOptimizer`.
+        mesh: A mesh, or axis sizes for `make_mesh`. If it has Explicit axes, as those of
+            `jax.make_mesh` are, a plain model would fail in its first step. The result is placed on
+            the same devices with Auto axes, with a warning.
+        specs: A tree of specs for the model, or rules as `spec_tree` takes them. None takes the
+            annotations of the variables, or the explicit shardings that arrays are made with.
+        optimizer: An optax transformation.
+        wrt: The variables that the optimizer changes. Default: `nnx.Param`.
+        explicit: Keep Explicit axes. They also stay if `model_fn` makes arrays with explicit
+            shardings (`jnp.zeros(…, out_sharding=P("data"))`).
+
+    Returns:
+        The model, or a tuple of the model and its `nnx.Optimizer`, or the `nnx.ModelAndOptimizer`.
+
+    Raises:
+        InvalidSharding: Specs do not fit the model or the mesh.
+        InvalidTree: `model_fn` does not make a model, or `optimizer` is no optax transformation.
+
+    Example:
+        >>> model = init(lambda: Model(rngs=nnx.Rngs(0)), mesh, fsdp("data"))
+        >>> model, optimizer = init(make_model, mesh, optimizer=optax.adam(1e-3))
+    """
+    refuse_swapped("init(model_fn, mesh, specs)", specs)
+    given = as_mesh(mesh)
+    prepared = prepare(model_fn, given, specs, optimizer, wrt)
+    target = mesh_to_use(given, explicit=explicit or prepared.is_explicit)
+    return prepared.finish(prepared.compiled()(), target)
+
+
+_LEAST_MEMORY: dict[str, str | bool] = {
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A function to compile, and how to rebuild objects from its result."""
+
+    make: Callable[[], list[Any]]
+    """Returns the arrays of all objects, and sets `structures` to rebuild the objects from."""
+    structures: list[tuple[Any, Any]]
+    shardings: list[NamedSharding]
+    is_explicit: bool
+    """True if the model can only be made under Explicit axes."""
+
+    def compiled(self) -> Any:
+        lowered = jax.jit(self.make, out_shardings=self.shardings).lower()
+        devices = {device for sharding in self.shardings[:1] for device in sharding.device_set}
+        if all(device.platform == "cpu" for device in devices):
+            # By default XLA for CPUs schedules for concurrency, which would take as much memory
+            # again as the model. An XLA that does not know the option compiles without it.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                return lowered.compile(compiler_options=_LEAST_MEMORY)
+        return lowered.compile()
+
+    def finish(self, arrays: list[Any], mesh: Mesh) -> Any:
+        """Rebuild the objects. The arrays stay on their devices. Their shardings get this mesh."""
+        from flax import nnx
+
+        placed = put(arrays, [NamedSharding(mesh, s.spec) for s in self.shardings])
+        objects: list[Any] = []
+        for graphdef, treedef in self.structures:
+            own, placed = placed[: treedef.num_leaves], placed[treedef.num_leaves :]
+            objects.append(nnx.merge(graphdef, jax.tree.unflatten(treedef, own)))
+        return objects[0] if len(objects) == 1 else tuple(objects)
+
+
+def prepare(
+    model_fn: Callable[[], Any], mesh: Mesh, rules: Any, optimizer: Any, wrt: Any
+) -> PreparedModel:
+    """Trace the model for its shapes, and work out where everything goes."""
+    check_function(model_fn)
+    check_optimizer(optimizer)
+    is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
+    # Under Explicit axes JAX would compute every array whole on each device, and cut it at the
+    # end, unless the model says otherwise.
+    making = mesh if is_explicit else make_mesh(mesh)
+    model = abstract[0] if model_key is None else abstract[0][model_key]
+    model_leaves = list(array_leaves(parse_state(model)))
+    specs = _model_specs(model, model_leaves, mesh, rules)
+    trees = [parse_state(state) for state in abstract]
+    # The optimizer has no part of the model; its arrays follow the parameters.
+    prefixes = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
+    flat: list[NamedSharding] = []
+    for tree, prefix in zip(trees, prefixes, strict=True):
+        found = _specs_of(tree, prefix, model_leaves, specs)
+        values = {leaf.path: found.get(leaf.path, PartitionSpec()) for leaf in leaves_of(tree)}
+        flat += [NamedSharding(making, spec) for spec in jax.tree.leaves(rebuild(tree, values))]
+    structures: list[tuple[Any, Any]] = []
+    eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
+
+    def make() -> list[Any]:
+        from flax import nnx
+
+        with jax.sharding.use_abstract_mesh(making.abstract_mesh), nnx.use_eager_sharding(eager):
+            states = [nnx.split(made) for made in _make_objects(model_fn, optimizer, wrt)]
+        structures[:] = [(graphdef, jax.tree.structure(state)) for graphdef, state in states]
+        return jax.tree.leaves([state for _, state in states])
+
+    return PreparedModel(make, structures, flat, is_explicit)
+
+
+def _model_specs(
+    model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
+) -> dict[str, PartitionSpec]:
+    if rules is None:
+        if all(leaf.named is None and _traced_spec(leaf.value) is None for leaf in leaves):
+            raise InvalidSharding(
+                "no variable of the model says how it is cut (out_sharding): give rules, such as "
+                'fsdp("data")'
             )
+        rules = combine("metadata", _traced_spec)
+    specs, findings = resolve_checked(parse_state(model), mesh, rules)
+    raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
+    return specs
+
+
+def _traced_spec(value: Any) -> PartitionSpec | None:
+    """Return the spec of an array that was traced under Explicit axes, if it is sharded."""
+    sharding = getattr(value, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return spec if any(spec) else None
+
+
+def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list[Any]:
+    from flax import nnx
+
+    made = model_fn()
+    if isinstance(made, nnx.ModelAndOptimizer):
+        if optimizer is not None:
+            raise InvalidTree(
+                "model_fn returns an nnx.ModelAndOptimizer, which has its optimizer: leave out "
+                "optimizer="
+            )
+        return [made]
+    if not isinstance(made, nnx.Module):
+        raise InvalidTree(
+            f"model_fn returns a {type(made).__name__}; it must return an nnx.Module, or an "
+            "nnx.ModelAndOptimizer"
+        )
+    if optimizer is None:
+        return [made]
+    return [made, nnx.Optimizer(made, optimizer, wrt=nnx.Param if wrt is None else wrt)]
+
+
+def _trace(
+    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
+) -> tuple[bool, tuple[list[Any], str | None]]:
+    """Return True if the model needs Explicit axes, and its shapes."""
+    try:
+        return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
+    except ValueError as error:
+        if "of type Auto" not in str(error):  # JAX has no exception type of its own for this
+            raise
+        if not has_explicit_axes(mesh):
+            raise InvalidSharding(
+                f"model_fn makes arrays with explicit shardings, and the mesh ({mesh_spec(mesh)}) "
+                "has Auto axes: give one with Explicit axes, as jax.make_mesh makes it"
+            ) from error
+    return True, _shapes(model_fn, mesh, optimizer, wrt)
+
+
+def _shapes(
+    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
+) -> tuple[list[Any], str | None]:
+    """Return the abstract states of the objects, and the key of the model in the first.
+
+    Eager sharding is off: no variable is placed by its annotation.
+    """
+    from flax import nnx
+    from flax.errors import TraceContextError
+
+    model_key: list[str | None] = []
+
+    def make() -> list[Any]:
+        objects = _make_objects(model_fn, optimizer, wrt)
+        model_key[:] = ["model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None]
+        return [nnx.state(made) for made in objects]
+
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nnx.use_eager_sharding(False):
+            return jax.eval_shape(make), model_key[0]
+    except TraceContextError as error:
+        raise InvalidTree(
+            "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it inside "
+            "model_fn, which is compiled"
+        ) from error
+
+
+def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
+    """Return True if eager sharding can place variables by their annotations.
+
+    It can't if they are annotated for another mesh, or if arrays of an optimizer have the
+    annotations of a parameter with more dimensions, as factored moments do.
+    """
+    sizes = mesh_spec(mesh)
+    return not any(
+        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
+        for leaf in leaves
+        if leaf.named is not None
+    )
+
+
+def _specs_of(
+    tree: Branch | Leaf,
+    prefix: str | None,
+    parameters: Sequence[ArrayLeaf],
+    specs: Mapping[str, PartitionSpec],
+) -> dict[str, PartitionSpec]:
+    """Return the specs of an object's arrays: those of the model, or of their parameters."""
+    found: dict[str, PartitionSpec] = {}
+    beside: list[ArrayLeaf] = []
+    for leaf in array_leaves(tree):
+        if prefix is not None and leaf.path.startswith(prefix):
+            found[leaf.path] = specs[leaf.path.removeprefix(prefix)]
+        else:
+            beside.append(leaf)
+    return found | follow_specs(beside, parameters, specs)
+
+
+# Check the arguments of `init`: likely mistakes get a message with the remedy.
+
+_NEEDED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+def check_function(model_fn: Any) -> None:
+    """Raise InvalidTree if `model_fn` is not a function that can be called without arguments."""
+    from flax import nnx
+
+    kind = type(model_fn).__name__
+    if isinstance(model_fn, nnx.Module | nnx.ModelAndOptimizer):
+        raise InvalidTree(
+            f"model_fn is a {kind} that is made already: give a function that makes it, such as "
+            f"lambda: {kind}(…), or put this one onto the mesh with sharding.place"
+        )
+    if not callable(model_fn):
+        raise InvalidTree(
+            f"model_fn is a {kind}; it must be a function that makes the model, such as "
+            "lambda: Model(rngs=nnx.Rngs(0))"
+        )
+    needed = _required(model_fn)
+    if needed:
+        name = getattr(model_fn, "__name__", "model_fn")
+        given = ", ".join(f"{n}=nnx.Rngs(0)" if n == "rngs" else f"{n}=…" for n in needed)
+        raise InvalidTree(
+            f"model_fn is called without arguments, and {name} needs {', '.join(needed)}: give "
+            f"lambda: {name}({given})"
+        )
+
+
+def _required(function: Any) -> list[str]:
+    """Return the names of the parameters that a function or a class can't do without."""
+    is_class = isinstance(function, type)
+    try:
+        # The signature of a Flax class is that of its metaclass, which takes anything.
+        found = inspect.signature(function.__init__ if is_class else function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return []
+    parameters = list(found.parameters.values())[is_class:]
+    return [p.name for p in parameters if p.kind in _NEEDED and p.default is p.empty]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise InvalidTree if `optimizer` is neither None nor an optax transformation."""
+    from flax import nnx
+
+    if optimizer is None:
+        return
+    if isinstance(optimizer, nnx.Optimizer):
+        what, remedy = "an nnx.Optimizer", "give the optax transformation that it is made of"
+    elif isinstance(optimizer, str):
+        what, remedy = repr(optimizer), f"give the transformation, such as optax.{optimizer}(1e-3)"
+    elif hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return
+    elif callable(optimizer):
+        name = getattr(optimizer, "__name__", "adamw")
+        what, remedy = f"the function {name}", f"call it, as in optax.{name}(1e-3)"
+    else:
+        what, remedy = f"a {type(optimizer).__name__}", "give one, such as optax.adamw(1e-3)"
+    raise InvalidTree(f"optimizer is {what}, and no optax transformation: {remedy}")

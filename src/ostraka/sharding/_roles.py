@@ -1,61 +1,120 @@
-"""Which dimension of a layer tensor parallelism cuts, by what the layer is for. No JAX.
+"""Which dimension of a layer tensor parallelism shards, by the role of the layer. No JAX.
 
-A layer's name says what it does, where it says anything; the width of the model, known from norms
-and embeddings, says which of its dimensions are which, so that kernels of (D, N, H), (N, D, H),
-(L, D, N·H) and (N·H, D) are all cut by heads. Layers whose names say nothing go by their shapes.
+The name of a layer usually says what it does. The width of the model, known from norms and
+embeddings, tells its dimensions apart. So kernels of (D, N, H), (N, D, H), (L, D, N·H) and (N·H, D)
+are all sharded along the heads. Layers with generic names are matched by their shapes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from ostraka.sharding._layer_names import (
-    ARRAYS,
-    FUSED,
-    GPT2,
-    INTO_HEADS,
-    INTO_HIDDEN,
-    INTO_WORDS,
-    KERNELS,
-    OUT_OF_HEADS,
-    OUT_OF_HIDDEN,
-    OUT_OF_WORDS,
-    is_norm,
-    is_norm_of_heads,
-    is_of_positions,
-    names_on,
-    natural_order,
+from ostraka.sharding.leaves import ShapedLeaf
+from ostraka.tree.nodes import natural_order
+
+# Names of layers, and of their arrays, in widely used models. No JAX.
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+INTO_HEADS = _words(
+    """
+    query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv
+    q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv
+    query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv q_lin k_lin v_lin
+    wq_b wkv_b q_b_proj kv_b_proj
+    """
 )
-from ostraka.sharding._leaf import ShapedLeaf
+FUSED = _words("kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv query_key_value to_qkv")
+"""Layers with keys, values and perhaps queries in one kernel."""
+OUT_OF_HEADS = _words(
+    "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
+)
+INTO_HIDDEN = _words(
+    """
+    up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1
+    wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in
+    w_in w_gate w_up pwconv1
+    """
+)
+OUT_OF_HIDDEN = _words(
+    """
+    down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out
+    ff_out ffn_out w_out w_down pwconv2
+    """
+)
+INTO_WORDS = _words("lm_head unembed logits_dense logitdense embed_out output_projection")
+OUT_OF_WORDS = _words(
+    """
+    embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder
+    token_embedding word_embeddings wte embed_in shared
+    """
+)
+GPT2 = ("c_attn", "c_fc", "c_proj")
+KERNELS = frozenset({"kernel", "weight", "w"})
+ARRAYS = KERNELS | {"embedding", "bias", "scale"}
+"""The names of a layer's arrays."""
+
+_BOXED = ARRAYS | INTO_HEADS | OUT_OF_HEADS | INTO_HIDDEN | OUT_OF_HIDDEN
+
+
+def names_on(path: str) -> tuple[str, ...]:
+    """Return the names on a path, without the one that Linen's boxes add."""
+    names = path.split("/")
+    if len(names) > 1 and names[-1] == "value" and names[-2] in _BOXED:
+        names.pop()
+    return tuple(names)
+
+
+def is_norm(layer: str) -> bool:
+    return "norm" in layer.lower() or re.fullmatch(r"ln(\w{1,2}|_\w+)?", layer.lower()) is not None
+
+
+def is_norm_of_heads(layer: str) -> bool:
+    """Return True if a norm is over heads, and so does not have the model's width."""
+    found = re.search(r"(^|_)(q|k|v|kv|query|key|value|head)_?(layer)?norm", layer.lower())
+    return found is not None
+
+
+def is_of_positions(name: str) -> bool:
+    """Return True if an embedding is of positions or types, and not of words."""
+    return "pos" in name.lower() or "type" in name.lower() or name == "wpe"
+
 
 Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
-"""Into heads and back, into hidden units and back, to the vocabulary and from it; T5's bias."""
+"""Into heads and back, into hidden units and back, to the vocabulary and from it, T5's bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dimension to cut, and how many pieces it may be cut into at most: heads stay whole."""
+    """A dimension to shard, and the most parts that it may have: heads stay whole."""
 
     dimension: int
     units: int
 
 
+Cuts = dict[str, tuple[Cut, ...]]
+"""The cuts of each leaf, by path, best first."""
+
+
 def find_cuts(
     leaves: Sequence[ShapedLeaf], *, column: Collection[str] = (), row: Collection[str] = ()
-) -> dict[str, tuple[Cut, ...]]:
-    """By path, the cuts of each leaf that has a part in tensor parallelism, best first."""
+) -> Cuts:
+    """Return the cuts of each leaf that tensor parallelism shards."""
     return _Model(leaves, frozenset(column), frozenset(row)).cuts()
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """A leaf with the names on its path: of its layer, of what the layer is in, and its own."""
+class _NamedLeaf:
+    """A leaf with the names on its path: above the layer, of the layer, and its own."""
 
     leaf: ShapedLeaf
     names: tuple[str, ...]
@@ -66,7 +125,7 @@ class _Named:
 
     @property
     def own(self) -> str:
-        """What the layer calls the array; empty for an array that is a layer by itself."""
+        """The name of the array in its layer. Empty for an array that is a layer by itself."""
         return self.names[-1] if len(self.names) > 1 and self.names[-1] in ARRAYS else ""
 
     @property
@@ -80,21 +139,21 @@ class _Named:
 
 
 class _Model:
-    """The leaves of a tree, with what follows from looking at them together."""
+    """The leaves of a tree, and properties of the whole model."""
 
     def __init__(
         self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]
     ) -> None:
-        self._leaves = [_Named(leaf, names_on(leaf.path)) for leaf in leaves]
+        self._leaves = [_NamedLeaf(leaf, names_on(leaf.path)) for leaf in leaves]
         self._column = column
         self._row = row
-        self._beside: dict[tuple[str, ...], dict[str, list[_Named]]] = defaultdict(dict)
+        self._beside: dict[tuple[str, ...], dict[str, list[_NamedLeaf]]] = defaultdict(dict)
         for leaf in self._leaves:
             self._beside[leaf.above].setdefault(leaf.layer, []).append(leaf)
 
-    def cuts(self) -> dict[str, tuple[Cut, ...]]:
-        found: dict[str, tuple[Cut, ...]] = {}
-        rest: list[_Named] = []
+    def cuts(self) -> Cuts:
+        found: Cuts = {}
+        rest: list[_NamedLeaf] = []
         for leaf in self._leaves:
             if len(leaf.shape) < 2 or leaf.own in ("bias", "scale") or is_norm(leaf.layer):
                 continue
@@ -104,14 +163,16 @@ class _Model:
             elif leaf.own in KERNELS and leaf.layer not in ("gate", "router"):
                 rest.append(leaf)
         found |= self._by_shape(rest)
-        return found | dict(self._separate_biases(found))
+        return found | self._separate_biases(found)
 
     # What a layer does
 
-    def _role(self, leaf: _Named) -> Role | None:
+    def _role(self, leaf: _NamedLeaf) -> Role | None:
         layer = leaf.layer
-        if layer in self._column or layer in self._row:
-            return self._role_given(layer)
+        if layer in self._column:
+            return "in" if layer in INTO_HEADS else "up"
+        if layer in self._row:
+            return "out" if layer in OUT_OF_HEADS else "down"
         if layer == "relative_attention_bias":
             return "relative"
         if leaf.own == "embedding":
@@ -122,18 +183,15 @@ class _Model:
                 return role
         return "embed" if not leaf.own and "embed" in layer and len(leaf.shape) == 2 else None
 
-    def _role_given(self, layer: str) -> Role:
-        if layer in self._column:
-            return "in" if layer in INTO_HEADS else "up"
-        return "out" if layer in OUT_OF_HEADS else "down"
-
-    def _role_of_name(self, name: str, leaf: _Named) -> Role | None:
+    def _role_of_name(self, name: str, leaf: _NamedLeaf) -> Role | None:
         above = leaf.above[-1].lower() if leaf.above else ""
         beside = self._beside[leaf.above]
         in_attention = "attn" in above or "attention" in above
-        if name == "dense":  # BERT, GPT-NeoX
-            return _role_of_dense(leaf.above, in_attention=in_attention)
-        if name in ("proj", "projection"):
+        if name == "dense" and above == "intermediate":  # BERT
+            return "up"
+        if name == "dense" and above == "output":  # BERT
+            return "out" if "attention" in "".join(leaf.above[-2:-1]).lower() else "down"
+        if name in ("dense", "proj", "projection"):
             return "out" if in_attention else None
         if name == "linear":
             return "down" if "gating_einsum" in beside else None
@@ -150,8 +208,8 @@ class _Model:
         )
         return next((role for names, role in tables if name in names), None)
 
-    def _is_router(self, leaf: _Named) -> bool:
-        """Whether a layer chooses among experts, which lie beside it or are stacked there."""
+    def _is_router(self, leaf: _NamedLeaf) -> bool:
+        """Return True if a layer chooses among experts, which are beside it or stacked there."""
         beside = self._beside[leaf.above]
         experts = [other for name in INTO_HIDDEN - {"gate"} for other in beside.get(name, ())]
         return (
@@ -166,7 +224,7 @@ class _Model:
 
     # Which dimension that is
 
-    def _cuts_of(self, leaf: _Named, role: Role) -> tuple[Cut, ...]:
+    def _cuts_of(self, leaf: _NamedLeaf, role: Role) -> tuple[Cut, ...]:
         rank = len(leaf.shape)
         if role == "embed":
             return tuple(Cut(d, leaf.shape[d]) for d in (rank - 2, rank - 1))
@@ -184,9 +242,9 @@ class _Model:
         return (Cut(dimension, self._units(leaf, role, leaf.shape[dimension], len(core))),)
 
     def _hidden_place(
-        self, leaf: _Named, role: Role, sizes: Sequence[int], width: int | None
+        self, leaf: _NamedLeaf, role: Role, sizes: Sequence[int], width: int | None
     ) -> int:
-        """The place of the heads, hidden units or words among the dimensions of a kernel."""
+        """Return the position of heads, hidden units or words among a kernel's dimensions."""
         last = len(sizes) - 1
         layer = leaf.layer.lower()
         # Where the width may be, the usual place first.
@@ -200,7 +258,12 @@ class _Model:
         if role in ("in", "out") and self._is_stacked_flat(leaf):
             return last if role == "in" else last - 1
         if last == 1 and role != "head":
-            is_turned = layer in GPT2 and self._is_transposed(leaf)
+            # Hugging Face's Flax GPT-2 has the outputs of these layers first.
+            beside = self._beside[leaf.above]
+            kernels = [other for name in GPT2[:2] for other in beside.get(name, ())]
+            is_turned = layer in GPT2 and any(
+                len(other.shape) == 2 and other.shape[0] > other.shape[1] for other in kernels
+            )
             return int((role in ("in", "up")) != is_turned)
         narrow = next((place for place in places if sizes[place] == width), places[0])
         rest = [place for place in range(last + 1) if place != narrow]
@@ -211,8 +274,8 @@ class _Model:
         of_parts = layer in FUSED and len(rest) == 2 and sizes[rest[0]] in (2, 3)
         return rest[-1] if of_parts else rest[-2]
 
-    def _is_stacked_flat(self, leaf: _Named) -> bool:
-        """Whether a bias says that the first of three dimensions counts layers."""
+    def _is_stacked_flat(self, leaf: _NamedLeaf) -> bool:
+        """Return True if a bias says that the first of three dimensions counts layers."""
         biases = [other for other in self._beside[leaf.above][leaf.layer] if other.own == "bias"]
         shape = leaf.shape
         return (
@@ -221,14 +284,8 @@ class _Model:
             and shape[0] != shape[1]
         )
 
-    def _is_transposed(self, leaf: _Named) -> bool:
-        """Whether these layers have their outputs first, as Hugging Face's GPT-2 for Flax."""
-        beside = self._beside[leaf.above]
-        kernels = [other for name in GPT2[:2] for other in beside.get(name, ())]
-        return any(len(o.shape) == 2 and o.shape[0] > o.shape[1] for o in kernels)
-
-    def _units(self, leaf: _Named, role: Role, size: int, rank: int) -> int:
-        """How many heads there are in a dimension that has all of them, where that is known."""
+    def _units(self, leaf: _NamedLeaf, role: Role, size: int, rank: int) -> int:
+        """Return the number of heads in a dimension that has all of them, if it is known."""
         if role not in ("in", "out") or rank > 2:
             return size
         norms = [
@@ -242,27 +299,24 @@ class _Model:
 
     # The width of the model
 
-    def _width(self, leaf: _Named) -> tuple[int | None, int | None]:
-        """The model's width where the leaf is, and the dimension that counts stacked layers.
+    def _width(self, leaf: _NamedLeaf) -> tuple[int | None, int | None]:
+        """Return the model's width around a leaf, and the dimension that counts stacked layers.
 
-        Norms have the width, and the number of layers if they are stacked; the nearest count.
+        The nearest norms have the width, and the number of layers if they are stacked.
         """
         for end in range(len(leaf.above), -1, -1):
             shapes = self._norms.get(leaf.above[:end])
-            if shapes:
-                return self._read_norm(shapes.most_common(1)[0][0], leaf.shape)
+            if not shapes:
+                continue
+            norm = shapes.most_common(1)[0][0]
+            if len(norm) == 1:
+                return norm[0], None
+            # MaxText stacks along the second dimension, others along the first.
+            axis = 1 if norm[0] in self._widths and norm[1] not in self._widths else 0
+            is_stacked = len(leaf.shape) > axis and leaf.shape[axis] == norm[axis]
+            return norm[1 - axis], axis if is_stacked else None
         widths = {shape[-1] for shape in self._tables}
         return (widths.pop() if len(widths) == 1 else None), None
-
-    def _read_norm(
-        self, norm: tuple[int, ...], shape: tuple[int, ...]
-    ) -> tuple[int | None, int | None]:
-        if len(norm) == 1:
-            return norm[0], None
-        # MaxText stacks along the second dimension, others along the first.
-        axis = 1 if norm[0] in self._widths and norm[1] not in self._widths else 0
-        is_stacked = len(shape) > axis and shape[axis] == norm[axis]
-        return norm[1 - axis], axis if is_stacked else None
 
     @cached_property
     def _norms(self) -> dict[tuple[str, ...], Counter[tuple[int, ...]]]:
@@ -293,9 +347,9 @@ class _Model:
 
     # Layers whose names say nothing
 
-    def _by_shape(self, leaves: Sequence[_Named]) -> dict[str, tuple[Cut, ...]]:
-        found: dict[str, tuple[Cut, ...]] = {}
-        together: dict[tuple[str, ...], list[_Named]] = defaultdict(list)
+    def _by_shape(self, leaves: Sequence[_NamedLeaf]) -> Cuts:
+        found: Cuts = {}
+        together: dict[tuple[str, ...], list[_NamedLeaf]] = defaultdict(list)
         words = {shape[0] for shape in self._tables}
         for leaf in leaves:
             width, stacked = self._width(leaf)
@@ -309,9 +363,9 @@ class _Model:
             found |= self._chains(group)
         return found
 
-    def _attention_by_shape(self, group: Sequence[_Named]) -> dict[str, tuple[Cut, ...]]:
-        """Kernels of (D, N, H) beside one of (N, H, D)."""
-        found: dict[str, tuple[Cut, ...]] = {}
+    def _attention_by_shape(self, group: Sequence[_NamedLeaf]) -> Cuts:
+        """Return the cuts of kernels of (D, N, H) beside one of (N, H, D)."""
+        found: Cuts = {}
         for leaf in group:
             if len(leaf.shape) != 3:
                 continue
@@ -322,9 +376,9 @@ class _Model:
                 found |= {other.leaf.path: (Cut(0, heads),) for other in back}
         return found
 
-    def _chains(self, group: Sequence[_Named]) -> dict[str, tuple[Cut, ...]]:
-        """Pairs of kernels of which one takes what the other gives: Dense_0 and Dense_1."""
-        found: dict[str, tuple[Cut, ...]] = {}
+    def _chains(self, group: Sequence[_NamedLeaf]) -> Cuts:
+        """Return the cuts of pairs whose sizes fit each other: Dense_0 and Dense_1."""
+        found: Cuts = {}
         pairs = pairwise(group)
         for first, second in pairs:
             ordered = self._as_pair(first, second)
@@ -337,7 +391,9 @@ class _Model:
             next(pairs, None)  # the second has its partner
         return found
 
-    def _as_pair(self, first: _Named, second: _Named) -> tuple[_Named, _Named] | None:
+    def _as_pair(
+        self, first: _NamedLeaf, second: _NamedLeaf
+    ) -> tuple[_NamedLeaf, _NamedLeaf] | None:
         width, stacked = self._width(first)
         core = 2 + (stacked is not None)
         if not len(first.shape) == len(second.shape) == core or stacked == 1:
@@ -353,10 +409,9 @@ class _Model:
 
     # Biases that are not in their layer
 
-    def _separate_biases(
-        self, cuts: dict[str, tuple[Cut, ...]]
-    ) -> Iterator[tuple[str, tuple[Cut, ...]]]:
-        """`q_bias` beside `q_proj`, `wi_0_bias` beside `wi_0`."""
+    def _separate_biases(self, cuts: Cuts) -> Cuts:
+        """Return the cuts of `q_bias` beside `q_proj`, `wi_0_bias` beside `wi_0`."""
+        found: Cuts = {}
         for leaf in self._leaves:
             stem = leaf.layer.removesuffix("_bias")
             if leaf.own or stem == leaf.layer or not leaf.shape:
@@ -370,13 +425,5 @@ class _Model:
             last = len(leaf.shape) - 1
             dimension = last - 1 if last and leaf.shape[last - 1] == units else last
             if not leaf.shape[dimension] % units:
-                yield leaf.leaf.path, (Cut(dimension, units),)
-
-
-def _role_of_dense(above: Sequence[str], *, in_attention: bool) -> Role | None:
-    parent = above[-1].lower() if above else ""
-    if parent == "intermediate":
-        return "up"
-    if parent == "output":
-        return "out" if len(above) > 1 and "attention" in above[-2].lower() else "down"
-    return "out" if in_attention else None
+                found[leaf.leaf.path] = (Cut(dimension, units),)
+        return found

@@ -1,4 +1,4 @@
-"""Where bytes live: a directory, a bucket or memory; `open_store` picks by path."""
+"""Where bytes live: a directory, a bucket or memory. `open_store` picks by path."""
 
 from ostraka.storage._base import (
     ANYTHING,
@@ -8,17 +8,35 @@ from ostraka.storage._base import (
     FileInfo,
     FileReader,
     FileWriter,
-    Parts,
     PlaceLock,
     Store,
+    Traits,
+    is_fence,
     is_temporary,
 )
-from ostraka.storage._claim import Claim, Marker, claimed, is_claim, is_overdue, refuse_claimed
+from ostraka.storage._claim import (
+    Claim,
+    Expiry,
+    Marker,
+    claimed,
+    is_claim,
+    is_overdue,
+    refuse_claimed,
+)
 from ostraka.storage._directory import A_LINK
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
-from ostraka.storage._open import PathLike, is_text, may_be_path, open_above, open_store
-from ostraka.storage._requests import opening_bytes
+from ostraka.storage._open import (
+    PathLike,
+    is_inside,
+    is_text,
+    may_be_path,
+    open_above,
+    open_store,
+    refuse_overlap,
+    refuse_swapped,
+)
+from ostraka.storage.requests import opening_bytes
 
 __all__ = [
     "ANYTHING",
@@ -27,18 +45,21 @@ __all__ = [
     "USUAL_READERS",
     "USUAL_WRITERS",
     "Claim",
+    "Expiry",
     "FileInfo",
     "FileReader",
     "FileWriter",
     "LocalStore",
     "Marker",
     "MemoryStore",
-    "Parts",
     "PathLike",
     "PlaceLock",
     "Store",
+    "Traits",
     "claimed",
     "is_claim",
+    "is_fence",
+    "is_inside",
     "is_overdue",
     "is_temporary",
     "is_text",
@@ -47,4 +68,6 @@ __all__ = [
     "open_store",
     "opening_bytes",
     "refuse_claimed",
+    "refuse_overlap",
+    "refuse_swapped",
 ]

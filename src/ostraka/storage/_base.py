@@ -1,7 +1,7 @@
-"""The verbs that a checkpoint needs of the place where it lives: a directory, a bucket, memory.
+"""The verbs that a checkpoint needs of its place: a directory, a bucket or memory.
 
-Names are relative, with `/` between directories. A missing name raises FileNotFoundError; any other
-refusal raises `errors.StoreError`, a sentence with the name in it.
+Names are relative, with `/` between directories. A missing name raises FileNotFoundError. Any other
+refusal raises `errors.StoreError` with a sentence that names the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import Any, Final, Protocol, runtime_checkable
+
+from ostraka.layout.shard_file import METADATA_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,12 @@ class FileInfo:
     """When it was last written, by the store's own clock: compare it only with other files of the
     same store."""
     version: Any
-    """Equal for two looks at a file if, and only if, other bytes have not replaced it between
-    them."""
+    """Two looks at a file give equal versions if, and only if, nobody replaced it between them."""
     identity: str = ""
-    """In a bucket the object's ETag, as `FileWriter.finish` gives it; empty elsewhere."""
+    """The ETag in a bucket, as `FileWriter.finish` returns it. Empty elsewhere."""
+    changed_ns: int = 0
+    """When anything of it last changed: its bytes, name, links or permissions. No program can set
+    this time. 0 where only the bytes have a time."""
 
 
 USUAL_WRITERS = max(4, min(os.cpu_count() or 1, 16))
@@ -37,28 +41,28 @@ USUAL_READERS = max(2, min(os.cpu_count() or 1, 16))
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Traits:
     """How a store likes to be used."""
 
     at_once: int = USUAL_WRITERS
     """How many threads of one process may write at the same time."""
     size_bytes: int = 0
-    """A thread writes at least this much of a file, in order, before another goes on after it; 0 if
-    the store does not care."""
+    """The least that a thread writes of a file in order, before another thread writes what follows.
+    0 if the store does not care."""
     in_any_order: bool = True
-    """Whether a file may be written in any order; else from its first byte to its last."""
+    """True if a file may be written in any order. Else it is written from start to end."""
     reads_at_once: int = USUAL_READERS
     """How many threads of one process should read at the same time."""
     look_every_s: float = 0.1
     """How long to wait before looking again for a change that is expected."""
     deletes_fence: bool = True
-    """Whether a `put` fails if what it needs is deleted before it is done: see `_leftovers`."""
+    """True if a `put` or a `delete` fails once its temporary file is deleted: see `_claim`."""
     is_remote: bool = False
-    """Whether reading takes time or money that the network between processes does not."""
+    """True if reading takes time or money that the network between processes does not."""
 
 
 class FileWriter(Protocol):
-    """A new file, written in the order that the store's `parts` allow."""
+    """A new file, written in the order that the store's `traits` allow."""
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         """Put the bytes of `buffers`, one after the other, at `offset`.
@@ -70,13 +74,12 @@ class FileWriter(Protocol):
     def finish(self) -> str | None:
         """Make the file's bytes durable and close it.
 
-        Returns the `identity` that looks at the file will give while nobody writes it again; None
-        where the store has none.
+        Returns the file's `identity` until somebody writes it again. None if the store has none.
         """
         ...
 
     def abandon(self) -> None:
-        """Close without any promise; the file may be half-written or absent."""
+        """Close the file, which may be half-written or absent then."""
         ...
 
 
@@ -86,7 +89,7 @@ class FileReader(Protocol):
     size: int
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
-        """Fill `buffers` with the bytes from `offset` on; returns how many there were."""
+        """Fill `buffers` with the bytes from `offset` on. Returns how many bytes there were."""
         ...
 
     def close(self) -> None: ...
@@ -96,19 +99,19 @@ class PlaceLock(Protocol):
     """A lock on a place, which ends with its process."""
 
     scope: str
-    """16 hex digits. Locks of the same scope exclude each other; those of two machines may not."""
+    """16 hex digits. Locks of the same scope exclude each other. Two machines have two scopes."""
 
     def is_in_place(self) -> bool:
-        """Whether the place that is locked is still the one of that name."""
+        """Return True if the place that is locked is still the one of that name."""
         ...
 
     def release(self) -> None:
-        """Unlock; again is as good as once."""
+        """Unlock. A second call does nothing."""
         ...
 
 
 MOST_BYTES = 1 << 30
-"""What a small file may have, if nothing else is known of it. The `_METADATA` of a model with
+"""The largest small file, if nothing else is known of it. The `_METADATA` of a model with
 405 billion parameters on 16,384 devices has 1.2 MiB, and one of a million leaves some 200 MiB."""
 
 
@@ -129,19 +132,19 @@ class Store(Protocol):
     """
 
     location: str
-    """What to call this place in messages."""
-    parts: Parts
+    """The name of this place in messages."""
+    traits: Traits
 
     def at(self, name: str) -> Store:
         """The store of a place below this one."""
         ...
 
     def prepare(self) -> bool:
-        """Make the place itself exist; returns whether it was not there before."""
+        """Make the place itself. Returns True if it was not there before."""
         ...
 
     def exists(self) -> bool:
-        """Whether the place is there, be it empty."""
+        """Return True if the place is there, be it empty."""
         ...
 
     def remove_if_empty(self) -> None:
@@ -149,7 +152,7 @@ class Store(Protocol):
         ...
 
     def lock(self) -> PlaceLock | None:
-        """Lock the place; None where there are no locks. Raises `errors.Busy` if it is locked.
+        """Lock the place. Returns None without locks, raises `errors.Busy` if it is locked.
 
         The lock of a process that died is over at once. Nobody relies on locks alone: they may hold
         on one machine only, as on some network file systems.
@@ -157,10 +160,10 @@ class Store(Protocol):
         ...
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-        """All bytes of a small file; raises `errors.TooLarge`, and reads nothing, if it has more.
+        """Return all bytes of a small file. A larger one raises `errors.TooLarge` unread.
 
-        What is no file at all (a link, a pipe, a device) raises `errors.Unreadable`, here and in
-        `open`, and is neither followed nor waited for.
+        A link, a pipe or a device raises `errors.Unreadable`, here and in `open`. They are neither
+        followed nor waited for.
         """
         ...
 
@@ -170,43 +173,47 @@ class Store(Protocol):
         data: bytes,
         *,
         replaces: Any = ANYTHING,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], Any] | None = None,
         durable: bool = True,
     ) -> None:
         """Write a small file as one atomic, durable event.
 
-        Without `durable` it is a new file that nothing depends on: neither atomic nor synced, so
-        that it costs next to nothing, and a crash of the machine may take some or all of it.
+        Without `durable` it is a new file that nothing depends on. It is neither atomic nor synced
+        and costs next to nothing. A crash of the machine may take some or all of it.
 
         `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
         `errors.Busy`. `check` is called when all is ready but for the event itself, and may raise.
 
-        None is atomic everywhere. A version is compared just before the file is replaced; on a
-        directory two writers may fall between the two, unless they hold a Claim: who takes a claim
-        over first deletes the temporary files (`is_temporary`) of writers before it, whose `put`
-        then raises Busy.
+        None is atomic everywhere. A version is compared just before the file is replaced. In a
+        directory two writers may fall between the two, unless they hold a Claim. Whoever takes over
+        a claim first deletes the temporary files (`is_temporary`) of earlier writers. Their `put`
+        raises Busy then.
 
         Raises `errors.NotDurable` if the file is there, but may not survive a power failure, and
         `errors.OutcomeUnknown` if it can't be told whether it is there.
         """
         ...
 
-    def touch(self, name: str, *, create: bool) -> None:
-        """Set the time of a file to now, by the store's clock; durable only by chance.
+    def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
+        """Set the time of a file to now, by the store's clock. It may not survive a crash.
 
-        With `create` the file is made, empty, and must not be there. Else it must be there.
+        With `create` the file is made, and must not be there. Else it must be there, and in a
+        bucket not be empty: so a marker ends by an atomic `put`. `note` is the start of the file,
+        if the store can write it. Each call must give the same.
+
+        Returns the time before, for a file in a bucket. None elsewhere.
         """
         ...
 
     def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
-        """Begin a new file; its directory comes into being with it.
+        """Begin a new file, and make its directory if needed.
 
-        With `replace` it appears when it is finished, in one atomic and durable event, in the place
-        of what is there under its name; until then that stays as it is, and so it does if the
-        writer dies. What a dead one leaves is temporary by its name (`is_temporary`).
-        Where `parts` allow any order, `size` is only the most that is written, and the file ends
-        where its last byte was written; elsewhere it is exact.
-        `beside` is how many files this process writes at the same time, this one among them.
+        With `replace` the file replaces the old one when it is finished, in one atomic and durable
+        event. If the writer dies, the old one stays. Its remains have a temporary name
+        (`is_temporary`).
+        Where `traits` allow any order, `size` is an upper bound, and the file ends with the last
+        byte written. Elsewhere it is exact.
+        `beside` is the number of files that this process writes at the same time.
         """
         ...
 
@@ -219,28 +226,41 @@ class Store(Protocol):
         ...
 
     def look(self, name: str) -> FileInfo | None:
-        """A file's size, time and version; None if it is not there."""
+        """Return a file's size, time and version, or None if it is not there."""
         ...
 
     def list(self) -> list[str]:
-        """The names directly in this place, directories without their contents; sorted. Empty if
-        the place is not there."""
+        """Return the sorted names directly in this place. Empty if the place is not there."""
         ...
 
     def files(self, prefix: str) -> list[FileInfo]:
-        """All files, at any depth, whose names begin with `prefix`; sorted by name."""
+        """Return all files at any depth whose names begin with `prefix`, sorted by name."""
         ...
 
     def is_link(self, name: str) -> bool:
-        """Whether what lies under this name is elsewhere, and not to be changed from here."""
+        """Return True for a link: the file is elsewhere, and must not be changed from here."""
         ...
 
     def sync(self, directory: str) -> None:
-        """Make the names in a directory as durable as their files; given a file, its bytes."""
+        """Make the names in a directory as durable as their files, or the bytes of a file."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Remove a file, or a directory with all in it; nothing if there is none."""
+    def delete(
+        self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
+    ) -> None:
+        """Remove a file, or a directory with all in it. Do nothing if there is none.
+
+        With a `version` only the file that has it is removed: else raises `errors.Busy`.
+
+        `check` is called when all is ready but for the removal, and may raise. Where
+        `traits.deletes_fence`, a fence begins with it: whoever then deletes the temporary files of
+        this place (`is_fence`) either finds the name gone, or makes this raise `errors.Busy`. In a
+        bucket it returns a time of the store's clock, and nothing is deleted after that time.
+        """
+        ...
+
+    def delete_link(self, name: str) -> None:
+        """Remove a link; raises `errors.StoreError` if a file or a directory is in its place."""
         ...
 
     def discard_uploads(self) -> None:
@@ -249,11 +269,16 @@ class Store(Protocol):
 
 
 def is_temporary(name: str, of: str) -> bool:
-    """Whether a name is that of the file `of` while it is being put."""
+    """Return True if a name is that of the file `of` while it is being put."""
     return name.startswith(f"{of}.") and name.endswith(".tmp")
 
 
+def is_fence(name: str) -> bool:
+    """Return True if a `put` of `_METADATA` or a checked `delete` fails without this name."""
+    return is_temporary(name, METADATA_NAME)
+
+
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
-    """Buffers of any shape as flat bytes; empty ones are left out."""
+    """Return buffers of any shape as flat bytes, without the empty ones."""
     views = filter(attrgetter("nbytes"), map(memoryview, buffers))
     return list(map(methodcaller("cast", "B"), views))

@@ -3,20 +3,30 @@
 A claim is a file, `_CLAIM-` and 32 hex digits (the scope of its owner's lock, and a random
 number), whose owner sets its time anew every `RENEW_EVERY_S`. Its age is the difference to the
 marker that whoever asks has just written itself: both times are the store's, and no clock of a
-machine matters. A marker that has not been renewed for `DEAD_AFTER_S` is that of a dead owner.
+machine matters. A marker that has not been renewed for `DEAD_AFTER_S` is that of a dead owner. So
+is one that whoever asks has seen unchanged for so long by its own monotonic clock, since a store's
+clock may be set back. The file says who its owner is, for messages alone.
+
 Whoever takes a claim writes its marker first and looks for others then, so that of two at least one
 sees the other. If both do, both remove their markers, wait for a random moment and try again.
 
-Where the store has locks, they answer at once: who finds the place locked raises Busy, and who
-gets the lock knows that other claims of the same scope are dead: those of this machine and this
-mount. Of others the lock may know nothing, as on network file systems that lock locally: there the
-markers decide.
+Where the store has locks, they answer at once. If the place is locked, `take` raises Busy. If not,
+other claims of the same scope are dead: those of this machine and this mount. The markers decide
+about other machines, since network file systems may lock locally.
 
 An owner that stood still for longer than `DEAD_AFTER_S` may wake up after another took its place.
-It must find out before it commits (`check`); and since that can't be one event with the commit
-itself, whoever takes over deletes the temporary files of those before it, before it looks at what
-is committed: a commit that was about to happen then fails. A bucket has no temporary files;
-`_leftovers` says what protects a commit there.
+It checks its claim before each commit and each deletion, but may stop again between the check and
+the event. A fence closes that gap. In a directory each of these events is a rename. A commit
+renames a file with a temporary name, a deletion moves things into a directory with such a name. An
+owner makes it first, then checks. The next owner removes the marker first, then everything with
+such a name, and only then looks at the place. So an event happens before that look, or it fails.
+
+A bucket has no renames. A commit there is a conditional request. A deletion is a request that the
+bucket itself refuses after some time (`_expiring`). An owner reads the time of its marker, renews
+the marker, and then signs deletions that end before anyone may take a marker of that time for dead.
+Whoever takes over first replaces the dead marker by an empty one, by a conditional request that
+fails if the owner has renewed it meanwhile. So all deletions of an owner happen before a takeover.
+This holds as long as the bucket's clock is not set back by more than a third of `DEAD_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -25,26 +35,88 @@ import _thread
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from ostraka._lifetime import after_fork
+from ostraka.common.lifetime import after_fork
+from ostraka.common.record import logger as log
 from ostraka.errors import Busy
-from ostraka.storage._base import FileInfo, PlaceLock, Store
+from ostraka.storage._base import ANYTHING, FileInfo, PlaceLock, Store, is_fence
 
 RENEW_EVERY_S = 5.0
 DEAD_AFTER_S = 30.0
+LOG_AFTER_S = 5.0
+"""Who waits for longer says for whom."""
 _PAUSES_S = (0.1, 0.3, 1.0, 2.0)
 """The longest pauses of one that gives way to another."""
 _PREFIX = "_CLAIM-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 NO_SCOPE = "0" * 16
 """In the name of a claim whose owner has no lock."""
+_OWNER = re.compile(rb"owner ([^\s]{1,255}) ([0-9]{1,20})\n")
+"""How the file of a marker begins: host and process id."""
+_OWNER_BYTES = 4096
+"""More than any marker has."""
+
+
+def _owner_note() -> bytes:
+    host = re.sub(r"[^\x21-\x7e]", "_", socket.gethostname())[:255] or "_"
+    return f"owner {host} {os.getpid()}\n".encode()
+
+
+_note = [_owner_note()]
+"""The start of the markers of this process."""
+
+
+class Expiry:
+    """Which markers have expired, by the store's clock or by what this process saw of them.
+
+    It remembers when it saw each of them change, so it is to be kept for as long as markers are
+    looked at.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, float]] = {}
+
+    def has_expired(self, marker: FileInfo, *, now_s: float, asked_s: float) -> bool:
+        """Return True if a marker's owner is dead.
+
+        `now_s` is the time of the store's own clock, and `asked_s` that of the monotonic clock,
+        both from before the marker was looked at: this process may have stood still since then.
+        """
+        seen = self._seen.get(marker.name)
+        if seen is None or seen[0] != marker.version:
+            seen = self._seen[marker.name] = (marker.version, time.monotonic())
+        return is_overdue(marker, now_s) or asked_s - seen[1] > DEAD_AFTER_S
+
+    def look(self, store: Store, name: str, now_s: float, *, wait: bool) -> FileInfo | None:
+        """A marker, if it is there and has not expired.
+
+        One whose time is yet to come tells nothing of its age. With `wait` it is watched until it
+        is renewed or has expired.
+        """
+        first = None
+        while True:
+            asked_s = time.monotonic()
+            marker = store.look(name)
+            if marker is None or self.has_expired(marker, now_s=now_s, asked_s=asked_s):
+                return None
+            first = first or marker
+            if not wait or marker.version != first.version or not is_from_future(marker, now_s):
+                return marker
+            time.sleep(store.traits.look_every_s)
+
+
+def is_from_future(marker: FileInfo, now_s: float) -> bool:
+    """Return True if a wrong clock has set a marker's time, which tells no age then."""
+    return marker.changed_s - now_s > RENEW_EVERY_S
 
 
 class Marker:
-    """An empty file that this process renews, from `put` until `remove`."""
+    """A file that this process renews, from `put` until `remove`."""
 
     def __init__(self, store: Store, name: str):
         self._store = store
@@ -52,7 +124,7 @@ class Marker:
         self._renewing: _thread.LockType | None = None
 
     def put(self) -> None:
-        self._store.touch(self.name, create=True)
+        self._store.touch(self.name, create=True, note=_note[0])
         self._renewing = _thread.allocate_lock()
         self._renewing.acquire()
         _young[self.name] = (self._store, self._renewing)
@@ -80,9 +152,9 @@ class Claim:
         self._marker = Marker(store, "")
         self._process = 0
         self.names: list[str] = []
-        """The names in the place when it was taken, without those of claims."""
+        """The names in the place when it was taken, without those of claims and fences."""
         self.found_dead = False
-        """Whether a writer before this one has died there."""
+        """True if a writer before this one has died there."""
 
     def take(self, *, wait: bool, rely_on_lock: bool = False) -> None:
         """Take it.
@@ -125,32 +197,57 @@ class Claim:
             self._remove_dead(wait=wait)
             names = self._store.list()
         self.names = [name for name in names if not is_claim(name)]
+        fences = list(filter(is_fence, self.names))
+        for name in fences:
+            # After the markers are gone, and before anybody looks at what is committed: from now on
+            # an earlier owner can neither commit nor delete.
+            self._store.delete(name)
+        self.names = [name for name in self.names if name not in fences]
 
     def _has_rival(self) -> bool:
-        """Whether another may have begun just now."""
+        """Return True if another may have begun just now."""
         times_s = {file.name: file.changed_s for file in self._store.files(_PREFIX)}
         mine_s = times_s.pop(self._marker.name, 0.0)
         return any(
-            mine_s - other_s < RENEW_EVERY_S and not self._is_unlocked(name)
+            abs(mine_s - other_s) < RENEW_EVERY_S and not self._is_unlocked(name)
             for name, other_s in times_s.items()
         )
 
     def _has_others(self, names: Sequence[str]) -> bool:
         return any(is_claim(name) for name in names if name != self._marker.name)
 
-    def check(self) -> None:
-        """Raise Busy if another has taken it, for this one stood still too long."""
-        if not self._is_marked():
+    def check(self) -> float | None:
+        """Raise Busy if another has taken it, for this one stood still too long.
+
+        Returns until when nobody can take it, by the clock of a bucket. None elsewhere.
+        """
+        try:
+            # To look is not enough: a network file system may answer from what it remembers.
+            renewed_s = self._store.touch(self._marker.name, create=False, note=_note[0])
+        except FileNotFoundError as error:
             raise Busy(
                 f"another save to {self._store.location} took this one for dead, since it had "
                 f"stood still for more than {DEAD_AFTER_S:g} s; save again"
-            )
+            ) from error
+        return None if renewed_s is None else renewed_s + DEAD_AFTER_S * 2 / 3
+
+    def delete(self, name: str, *, version: Any = ANYTHING) -> None:
+        """Delete a file or a directory that was seen under this claim, unless another has it now.
+
+        With a `version` only the file that has it. Raises Busy, and deletes nothing then.
+        """
+        self._store.delete(name, version=version, check=self.check)
 
     def is_held(self) -> bool:
-        """Whether the place still has this claim, and is still the one that was claimed."""
+        """Return True if the place still has this claim, and is still the one that was claimed."""
         if self._lock is not None and not self._lock.is_in_place():
             return False
-        return not self._marker.name or self._is_marked()
+        try:
+            if self._marker.name:
+                self.check()
+        except Busy:
+            return False
+        return True
 
     def now_s(self) -> float:
         """The time of the store's own clock, as the marker has it, a few seconds ago at most."""
@@ -160,7 +257,7 @@ class Claim:
         return marker.changed_s
 
     def release(self) -> None:
-        """Let others have the place; again is as good as once."""
+        """Let others have the place. A second call does nothing."""
         if os.getpid() != self._process:
             return  # A forked child: it is its parent's.
         try:
@@ -174,39 +271,53 @@ class Claim:
             if lock is not None:
                 lock.release()
 
-    def _is_marked(self) -> bool:
-        # To look is not enough: a network file system may answer from what it remembers.
-        try:
-            self._store.touch(self._marker.name, create=False)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _remove_dead(self, *, wait: bool) -> None:
         """Delete the markers of dead owners; raise Busy if one is alive."""
         first_seen: dict[str, FileInfo] = {}
+        expiry = Expiry()
+        log_at = time.monotonic() + LOG_AFTER_S
         while True:
+            asked_s = time.monotonic()
             files = {file.name: file for file in self._store.files(_PREFIX)}
             mine = files.pop(self._marker.name, None)
             if mine is None:
                 self.check()
                 continue  # A list of a moment ago.
-            if not files:
-                return
+            left: list[FileInfo] = []
             for other in files.values():
                 before = first_seen.setdefault(other.name, other)
                 age_s = mine.changed_s - other.changed_s
-                if self._is_unlocked(other.name) or is_overdue(other, mine.changed_s):
-                    self._store.delete(other.name)
+                expired = expiry.has_expired(other, now_s=mine.changed_s, asked_s=asked_s)
+                if expired or self._is_unlocked(other.name):
+                    self._remove(other)
                     self.found_dead = True
-                elif not wait or before.version != other.version:
+                    continue
+                # Without `wait`, too, it is watched if its time tells nothing: to try again later
+                # would not help.
+                is_watched = wait or is_from_future(other, mine.changed_s)
+                if not is_watched or before.version != other.version:
                     raise Busy(_explain_busy(self._store, age_s, before, other))
-            if wait:
-                time.sleep(self._store.parts.look_every_s)
-            self._store.touch(self._marker.name, create=False)
+                left.append(other)
+            if not files:
+                return
+            if left and time.monotonic() >= log_at:
+                log_at = float("inf")
+                _log_waiting(self._store, left[0])
+            if left:
+                time.sleep(self._store.traits.look_every_s)
+            self.check()
+
+    def _remove(self, dead: FileInfo) -> None:
+        """Remove a marker, unless its owner has renewed it meanwhile."""
+        if not self._store.traits.deletes_fence:
+            try:
+                self._store.put(dead.name, b"", replaces=dead.version)
+            except Busy:
+                return  # It is looked at again.
+        self._store.delete(dead.name)
 
     def _is_unlocked(self, marker: str) -> bool:
-        """Whether its owner would hold the lock that this one has, if it were alive."""
+        """Return True if its owner would hold the lock that this one has, if it were alive."""
         return self._lock is not None and marker.startswith(f"{_PREFIX}{self._lock.scope}")
 
 
@@ -234,12 +345,12 @@ def refuse_claimed(store: Store) -> None:
 
 
 def is_overdue(marker: FileInfo, now_s: float) -> bool:
-    """Whether a marker's owner is dead, at a time of the store's own clock."""
+    """Return True if a marker's owner is dead for sure, at a time of the store's own clock."""
     return now_s - marker.changed_s > DEAD_AFTER_S
 
 
 def is_claim(name: str) -> bool:
-    """Whether a name is that of a claim's marker."""
+    """Return True if a name is that of a claim's marker."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -267,8 +378,12 @@ def _start_renewing() -> None:
         time.sleep(RENEW_EVERY_S)
         for marker in list(_young):
             claim = _young.pop(marker, None)
-            if claim is not None:
+            if claim is None:
+                continue
+            try:
                 _thread.start_new_thread(_renew, (marker, *claim))
+            except RuntimeError:  # Too many threads for now. Try again at the next time.
+                _young.setdefault(marker, claim)
         if not _young:
             _timer.release()
             if _young:  # It came in between, and may have found the timer still held.
@@ -280,7 +395,7 @@ def _renew(marker: str, store: Store, end: _thread.LockType) -> None:
     """Until `end` is released or the marker is gone."""
     while True:
         try:
-            store.touch(marker, create=False)
+            store.touch(marker, create=False, note=_note[0])
         except FileNotFoundError:
             return
         except OSError:
@@ -290,6 +405,7 @@ def _renew(marker: str, store: Store, end: _thread.LockType) -> None:
 
 
 def _forget_after_fork() -> None:
+    _note[:] = [_owner_note()]
     _young.clear()
     if _timer.locked():
         _timer.release()
@@ -304,6 +420,28 @@ def _explain_busy(store: Store, age_s: float, before: FileInfo, now: FileInfo) -
         return f"{text}; wait for it, or save elsewhere"
     left_s = max(DEAD_AFTER_S - age_s, 0) + 1
     return f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
+
+
+def owner_of(store: Store, marker: str) -> str:
+    """The owner of a marker, in words."""
+    try:
+        match = _OWNER.match(store.get(marker, _OWNER_BYTES))
+    except OSError:
+        match = None
+    if match is None:
+        return "a process of an unknown host"
+    return f"process {match[2].decode()} of the host {match[1].decode()}"
+
+
+def _log_waiting(store: Store, marker: FileInfo) -> None:
+    log.warning(
+        "waiting for %s, which holds the lock on %s (%s): if it has ended without a word, it is "
+        "taken over %g s after it was last active",
+        owner_of(store, marker.name),
+        store.location,
+        marker.name,
+        DEAD_AFTER_S,
+    )
 
 
 def _removed(store: Store) -> Busy:

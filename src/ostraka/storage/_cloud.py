@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from obstore.store import S3Store, from_url
 
 from ostraka.errors import StoreError
-from ostraka.storage._contact import Contact
 from ostraka.storage._object import ObjectStore
 from ostraka.storage._refusals import refusal
+from ostraka.storage.requests import Contact
 
 _RETRY: dict[str, Any] = {
     "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.
@@ -76,7 +76,7 @@ def open_bucket(bucket: Any) -> ObjectStore:
 
 
 def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
-    """The part of the environment that decides which store it is; see `_open_bucket`."""
+    """The part of the environment that decides which store it is."""
     start = "AWS_" if scheme in ("s3", "s3a") else "GOOGLE_" if scheme == "gs" else "AZURE_"
     return tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
 
@@ -93,6 +93,7 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
         if endpoint:
             options["endpoint"] = endpoint
     endpoint = options.get("endpoint") or environment.get("AZURE_STORAGE_ENDPOINT")
+    _check_endpoint(root, endpoint)
     if endpoint and endpoint.startswith("http://"):
         options["client_options"]["allow_http"] = True
     elif root.startswith("s3") and "AWS_UNSIGNED_PAYLOAD" not in environment:
@@ -104,6 +105,21 @@ def _open_bucket(root: str, settings: tuple[tuple[str, str], ...]) -> Contact:
         return Contact(lasting, first=from_url(root, **options))
     except Exception as error:
         raise refusal("open", root, error) from error
+
+
+def _check_endpoint(root: str, endpoint: str | None) -> None:
+    """Refuse what is no URL: obstore would panic, and its text repeat the password in it."""
+    try:
+        parts = urlsplit(endpoint or "http://host")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    except ValueError:  # of a port that is no number
+        pass
+    raise StoreError(
+        f"can't open {root}: the endpoint in the environment or in a profile is no URL such as "
+        "https://host:9000; correct it",
+        errno=errno.EINVAL,
+    )
 
 
 _AWS_OWN = {
@@ -126,7 +142,7 @@ def _has_aws_files(environment: dict[str, str]) -> bool:
 
 
 def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
-    """What the profile in the files of Amazon's tools says."""
+    """Return the settings of the profile in the files of Amazon's tools."""
     try:
         import boto3
         import botocore.session
@@ -135,7 +151,7 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
     except ImportError as error:
         raise StoreError(
             "profiles in Amazon's files are read by boto3, which is not installed: "
-            "pip install 'ostraka[cloud]'"
+            "pip install obstore boto3"
         ) from error
     session = botocore.session.Session()
     try:

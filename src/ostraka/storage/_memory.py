@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ostraka.errors import Busy, StoreError, TooLarge
-from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
 
 _guard = threading.RLock()
 _files: dict[str, _File] = {}
@@ -35,7 +35,9 @@ class _File:
 class MemoryStore:
     """Names are keys of a dictionary that lives as long as the process."""
 
-    parts = Parts()
+    traits = Traits()
+    is_named = True
+    """True, since equal locations are the same place."""
 
     def __init__(self, name: str):
         self._name = name.strip("/")
@@ -79,7 +81,7 @@ class MemoryStore:
         data: bytes,
         *,
         replaces: Any = ANYTHING,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], Any] | None = None,
         durable: bool = True,
     ) -> None:
         with _guard:
@@ -90,14 +92,14 @@ class MemoryStore:
                 check()
             self._add(name, bytearray(data))
 
-    def touch(self, name: str, *, create: bool) -> None:
+    def touch(self, name: str, *, create: bool, note: bytes = b"") -> None:
         with _guard:
             if not create:
                 self._find(name).touch()
             elif self.look(name) is not None:
                 raise StoreError(f"{self.location}/{name} is there", errno=errno.EEXIST)
             else:
-                self._add(name, bytearray())
+                self._add(name, bytearray(note))
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
@@ -135,15 +137,25 @@ class MemoryStore:
     def discard_uploads(self) -> None:
         pass
 
-    def delete(self, name: str) -> None:
+    def delete(
+        self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
+    ) -> None:
         key = self._key(name).rstrip("/")
         with _guard:
+            if check is not None:
+                check()
+            there = self.look(name)
+            if version is not ANYTHING and there is not None and there.version != version:
+                raise Busy(f"another save has replaced {self.location}/{name} meanwhile")
             for found in [k for k in _files if k == key or k.startswith(f"{key}/")]:
                 del _files[found]
             if name:
                 _places.difference_update(
                     [place for place in _places if place == key or place.startswith(f"{key}/")]
                 )
+
+    def delete_link(self, name: str) -> None:
+        raise StoreError(f"{self.location}/{name} is no link")
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"

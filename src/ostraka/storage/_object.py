@@ -4,8 +4,8 @@ A place is a prefix of keys. Every `put` is one atomic event and may be conditio
 locks, no temporary files and nothing to sync. Large files are multipart uploads: they appear when
 they are complete, or never.
 
-obstore retries what can be retried. Since an answer may be lost on its way, a conditional `put`
-that is refused may have been done by the try before it: whoever is refused looks at what is there.
+obstore retries failed requests. The answer to a conditional `put` may be lost on its way, and the
+next try is refused then. So after a refusal the store compares the object with the data.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
+from ostraka.common.record import logger as log
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
-from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Parts, byte_views
-from ostraka.storage._contact import Contact
+from ostraka.storage import _expiring
+from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
 from ostraka.storage._refusals import (
     broke_off,
     is_missing,
     is_past_the_end,
     is_transient,
+    redact,
     refusal,
 )
-from ostraka.storage._requests import AHEAD_BYTES, PART_BYTES, part_bytes_of
+from ostraka.storage.requests import AHEAD_BYTES, PART_BYTES, Contact, part_bytes_of
 
 _PARTS_IN_FLIGHT = 24
-"""Of all uploads of a process: they are in memory, so this bounds it."""
+"""The most parts in memory, of all uploads of a process."""
 _QUEUED_BYTES = 8 << 20
-"""Of one upload: what may wait for its turn."""
+"""The most bytes of one upload that wait for their turn."""
+_KEYS_AT_ONCE = 1000
+"""The most keys that one request can delete."""
 _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
 
@@ -51,12 +55,12 @@ _user: list[int] = []
 class ObjectStore:
     """Names are keys below one prefix of a bucket.
 
-    `url` is that of the bucket, for messages; `is_named` says whether it leads there, too: a store
-    that a caller made may have another server and other credentials. `discard_uploads` removes the
-    multipart uploads below a prefix that were never completed.
+    `url` names the bucket in messages. `is_named` is False if the caller made the client, which may
+    have another server and other credentials than the URL. `discard_uploads` removes incomplete
+    multipart uploads below a prefix.
     """
 
-    parts = Parts(
+    traits = Traits(
         at_once=8,
         in_any_order=False,
         reads_at_once=16,
@@ -122,7 +126,7 @@ class ObjectStore:
         data: bytes,
         *,
         replaces: Any = ANYTHING,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], Any] | None = None,
         durable: bool = True,
     ) -> None:
         if check is not None:
@@ -133,7 +137,7 @@ class ObjectStore:
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
 
     def upload(self, name: str, data: memoryview) -> str | None:
-        """Write a file as one object; returns its identity."""
+        """Write a file as one object. Returns its identity."""
         _refuse_after_fork()
         try:
             done = obstore.put(self._contact.lasting, self._start + name, data, use_multipart=False)
@@ -166,19 +170,21 @@ class ObjectStore:
         except (FileNotFoundError, TooLarge):
             return False
 
-    def touch(self, name: str, *, create: bool) -> None:
-        content = os.urandom(8)  # The version is a digest of the content with many stores.
+    def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
+        # The version is a digest of the content with many stores.
+        content = note + os.urandom(8)
         if create:
             if not self._put(name, content, "create"):
                 raise StoreError(f"{self._path(name)} is there", errno=errno.EEXIST)
-            return
+            return None
         there = self.look(name)
-        # If the condition is not met, then because another thread has touched it just now, or it is
-        # gone.
-        if there is None or not (
-            self._put(name, content, dict(there.version)) or self.look(name) is not None
-        ):
-            raise _not_found(self._path(name))
+        if there is not None and there.size:
+            if self._put(name, content, dict(there.version)):
+                return there.changed_s
+            now = self.look(name)
+            if now is not None and now.size:  # Another thread has touched it just now.
+                return there.changed_s
+        raise _not_found(self._path(name))
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
@@ -209,7 +215,7 @@ class ObjectStore:
         return _ObjectReader(self, name, *self._retry("read", name, begin), stop)
 
     def read(self, name: str, start: int, stop: int) -> Any:
-        """A range of a file as a buffer; shorter if the file is."""
+        """Return a range of a file as a buffer, shorter if the file is."""
         key = self._start + name
 
         def read() -> Any:
@@ -256,16 +262,81 @@ class ObjectStore:
     def sync(self, directory: str) -> None:
         pass
 
-    def delete(self, name: str) -> None:
-        if name:
-            self._delete(name, self._start + name)
-        below = [self._start + file.name for file in self.files(f"{name}/" if name else "")]
-        if below:
-            self._delete(name, below)
+    def delete(
+        self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
+    ) -> None:
+        names = [file.name for file in self.files(f"{name}/" if name else "")]
+        if name and not names:
+            if not self._has_version(name, version):
+                return
+            names = [name]
+        for start in range(0, len(names), _KEYS_AT_ONCE):
+            some = names[start : start + _KEYS_AT_ONCE]
+            if check is not None:
+                some = self._delete_in_time(some, version, check)
+            if some:
+                self._delete(some, version, check)
 
-    def _delete(self, name: str, keys: str | list[str]) -> None:
+    def _delete_in_time(
+        self, names: Sequence[str], version: Any, check: Callable[[], Any]
+    ) -> Sequence[str]:
+        """Delete by requests that expire when the claim does. Returns the names that are left."""
+        e_tag = None if version is ANYTHING else dict(version).get("e_tag")
+        for pause_s in (0.0, 0.5, 2.0):
+            until_s = check() if self._contact.can_sign else None
+            if until_s is None:
+                return names
+            try:
+                urls = _expiring.sign(
+                    self._contact.client, [self._start + name for name in names], until_s
+                )
+            except (BaseError, ValueError) as error:
+                self._contact.can_sign = False
+                redact(error)
+                log.warning("deletions in %s can't be fenced: %s", self._url, error)
+                return names
+            answers = _expiring.send(urls, e_tag)
+            other = any(answer.is_other_version for answer in answers)
+            if other and not self._has_version(names[0], version):
+                return []
+            if any(answer.knows_no_condition for answer in answers):
+                e_tag = None
+            gone = {name for name, answer in zip(names, answers, strict=False) if answer.is_gone}
+            names = [name for name in names if name not in gone]
+            if not names:
+                return []
+            if urls:  # Else the claim had not been renewed for some time, and has been now.
+                time.sleep(pause_s)
+        log.warning(
+            "a deletion in %s is not fenced: the store does not take signed requests, or this "
+            "machine's clock is ahead of the store's",
+            self._url,
+        )
+        return names
+
+    def _has_version(self, name: str, version: Any) -> bool:
+        """Return True if a file is there. Raises Busy if it has another version."""
+        if version is ANYTHING:
+            return True
+        there = self.look(name)
+        if there is not None and there.version != version:
+            raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
+        return there is not None
+
+    def _delete(self, names: Sequence[str], version: Any, check: Callable[[], Any] | None) -> None:
+        """By one request, which obstore can't make conditional: checked each time it is made."""
+
+        def delete() -> None:
+            if check is not None:
+                check()
+            if self._has_version(names[0], version):
+                obstore.delete(self._contact.client, [self._start + name for name in names])
+
         with suppress(FileNotFoundError):  # Some stores say so, some don't.
-            self._retry("delete", name, lambda: obstore.delete(self._contact.client, keys))
+            self._retry("delete", names[0], delete)
+
+    def delete_link(self, name: str) -> None:
+        raise StoreError(f"{self._path(name)} is no link")
 
     def discard_uploads(self) -> None:
         _refuse_after_fork()
@@ -286,6 +357,7 @@ class ObjectStore:
             except (BaseError, FileNotFoundError) as error:
                 if is_missing(error):
                     self._contact.is_made()
+                    redact(error)
                     raise _not_found(self._path(name)) from error
                 if self._contact.may_ask_longer(error):
                     continue
@@ -408,7 +480,7 @@ class _Abandoned(Exception):
 
 
 class _ObjectReader:
-    """`arriving` answers the request for the first `stop` bytes; None for an empty file."""
+    """A file whose first `stop` bytes are `arriving`, or None for an empty file."""
 
     def __init__(self, store: ObjectStore, name: str, arriving: Any, size: int, stop: int):
         self._store = store
@@ -437,7 +509,7 @@ class _ObjectReader:
         return start
 
     def _of_first(self, start: int, stop: int) -> Any:
-        """A range of the bytes that came with opening; None if it reaches beyond them."""
+        """Return a range of the bytes that came with opening, or None if it reaches beyond them."""
         if stop > self._first_stop:
             return None
         with self._lock:

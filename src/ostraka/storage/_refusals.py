@@ -1,4 +1,4 @@
-"""What object stores answer, as sentences with the remedy. The only place that reads such texts."""
+"""Errors of object stores as sentences with a remedy. No other module reads their texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 from dataclasses import dataclass
 
-from ostraka.errors import StoreError
+from ostraka.errors import StoreError, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ _KNOWN = _refusals(
     (
         "404 Not Found|405 Method Not Allowed|ETag Header missing",
         errno.EPROTO,
-        "what answers there is no object store; check the endpoint and the name of the bucket",
+        "the server there is not an object store; check the endpoint and the name of the bucket",
     ),
     (
         "407 Proxy",
@@ -93,8 +93,10 @@ _TEMPORARY = ("408", "429")
 def refusal(action: str, path: str, error: Exception) -> StoreError:
     """The sentence for what a store said.
 
-    Never EIO: that would be a lost file, and a server in trouble has lost nothing.
+    Never EIO: that would be a lost file, and a server in trouble has lost nothing. The error itself
+    will be shown as the cause: what is secret in it is taken out.
     """
+    redact(error)
     text = str(error)
     known = next((known for known in _KNOWN if known.pattern.search(text)), None)
     if known is None and is_transient(error):
@@ -107,18 +109,23 @@ def refusal(action: str, path: str, error: Exception) -> StoreError:
     return StoreError(f"can't {action} {path}: {sentence}", errno=known.errno)
 
 
+def redact(error: Exception) -> None:
+    """Take out of an error's text what is secret: its URL may have it, of a request or endpoint."""
+    error.args = tuple(without_secrets(a) if isinstance(a, str) else a for a in error.args)
+
+
 def is_missing(error: Exception) -> bool:
-    """Whether there is no such object in a bucket that is there."""
+    """Return True if there is no such object in a bucket that is there."""
     return isinstance(error, FileNotFoundError) and not _NO_BUCKET.pattern.search(str(error))
 
 
 def is_past_the_end(error: Exception) -> bool:
-    """Whether a range begins behind the end of an object."""
+    """Return True if a range begins behind the end of an object."""
     return "416 " in str(error) or "Wanted range starting at" in str(error)
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same may work a moment later."""
+    """Return True if the same may work a moment later."""
     text = str(error)
     status = _STATUS.search(text)
     if status is not None:
@@ -127,16 +134,16 @@ def is_transient(error: Exception) -> bool:
 
 
 def never_connected(error: Exception) -> bool:
-    """Whether nobody was there to be asked: no such host, no such port, no common language."""
+    """Return True if there was no connection: no such host, no such port, no TLS."""
     return _CONNECT.search(str(error)) is not None
 
 
 def broke_off(error: Exception) -> bool:
-    """Whether an answer came in part: then obstore does not ask again."""
+    """Return True if an answer came in part: then obstore does not ask again."""
     return "response body" in str(error) or "body from connection" in str(error)
 
 
 def _said(text: str) -> str:
-    """What the store itself said, if it did; else what the client says."""
+    """Return the text of the store, or that of the client if the store said nothing."""
     text = text.partition("Server returned non-2xx ")[2] or text
     return re.sub(r"\s+", " ", text.split("\n\nDebug source")[0])[:300]

@@ -1,8 +1,8 @@
-"""Run a function in several real JAX processes on this machine; stores with faults.
+"""Run a function in several real JAX processes on this machine, and stores with faults.
 
 Every process is a fresh interpreter with its own CPU devices, joined to the others by
-`jax.distributed` on 127.0.0.1. What the functions return, print and raise, and how the
-processes end, comes back to the caller. POSIX only. This module does not import JAX.
+`jax.distributed` on 127.0.0.1. The results say what the functions returned, printed and raised, and
+how the processes ended. POSIX only. This module does not import JAX.
 
     from ostraka.testing import run_processes
 
@@ -14,7 +14,7 @@ processes end, comes back to the caller. POSIX only. This module does not import
         results = run_processes(count_devices, processes=2, devices_per_process=4)
         assert [r.value for r in results] == [(0, 8), (1, 8)]
 
-`FaultyStore` is a store over another one that fails, lags, cuts reads short or loses what was not
+`FaultyStore` is a store over another one. It fails, lags, cuts reads short or loses what was not
 synced:
 
     from ostraka.testing import FaultyStore

@@ -1,4 +1,4 @@
-"""Be one of the processes of a `run_processes`."""
+"""The child's side of `run_processes`, and the files by which both sides talk."""
 
 import ctypes
 import faulthandler
@@ -8,22 +8,61 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
-from ostraka.testing._preload import serve
+from ostraka.testing._preload import POLL_S, serve
+
+MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported __main__
+loading = threading.Event()  # set in a child while it loads the function's file
 
 # JAX aborts every process as soon as process 0 is gone. When the function fails on all of
 # them, process 0 stays this long, so that the others come to report their own errors.
 _COORDINATOR_LINGER_S = 10.0
 # All have returned by then: who does not come to the end may just not have had its turn.
 _JAX_SHUTDOWN_TIMEOUT_S = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """Where a child finds the function. `file` is None if only the name is known."""
+
+    module: str
+    name: str
+    file: str | None
+    package: str | None
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The settings of all children, pickled into the job's directory."""
+
+    function: FunctionName
+    processes: int
+    port: int | None  # None: no jax.distributed
+    heartbeat_timeout_s: int
+    init_timeout_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildReport:
+    """The result of a child's call, pickled into `returned.N` or `raised.N`."""
+
+    value: bytes | None
+    error: str | None
+    traceback: str | None
+    time_s: float
+    exit_code: int
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +89,7 @@ def main(arguments: list[str]) -> int:
     partial.write_bytes(pickle.dumps(report))
     partial.rename(job_dir / f"{kind}.{index}")
     if report.error or (job.port is not None and not _all_returned(job_dir, job.processes)):
-        _leave_at_once(job, job_dir, index, failed=report.error is not None)
+        _leave_at_once(job, job_dir, index, report.exit_code)
     if job.port is not None:
         import jax
 
@@ -58,31 +97,30 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _call(job: Job, job_dir: Path, index: int) -> Report:
+def _call(job: Job, job_dir: Path, index: int) -> ChildReport:
     value = error = trace = None
+    exit_code = 0
     try:
         if job.port is not None:
             _initialize(job, index)
         # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
         # initialized once there are any.
         loading.set()
-        function = _load(job.target)
+        function = _load(job.function)
         loading.clear()
         args = pickle.loads((job_dir / "arguments").read_bytes())
         value = _pickle_value(function(*args))
-        _finish_saving()
+        # These processes skip the end of a program, where a save would be waited for.
+        background: Any = sys.modules.get("ostraka.saving.background")
+        if background is not None:
+            background.wait_for_background()
     except BaseException as exception:
         error = f"{type(exception).__name__}: {exception}"
+        code = exception.code if isinstance(exception, SystemExit) else 1
+        exit_code = code if isinstance(code, int) else 0 if code is None else 1
         trace = traceback.format_exc()
         sys.stderr.write(trace)
-    return Report(value, error, trace, time.time())
-
-
-def _finish_saving() -> None:
-    """These processes skip the end of a program, where a save would be waited for."""
-    handle: Any = sys.modules.get("ostraka._handle")
-    if handle is not None:
-        handle.wait_for_background()
+    return ChildReport(value, error, trace, time.time(), exit_code)
 
 
 def _initialize(job: Job, index: int) -> None:
@@ -102,7 +140,7 @@ def _initialize(job: Job, index: int) -> None:
     )
 
 
-def _load(target: Target) -> Callable[..., Any]:
+def _load(target: FunctionName) -> Callable[..., Any]:
     if target.module == "__main__":
         module = _load_file(target, MAIN_ALIAS)
         sys.modules["__main__"] = module  # pickled arguments name their classes so
@@ -118,14 +156,11 @@ def _import_finds(name: str, file: str) -> bool:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    return (
-        spec is not None
-        and spec.origin is not None
-        and os.path.realpath(spec.origin) == os.path.realpath(file)
-    )
+    origin = None if spec is None else spec.origin
+    return origin is not None and os.path.realpath(origin) == os.path.realpath(file)
 
 
-def _load_file(target: Target, name: str) -> ModuleType:
+def _load_file(target: FunctionName, name: str) -> ModuleType:
     assert target.file is not None
     spec = importlib.util.spec_from_file_location(name, target.file)
     if spec is None or spec.loader is None:
@@ -134,20 +169,16 @@ def _load_file(target: Target, name: str) -> ModuleType:
     if target.package is not None and target.package != spec.parent:
         module.__package__ = target.package  # for relative imports in `python -m package.module`
         module.__spec__ = None
-    _add_missing_parents(name, Path(target.file))
+    # pickle imports the parents of a dotted name, and pytest may have made that name up.
+    above, directory = name.rpartition(".")[0], Path(target.file).parent
+    while above:
+        if above not in sys.modules:
+            sys.modules[above] = ModuleType(above)
+            sys.modules[above].__path__ = [str(directory)]
+        above, directory = above.rpartition(".")[0], directory.parent
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _add_missing_parents(name: str, file: Path) -> None:
-    # pickle imports the parents of a dotted name, and pytest may have made that name up.
-    while "." in name:
-        name, file = name.rpartition(".")[0], file.parent
-        if name not in sys.modules:
-            parent = ModuleType(name)
-            parent.__path__ = [str(file)]
-            sys.modules[name] = parent
 
 
 def _pickle_value(value: object) -> bytes:
@@ -161,27 +192,24 @@ def _pickle_value(value: object) -> bytes:
 
 
 def _all_returned(job_dir: Path, processes: int) -> bool:
-    """Wait until every process has returned, raised or died; tell whether all returned."""
-    all_returned = True
+    """Wait until every process has returned, raised or died. Return True if all returned."""
+    ends = ("returned", "raised", "ended")
     for index in range(processes):
-        while not (job_dir / f"returned.{index}").exists():
-            if (job_dir / f"raised.{index}").exists() or (job_dir / f"ended.{index}").exists():
-                all_returned = False
-                break
+        while not any((job_dir / f"{end}.{index}").exists() for end in ends):
             time.sleep(POLL_S)
-    return all_returned
+    return all((job_dir / f"returned.{index}").exists() for index in range(processes))
 
 
-def _leave_at_once(job: Job, job_dir: Path, index: int, *, failed: bool) -> None:
+def _leave_at_once(job: Job, job_dir: Path, index: int, exit_code: int) -> None:
     """End without JAX's shutdown, a barrier at which a failed process would be waited for."""
     if job.port is not None and index == 0:
-        deadline = time.monotonic() + (_COORDINATOR_LINGER_S if failed else float("inf"))
+        deadline = time.monotonic() + (_COORDINATOR_LINGER_S if exit_code else float("inf"))
         for other in range(1, job.processes):
             while not (job_dir / f"ended.{other}").exists() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if failed else 0)
+    os._exit(exit_code)
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -1,8 +1,9 @@
-"""Processes that start quickly: forked from one that has imported what they need.
+"""Processes that start quickly, because they are forked from one that has imported JAX.
 
-Such a process, the fork server, imports modules, and starts no backend of JAX's and no thread. On
-request it forks, and its child becomes one of the processes of a `run_processes`. There are two of
-them, so that processes differ as fresh interpreters do: in the order of sets of text, for one.
+That process, the fork server, imports modules but starts neither a JAX backend nor a thread. On
+request it forks, and its child becomes one of the processes of a `run_processes`. There are two
+servers, so that processes differ as fresh interpreters do, for example in the order of sets of
+strings.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ostraka.testing._job import POLL_S
-
+POLL_S = 0.01
 _SERVERS = 2
 _READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "GRPC_")
-"""How the names of variables begin that count when modules are imported, and not later."""
+"""Prefixes of environment variables that matter when modules are imported, and not later."""
 
 
 class ForkServers:
@@ -38,10 +38,7 @@ class ForkServers:
         self._lock = threading.Lock()
         self._servers = [
             subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "ostraka.testing"),
-                    *("--preload", *modules),
-                ],
+                [sys.executable, "-P", "-m", "ostraka.testing", "--preload", *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=dict(env),
@@ -50,10 +47,10 @@ class ForkServers:
         ]
 
     def suits(self, env: Mapping[str, str]) -> bool:
-        """Whether its modules would be the same, had they been imported in this environment."""
+        """Return True if its modules would be the same in this environment."""
         return self._env == _of_import(env)
 
-    def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> Forked:
+    def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> ForkedProcess:
         server = self._servers[index % _SERVERS]
         assert server.stdin is not None
         assert server.stdout is not None
@@ -64,7 +61,7 @@ class ForkServers:
             answer = server.stdout.readline()
         if not answer:
             raise RuntimeError(f"the process that preloads modules ended with {server.wait()}")
-        return Forked(int(answer), _exit_file(job_dir, int(answer)))
+        return ForkedProcess(int(answer), job_dir / f"exit.{int(answer)}")
 
     def close(self) -> None:
         for server in self._servers:
@@ -75,8 +72,8 @@ class ForkServers:
             server.stdout.close()
 
 
-class Forked:
-    """A process that a server has forked, with the methods of a Popen."""
+class ForkedProcess:
+    """A forked process, with the methods of a Popen."""
 
     def __init__(self, pid: int, exit_file: Path):
         self.pid = pid
@@ -110,7 +107,7 @@ class Forked:
 
 
 def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
-    """Be a server until its caller is gone; returns in each child, with the job that it is for."""
+    """Serve until the caller is gone. In each forked child, return the job that it is for."""
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     answers = os.dup(1)
     os.dup2(2, 1)  # for what modules print
@@ -130,10 +127,11 @@ def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
             _note_ended(children)
         if requests not in readable:
             continue
-        request = _receive(requests)
-        if request is None:
+        head = _read(requests, 8)
+        if not head:
             return None
-        job_dir, index, env, cwd = request
+        request = _read(requests, struct.unpack("<Q", head)[0])
+        job_dir, index, env, cwd = pickle.loads(request)
         child = os.fork()
         if not child:
             signal.set_wakeup_fd(-1)
@@ -148,7 +146,7 @@ def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
 
 
 def _become(job_dir: Path, index: int, env: Mapping[str, str], cwd: str) -> None:
-    """What a fresh process would have from its start."""
+    """Set up a forked child like a fresh process."""
     os.setsid()
     for descriptor, file, flags in (
         (0, Path(os.devnull), os.O_RDONLY),
@@ -163,12 +161,7 @@ def _become(job_dir: Path, index: int, env: Mapping[str, str], cwd: str) -> None
     os.chdir(cwd)
 
 
-def _receive(requests: Any) -> Any:
-    head = _read(requests, 8)
-    return pickle.loads(_read(requests, struct.unpack("<Q", head)[0])) if head else None
-
-
-def _read(source: BinaryIO, size: int) -> bytes:
+def _read(source: Any, size: int) -> bytes:
     data = b""
     while len(data) < size and (more := source.read(size - len(data))):
         data += more
@@ -184,11 +177,7 @@ def _note_ended(children: dict[int, Path]) -> None:
         with contextlib.suppress(FileNotFoundError):  # nobody asks any more
             partial = job_dir / f"partial-exit.{child}"
             partial.write_text(str(os.waitstatus_to_exitcode(status)))
-            partial.rename(_exit_file(job_dir, child))
-
-
-def _exit_file(job_dir: Path, pid: int) -> Path:
-    return job_dir / f"exit.{pid}"
+            partial.rename(job_dir / f"exit.{child}")
 
 
 def _of_import(env: Mapping[str, str]) -> dict[str, str]:

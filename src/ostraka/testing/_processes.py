@@ -17,15 +17,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ostraka.testing._job import MAIN_ALIAS, POLL_S, Job, Report, Target, loading
-from ostraka.testing._preload import ForkServers
+from ostraka.testing._child import MAIN_ALIAS, ChildReport, FunctionName, Job, loading
+from ostraka.testing._preload import POLL_S, ForkServers
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TAIL_LINES = 40
 _STACK_LINES = 200
 _STACK_DUMP_S = 10.0
 _OUTERMOST = ("in _run_module_as_main\n", "...\n")
-"""How the dump of a process's stacks ends: with its main thread, or where it became too long."""
+"""The end of a dump of stacks: the main thread, or where the dump became too long."""
 # Settings of the caller's own cluster, which would leak into the children's.
 _DROPPED_VARIABLES = (
     "JAX_COORDINATOR_BIND_ADDRESS",
@@ -38,30 +38,31 @@ _DROPPED_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """What became of one process.
+    """The result of one process.
 
-    `exit_code` is negative when a signal ended the process (-9: SIGKILL). `value` is what the
-    function returned; `error` is "TypeName: message" when it raised, with its `traceback`, or
-    says why there is no value although the process ended with exit code 0. A process killed
-    before its function ended has neither. `time_s` is the time from its start to its end.
+    A process that was killed before its function ended has neither `value` nor `error`.
     """
 
     process: int
+    """The number of the process."""
     exit_code: int
+    """Negative if a signal ended the process (-9: SIGKILL)."""
     value: Any
+    """The value that the function returned."""
     error: str | None
+    """"TypeName: message" if the function raised, or why there is no value."""
     traceback: str | None
     stdout: str
     stderr: str
     time_s: float
+    """The time from the start of the process to its end."""
 
 
 class ProcessesFailed(Exception):
     """Some of the processes failed, or did not end in time.
 
-    The message names each process with its state, its error and the end of its output; for
-    processes that had to be killed also the Python stacks of their threads. `results` holds
-    all of it.
+    The message names each process with its state, its error and the end of its output. It has the
+    Python stacks of processes that had to be killed. `results` holds the results of all processes.
     """
 
     def __init__(self, message: str, results: list[ProcessResult] | None = None) -> None:
@@ -77,7 +78,7 @@ class _Child:
     popen: subprocess.Popen[bytes]
     started_s: float
     time_s: float = 0.0
-    report: Report | None = None
+    report: ChildReport | None = None
     failed_at_s: float | None = None
     ended: bool = False
     killed: bool = False
@@ -97,23 +98,35 @@ def run_processes(
     distributed: bool | None = None,
     on_start: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
 ) -> list[ProcessResult]:
-    """Call `function(*args)` in each of `processes` new JAX processes and return their results.
+    """Call a function in several new JAX processes and return their results.
 
-    - `function` is a module-level function, or its name as "package.module:name". It may live
-      in a test file or in the script being run; its file is loaded again in each process, after
-      `jax.distributed.initialize`. Arguments and return values are pickled.
-    - Each process has `devices_per_process` CPU devices. `jax.distributed` is initialized when
-      there are several processes; `distributed` overrides that. `env` adds variables, such as
-      `{"JAX_ENABLE_RECOVERABILITY": "1"}`.
-    - With `check`, any exception or non-zero exit code raises `ProcessesFailed`; processes that
-      still run `grace_s` after the first failure are killed. Without it the results tell, and
-      the survivors of a failure run on.
-    - After `timeout_s` all processes are killed and `ProcessesFailed` is raised, with or
-      without `check`. In no case does a process outlive this call.
-    - A process whose function raised ends with exit code 1 and waits for no other, except that
-      process 0 gives the others 10 s to end: JAX aborts them once process 0 is gone.
-    - `heartbeat_timeout_s` is JAX's: so long after a process died, JAX aborts the others.
-    - `on_start` gets the started processes, in this thread; see `kill_when`.
+    Each process is a fresh interpreter on this machine with its own CPU devices. None of them
+    outlives this call. A process whose function raised ends with exit code 1, or with the code of a
+    SystemExit, and does not wait for the others. Only process 0 gives the others 10 s to end,
+    because JAX aborts them once process 0 is gone.
+
+    Args:
+        function: A module-level function, or its name as "package.module:name". It may live in a
+            test file or in the script being run. Each process loads its file again, after
+            `jax.distributed.initialize`.
+        *args: Arguments of the function. They are pickled, as is the value that it returns.
+        processes: The number of processes.
+        devices_per_process: The number of CPU devices of each process.
+        timeout_s: Kill all processes after this time, and raise.
+        env: More environment variables, such as `{"JAX_ENABLE_RECOVERABILITY": "1"}`.
+        heartbeat_timeout_s: JAX aborts the other processes so long after one died.
+        check: Raise if a process raises or ends with another exit code than 0. Without it the
+            results say so, and the survivors of a failure run on.
+        grace_s: With `check`, kill the processes that still run so long after the first failure.
+        distributed: Initialize `jax.distributed`; default: if there are several processes.
+        on_start: Called with the started processes, in this thread; see `kill_when`.
+
+    Returns:
+        A result for each process, in order.
+
+    Raises:
+        ProcessesFailed: A process failed and `check` is set, or one did not end in time.
+        TypeError: Another process can't find the function, or an argument can't be pickled.
 
     Example:
         >>> [r.value for r in run_processes("os:getenv", "JAX_PLATFORMS")]
@@ -128,10 +141,8 @@ def run_processes(
         raise ValueError(f"processes must be at least 1, not {processes}.")
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process must be at least 1, not {devices_per_process}.")
-    if distributed is None:
-        distributed = processes > 1
     job = Job(
-        target=_locate(function),
+        function=_locate(function),
         processes=processes,
         port=None,
         heartbeat_timeout_s=heartbeat_timeout_s,
@@ -140,7 +151,7 @@ def run_processes(
     arguments = pickle.dumps(args)
     child_env = _child_environment(env or {}, devices_per_process)
     with contextlib.ExitStack() as stack:
-        if distributed:
+        if processes > 1 if distributed is None else distributed:
             job = replace(job, port=stack.enter_context(_reserve_port()).getsockname()[1])
         job_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ostraka-")))
         (job_dir / "job").write_bytes(pickle.dumps(job))
@@ -160,7 +171,7 @@ def run_processes(
                     _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
-        raise ProcessesFailed(_describe_failure(job.target, children, results, reason), results)
+        raise ProcessesFailed(_describe_failure(job.function, children, results, reason), results)
     return results
 
 
@@ -171,17 +182,24 @@ def kill_when(
     after_s: float = 0.0,
     signal_number: int = signal.SIGKILL,
 ) -> Callable[[list[subprocess.Popen[bytes]]], None]:
-    """Make an `on_start` that kills one process, `after_s` after a file appears.
+    """Return an `on_start` that kills one process when a file appears.
 
-    `appears` is a path or a glob pattern (`**` crosses directories), looked for every few
-    milliseconds; without it the time counts from the start of the processes. Nothing happens
-    if the process ends before.
+    Nothing happens if the process ends before.
+
+    Args:
+        process: The number of the process.
+        appears: A path or a glob pattern (`**` crosses directories), looked for every few
+            milliseconds. Without it the time counts from the start of the processes.
+        after_s: How many seconds after that to kill.
+        signal_number: The signal to send.
+
+    Returns:
+        A function for `run_processes(…, on_start=…)`.
 
     Example:
-        results = run_processes(
-            save, root, check=False, on_start=kill_when(1, appears=root / "**/*.safetensors")
-        )
-        assert results[1].exit_code == -9
+        >>> kill = kill_when(1, appears=root / "**/*.safetensors")
+        >>> results = run_processes(save, root, check=False, on_start=kill)
+        >>> assert results[1].exit_code == -9
     """
     pattern = None if appears is None else os.fspath(appears)
 
@@ -200,7 +218,11 @@ def kill_when(
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free now; another program may take it at any time."""
+    """Return a TCP port of 127.0.0.1 that is free now.
+
+    Returns:
+        The number of the port. Another program may take it at any time.
+    """
     with _reserve_port() as reservation:
         return reservation.getsockname()[1]
 
@@ -218,12 +240,12 @@ def _reserve_port() -> socket.socket:
     return reservation
 
 
-def _locate(function: Callable[..., Any] | str) -> Target:
+def _locate(function: Callable[..., Any] | str) -> FunctionName:
     if isinstance(function, str):
         module_name, colon, name = function.partition(":")
         if not (module_name and colon and name):
             raise ValueError(f'function must read "package.module:name", not {function!r}.')
-        return Target(module_name, name, None, None)
+        return FunctionName(module_name, name, None, None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__qualname__", "")
     found: object = None
@@ -239,7 +261,7 @@ def _locate(function: Callable[..., Any] | str) -> Target:
     if file is None and module.__name__ == "__main__":
         raise TypeError(f"{function!r} was defined interactively: other processes can't load it.")
     path = None if file is None else os.path.abspath(file)
-    return Target(module.__name__, name, path, getattr(module, "__package__", None))
+    return FunctionName(module.__name__, name, path, getattr(module, "__package__", None))
 
 
 def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]:
@@ -269,18 +291,23 @@ _starting_servers = threading.Lock()
 def preloaded(*modules: str) -> Generator[None]:
     """Let `run_processes` fork its processes from some that have imported these modules.
 
-    To import JAX and Flax takes seconds in each process, and so most of the time of a short test.
-    The processes are as good as fresh ones: they are forked before JAX has a backend or a thread,
-    and from two others in turn, whose sets of text differ in their order. Modules must not start
-    threads when they are imported. Where `env` has variables that count at an import (`JAX_…`,
-    `PYTHON…` and others), or `sys.path` has changed, processes start afresh all the same; so they
-    do in a block within this one that names no modules.
+    Importing JAX and Flax takes seconds in each process, which is most of the time of a short test.
+    The forked processes are as good as fresh ones: they are forked before JAX has a backend or a
+    thread. Processes start afresh all the same if `env` has variables that matter at an import
+    (`JAX_…`, `PYTHON…` and others), or if `sys.path` has changed.
+
+    Args:
+        *modules: The modules to import. They must not start threads. Inside this block, a block
+            without modules makes processes start afresh.
+
+    Yields:
+        None. The processes that preload end with the block.
 
     Example:
-        @pytest.fixture(scope="session", autouse=True)
-        def _preloaded():
-            with ostraka.testing.preloaded("jax", "flax.nnx", "optax"):
-                yield
+        >>> @pytest.fixture(scope="session", autouse=True)
+        ... def _preloaded():
+        ...     with ostraka.testing.preloaded("jax", "flax.nnx", "optax"):
+        ...         yield
     """
     _preloading.append(modules)
     try:
@@ -291,32 +318,24 @@ def preloaded(*modules: str) -> Generator[None]:
             _fork_servers.pop(modules).close()
 
 
-def _find_fork_servers(env: Mapping[str, str]) -> ForkServers | None:
-    modules = _preloading[-1] if _preloading else ()
-    if not modules:
-        return None
-    with _starting_servers:
-        if modules not in _fork_servers:
-            _fork_servers[modules] = ForkServers(modules, env)
-    return _fork_servers[modules] if _fork_servers[modules].suits(env) else None
-
-
 def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
     started_s = time.monotonic()
-    servers = _find_fork_servers(env)
-    if servers is not None:
-        forked: Any = servers.start(job_dir, index, env)
-        return _Child(index=index, popen=forked, started_s=started_s)
+    modules = _preloading[-1] if _preloading else ()
+    if modules:
+        with _starting_servers:
+            if modules not in _fork_servers:
+                _fork_servers[modules] = ForkServers(modules, env)
+        if _fork_servers[modules].suits(env):
+            forked: Any = _fork_servers[modules].start(job_dir, index, env)
+            return _Child(index=index, popen=forked, started_s=started_s)
     # Files, not pipes: a pipe that nobody empties would stop the process.
     with (
         (job_dir / f"stdout.{index}").open("wb") as out,
         (job_dir / f"stderr.{index}").open("wb") as err,
     ):
+        here = [str(job_dir), str(index), str(os.getpid())]
         popen = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "ostraka.testing"),
-                *(str(job_dir), str(index), str(os.getpid())),
-            ],
+            [sys.executable, "-P", "-m", "ostraka.testing", *here],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -329,7 +348,7 @@ def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
 def _supervise(
     children: list[_Child], job_dir: Path, *, timeout_s: float, grace_s: float | None
 ) -> str | None:
-    """Wait for all to end; kill them when that takes too long, and say why."""
+    """Wait for all to end. Kill them when that takes too long, and return why."""
     deadline = time.monotonic() + timeout_s
     reason = f"did not end within {timeout_s:g} s"
     first_failure = True
@@ -419,25 +438,26 @@ def _collect(child: _Child, job_dir: Path) -> ProcessResult:
 
 
 def _describe_failure(
-    target: Target, children: list[_Child], results: list[ProcessResult], reason: str | None
+    function: FunctionName, children: list[_Child], results: list[ProcessResult], reason: str | None
 ) -> str:
-    states = [_describe_state(c, r) for c, r in zip(children, results, strict=True)]
-    failed = [
-        child
-        for child, result in zip(children, results, strict=True)
-        if result.error or (child.failed_at_s is not None and not child.killed)
-    ]
+    both = list(zip(children, results, strict=True))
+    states = [_describe_state(child, result) for child, result in both]
+    failed = [c for c, r in both if r.error or (c.failed_at_s is not None and not c.killed)]
     killed = [str(child.index) for child in children if child.killed]
     lines: list[str] = []
     if failed:
         first = min(failed, key=_rank_as_cause).index
-        lines.append(f"{target}: process {first} {states[first]}")
+        lines.append(f"{function}: process {first} {states[first]}")
     if killed:
         plural = "es" if len(killed) > 1 else ""
-        lines.append(f"{target}: process{plural} {', '.join(killed)} {reason}.")
-    for child, result, state in zip(children, results, states, strict=True):
+        lines.append(f"{function}: process{plural} {', '.join(killed)} {reason}.")
+    for (child, result), state in zip(both, states, strict=True):
         lines += ["", f"--- process {child.index} of {len(children)} {state}"]
-        lines += _tail("stdout", result.stdout) + _tail("stderr", result.stderr)
+        for title, text in (("stdout", result.stdout), ("stderr", result.stderr)):
+            printed = text.splitlines()
+            if len(printed) > _TAIL_LINES:
+                title = f"{title} (the last {_TAIL_LINES} lines of {len(printed)})"
+            lines += _indent(title, printed[-_TAIL_LINES:])
         lines += _indent("stacks", child.stacks.splitlines()[:_STACK_LINES])
     return "\n".join(lines)
 
@@ -463,13 +483,6 @@ def _describe_state(child: _Child, result: ProcessResult) -> str:
     if result.exit_code > 0:
         return f"ended with exit code {result.exit_code} {when} the function returned"
     return f"returned after {child.time_s:.1f} s"
-
-
-def _tail(title: str, text: str) -> list[str]:
-    lines = text.splitlines()
-    if len(lines) > _TAIL_LINES:
-        title = f"{title} (the last {_TAIL_LINES} lines of {len(lines)})"
-    return _indent(title, lines[-_TAIL_LINES:])
 
 
 def _indent(title: str, lines: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ostraka.storage import (
@@ -13,31 +14,37 @@ from ostraka.storage import (
     FileInfo,
     FileReader,
     FileWriter,
-    Parts,
     PathLike,
     PlaceLock,
     Store,
+    Traits,
     open_store,
 )
 
 
 class FaultyStore:
-    """A store over another that fails, lags, cuts reads short, or loses what was not synced.
+    """A store over another that fails, lags, cuts reads short, or loses unsynced files.
 
-    - `fail` has an exception for each verb that is to raise it, by the verb's name: those of
-      `Store`; `write`, `finish` and `read_into` of files; and `publish`, the moment of a `put`
-      when all is ready and the file is about to appear.
-    - `before` is called before each verb, with its name and that of the file, and may raise, sleep,
-      wait for something, or have something else happen.
-    - `lag_s` is slept before each verb.
-    - `cut_reads_bytes` is the most that one `read_into` gives: the rest of the buffers stays as it
-      was, as if the file ended there.
-    - `has_locks=False` makes it a place without locks, as some network file systems are.
-    - `parts` is how it wants files to be written; the default is what the store below says.
-    - `lose_unsynced()` does what a power failure does: files that were not finished, and names that
-      were not synced, are gone; what was deleted without a sync is back.
+    `calls` lists all verbs so far, each with its file. Stores below it (`at`) share all of this.
 
-    `calls` has all verbs so far, each with its file. Places below it (`at`) share all of this.
+    Args:
+        path: The path, URL or store below.
+        fail: The exception to raise for a verb, by the verb's name. Verbs are those of `Store`, and
+            `write`, `finish` and `read_into` of files. `publish` is the moment of a `put` when all
+            is ready and the file is about to appear. `remove` is that of a `delete` after its
+            check.
+        before: Called before each verb, with its name and that of the file. It may raise, sleep,
+            wait for something, or change files.
+        lag_s: Sleep so long before each verb.
+        cut_reads_bytes: The most bytes that one `read_into` reads. The rest of the buffers stays
+            unchanged, as if the file ended there.
+        has_locks: False makes it a store without locks, as some network file systems are.
+        traits: How it wants files to be written; default: as the store below.
+
+    Example:
+        >>> store = FaultyStore("runs/7", fail={"create": OSError(errno.ENOSPC, "no space")})
+        >>> with pytest.raises(SaveFailed, match="no space"):
+        ...     ostraka.save(store, tree)
     """
 
     def __init__(
@@ -49,7 +56,7 @@ class FaultyStore:
         lag_s: float = 0.0,
         cut_reads_bytes: int | None = None,
         has_locks: bool = True,
-        parts: Parts | None = None,
+        traits: Traits | None = None,
     ):
         self._below = open_store(path)
         self._fail = dict(fail or {})
@@ -60,18 +67,25 @@ class FaultyStore:
         self._unsynced = _Unsynced()
         self._within = ""
         self.calls: list[tuple[str, str]] = []
-        self.parts = self._below.parts if parts is None else parts
+        self.traits = self._below.traits if traits is None else traits
         self.location = self._below.location
 
     def __str__(self) -> str:
         return self.location
 
     def lose_unsynced(self) -> None:
-        """Undo what a power failure now would undo."""
+        """Undo what a power failure would undo now.
+
+        Unfinished files and unsynced names are gone. Files that were deleted without a sync are
+        back.
+        """
         self._unsynced.lose()
 
-    def call(self, verb: str, name: str) -> None:
-        """What happens before each verb."""
+    def call(self, verb: str, name: str = "") -> Store:
+        """Note a verb, and lag, call `before` or raise as the options say.
+
+        Return the store below, which does the work.
+        """
         name = self._whole(name)
         self.calls.append((verb, name))
         if self._lag_s:
@@ -80,6 +94,7 @@ class FaultyStore:
             self._before(verb, name)
         if verb in self._fail:
             raise self._fail[verb]
+        return self._below
 
     # The verbs
 
@@ -92,24 +107,20 @@ class FaultyStore:
         return place
 
     def prepare(self) -> bool:
-        self.call("prepare", "")
-        return self._below.prepare()
+        return self.call("prepare").prepare()
 
     def exists(self) -> bool:
-        self.call("exists", "")
-        return self._below.exists()
+        return self.call("exists").exists()
 
     def remove_if_empty(self) -> None:
-        self.call("remove_if_empty", "")
-        self._below.remove_if_empty()
+        self.call("remove_if_empty").remove_if_empty()
 
     def lock(self) -> PlaceLock | None:
-        self.call("lock", "")
-        return self._below.lock() if self._has_locks else None
+        below = self.call("lock")
+        return below.lock() if self._has_locks else None
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-        self.call("get", name)
-        return self._below.get(name, most_bytes)
+        return self.call("get", name).get(name, most_bytes)
 
     def put(
         self,
@@ -117,7 +128,7 @@ class FaultyStore:
         data: bytes,
         *,
         replaces: Any = ANYTHING,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], Any] | None = None,
         durable: bool = True,
     ) -> None:
         self.call("put", name)
@@ -130,15 +141,15 @@ class FaultyStore:
 
         self._below.put(name, data, replaces=replaces, check=check_and_publish, durable=durable)
         if durable:
-            self._unsynced.synced(self._whole(name))
+            self._unsynced.synced_directory(self._whole(name).rpartition("/")[0])
         else:
             self._unsynced.made(self._below, name, self._whole(name))
 
-    def touch(self, name: str, *, create: bool) -> None:
-        self.call("touch", name)
-        self._below.touch(name, create=create)
+    def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
+        before_s = self.call("touch", name).touch(name, create=create, note=note)
         if create:
             self._unsynced.made(self._below, name, self._whole(name))
+        return before_s
 
     def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         self.call("create", name)
@@ -146,48 +157,54 @@ class FaultyStore:
         writer = self._below.create(name, size, beside=beside, replace=replace)
         if not replace:  # else its name is synced when it is finished
             self._unsynced.made(self._below, name, self._whole(name))
-        return _Writer(self, name, writer)
+        return _FaultyWriter(self, name, writer)
 
     def open(self, name: str, first_bytes: int = 0) -> FileReader:
-        self.call("open", name)
-        reader = self._below.open(name, first_bytes)
-        return _Reader(self, name, reader, self._cut_reads_bytes)
+        reader = self.call("open", name).open(name, first_bytes)
+        return _FaultyReader(self, name, reader, self._cut_reads_bytes)
 
     def look(self, name: str) -> FileInfo | None:
-        self.call("look", name)
-        return self._below.look(name)
+        return self.call("look", name).look(name)
 
     def list(self) -> list[str]:
-        self.call("list", "")
-        return self._below.list()
+        return self.call("list").list()
 
     def files(self, prefix: str) -> list[FileInfo]:
-        self.call("files", prefix)
-        return self._below.files(prefix)
+        return self.call("files", prefix).files(prefix)
 
     def is_link(self, name: str) -> bool:
-        self.call("is_link", name)
-        return self._below.is_link(name)
+        return self.call("is_link", name).is_link(name)
 
     def sync(self, directory: str) -> None:
-        self.call("sync", directory)
-        self._below.sync(directory)
+        self.call("sync", directory).sync(directory)
         self._unsynced.synced_directory(self._whole(directory))
 
     def discard_uploads(self) -> None:
-        self.call("discard_uploads", "")
-        self._below.discard_uploads()
+        self.call("discard_uploads").discard_uploads()
 
-    def delete(self, name: str) -> None:
+    def delete(
+        self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
+    ) -> None:
         self.call("delete", name)
-        self._unsynced.deleted(self._below, name, self._whole(name))
-        self._below.delete(name)
+        before = self._unsynced.read(self._below, name, self._whole(name))
+
+        def check_and_remove() -> Any:
+            until_s = None if check is None else check()
+            self.call("remove", name)
+            return until_s
+
+        # Without a check the store below needs no fence.
+        self._below.delete(name, version=version, check=check and check_and_remove)
+        self._unsynced.deleted(before)
+
+    def delete_link(self, name: str) -> None:
+        self.call("delete_link", name).delete_link(name)
 
     def _whole(self, name: str) -> str:
         return "/".join(part for part in (self._within, name) if part)
 
 
-class _Writer:
+class _FaultyWriter:
     def __init__(self, store: FaultyStore, name: str, writer: FileWriter):
         self._store = store
         self._name = name
@@ -205,7 +222,7 @@ class _Writer:
         self._writer.abandon()
 
 
-class _Reader:
+class _FaultyReader:
     def __init__(self, store: FaultyStore, name: str, reader: FileReader, most_bytes: int | None):
         self._store = store
         self._name = name
@@ -231,17 +248,17 @@ class _Reader:
 
 
 class _Unsynced:
-    """What a power failure would undo: names that are new, and files that were deleted."""
+    """The changes that a power failure would undo: new names, and deleted files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: dict[str, tuple[Store, str]] = {}
         self._directories: dict[str, tuple[Store, str]] = {}
-        """Directories that are new, whose names are not synced: with them all that is in them."""
+        """New directories whose names are not synced. Everything in them is lost with them."""
         self._deleted: dict[str, tuple[Store, str, bytes]] = {}
 
     def directory(self, store: Store, name: str, whole: str) -> None:
-        """To be called before a file is made: its directory may come with it."""
+        """Note the directory of a file that is about to be made, if it is new."""
         directory = name.rpartition("/")[0]
         if directory and not store.files(f"{directory}/"):
             with self._lock:
@@ -251,20 +268,24 @@ class _Unsynced:
         with self._lock:
             self._made[whole] = (store, name)
 
-    def deleted(self, store: Store, name: str, whole: str) -> None:
+    def read(self, store: Store, name: str, whole: str) -> dict[str, tuple[Store, str, bytes]]:
+        """Return the files that would be back if this is deleted."""
         found = [file.name for file in store.files(name)]
         inside = [one for one in found if one == name or one.startswith(f"{name}/")]
-        with self._lock:
-            for one in inside:
-                of_one = whole + one[len(name) :]
-                if self._made.pop(of_one, None) is None:
-                    self._deleted[of_one] = (store, one, store.get(one))
+        before: dict[str, tuple[Store, str, bytes]] = {}
+        for one in inside:
+            with suppress(FileNotFoundError):  # Another process deletes it, too.
+                before[whole + one[len(name) :]] = (store, one, store.get(one))
+        return before
 
-    def synced(self, whole: str) -> None:
-        self.synced_directory(whole.rpartition("/")[0])
+    def deleted(self, before: Mapping[str, tuple[Store, str, bytes]]) -> None:
+        with self._lock:
+            for whole, file in before.items():
+                if self._made.pop(whole, None) is None:
+                    self._deleted[whole] = file
 
     def synced_directory(self, directory: str) -> None:
-        """The names directly in a directory stay, and what was deleted from it stays deleted.
+        """Keep the names in a directory, and the deletions from it.
 
         A directory that was deleted with its contents is one of its names.
         """

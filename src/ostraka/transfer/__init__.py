@@ -1,7 +1,6 @@
 """Copy checkpoints from store to store."""
 
-from ostraka.transfer._checkpoint import CopyPlace, copy_shards, find_lost
 from ostraka.transfer._copy import CopyReport, copy
-from ostraka.transfer._files import Tally
+from ostraka.transfer._copy_ostraka import CopyPlace, copy_shards, find_lost
 
-__all__ = ["CopyPlace", "CopyReport", "Tally", "copy", "copy_shards", "find_lost"]
+__all__ = ["CopyPlace", "CopyReport", "copy", "copy_shards", "find_lost"]

@@ -1,32 +1,29 @@
 """Orbax's names over Ostraka: `import ostraka.compat.orbax as ocp`.
 
-Code that was written for `orbax.checkpoint` runs with that line changed, and saves Ostraka's own
-checkpoints; steps that Orbax wrote are listed, restored and retained beside them. What is not
-supported raises an error that names it. docs/migrating.md has the list.
+Programs for `orbax.checkpoint` run with that line changed, and save Ostraka checkpoints. Steps
+that Orbax wrote are listed, restored and retained too. Unsupported names and options raise an error
+that names them. docs/migrating.md has the list.
 """
 
-from importlib import import_module as _import_module
-from typing import Any as _Any
-
 from ostraka.compat.orbax import args as args
-from ostraka.compat.orbax import arrays as arrays
-from ostraka.compat.orbax import checkpoint_args as checkpoint_args
 from ostraka.compat.orbax import checkpoint_manager as checkpoint_manager
 from ostraka.compat.orbax import checkpoint_managers as checkpoint_managers
 from ostraka.compat.orbax import checkpoint_utils as checkpoint_utils
 from ostraka.compat.orbax import checkpointers as checkpointers
 from ostraka.compat.orbax import future as future
 from ostraka.compat.orbax import handlers as handlers
+from ostraka.compat.orbax import logging as logging
 from ostraka.compat.orbax import metadata as metadata
 from ostraka.compat.orbax import multihost as multihost
 from ostraka.compat.orbax import options as options
 from ostraka.compat.orbax import path as path
-from ostraka.compat.orbax import pathways as pathways
 from ostraka.compat.orbax import test_utils as test_utils
 from ostraka.compat.orbax import transform_utils as transform_utils
 from ostraka.compat.orbax import tree as tree
 from ostraka.compat.orbax import type_handlers as type_handlers
 from ostraka.compat.orbax import utils as utils
+from ostraka.compat.orbax import v1 as v1
+from ostraka.compat.orbax._aliases import install as _install
 from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
 from ostraka.compat.orbax._refuse import refuse as _refuse
 from ostraka.compat.orbax.checkpoint_manager import (
@@ -61,10 +58,10 @@ from ostraka.compat.orbax.handlers import JsonCheckpointHandler as JsonCheckpoin
 from ostraka.compat.orbax.handlers import (
     NumpyRandomKeyCheckpointHandler as NumpyRandomKeyCheckpointHandler,
 )
+from ostraka.compat.orbax.handlers import ProtoCheckpointHandler as ProtoCheckpointHandler
 from ostraka.compat.orbax.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
 from ostraka.compat.orbax.handlers import StandardCheckpointHandler as StandardCheckpointHandler
 from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
-from ostraka.compat.orbax.path import step as step
 from ostraka.compat.orbax.transform_utils import RestoreTransform as RestoreTransform
 from ostraka.compat.orbax.transform_utils import Transform as Transform
 from ostraka.compat.orbax.transform_utils import apply_transformations as apply_transformations
@@ -76,10 +73,5 @@ from ostraka.compat.orbax.type_handlers import SaveArgs as SaveArgs
 __version__ = "0.12.8"
 """The version of Orbax whose names and behaviour these are."""
 
-_refused = _refuse(__name__)
-
-
-def __getattr__(name: str) -> _Any:
-    if name in ("v1", "experimental", "abstract_checkpoint_manager"):
-        return _import_module(f"{__name__}.{name}")
-    return _refused(name)
+__getattr__ = _refuse(__name__)
+_install()

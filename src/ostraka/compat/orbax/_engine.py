@@ -1,40 +1,55 @@
-"""Items to one checkpoint of ours, and back.
+"""Writes items into one Ostraka checkpoint, and reads them from Ostraka and Orbax checkpoints.
 
-A checkpoint holds one item, or a dict of several, which so appear together. What kind each item is
-stands in its metadata. What Orbax wrote is read by the same functions.
+A checkpoint holds one item, or a dict of several, which are committed together. Its metadata has
+the kind of each item.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
+import os
+import pathlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 
-from ostraka._foreign import names_in
-from ostraka._handle import SaveHandle
-from ostraka._lifetime import paused_gc
-from ostraka._nodes import ArrayNumber, Leaf, Lost, Node, SavedStates
-from ostraka._read import restore, restore_leaves
-from ostraka._save import save, save_async
-from ostraka._source import Source
-from ostraka.compat.orbax._leaves import Template, Want
-from ostraka.compat.orbax._place import as_path, remove, store_at
-from ostraka.compat.orbax._tree import Keys, child_of, is_array_number, saved_tree
-from ostraka.errors import CheckpointNotFound, NotACheckpoint, PartialRestore
+from ostraka.common.lifetime import paused_gc
+from ostraka.compat.orbax._files import as_path
+from ostraka.compat.orbax._leaves import Template, WantedLeaf
+from ostraka.compat.orbax._tree import Keys, SavedTree, child_of, saved_tree
+from ostraka.errors import CheckpointNotFound, NotACheckpoint
 from ostraka.formats import is_checkpoint, open_source
-from ostraka.formats._orbax_items import is_orbax
-from ostraka.formats._ostraka import ORBAX_KEY
-from ostraka.manager._metrics import with_metrics
-from ostraka.manager._together import decide_together
-from ostraka.storage import Store
+from ostraka.formats.orbax.names import (
+    ARRAY_METADATAS,
+    COMMITTED,
+    MANIFEST,
+    METADATA,
+    ORBAX_KEY,
+    SHARDING,
+    STEP_METADATA,
+    is_orbax,
+)
+from ostraka.formats.source import Source, names_in
+from ostraka.layout.plan_write import MAX_FILE_BYTES
+from ostraka.layout.spec import LeafSpec
+from ostraka.manager.retain import remove_checkpoint
+from ostraka.manager.steps import with_metrics
+from ostraka.processes.decide import decide_together
+from ostraka.reading.locate import ATTEMPTS, overwritten
+from ostraka.restoring.restore import restore_leaves
+from ostraka.saving.agree import SaveHooks
+from ostraka.saving.background import SaveHandle
+from ostraka.saving.capture import capture
+from ostraka.saving.save import SaveOptions, begin_save, run_save
+from ostraka.storage import Store, open_store
+from ostraka.tree.nodes import ArrayNumber, Leaf, Node, SavedStates, UnreadableLeaf
 
-_NO_ITEMS = ("_CHECKPOINT_METADATA", "commit_success.txt", "metrics")
-_OF_TREES = frozenset({"_METADATA", "manifest.ocdbt", "_sharding", "array_metadatas"})
+_NO_ITEMS = (STEP_METADATA, COMMITTED, "metrics")
+_OF_TREES = frozenset({METADATA, MANIFEST, SHARDING, ARRAY_METADATAS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +60,12 @@ class Payload:
     """pytree, json, array or files"""
     tree: Any
     handler: str
-    """The class that made it."""
+    """The class name of the handler that made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is kept of a checkpoint beside its items."""
+    """Metadata of a checkpoint beside its items."""
 
     custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metrics: Any = None
@@ -67,50 +82,45 @@ def write(
     max_file_bytes: int | None = None,
     on_commit: Any = None,
 ) -> SaveHandle | None:
-    """Save items at a path. Raises ValueError if something is there, unless `force`."""
-    store = store_at(path)
+    """Save items at a path. Raises ValueError if the path exists, unless `force`."""
+    store = open_store(path)
     if decide_together(f"look at {path}", lambda: _make_way(store, force)):
         raise ValueError(f"Destination {path} already exists.")
-    single = isinstance(items, Payload)
     listed = {"default": items} if isinstance(items, Payload) else items
     own = {
-        "single": single,
+        "single": isinstance(items, Payload),
         "items": {name: [item.kind, item.handler] for name, item in listed.items()},
         "custom": dict(about.custom),
         "metrics": about.metrics,
     }
-    metadata = {ORBAX_KEY: own, **_numbers(about)}
+    metadata = {ORBAX_KEY: own}
+    if isinstance(about.metrics, dict) and about.step is not None:
+        # As Ostraka's own manager keeps them, so that `ostraka ls` shows them.
+        numbers = {k: v for k, v in about.metrics.items() if isinstance(v, int | float)}
+        metadata |= with_metrics(None, numbers, about.step)
     tree = items.tree if isinstance(items, Payload) else {k: v.tree for k, v in items.items()}
-    options: dict[str, Any] = {"metadata": metadata}
-    if max_file_bytes:
-        options["max_file_bytes"] = max(max_file_bytes, 1 << 20)
+    limit = max(max_file_bytes, 1 << 20) if max_file_bytes else MAX_FILE_BYTES
+    # Orbax saves trees of None and empty containers, such as the state of a plain SGD.
+    take_apart = partial(capture, tree, may_be_empty=True)
+    options = SaveOptions(metadata=metadata, max_file_bytes=limit)
     if background:
-        return save_async(store, tree, on_commit=on_commit, **options)
-    save(store, tree, **options)
+        return begin_save(store, take_apart, options, SaveHooks(on_commit=on_commit))
+    run_save(store, take_apart, options)
     if on_commit is not None and jax.process_index() == 0:
         on_commit()
     return None
 
 
 def _make_way(store: Store, force: bool) -> bool:
-    """On process 0, before a save: whether something is in the way of it."""
+    """Delete what `force` replaces, on process 0. Return True if a checkpoint is in the way."""
     names = names_in(store)
     if names and force and is_orbax(names):
         remove(store)
     return bool(names) and not force
 
 
-def _numbers(about: About) -> dict[str, Any]:
-    """Metrics as Ostraka's own manager keeps them, so that `ostraka ls` shows them."""
-    if not isinstance(about.metrics, dict) or about.step is None:
-        return {}
-    metrics: dict[Any, Any] = about.metrics
-    numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-    return with_metrics(None, numbers, about.step)
-
-
 def as_json(value: Any, what: str) -> Any:
-    """A value as it is after a round through JSON. Raises TypeError."""
+    """Return a value as JSON keeps it. Raises TypeError if it is not JSON."""
 
     def number(other: Any) -> Any:
         if hasattr(other, "tolist"):
@@ -120,25 +130,25 @@ def as_json(value: Any, what: str) -> Any:
     return json.loads(json.dumps(value, default=number))
 
 
-class Opened:
-    """A checkpoint that is there, of ours or of Orbax's."""
+class OpenCheckpoint:
+    """A checkpoint that Ostraka or Orbax wrote, open for reading."""
 
     @paused_gc()
     def __init__(self, path: Any):
         self.path = as_path(path)
         self._within: str | None = None
-        store = store_at(path)
-        try:
-            self.source: Source = _open(store)
-        except (CheckpointNotFound, NotACheckpoint):
-            # `step/item`: a directory for Orbax, a part of the step's one checkpoint for us.
-            above = _step_above(path)
-            if above is None:
-                raise FileNotFoundError(f"Checkpoint at {path} not found.") from None
-            self.source, self._within = above, self.path.name
+        source = _open(path)
+        if source is None:
+            # `step/item` is a directory for Orbax, and a part of the step's checkpoint here.
+            source, self._within = _open(self.path.parent), self.path.name
+            own: Any = {} if source is None else source.saved.user.get(ORBAX_KEY)
+            if source is None or not own or own["single"] or self._within not in own["items"]:
+                raise FileNotFoundError(f"Checkpoint at {path} not found.")
+        self.source: Source = source
 
     @property
     def about(self) -> Mapping[str, Any]:
+        """The metadata that `write` has saved. Empty if another program wrote the checkpoint."""
         found: Any = self.source.saved.user.get(ORBAX_KEY)
         return found if isinstance(found, dict) else {}
 
@@ -150,38 +160,35 @@ class Opened:
     def custom(self) -> dict[str, Any]:
         if self.about:
             return dict(self.about.get("custom") or {})
-        user = dict(self.source.saved.user)
+        user = self.source.saved.user
         return {k: v for k, v in user.items() if not self.is_orbax or k != "metrics"}
 
     @property
     def metrics(self) -> Any:
         if self.about:
             return self.about.get("metrics")
-        user = self.source.saved.user
-        return user.get("metrics") if self.is_orbax else None
+        return self.source.saved.user.get("metrics") if self.is_orbax else None
 
     @property
     def is_single(self) -> bool:
-        """Whether it holds one item that has no name of its own."""
+        """True if the checkpoint holds one item without a name."""
         if self._within is not None:
             return True
-        if self.about:
-            return bool(self.about["single"])
-        return not self._orbax_items
+        return bool(self.about["single"]) if self.about else not self._orbax_items
 
     @cached_property
     def _orbax_items(self) -> dict[str, Store]:
-        """The items of a step that Orbax wrote."""
+        """The items of a step that Orbax wrote. Empty if Orbax wrote one tree."""
         if not self.is_orbax or self._within is not None:
             return {}
         store = self.source.store
         found = {n: store.at(n) for n in names_in(store) if n not in _NO_ITEMS}
         if not _OF_TREES.isdisjoint(found):
-            return {}  # one tree, and no step
+            return {}
         return {n: at for n, at in found.items() if names_in(at)}
 
     def items(self) -> dict[str, str]:
-        """The names of the items, each with its kind."""
+        """Return the names of the items, each with its kind."""
         if self.about:
             return {name: kind for name, (kind, _) in self.about["items"].items()}
         if self._orbax_items:
@@ -192,96 +199,88 @@ class Opened:
         return {name: by for name, (_, by) in self.about.get("items", {}).items()}
 
     def item(self, name: str | None) -> Item:
-        """One item; None for that of a checkpoint which has only one. Raises KeyError."""
+        """Return an item. None stands for the only one. Raises KeyError if it does not exist."""
         there = self.items()
         if self._within is not None:
             return Item(self.source, self._within, self.path, there.get(self._within, "pytree"))
-        if name is None or (self.is_single and name == "default"):
-            kind = there.get("default", "pytree")
-            if self._orbax_items:
-                return self._orbax_item("default", kind)
-            return Item(self.source, None if self.is_single else "default", self.path, kind)
-        if name not in there:
+        is_whole = name is None or (self.is_single and name == "default")
+        name = "default" if name is None else name
+        if name not in there and not is_whole:
             raise KeyError(
                 f'Item "{name}" was not found in the checkpoint. Available items: {list(there)}'
             )
+        kind = there.get(name, "pytree")
         if self._orbax_items:
-            return self._orbax_item(name, there[name])
-        return Item(self.source, name, self.path / name, there[name])
+            return self._orbax_item(name, kind)
+        if is_whole:
+            return Item(self.source, None if self.is_single else name, self.path, kind)
+        return Item(self.source, name, self.path / name, kind)
 
     def _orbax_kind(self, name: str, store: Store) -> str:
         names = names_in(store)
         found = child_of(self.source.tree, name)
-        has_array = not {"checkpoint", "array_metadatas"}.isdisjoint(names)
-        is_array = isinstance(found, Leaf) and (has_array or is_array_number(found.value))
-        if is_array and "_METADATA" not in names:
+        has_array = not {"checkpoint", ARRAY_METADATAS}.isdisjoint(names)
+        is_array = isinstance(found, Leaf) and (has_array or isinstance(found.value, ArrayNumber))
+        if is_array and METADATA not in names:
             return "array"  # with some files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
         return "json" if "metadata" in names else "files"
 
     def _orbax_item(self, name: str, kind: str) -> Item:
-        store = self._orbax_items[name]
+        store, path = self._orbax_items[name], self.path / name
         if kind == "files":
-            return Item(self.source, None, self.path / name, kind, directory=store.location)
+            return Item(self.source, None, path, kind, directory=store.location)
         if kind == "pytree":
-            return Item(open_source(store), None, self.path / name, kind)
-        # JSON and its like: the step's tree has it under its name, unless it is the only one.
-        is_whole = list(self._orbax_items) == [name] == ["default"]
-        return Item(self.source, None if is_whole else name, self.path / name, kind)
+            return Item(open_source(store), None, path, kind)
+        # The step's tree has JSON and the like under its name, unless it is the only item.
+        is_only = list(self._orbax_items) == [name] == ["default"]
+        return Item(self.source, None if is_only else name, path, kind)
 
 
-def _open(store: Store) -> Source:
-    if not is_checkpoint(names_in(store)):
-        raise CheckpointNotFound(f"Checkpoint at {store.location} not found.")
-    return open_source(store)
-
-
-def _step_above(path: Any) -> Source | None:
-    item = as_path(path)
+def _open(path: Any) -> Source | None:
+    """Open a checkpoint. Return None if there is none."""
+    store = open_store(path)
     try:
-        source = _open(store_at(item.parent))
+        return open_source(store) if is_checkpoint(names_in(store)) else None
     except (CheckpointNotFound, NotACheckpoint):
         return None
-    own: Any = source.saved.user.get(ORBAX_KEY)
-    known = isinstance(own, dict) and not own["single"] and item.name in own["items"]
-    return source if known else None
 
 
 class Item:
-    """One item of an opened checkpoint."""
+    """One item of an open checkpoint."""
 
     def __init__(
         self, source: Source, within: str | None, path: Any, kind: str, directory: str | None = None
     ):
+        self.source = source
         self.path = path
         self.kind = kind
         self.directory = directory
-        """Of an item that a handler which only the user has wrote by Orbax: its directory."""
-        self._source = source
+        """Directory of an item that a custom handler wrote under Orbax."""
         self._within = within
 
     @cached_property
     def node(self) -> Node:
-        tree = self._source.tree
+        tree = self.source.tree
         found = tree if self._within is None else child_of(tree, self._within)
         if found is None:
             raise KeyError(f'Item "{self._within}" was not found in the checkpoint.')
         return found
 
     @cached_property
-    def tree(self) -> Any:
+    def tree(self) -> SavedTree:
         return saved_tree(self.node)
 
     def saved(self, keys: Keys) -> Any:
-        """What was saved there: the spec of an array, or the value."""
+        """Return the spec of a saved array, or the value of another leaf."""
         value = self.tree.leaves[keys]
-        if isinstance(value, Lost):
+        if isinstance(value, UnreadableLeaf):
             raise ValueError(f"leaf {'/'.join(keys)!r} of {self.path} can't be read: {value.why}")
-        return self._source.saved.leaves[value.number] if is_array_number(value) else value
+        return self.source.saved.leaves[value.number] if isinstance(value, ArrayNumber) else value
 
     def mesh_of(self, spec: Any) -> Any:
-        return self._source.saved.meshes[spec.mesh] if spec.mesh >= 0 else None
+        return self.source.saved.meshes[spec.mesh] if spec.mesh >= 0 else None
 
     def states(self) -> tuple[Any, ...]:
         node = self.node
@@ -289,73 +288,88 @@ class Item:
             raise ValueError(f"{self.path} was not written by a handler of yours")
         return node.value.states
 
-    def read(self, keys: list[Keys], wants: list[Want | Template]) -> list[Any]:
-        """The values of the leaves that are asked for, as they are asked for."""
+    def read(self, keys: list[Keys], wants: list[WantedLeaf | Template]) -> list[Any]:
+        """Restore leaves as they are wanted."""
+        is_cast = any(isinstance(want, WantedLeaf) and want.is_cast_by_engine for want in wants)
+        item = self
+        for _ in range(ATTEMPTS):
+            asked = item._asked(keys, wants)
+            dtype = "like" if is_cast else None
+            found = restore_leaves(item.source, asked, dtype=dtype) if asked else []
+            if found is not None:
+                arrays = iter(found)
+                # A template is for an array that needs nothing more.
+                return [
+                    want.finish(arrays) if isinstance(want, WantedLeaf) else next(arrays)
+                    for want in wants
+                ]
+            item = self._reopened(keys)
+        raise overwritten([self.source.location])
+
+    def _asked(
+        self, keys: list[Keys], wants: list[WantedLeaf | Template]
+    ) -> list[tuple[Leaf, int]]:
+        """Return the arrays among the leaves, each with a template or its number."""
         asked: list[tuple[Leaf, int]] = []
-        is_cast = False
         for key, want in zip(keys, wants, strict=True):
             node = self.tree.nodes.get(key)
             if node is None or not isinstance(node.value, ArrayNumber):
                 continue
-            template = want
-            if isinstance(want, Want):
-                template = want.template(node.value)
-                is_cast = is_cast or want.is_cast_by_engine
-            leaf = node if template is node.value else Leaf(node.path, template)
-            asked.append((leaf, node.value.number))
-        values = iter(self._read_arrays(asked, keys, wants, "like" if is_cast else None))
-        # A template is for an array that needs nothing more.
-        return [w.finish_with(values) if isinstance(w, Want) else next(values) for w in wants]
+            number = node.value
+            template = want.template(number) if isinstance(want, WantedLeaf) else want
+            is_number = isinstance(template, ArrayNumber)
+            asked.append((node if is_number else Leaf(node.path, template), number.number))
+        return asked
 
-    def _read_arrays(
-        self, asked: list[tuple[Leaf, int]], keys: list[Keys], wants: list[Any], dtype: Any
-    ) -> list[Any]:
-        if not asked:
-            return []
-        found = restore_leaves(self._source, asked, dtype=dtype)
-        if found is not None:
-            return found
-        arrays = [
-            (key, self._template_of(key, want))
-            for key, want in zip(keys, wants, strict=True)
-            if isinstance(self.tree.leaves[key], ArrayNumber)
-        ]
-        return self._read_replaced(arrays, dtype)
-
-    def _template_of(self, keys: Keys, want: Want | Template) -> Any:
-        """What to ask of a checkpoint whose numbers may be others."""
-        if isinstance(want, ArrayNumber):
-            want = Want(keys, self.saved(keys))
-        if isinstance(want, Want):
-            return want.template(None)
-        return jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=want.sharding)
-
-    def _read_replaced(self, arrays: list[tuple[Keys, Any]], dtype: Any) -> list[Any]:
-        """The same from the checkpoint that another save has put in the place of this one."""
-        # Dicts for lists too: of a list not all entries may be asked for, and paths are the same.
-        like = _dicts(arrays)
-        whole = like if self._within is None else {self._within: like}
-        with warnings.catch_warnings():
-            # All shapes are known, and what is left out was not asked for.
-            warnings.simplefilter("ignore", PartialRestore)
-            result = restore(self._source.store, like=whole, strict=False, dtype=dtype)
-        found = result if self._within is None else result[self._within]
-        return [_follow(found, keys) for keys, _ in arrays]
+    def _reopened(self, keys: list[Keys]) -> Item:
+        """Open the item again after a save has replaced it. Raises ValueError if leaves differ."""
+        item = Item(open_source(self.source.store), self._within, self.path, self.kind)
+        for key in keys:
+            there = item.saved(key) if key in item.tree.leaves else None
+            if _shape_of(there) != _shape_of(self.saved(key)):
+                raise ValueError(
+                    f"leaf {'/'.join(key)!r} of {self.path}: a save has replaced the checkpoint by "
+                    "one with another shape or dtype; restore again"
+                )
+        return item
 
 
-def _dicts(found: Any) -> Any:
-    root: dict[str, Any] = {}
-    for keys, template in found:
-        if not keys:
-            return template
-        node = root
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = template
-    return root
+def _shape_of(saved: Any) -> Any:
+    if isinstance(saved, LeafSpec):
+        return saved.kind, saved.dtype, saved.prng, tuple(saved.own_shape)
+    return None
 
 
-def _follow(node: Any, keys: Keys) -> Any:
-    for key in keys:
-        node = node[int(key)] if isinstance(node, list) else node[key]
-    return node
+def remove(store: Store) -> None:
+    """Delete a checkpoint, whether Ostraka or Orbax wrote it."""
+    if not is_orbax(names_in(store)):
+        remove_checkpoint(store)
+    elif "://" in store.location:
+        raise NotImplementedError(
+            f"{store.location} was written by Orbax, and deleting that in a bucket is not "
+            "supported; delete it with the bucket's own tools"
+        )
+    else:
+        # Out of the way at once: half a deleted step must not look like one.
+        path = pathlib.Path(store.location)
+        gone = path.with_name(f".{path.name}.deleted-{os.urandom(4).hex()}")
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def put_aside(store: Store, directory: Any) -> None:
+    """Move a checkpoint below a directory. In a bucket delete it, as Orbax does.
+
+    Raises FileExistsError if the target exists, because it may be the only copy.
+    """
+    if "://" in store.location:
+        remove(store)
+        return
+    path = pathlib.Path(store.location)
+    target = pathlib.Path(os.fspath(directory)) / path.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        raise FileExistsError(
+            f"{path} can't be moved to {target}, which exists; delete that, or move it away"
+        )
+    path.rename(target)

@@ -1,7 +1,7 @@
-"""What handlers write into a directory of their own, carried inside the checkpoint.
+"""Directories of custom handlers, carried inside the checkpoint as one leaf each.
 
-A handler of the user's gets an empty directory in memory's stead, and what it has written there
-becomes one leaf: so it appears with the rest of the step, in one atomic event, in a bucket too.
+A custom handler writes into an empty temporary directory. Its files become a leaf, so they are
+committed atomically with the rest of the step, in a bucket too.
 """
 
 from __future__ import annotations
@@ -9,13 +9,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import inspect
+import os
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ostraka.compat.orbax._place import as_path
+
+def as_path(path: Any) -> Any:
+    """Return an `epath.Path` as Orbax does if etils is installed, else a `pathlib.Path`."""
+    text = os.fspath(path)
+    try:
+        from etils import epath
+    except ImportError:
+        return pathlib.Path(text)
+    made: Any = epath.Path(text)
+    return made
 
 
 class Files:
@@ -41,13 +53,15 @@ def empty_directory() -> Generator[Any]:
 
 
 def pack(directory: Any, by: str) -> Files:
+    """Return the files below a directory as a leaf. `by` names the handler that wrote them."""
     root = pathlib.Path(directory)
+    found = sorted(root.rglob("*"))
     files = {
         str(file.relative_to(root)): base64.b85encode(file.read_bytes()).decode()
-        for file in sorted(root.rglob("*"))
+        for file in found
         if file.is_file()
     }
-    folders = [str(f.relative_to(root)) for f in sorted(root.rglob("*")) if f.is_dir()]
+    folders = [str(folder.relative_to(root)) for folder in found if folder.is_dir()]
     return Files({"by": by, "files": files, "folders": folders})
 
 
@@ -70,18 +84,27 @@ def _inside(root: pathlib.Path, name: str) -> pathlib.Path:
     return root / path
 
 
-def resolve(value: Any) -> Any:
-    """What a handler's function returned, waited for: a coroutine, futures, or the value itself."""
-    if asyncio.iscoroutine(value):
-        return asyncio.run(_await(value))
-    return value
+def await_result(value: Any) -> Any:
+    """Return the result of a coroutine, and any other value unchanged.
 
+    If the coroutine returns an awaitable, or a list that has some, those are awaited too.
+    """
+    if not inspect.isawaitable(value):
+        return value
 
-async def _await(coroutine: Any) -> Any:
-    found = await coroutine
-    if isinstance(found, list | tuple):
-        return [await item if asyncio.isfuture(item) else item for item in found]
-    return found
+    async def finish() -> Any:
+        found = await value
+        if isinstance(found, list | tuple):
+            return [await item if inspect.isawaitable(item) else item for item in found]
+        return await found if inspect.isawaitable(found) else found
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(finish())
+    # A second loop can't run in a thread that has one.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, finish()).result()
 
 
 def wait_for(futures: Any) -> None:

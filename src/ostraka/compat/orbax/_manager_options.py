@@ -1,4 +1,4 @@
-"""The options of a manager, and the policies that they stand for."""
+"""The options of a manager, and the policies that follow from them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostraka.compat.orbax.checkpoint_managers import preservation_policy as preservation
-from ostraka.compat.orbax.checkpoint_managers import save_decision_policy as decision
+from ostraka.compat.orbax import checkpoint_managers as policies_lib
 from ostraka.compat.orbax.options import AsyncOptions, FileOptions, MultiprocessingOptions
-from ostraka.compat.orbax.path.step import NameFormat
+from ostraka.compat.orbax.path import NameFormat
 
 
 @dataclass
 class CheckpointManagerOptions:
-    """When a manager saves, what it keeps, how steps are named."""
+    """Options of a manager: when to save, which steps to keep, how to name them."""
 
     save_interval_steps: int = 1
     max_to_keep: int | None = None
@@ -41,7 +40,7 @@ class CheckpointManagerOptions:
     multiprocessing_options: Any = field(default_factory=MultiprocessingOptions)
     should_save_fn: Callable[[int, int | None], bool] | None = None
     file_options: Any = field(default_factory=FileOptions)
-    # How Orbax commits and who reads, which is ours to decide: accepted, without any effect.
+    # Most of those that follow are about Orbax's own files, without effect.
     atomicity_options: Any = None
     save_root_metadata: bool = True
     temporary_path_class: Any = None
@@ -60,11 +59,11 @@ class CheckpointManagerOptions:
             )
         if self.max_to_keep is not None and self.max_to_keep < 0:
             raise ValueError("Setting of `max_to_keep` must be None or non-negative.")
-        for name in ("todelete_subdir", "todelete_full_path"):
-            if getattr(self, name) is not None:
-                raise NotImplementedError(
-                    f"CheckpointManagerOptions({name}=) is not supported: steps are deleted"
-                )
+        if self.todelete_full_path is not None:
+            raise NotImplementedError(
+                "CheckpointManagerOptions(todelete_full_path=) is not supported; steps are "
+                "deleted, or in a directory moved to todelete_subdir"
+            )
         if self.keep_period is not None and self.keep_period <= 0:
             raise ValueError("Setting of `keep_period` must be None or positive.")
         if self.read_only and self.max_to_keep is not None:
@@ -81,22 +80,22 @@ class CheckpointManagerOptions:
         return NameFormat(self.step_prefix, self.step_format_fixed_length)
 
     def when(self) -> Any:
-        """The policy by which to save."""
+        """Return the policy that decides which steps are saved."""
         if self.save_decision_policy is not None:
             return self.save_decision_policy
-        policies: list[Any] = [decision.PreemptionCheckpointingPolicy()]
+        policies: list[Any] = [policies_lib.PreemptionCheckpointingPolicy()]
         if self.should_save_fn is not None:
-            policies.append(_ByFunction(self.should_save_fn))
+            policies.append(ShouldSaveFnPolicy(self.should_save_fn))
         else:
             policies += [
-                decision.FixedIntervalPolicy(self.save_interval_steps),
-                decision.SpecificStepsPolicy(self.save_on_steps or ()),
-                decision.InitialSavePolicy(),
+                policies_lib.FixedIntervalPolicy(self.save_interval_steps),
+                policies_lib.SpecificStepsPolicy(self.save_on_steps or ()),
+                policies_lib.InitialSavePolicy(),
             ]
-        return decision.AnySavePolicy(policies)
+        return policies_lib.AnySavePolicy(policies)
 
     def keep(self) -> Any:
-        """The policy by which to keep."""
+        """Return the policy that decides which steps are kept."""
         limits = (self.max_to_keep, self.keep_period, self.keep_time_interval)
         if self.preservation_policy is not None:
             if any(limits):
@@ -106,30 +105,32 @@ class CheckpointManagerOptions:
                 )
             return self.preservation_policy
         if self.max_to_keep is None:
-            return preservation.PreserveAll()
+            return policies_lib.PreserveAll()
         policies: list[Any] = []
         if self.keep_period is not None:
-            policies.append(preservation.EveryNSteps(self.keep_period))
+            policies.append(policies_lib.EveryNSteps(self.keep_period))
         if self.keep_time_interval is not None:
-            policies.append(preservation.EveryNSeconds(self.keep_time_interval.total_seconds()))
+            policies.append(policies_lib.EveryNSeconds(self.keep_time_interval.total_seconds()))
         if self.best_fn is None:
-            policies.append(preservation.LatestN(self.max_to_keep))
+            policies.append(policies_lib.LatestN(self.max_to_keep))
         else:
             policies.append(
-                preservation.BestN(
+                policies_lib.BestN(
                     get_metric_fn=self.best_fn,
                     reverse=self.best_mode == "min",
                     n=self.max_to_keep,
                     keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
                 )
             )
-        return preservation.AnyPreservationPolicy(policies)
+        return policies_lib.AnyPreservationPolicy(policies)
 
 
 @dataclass
-class _ByFunction:
-    function: Callable[[int, int | None], bool]
+class ShouldSaveFnPolicy:
+    """Saves a step if a function of it and of the last step returns True."""
+
+    should_save_fn: Callable[[int, int | None], bool]
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         last = previous_steps[-1].step if previous_steps else None
-        return self.function(step.step, last)
+        return self.should_save_fn(step.step, last)

@@ -1,53 +1,49 @@
-"""Trees: to an item and back, by `item`, `restore_args`, `transforms` or nothing."""
+"""Trees as items: saved, and restored by `item`, `restore_args`, `transforms` or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from ostraka._lifetime import paused_gc
-from ostraka._spec import LeafSpec
+from ostraka.common.lifetime import paused_gc
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._leaves import (
     PLACEHOLDER,
     STANDARD_TYPES,
     Template,
-    Want,
-    dtype_of_jax,
+    WantedLeaf,
     is_cut_by_jax,
     prepare_leaf,
     template_of,
-    want_array,
-    want_key,
+    want_of,
 )
-from ostraka.compat.orbax._tree import ARRAY_TYPES, Flat, Keys, as_saved, flatten, is_empty
-from ostraka.compat.orbax.transform_utils import apply_transformations
-from ostraka.compat.orbax.type_handlers import RestoreArgs, has_own_handlers
+from ostraka.compat.orbax._tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
+from ostraka.compat.orbax.transform_utils import rules_of, transformed
+from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY, RestoreArgs
+from ostraka.layout.spec import LeafSpec
 
 
 @paused_gc()
 def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
-    """A tree as an item. Raises ValueError for an empty one, or leaves that can't be saved."""
+    """Return a tree as an item. Raises ValueError if it is empty or a leaf can't be saved."""
     if is_empty(item):
         raise ValueError("Found empty item.")
     if save_args is None or _says_nothing(save_args, item):
-        tree = as_saved(item, prepare_leaf, () if has_own_handlers() else ARRAY_TYPES)
+        tree = as_saved(item, prepare_leaf, () if GLOBAL_REGISTRY.has_custom else ARRAY_TYPES)
     else:
         flat = flatten(item)
-        args = _matching(save_args, flat)
-        leaves = map(prepare_leaf, flat.keys, flat.leaves, args)
-        tree = flat.nested(leaves)
+        tree = flat.nested(map(prepare_leaf, flat.keys, flat.leaves, _matching(save_args, flat)))
     if isinstance(tree, dict | list) and not tree:
         raise ValueError("Found empty item.")
     return Payload("pytree", tree, handler)
 
 
 def check_standard(item: Any) -> None:
-    """What `StandardSave` takes. Raises ValueError."""
+    """Raise ValueError for a tree that `StandardSave` does not take."""
     leaves = jax.tree_util.tree_leaves(item)
     if len(leaves) == 1 and leaves[0] is item:
         raise ValueError(
@@ -57,16 +53,15 @@ def check_standard(item: Any) -> None:
     kinds = {type(leaf): leaf for leaf in leaves}
     if all(isinstance(leaf, STANDARD_TYPES) for leaf in kinds.values()):
         return
-    flat = flatten(item)
-    for keys, leaf in zip(flat.keys, flat.leaves, strict=True):
+    for keys, leaf in flatten(item).by_keys.items():
         if not is_empty(leaf) and not isinstance(leaf, STANDARD_TYPES):
             raise ValueError(f"Unsupported type: {type(leaf)} for key: {keys}.")
 
 
 def _says_nothing(save_args: Any, item: Any) -> bool:
-    """Whether a tree of args, as Flax makes it, has one for each leaf and asks for nothing."""
-    if has_own_handlers():
-        return False  # which get them
+    """True if a tree of args, as Flax makes it, has one for each leaf and asks for nothing."""
+    if GLOBAL_REGISTRY.has_custom:
+        return False  # Custom handlers receive the args.
     args, structure = jax.tree_util.tree_flatten(save_args)
     asks = [getattr(arg, "dtype", None) is not None or not _is_leaf_args(arg) for arg in args]
     return not any(asks) and structure == jax.tree_util.tree_structure(item)
@@ -78,111 +73,56 @@ def _is_leaf_args(node: Any) -> bool:
     return known and jax.tree_util.all_leaves([node])
 
 
-def _matching(args: Any, flat: Flat) -> list[Any]:
-    """The args of each leaf: of a tree of them, or one for all."""
+def _matching(args: Any, flat: FlatTree) -> list[Any]:
+    """Return the args of each leaf of a template."""
+    if not _is_leaf_args(args):
+        # The usual tree has one for each leaf. JAX compares the two faster than we walk one.
+        each, structure = jax.tree_util.tree_flatten(args)
+        if len(each) == len(flat.leaves) and structure == jax.tree_util.tree_structure(flat.tree):
+            return each
+    return _args_of(args, flat.keys, flat.leaves)
+
+
+def _args_of(args: Any, keys: list[Keys], leaves: list[Any]) -> list[Any]:
+    """Return the args of each leaf, from a tree of args or from one for all."""
     if _is_leaf_args(args):
-        return [args] * len(flat.leaves)
-    # The usual tree has one for each leaf: JAX compares the two faster than we walk through one.
-    each, structure = jax.tree_util.tree_flatten(args)
-    if len(each) == len(flat.leaves) and structure == jax.tree_util.tree_structure(flat.tree):
-        return each
-    given = flatten(args, _is_leaf_args)
-    found = dict(zip(given.keys, given.leaves, strict=True))
-    wanted = [k for k, leaf in zip(flat.keys, flat.leaves, strict=True) if not is_empty(leaf)]
-    missing = [keys for keys in wanted if keys not in found]
-    if missing:
-        raise ValueError(
-            f"the tree of args has nothing at {'/'.join(missing[0])!r}: its structure must be that "
-            "of the item"
-        )
-    return [found.get(keys) for keys in flat.keys]
-
-
-def want_of(keys: Keys, saved: Any, args: Any, like: Any = None) -> Want | Template:
-    """How a leaf comes back, by its RestoreArgs, Orbax's own or ours.
-
-    What ArrayRestoreArgs leave open, dtype and shape, is that of `like`, the leaf of a template.
-    """
-    if args is None:
-        return Want(keys, saved)
-    sharding, kind, dtype = _sharding_of(args), args.restore_type, args.dtype
-    shape = getattr(args, "global_shape", None)
-    if shape is None:
-        shape = getattr(args, "shape", None)
-    is_open = (dtype is None or shape is None) and hasattr(args, "global_shape")
-    if is_open and hasattr(like, "dtype"):
-        shape = like.shape if shape is None else shape
-        dtype = like.dtype if dtype is None else dtype
-    shape = None if shape is None else tuple(shape)
-    if kind is None or kind is jax.Array:
-        found = template_of(saved, dtype, shape, sharding)
-        if found is None:
-            dtype = dtype_of_jax(dtype)
-            found = template_of(saved, dtype, shape, sharding)
-        if found is not None:
-            return found
-    strict = getattr(args, "strict", True)
-    if isinstance(saved, LeafSpec) and saved.kind == "key":
-        return want_key(keys, saved, kind, dtype, sharding, shape)
-    return want_array(Want(keys, saved, kind, dtype, sharding, shape, strict, args))
-
-
-def _sharding_of(args: Any) -> Any:
-    sharding: Any = getattr(args, "sharding", None)
-    if isinstance(sharding, jax.sharding.Sharding):
-        return sharding
-    if hasattr(sharding, "to_jax_sharding"):
-        return sharding.to_jax_sharding()
-    mesh = getattr(args, "mesh", None)
-    if sharding is None and mesh is not None:
-        return NamedSharding(mesh, getattr(args, "mesh_axes", None) or jax.P())
-    return sharding
+        return [args] * len(keys)
+    found = flatten(args, _is_leaf_args).by_keys
+    for key, leaf in zip(keys, leaves, strict=True):
+        if key not in found and not is_empty(leaf):
+            raise ValueError(
+                f"the tree of args has nothing at {'/'.join(key)!r}: its structure must be that of "
+                "the item"
+            )
+    return [found.get(key) for key in keys]
 
 
 @paused_gc()
 def read_as_saved(item: Item, restore_args: Any = None) -> Any:
-    """The whole item, without a template."""
-    keys = list(item.tree.leaves)
+    """Restore the whole item without a template."""
+    leaves = item.tree.leaves
+    keys = list(leaves)
     if restore_args is None:
         return item.tree.nested(item.read(keys, [_want_as_saved(item, k) for k in keys]))
-    args: list[Any] = [None] * len(keys)
-    if _is_leaf_args(restore_args):
-        args = [restore_args] * len(keys)
-    else:
-        given = flatten(restore_args, _is_leaf_args)
-        found = dict(zip(given.keys, given.leaves, strict=True))
-        missing = [k for k in keys if k not in found and not is_empty(item.tree.leaves[k])]
-        if missing:
-            raise ValueError(
-                f"restore_args has nothing for {'/'.join(missing[0])!r}, which is in the "
-                "checkpoint; its structure must be that of the checkpoint"
-            )
-        args = [found.get(k) for k in keys]
-    wants = [want_of(k, item.saved(k), _plain_args(a)) for k, a in zip(keys, args, strict=True)]
+    args = _args_of(restore_args, keys, list(leaves.values()))
+    wants = [want_of(k, item.saved(k), a) for k, a in zip(keys, args, strict=True)]
     return item.tree.nested(item.read(keys, wants))
 
 
-def _want_as_saved(item: Item, keys: Keys) -> Want | Template:
+def _want_as_saved(item: Item, keys: Keys) -> WantedLeaf | Template:
     saved = item.saved(keys)
     if type(saved) is LeafSpec and not (saved.kind == "jax" and is_cut_by_jax(saved.dtype)):
         return item.tree.leaves[keys]
-    return Want(keys, saved)
-
-
-def _plain_args(args: Any) -> Any:
-    return args if hasattr(args, "restore_type") else None
+    return WantedLeaf(keys, saved)
 
 
 @paused_gc()
 def read_like(item: Item, like: Any, restore_args: Any = None, *, partial: bool = False) -> Any:
-    """The item with the structure of a template. Raises ValueError where they differ."""
+    """Restore the item with the structure of a template. Raises ValueError where they differ."""
     flat = flatten(like)
     args = [None] * len(flat.leaves) if restore_args is None else _matching(restore_args, flat)
     return _read_flat(
-        item,
-        flat,
-        partial,
-        lambda n, keys, saved: want_of(keys, saved, _plain_args(args[n]), flat.leaves[n]),
+        item, flat, partial, lambda n, keys, saved: want_of(keys, saved, args[n], flat.leaves[n])
     )
 
 
@@ -195,10 +135,10 @@ def read_standard(
     strict: bool = True,
     fallback_sharding: Any = None,
 ) -> Any:
-    """As `read_like`, each leaf with the type, dtype, shape and sharding that the template has."""
+    """Restore the item with the structure, types, dtypes, shapes and shardings of a template."""
     flat = flatten(like)
 
-    def want(number: int, keys: Keys, saved: Any) -> Want | Template:
+    def want(number: int, keys: Keys, saved: Any) -> WantedLeaf | Template:
         leaf = flat.leaves[number]
         if type(leaf) is jax.ShapeDtypeStruct or isinstance(leaf, jax.Array):
             where = fallback_sharding if leaf.sharding is None else leaf.sharding
@@ -209,17 +149,19 @@ def read_standard(
         is_open = type(leaf) is jax.ShapeDtypeStruct and made.sharding is None
         if is_open and not (isinstance(saved, LeafSpec) and saved.kind in ("jax", "key")):
             made.restore_type = np.ndarray
-        return want_of(keys, saved, _plain_args(made))
+        return want_of(keys, saved, made)
 
     return _read_flat(item, flat, partial, want)
 
 
 def _read_flat(
-    item: Item, flat: Flat, partial: bool, want: Callable[[int, Keys, Any], Want | Template]
+    item: Item,
+    flat: FlatTree,
+    partial: bool,
+    want: Callable[[int, Keys, Any], WantedLeaf | Template],
 ) -> Any:
-    """Read what a template has and the checkpoint too; `want` says how each leaf comes back."""
+    """Restore the leaves that template and checkpoint have. `want` tells how."""
     _check_structure(item, flat, partial)
-    results: list[Any] = list(flat.leaves)
     there = item.tree.leaves
     numbers = [
         number
@@ -228,52 +170,48 @@ def _read_flat(
     ]
     keys = [flat.keys[number] for number in numbers]
     wants = [want(n, k, item.saved(k)) for n, k in zip(numbers, keys, strict=True)]
+    results: list[Any] = list(flat.leaves)
     for number, value in zip(numbers, item.read(keys, wants), strict=True):
         results[number] = value
     return flat.rebuild(results)
 
 
-def _check_structure(item: Item, flat: Flat, partial: bool) -> None:
-    if partial:
-        _check_branches(item, flat)
-        return
+def _check_structure(item: Item, flat: FlatTree, partial: bool) -> None:
+    """Raise ValueError if a template and an item have leaves at different paths.
+
+    A partial restore may differ. TypeError tells of a leaf where the other has a branch, because
+    it would be neither found nor new.
+    """
     saved = item.tree.leaves
     if flat.keys == list(saved) and not any(map(is_empty, (*flat.leaves, *saved.values()))):
         return
-    pairs = list(zip(flat.keys, flat.leaves, strict=True))
-    wanted = {keys for keys, leaf in pairs if not is_empty(leaf)}
-    there = {keys for keys, value in item.tree.leaves.items() if not is_empty(value)}
-    placeholders = {keys for keys, leaf in pairs if leaf is PLACEHOLDER}
+    there = {keys for keys, value in saved.items() if not is_empty(value)}
+    leaves = {keys: leaf for keys, leaf in flat.by_keys.items() if not is_empty(leaf)}
+    placeholders = {keys for keys, leaf in leaves.items() if leaf is PLACEHOLDER}
+    wanted = leaves.keys() - placeholders
+    if partial and wanted <= there:
+        return
+    if partial:
+        for some, others, where in ((wanted, there, "saved"), (there, wanted, "wanted")):
+            branches = {keys[:depth] for keys in others for depth in range(len(keys))}
+            for keys in sorted(some & branches):
+                raise TypeError(
+                    f"Type mismatch at {'/'.join(keys) or 'the root'!r}: what is {where} there is "
+                    "a tree, and the other one has a leaf"
+                )
+        return
     covered = {keys for keys in there if any(keys[: len(p)] == p for p in placeholders)}
-    missing = sorted(wanted - there - placeholders)
-    extra = sorted(there - wanted - covered)
-    if missing or extra:
-        lines = [f"{'/'.join(k)}: not in the checkpoint" for k in missing]
-        lines += [f"{'/'.join(k)}: in the checkpoint only" for k in extra]
+    lines = [f"{'/'.join(k)}: not in the checkpoint" for k in sorted(wanted - there)]
+    lines += [f"{'/'.join(k)}: in the checkpoint only" for k in sorted(there - wanted - covered)]
+    if lines:
         raise ValueError(
             "User-provided restore item and on-disk value metadata tree structures do not match: "
             f"{'; '.join(lines[:20])}. If this mismatch is intentional, pass partial_restore=True."
         )
 
 
-def _check_branches(item: Item, flat: Flat) -> None:
-    """Raise TypeError for a leaf in the place of a branch: it would be neither found nor new."""
-    pairs = zip(flat.keys, flat.leaves, strict=True)
-    wanted = {keys for keys, leaf in pairs if not (is_empty(leaf) or leaf is PLACEHOLDER)}
-    there = {keys for keys, value in item.tree.leaves.items() if not is_empty(value)}
-    if wanted <= there:
-        return
-    for leaves, paths, where in ((wanted, there, "saved"), (there, wanted, "wanted")):
-        above = {path[:depth] for path in paths for depth in range(len(path))}
-        for keys in sorted(leaves & above):
-            raise TypeError(
-                f"Type mismatch at {'/'.join(keys) or 'the root'!r}: what is {where} there is a "
-                "tree, and the other one has a leaf"
-            )
-
-
 def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any = None) -> Any:
-    """The RestoreArgs that `StandardRestore(item)` implies."""
+    """Return the RestoreArgs that `StandardRestore(item)` implies."""
     from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 
     def make(leaf: Any) -> Any:
@@ -288,7 +226,7 @@ def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any =
 
 
 def read_pytree(item: Item, args: Any) -> Any:
-    """What `PyTreeRestore` asks for."""
+    """Restore an item as `PyTreeRestore` asks for it."""
     if args.legacy_transform_fn is not None:
         raise NotImplementedError("PyTreeRestore(legacy_transform_fn=) is not supported")
     if args.transforms is not None:
@@ -308,33 +246,41 @@ def _read_transformed(item: Item, args: Any) -> Any:
         )
     if args.item is None:
         raise ValueError("If providing `transforms`, must provide `item`.")
-    if not args.transforms:
-        flat = flatten(args.item)
-        missing = [
-            k
-            for k, leaf in zip(flat.keys, flat.leaves, strict=True)
-            if not is_empty(leaf) and k not in item.tree.leaves
-        ]
-        if missing and not args.transforms_default_to_original:
-            raise ValueError(f"{'/'.join(missing[0])!r} is not in the checkpoint")
-        return read_like(item, args.item, args.restore_args, partial=True)
-    original = read_as_saved(item)
-    # What neither the checkpoint nor a transform has stays as it is in the item.
-    default = None if args.transforms_default_to_original else False
-    changed = apply_transformations(original, args.transforms, args.item, default)
-    flat = flatten(changed)
-    given = flatten(args.restore_args, _is_leaf_args)
-    found = dict(zip(given.keys, given.leaves, strict=True))
-    return flat.rebuild(
-        leaf if is_empty(leaf) else _restored_as(keys, leaf, found.get(keys))
-        for keys, leaf in zip(flat.keys, flat.leaves, strict=True)
-    )
+    there = {"/".join(keys): keys for keys in item.tree.leaves}
+    given = {"/".join(k): a for k, a in flatten(args.restore_args, _is_leaf_args).by_keys.items()}
+    rules = rules_of(args.transforms)
+    inputs = _inputs_of(rules, there)
+
+    def read(needed: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+        for origin, path in needed.items():
+            inputs.setdefault(origin, given.get(path))
+        keys = [there[path] for path in inputs]
+        wants = [want_of(k, item.saved(k), a) for k, a in zip(keys, inputs.values(), strict=True)]
+        values = dict(zip(inputs, item.read(keys, wants), strict=True))
+        # A leaf that no function asks for is not read.
+        return values, item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
+
+    default = args.transforms_default_to_original
+    return transformed(flatten(args.item), there, rules, default, read, given)
 
 
-def _restored_as(keys: Keys, value: Any, args: Any) -> Any:
-    """A value that is there already, as its RestoreArgs want it."""
-    want = want_of(keys, value, _plain_args(args))
-    assert isinstance(want, Want), "templates are for arrays of a checkpoint"
-    return Want(keys, None, want.kind, want.dtype, want.sharding).finish(
-        np.asarray(value) if want.kind is np.ndarray else value
-    )
+def _inputs_of(rules: Mapping[str, Any], there: Mapping[str, Keys]) -> dict[str, Any]:
+    """Return the leaves that functions of several values ask for, each with its RestoreArgs.
+
+    Raises ValueError for a function that does not name its inputs.
+    """
+    inputs: dict[str, Any] = {}
+    for pattern, rule in rules.items():
+        if rule.multi_value_fn is None:
+            continue
+        asked = getattr(rule, "multi_value_fn_input_args", None)
+        if asked is None:
+            raise ValueError(
+                f"the transform {pattern!r} has `multi_value_fn`: for a restore, make it a "
+                "RestoreTransform with `multi_value_fn_input_args`, which names its inputs"
+            )
+        for wanted, args in asked.items():
+            for path in there:
+                if re.fullmatch(wanted, path):
+                    inputs.setdefault(path, args)
+    return inputs

@@ -1,8 +1,8 @@
-"""What the drop-in lacks is refused by its name, where it is asked for."""
+"""How the drop-in refuses names and options of Orbax that it does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 _PREFIX = "ostraka.compat."
@@ -13,7 +13,7 @@ class Unsupported(AttributeError, NotImplementedError):
 
 
 def refuse(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module."""
+    """Return the `__getattr__` of a module: it raises Unsupported."""
     name_there = module.removeprefix(_PREFIX).replace("orbax", "orbax.checkpoint", 1)
 
     def lookup(name: str) -> Any:
@@ -27,9 +27,18 @@ def refuse(module: str) -> Callable[[str], Any]:
     return lookup
 
 
-def refuse_options(what: str, given: dict[str, Any], harmless: tuple[str, ...] = ()) -> None:
-    """Raise TypeError for options that nobody knows."""
-    unknown = [name for name in given if name not in harmless]
+def absent(name: str, instead: str, base: type = object) -> Any:
+    """Return a class that can be imported and used in `isinstance`, but raises when called."""
+
+    def refuse_use(self: Any, *args: Any, **options: Any) -> None:
+        raise NotImplementedError(f"{name} is not supported by Ostraka's drop-in; {instead}")
+
+    return type(name.rpartition(".")[2], (base,), {"__init__": refuse_use})
+
+
+def refuse_options(what: str, given: Collection[str], known: Collection[str] = ()) -> None:
+    """Raise TypeError for options that are not known."""
+    unknown = [name for name in given if name not in known]
     if unknown:
         raise TypeError(
             f"{what} got {', '.join(map(repr, unknown))}, which Ostraka's drop-in for Orbax does "

@@ -1,4 +1,4 @@
-"""Trees as Orbax has them on disk: nested dicts and lists, keys as text; and back by a template."""
+"""Trees in Orbax's form: nested dicts and lists with string keys. Templates restore others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka._nodes import ArrayNumber, Branch, Leaf, Node
+from ostraka.tree.nodes import Branch, Leaf, Node
 
 Keys = tuple[str, ...]
 
@@ -19,33 +19,37 @@ _SequenceKey = jax.tree_util.SequenceKey
 _TRANSPARENT = ("nnx", "variable")
 _SEQUENCES = ("list", "tuple")
 _LEAF_TYPES: set[type] = {np.ndarray, jax.ShapeDtypeStruct, bool, int, float, str, type(...)}
-"""Types that are leaves for JAX, whatever is registered; its own arrays are added when met."""
+"""Types that JAX always takes for leaves. Its own arrays are added when met."""
 ARRAY_TYPES: set[type] = {np.ndarray}
-"""Those of them that are arrays."""
+"""The array types among them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """A tree taken apart: for each leaf its keys, which of those are of a sequence, and itself."""
+class FlatTree:
+    """The leaves of a tree with their keys. `in_sequence` is True for keys that are indexes."""
 
     keys: list[Keys]
     in_sequence: list[tuple[bool, ...]]
     leaves: list[Any]
     tree: Any
     stops: Callable[[Any], bool]
-    """Where JAX has to stop, so that it finds the same leaves."""
+    """The `is_leaf` with which JAX finds the same leaves."""
+
+    @property
+    def by_keys(self) -> dict[Keys, Any]:
+        return dict(zip(self.keys, self.leaves, strict=True))
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         structure = jax.tree_util.tree_structure(self.tree, is_leaf=self.stops)
         return jax.tree_util.tree_unflatten(structure, list(leaves))
 
     def nested(self, leaves: Iterable[Any]) -> Any:
-        """The same tree of dicts and lists alone, with other leaves."""
+        """Return the tree as dicts and lists alone, with other leaves."""
         return nest(zip(self.keys, self.in_sequence, leaves, strict=True))
 
 
 def is_plain_leaf(node: Any) -> bool:
-    """Whether this is an array or a number, which need no look at what JAX has registered."""
+    """True for arrays, numbers and strings, which JAX never takes for containers."""
     if type(node) in _LEAF_TYPES:
         return True
     if isinstance(node, jax.Array):
@@ -56,7 +60,7 @@ def is_plain_leaf(node: Any) -> bool:
 
 
 def is_empty(node: Any) -> bool:
-    """Whether a container holds nothing, or this is None: Orbax counts both as leaves."""
+    """True for None and for empty containers. Orbax counts both as leaves."""
     kind = type(node)
     if kind is dict or kind is list or kind is tuple:
         return not node
@@ -66,27 +70,29 @@ def is_empty(node: Any) -> bool:
 
 
 def empty_as_saved(node: Any) -> Any:
-    """What comes back of an empty container: None for those that have a class of their own."""
+    """Return an empty container as a restore returns it. Custom classes become None."""
     for kind in (dict, list, tuple):
         if type(node) is kind:
             return kind()
     return {} if isinstance(node, Mapping) else None
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> FlatTree:
     """Take a tree apart, in JAX's order. `is_leaf` is not asked of dicts, lists and tuples."""
 
     def stops(node: Any) -> bool:
         return is_empty(node) or (is_leaf is not None and is_leaf(node))
 
-    flat = Flat([], [], [], tree, is_empty if is_leaf is None else stops)
+    flat = FlatTree([], [], [], tree, is_empty if is_leaf is None else stops)
     _flatten(tree, (), (), flat)
     return flat
 
 
-def _flatten(node: Any, keys: Keys, flags: tuple[bool, ...], flat: Flat) -> None:
-    """Add the leaves below a node. JAX asks a function of ours about each node, which costs more
-    than to follow dicts and sequences here."""
+def _flatten(node: Any, keys: Keys, flags: tuple[bool, ...], flat: FlatTree) -> None:
+    """Add the leaves below a node.
+
+    Following dicts and sequences here is faster than having JAX call `is_leaf` for each node.
+    """
     kind = type(node)
     if kind is dict and node:
         below = (*flags, False)
@@ -112,30 +118,27 @@ def _flatten(node: Any, keys: Keys, flags: tuple[bool, ...], flat: Flat) -> None
 
 
 def in_order(node: dict[Any, Any]) -> list[Any]:
-    """The keys of a dict as JAX orders them, and so all processes of a run. Raises ValueError."""
+    """Return the keys of a dict in JAX's order. Raises ValueError if they can't be ordered."""
     try:
         return sorted(node)
     except TypeError as error:
         raise ValueError(f"the keys of a dict can't be compared with each other: {error}") from None
 
 
-def fields_of(node: Any) -> tuple[str, ...] | None:
-    """The fields of a named tuple that has some, and that JAX takes for one; None for others."""
-    kind = type(node)
-    if not isinstance(node, tuple) or not node or not hasattr(kind, "_fields"):
-        return None
-    return _fields_of(kind, node)
-
-
 _FIELDS: dict[type, tuple[str, ...] | None] = {}
 
 
-def _fields_of(kind: type, node: Any) -> tuple[str, ...] | None:
+def fields_of(node: Any) -> tuple[str, ...] | None:
+    """Return the fields of a named tuple that JAX takes for one, or None for other nodes."""
+    kind = type(node)
+    if not isinstance(node, tuple) or not node or not hasattr(kind, "_fields"):
+        return None
     if kind not in _FIELDS:
         found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         names = tuple(key_text(path[0]) if path else "" for path, _ in found)
         # A class that was registered with JAX may have children of other names.
-        _FIELDS[kind] = names if names == node._fields else None
+        known: Any = node
+        _FIELDS[kind] = names if names == known._fields else None
     return _FIELDS[kind]
 
 
@@ -153,7 +156,7 @@ class _Open:
 
 
 def nest(found: Iterable[tuple[Keys, tuple[bool, ...], Any]]) -> Any:
-    """Dicts and lists from leaves with their keys. Raises ValueError if two keys are one text."""
+    """Build dicts and lists from leaves with keys. Raises ValueError if two keys are one string."""
     root = _Open()
     for keys, flags, leaf in found:
         if not keys:
@@ -180,13 +183,13 @@ def _closed(node: Any) -> Any:
 
 
 _NOTHING: Any = object()
-"""What is left of a node without any leaf, not even an empty one."""
+"""Stands for a node without any leaf, not even an empty one."""
 
 
 def as_saved(tree: Any, prepare: Callable[[Keys, Any], Any], plain: Container[type]) -> Any:
-    """A tree as dicts and lists alone. Raises ValueError as `nest` does.
+    """Return a tree as dicts and lists alone. Raises ValueError as `nest` does.
 
-    Leaves are prepared, but for those of the types in `plain`, which stay as they are.
+    `prepare` converts leaves, but for those of the types in `plain`.
     """
     made = _as_saved(tree, (), prepare, plain)
     return {} if made is _NOTHING else made
@@ -233,25 +236,25 @@ def _same_text(keys: Keys) -> ValueError:
     return ValueError(f"two keys of the tree are {'/'.join(keys)!r} as text, as 1 and '1'")
 
 
-# What was saved
+# Saved trees
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """A saved tree: its leaves by their keys, in order, and how to put it together."""
+    """A saved tree, and its leaves by their keys, in order."""
 
     node: Node
     leaves: dict[Keys, Any]
     nodes: dict[Keys, Leaf]
-    """Those of them that are no empty containers, as the checkpoint has them."""
+    """The nodes of those leaves that are no empty containers."""
 
     def nested(self, values: Iterable[Any]) -> Any:
-        """Dicts and lists, with a value for each leaf, in order."""
+        """Return dicts and lists with a value for each leaf, in order."""
         return _rebuilt(self.node, iter(values))
 
 
 def saved_tree(node: Node) -> SavedTree:
-    """An opened checkpoint's tree, or a part of it, in Orbax's form. Raises ValueError."""
+    """Return the leaves of a checkpoint's tree, or of a part of it. Raises ValueError."""
     tree = SavedTree(node, {}, {})
     _walk(node, (), tree)
     return tree
@@ -292,7 +295,3 @@ def child_of(node: Node, name: str) -> Node | None:
             if key == name:
                 return child
     return None
-
-
-def is_array_number(value: Any) -> bool:
-    return isinstance(value, ArrayNumber)

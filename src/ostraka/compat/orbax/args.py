@@ -1,19 +1,17 @@
-"""What to save or restore, and by which handler."""
+"""Arguments of a save or a restore, each registered with the handler that takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ostraka.compat.orbax._refuse import refuse
-
-__getattr__ = refuse(__name__)
+from ostraka.compat.orbax._refuse import absent
 
 
 @dataclass
 class CheckpointArgs:
-    """What a handler is given. Subclass it, and register it with a handler."""
+    """Arguments for a handler. Subclass it, and register the subclass with a handler."""
 
 
 _FOR_SAVE: dict[Any, Any] = {}
@@ -23,12 +21,12 @@ _FOR_RESTORE: dict[Any, Any] = {}
 def register_with_handler(
     handler_cls: Any, for_save: bool = False, for_restore: bool = False
 ) -> Any:
-    """A decorator: these args are for this handler."""
+    """Return a decorator that registers args with a handler."""
     if not for_save and not for_restore:
         raise ValueError("Must specify at least one of `for_save`, `for_restore`.")
 
     def register(args_cls: Any) -> Any:
-        if not issubclass(args_cls, CheckpointArgs):
+        if not issubclass(args_cls, CheckpointArgs) and not _is_of_orbax(args_cls):
             raise TypeError(f"{args_cls} must subclass `CheckpointArgs`.")
         if for_save:
             _FOR_SAVE[args_cls] = handler_cls
@@ -39,9 +37,9 @@ def register_with_handler(
     return register
 
 
-def get_registered_handler_cls(args: Any) -> Any:
-    """The handler's class, also of args that are registered with Orbax itself, such as Grain's."""
-    cls = args if isinstance(args, type) else type(args)
+def get_registered_handler_cls(arg: Any) -> Any:
+    """Return the class of handler for args. Finds those registered with Orbax itself too."""
+    cls = arg if isinstance(arg, type) else type(arg)
     for registry in (_FOR_SAVE, _FOR_RESTORE):
         for base in cls.__mro__:
             if base in registry:
@@ -55,7 +53,7 @@ def get_registered_handler_cls(args: Any) -> Any:
 
 
 def get_registered_args_cls(handler: Any) -> tuple[Any, Any]:
-    """The classes of args of a handler, for saving and for restoring."""
+    """Return the classes of args that a handler saves and restores with."""
     cls = handler if isinstance(handler, type) else type(handler)
     found = tuple(
         next((args for args, by in registry.items() if by is cls), None)
@@ -75,7 +73,7 @@ def has_registered_args(handler: Any) -> bool:
 
 
 def is_args(value: Any) -> bool:
-    """Whether this is an instance of ours, or of Orbax's own."""
+    """True for args of this module and for those of Orbax itself."""
     return isinstance(value, CheckpointArgs) or _is_of_orbax(type(value))
 
 
@@ -88,14 +86,14 @@ def _is_theirs(cls: type) -> bool:
 
 
 def adopt(args: Any) -> Any:
-    """Orbax's own args for its own handlers as ours; everything else as it is."""
+    """Turn args of Orbax itself into those of this module. Return others unchanged."""
     if not _is_theirs(type(args)):
         return args
     name = type(args).__name__.removesuffix("Args")
     if name == "Composite":
         return Composite(**{key: adopt(value) for key, value in args.items()})
-    ours = _BY_NAME.get(name)
-    if ours is None:
+    ours = globals().get(name)
+    if not isinstance(ours, type) or not issubclass(ours, CheckpointArgs):
         return args
     known = {f.name for f in fields(ours)}
     return ours(**{k: v for k, v in vars(args).items() if k in known})
@@ -103,7 +101,7 @@ def adopt(args: Any) -> Any:
 
 @dataclass
 class PyTreeSave(CheckpointArgs):
-    """A tree of arrays, numbers and texts. `save_args` casts; the file size becomes ours."""
+    """A tree of arrays, numbers and strings. `save_args` can cast leaves."""
 
     item: Any
     save_args: Any = None
@@ -114,7 +112,7 @@ class PyTreeSave(CheckpointArgs):
 
 @dataclass
 class PyTreeRestore(CheckpointArgs):
-    """`item` says the structure, `restore_args` how each leaf comes back."""
+    """`item` has the structure of the result. `restore_args` has the type of each leaf."""
 
     item: Any = None
     restore_args: Any = None
@@ -135,7 +133,7 @@ class StandardSave(CheckpointArgs):
 
 @dataclass
 class StandardRestore(CheckpointArgs):
-    """`item`: a tree of (abstract) arrays, whose shapes, dtypes and shardings hold."""
+    """`item` is a tree of (abstract) arrays with the shapes, dtypes and shardings to restore."""
 
     item: Any = None
     strict: bool = True
@@ -171,7 +169,7 @@ class ArrayRestore(CheckpointArgs):
 
 @dataclass
 class NumpyRandomKeySave(CheckpointArgs):
-    """The state of numpy's global generator, as `np.random.get_state()` has it."""
+    """The state of numpy's global generator: `np.random.get_state()`."""
 
     item: Any
 
@@ -184,20 +182,25 @@ class NumpyRandomKeyRestore(CheckpointArgs):
 @dataclass
 class JaxRandomKeySave(CheckpointArgs):
     item: Any
+    save_args: Any = None
 
 
 @dataclass
 class JaxRandomKeyRestore(CheckpointArgs):
-    item: Any = None
+    restore_args: Any = None
 
 
-class Composite(CheckpointArgs):
-    """Several items by name. As a result, too: `r.state`, `r["state"]`, `r.get("state")`."""
+ProtoSave = absent("args.ProtoSave", "save its SerializeToString() as bytes in the tree")
+ProtoRestore = absent("args.ProtoRestore", "restore bytes, and call ParseFromString on them")
 
-    __items__: Mapping[str, Any]
+
+class Composite(CheckpointArgs, Mapping[str, Any]):
+    """Several items by name, also as a result: `r.state`, `r["state"]`, `r.get("state")`."""
+
+    __items__: dict[str, Any]
 
     def __init__(self, **items: Any):
-        object.__setattr__(self, "__items__", dict(items))
+        object.__setattr__(self, "__items__", items)
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.__items__:
@@ -214,10 +217,7 @@ class Composite(CheckpointArgs):
     def __setattr__(self, key: str, value: Any) -> None:
         raise ValueError("Composite can't be changed.")
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.__items__
-
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self.__items__)
 
     def __len__(self) -> int:
@@ -228,43 +228,11 @@ class Composite(CheckpointArgs):
 
     __hash__ = None
 
-    def __and__(self, other: Any) -> Composite:
-        names: Iterable[str] = other
-        return Composite(**{k: self[k] for k in names if k in self})
+    def __and__(self, other: Iterable[str]) -> Composite:
+        return Composite(**{k: self[k] for k in other if k in self})
 
     def __or__(self, other: Any) -> Composite:
-        return Composite(**{**self.__items__, **dict(other.items())})
-
-    def keys(self) -> KeysView[str]:
-        return self.__items__.keys()
-
-    def values(self) -> Any:
-        return self.__items__.values()
-
-    def items(self) -> Any:
-        return self.__items__.items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.__items__.get(key, default)
+        return Composite(**self.__items__ | dict(other.items()))
 
     def __repr__(self) -> str:
-        return f"Composite({dict(self.__items__)!r})"
-
-
-_BY_NAME: dict[str, Any] = {
-    cls.__name__: cls
-    for cls in (
-        PyTreeSave,
-        PyTreeRestore,
-        StandardSave,
-        StandardRestore,
-        JsonSave,
-        JsonRestore,
-        ArraySave,
-        ArrayRestore,
-        NumpyRandomKeySave,
-        NumpyRandomKeyRestore,
-        JaxRandomKeySave,
-        JaxRandomKeyRestore,
-    )
-}
+        return f"Composite({self.__items__!r})"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
-from ostraka.compat.orbax._refuse import refuse
-from ostraka.compat.orbax.path.step import checkpoint_steps, latest_and_path
+from ostraka.compat.orbax.metadata import Metadata, ScalarMetadata, StringMetadata
+from ostraka.compat.orbax.path import NameFormat, latest_step_metadata
+from ostraka.compat.orbax.path import checkpoint_steps as checkpoint_steps
 from ostraka.compat.orbax.type_handlers import ArrayRestoreArgs, RestoreArgs
 
-__getattr__ = refuse(__name__)
-
-_LOOK_EVERY_S = 1.0
+STANDARD_ARRAY_TYPES = (int, float, np.ndarray, jax.Array)
 
 
 def construct_restore_args(
@@ -26,10 +26,10 @@ def construct_restore_args(
     support_layout: bool = False,
     strict: bool = True,
 ) -> Any:
-    """A tree of `RestoreArgs` for a tree of (abstract) arrays and numbers.
+    """Return a tree of `RestoreArgs` for a tree of (abstract) arrays and numbers.
 
-    Arrays go where `sharding_tree`, or else `target` itself, says, cast to its dtype. Those of
-    which neither says anything come back as numpy arrays.
+    Arrays take their shardings from `sharding_tree`, or else from `target`, and the dtypes of
+    `target`. Arrays without a sharding are restored as numpy arrays.
     """
     if support_layout:
         raise NotImplementedError("construct_restore_args(support_layout=True) is not supported")
@@ -52,30 +52,30 @@ def construct_restore_args(
 def restore_args_of(
     leaf: Any, sharding: Any = None, *, set_global_shape: bool = True, strict: bool = True
 ) -> Any:
-    """Of one leaf of a template."""
-    if leaf is PLACEHOLDER or isinstance(leaf, str):
-        return RestoreArgs(restore_type=None if leaf is PLACEHOLDER else str)
+    """Return the RestoreArgs of one leaf of a template."""
+    if leaf is PLACEHOLDER:
+        return RestoreArgs()
+    if isinstance(leaf, str | StringMetadata):
+        return RestoreArgs(restore_type=str)
+    given: Any = leaf
+    dtype: Any = getattr(leaf, "dtype", None)
+    where: Any = sharding if sharding is not None else getattr(leaf, "sharding", None)
+    if isinstance(leaf, ScalarMetadata):
+        return RestoreArgs(restore_type=type(leaf.zero), dtype=dtype)
+    if isinstance(leaf, Metadata) and dtype is None:
+        return RestoreArgs()  # a custom handler has saved it
+    if isinstance(leaf, np.ndarray) or (isinstance(leaf, Metadata) and where is None):
+        return RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     if hasattr(leaf, "value_type") or not hasattr(leaf, "shape"):
         return RestoreArgs(restore_type=type(leaf))
-    if isinstance(leaf, np.ndarray):
-        return RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-    if isinstance(leaf, np.number):
-        return RestoreArgs(restore_type=type(leaf).__mro__[1], dtype=leaf.dtype)
-    where = sharding if sharding is not None else getattr(leaf, "sharding", None)
-    shape = tuple(leaf.shape) if set_global_shape else None
+    if isinstance(leaf, np.generic):
+        return RestoreArgs(restore_type=type(leaf).__mro__[1], dtype=dtype)
+    shape = tuple(given.shape) if set_global_shape else None
+    if hasattr(where, "to_jax_sharding"):
+        where = where.to_jax_sharding()
     return ArrayRestoreArgs(
-        dtype=leaf.dtype,
-        sharding=_as_sharding(where),
-        global_shape=shape,
-        shape=shape,
-        strict=strict,
+        dtype=dtype, sharding=where, global_shape=shape, shape=shape, strict=strict
     )
-
-
-def _as_sharding(given: Any) -> Any:
-    if hasattr(given, "to_jax_sharding"):
-        return given.to_jax_sharding()
-    return given
 
 
 def checkpoints_iterator(
@@ -87,16 +87,20 @@ def checkpoints_iterator(
     step_prefix: str | None = None,
     step_format_fixed_length: int | None = None,
     step_name_format: Any = None,
+    seconds_to_sleep: float = 1,
+    snapshot_dir: Any = None,
+    set_immutable: bool | None = None,
+    ignore_snapshot_errors: bool | None = True,
 ) -> Iterator[int]:
-    """The newest step, and each newer one as it appears; those between are skipped.
+    """Yield the newest step, and each newer one as it appears. Steps between may be skipped.
 
-    After `timeout` seconds without a new one it ends; with `timeout_fn` only if that is true.
+    The iterator ends after `timeout` seconds without a new step. With `timeout_fn` it ends only
+    if that returns True.
     """
+    naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
     last: int | None = None
     while True:
-        found = _wait(
-            checkpoint_dir, last, timeout, step_prefix, step_format_fixed_length, step_name_format
-        )
+        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
         if found is None:
             if timeout_fn is None or timeout_fn():
                 return
@@ -104,70 +108,62 @@ def checkpoints_iterator(
         began_s = time.monotonic()
         last = found
         yield found
-        left_s = began_s + min_interval_secs - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
+        time.sleep(max(0.0, began_s + min_interval_secs - time.monotonic()))
 
 
+@contextlib.contextmanager
 def wait_for_new_checkpoint(
     checkpoint_dir: Any,
     *,
-    until_step: int = 0,
+    until_step: int | None = None,
     seconds_to_sleep: float = 1,
     timeout: float | None = None,
     timeout_fn: Callable[[], bool] | None = None,
     step_prefix: str | None = None,
     step_format_fixed_length: int | None = None,
     step_name_format: Any = None,
-) -> int:
-    """Wait for a step that is `until_step` or later, and return it; -1 after `timeout` seconds."""
-    found = _wait(
-        checkpoint_dir,
-        until_step - 1,
-        timeout,
-        step_prefix,
-        step_format_fixed_length,
-        step_name_format,
-        seconds_to_sleep,
-    )
-    if found is None and timeout_fn is not None and not timeout_fn():
-        return wait_for_new_checkpoint(
-            checkpoint_dir,
-            until_step=until_step,
-            seconds_to_sleep=seconds_to_sleep,
-            timeout=timeout,
-            timeout_fn=timeout_fn,
-            step_prefix=step_prefix,
-            step_format_fixed_length=step_format_fixed_length,
-            step_name_format=step_name_format,
-        )
-    return -1 if found is None else found
+    snapshot_dir: Any = None,
+    set_immutable: bool | None = None,
+    ignore_snapshot_errors: bool | None = True,
+) -> Generator[int]:
+    """Wait for `until_step` or a later step, and yield it. Yield -1 after `timeout` seconds.
+
+    No snapshot is made: a step is complete as long as it exists.
+    """
+    naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
+    last = None if until_step is None else until_step - 1
+    found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
+    while found is None and timeout_fn is not None and not timeout_fn():
+        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
+    yield -1 if found is None else found
 
 
 def _wait(
-    directory: Any,
-    last: int | None,
-    timeout: float | None,
-    prefix: str | None,
-    length: int | None,
-    name_format: Any,
-    look_every_s: float = _LOOK_EVERY_S,
+    directory: Any, naming: Any, last: int | None, timeout: float | None, look_every_s: float
 ) -> int | None:
+    """Wait for a step after `last`. Return None if none appears within `timeout` seconds."""
     give_up = None if timeout is None else time.monotonic() + timeout
     while True:
-        newest = latest_and_path(directory, prefix, length, name_format)
-        if newest is not None and (last is None or newest > last):
-            return newest
+        newest = latest_step_metadata(directory, naming)
+        if newest is not None and (last is None or newest.step > last):
+            return newest.step
         left_s = look_every_s if give_up is None else give_up - time.monotonic()
         if left_s <= 0:
             return None
         time.sleep(min(look_every_s, left_s))
 
 
-__all__ = [
-    "PLACEHOLDER",
-    "checkpoint_steps",
-    "checkpoints_iterator",
-    "construct_restore_args",
-    "wait_for_new_checkpoint",
-]
+def init_step_name_format(
+    *,
+    step_name_format: Any = None,
+    step_prefix: str | None = None,
+    step_format_fixed_length: int | None = None,
+) -> Any:
+    return step_name_format or NameFormat(step_prefix, step_format_fixed_length)
+
+
+def release_snapshot(*unused: Any, **options: Any) -> None:
+    """Do nothing: no snapshots are made."""
+
+
+_init_step_name_format, _release_snapshot = init_step_name_format, release_snapshot

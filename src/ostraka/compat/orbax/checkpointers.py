@@ -1,34 +1,28 @@
-"""Checkpointers: one checkpoint at a path, now or in the background."""
+"""Checkpointers: one checkpoint at a path, saved at once or in the background."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
-from ostraka._handle import SaveHandle
 from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, Opened, as_json, write
-from ostraka.compat.orbax._refuse import refuse, refuse_options
+from ostraka.compat.orbax._engine import About, OpenCheckpoint, as_json, write
+from ostraka.compat.orbax._refuse import refuse_options
 from ostraka.compat.orbax.handlers import (
     CompositeCheckpointHandler,
     PyTreeCheckpointHandler,
     StandardCheckpointHandler,
-    composite_payloads,
-    describe_composite,
+    args_for_restore,
+    args_for_save,
     describe_item,
     file_size_of,
     payload_of,
-    read_composite,
     read_item,
-    restore_args_for,
-    save_args_for,
 )
 from ostraka.compat.orbax.metadata import StepMetadata, step_metadata
 from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
+from ostraka.saving.background import SaveHandle
 
-__getattr__ = refuse(__name__)
-
-_HARMLESS = (
+_IGNORED = (
     "multiprocessing_options",
     "file_options",
     "checkpoint_metadata_store",
@@ -37,24 +31,50 @@ _HARMLESS = (
     "active_processes",
     "barrier_sync_key_prefix",
     "barrier_sync_fn",
+    "atomicity_options",
 )
 
 
 class AbstractCheckpointer:
-    """What all checkpointers are."""
+    """The base class of checkpointers."""
 
 
-class Checkpointer(AbstractCheckpointer):
-    """One checkpoint at a path, by a handler; `save` returns when it is there."""
+class BackgroundSaves:
+    """Base class of objects that save in the background. Their `with` block waits for the save."""
+
+    _running: SaveHandle | None = None
+
+    def wait_until_finished(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.wait_until_finished()
+
+    def check_for_errors(self) -> None:
+        """Raise the error of a save in the background that has failed by now."""
+        if self._running is not None and self._running.done():
+            self.wait_until_finished()
+
+    def is_saving_in_progress(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Checkpointer(BackgroundSaves, AbstractCheckpointer):
+    """Saves one checkpoint at a path with a handler. `save` returns once it is committed."""
 
     _background = False
 
     def __init__(self, handler: Any, **options: Any):
-        refuse_options(type(self).__name__, options, _HARMLESS)
+        refuse_options(type(self).__name__, options, _IGNORED)
         self._handler = handler() if isinstance(handler, type) else handler
         self._timeout_s: float | None = None
         self._after: Any = None
-        self._running: SaveHandle | None = None
 
     @property
     def handler(self) -> Any:
@@ -68,18 +88,17 @@ class Checkpointer(AbstractCheckpointer):
         custom_metadata: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save to a path. Raises ValueError if something is there, unless `force`."""
+        """Save to a path. Raises ValueError if the path exists, unless `force`."""
         self.wait_until_finished()
-        given = save_args_for(self._handler, args, kwargs)
+        given = args_for_save(self._handler, args, kwargs)
         if isinstance(self._handler, CompositeCheckpointHandler):
-            items: Any = composite_payloads(self._handler, given)
+            items: Any = self._handler.payloads(given, background=self._background)
         else:
-            items = payload_of(self._handler, given)
-        custom = as_json(custom_metadata or {}, "custom_metadata")
+            items = payload_of(self._handler, given, background=self._background)
         self._running = write(
             directory,
             items,
-            About(custom),
+            About(as_json(custom_metadata or {}, "custom_metadata")),
             force=force,
             background=self._background,
             max_file_bytes=file_size_of(given),
@@ -89,56 +108,37 @@ class Checkpointer(AbstractCheckpointer):
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore from a path. Raises FileNotFoundError if there is no checkpoint."""
         self.wait_until_finished()
-        given = restore_args_for(self._handler, args, kwargs)
-        opened = Opened(directory)
+        given = args_for_restore(self._handler, args, kwargs)
+        opened = OpenCheckpoint(directory)
         if isinstance(self._handler, CompositeCheckpointHandler):
-            return read_composite(self._handler, opened, given)
+            return self._handler.read(opened, given)
         return read_item(self._handler, opened.item(None), given)
 
     def metadata(self, directory: Any) -> StepMetadata:
-        """What is saved at a path; empty if nothing is."""
+        """Return the metadata of a checkpoint. It is empty if there is none at the path."""
         self.wait_until_finished()
         try:
-            opened = Opened(directory)
+            opened = OpenCheckpoint(directory)
         except FileNotFoundError:
             return StepMetadata()
         if isinstance(self._handler, CompositeCheckpointHandler):
-            return step_metadata(opened, describe_composite(self._handler, opened))
+            return step_metadata(opened, self._handler.describe(opened))
         return step_metadata(opened, describe_item(self._handler, opened.item(None)))
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in the background, and raise its error."""
+        """Wait for the save in the background. Raises its error."""
         running, self._running = self._running, None
         if running is not None:
             running.wait(self._timeout_s)
-
-    def check_for_errors(self) -> None:
-        """Raise the error of a save in the background that has failed by now."""
-        if self._running is not None and self._running.done():
-            self.wait_until_finished()
-
-    def is_saving_in_progress(self) -> bool:
-        return self._running is not None and not self._running.done()
 
     def close(self) -> None:
         self.wait_until_finished()
         if hasattr(self._handler, "close"):
             self._handler.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 class AsyncCheckpointer(Checkpointer):
-    """As `Checkpointer`, and `save` returns as soon as the values are safe."""
+    """A `Checkpointer` whose `save` returns as soon as the values are copied."""
 
     _background = True
 
@@ -160,14 +160,21 @@ class AsyncCheckpointer(Checkpointer):
 
 
 class PyTreeCheckpointer(Checkpointer):
-    """Trees, at once."""
+    """Saves trees. `save` returns once the checkpoint is committed."""
 
-    def __init__(self, use_ocdbt: bool = True, use_zarr3: bool = False, **options: Any):
+    def __init__(
+        self,
+        primary_host: int | None = 0,
+        use_ocdbt: bool = True,
+        use_zarr3: bool = False,
+        use_compression: bool = True,
+        **options: Any,
+    ):
         super().__init__(PyTreeCheckpointHandler(), **options)
 
 
 class StandardCheckpointer(AsyncCheckpointer):
-    """Trees of arrays and numbers; `save` goes on in the background."""
+    """Saves trees of arrays and numbers in the background."""
 
     def __init__(self, *, async_options: AsyncOptions | None = None, **options: Any):
         super().__init__(StandardCheckpointHandler(), async_options=async_options, **options)

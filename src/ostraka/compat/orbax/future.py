@@ -1,14 +1,13 @@
-"""Futures that handlers of one's own return from `async_save`."""
+"""Futures that custom handlers return from `async_save`."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from ostraka.compat.orbax._refuse import refuse
-
-__getattr__ = refuse(__name__)
+from ostraka.compat.orbax._files import await_result
 
 
 @runtime_checkable
@@ -17,7 +16,10 @@ class Future(Protocol):
 
 
 class NoopFuture:
-    """A future of something that is done."""
+    """A future that is done."""
+
+    def cancel(self) -> bool:
+        return False
 
     def result(self, timeout: float | None = None) -> Any:
         return None
@@ -27,14 +29,14 @@ class CommitFuture:
     """A coroutine that runs in a thread of its own."""
 
     def __init__(self, coro: Any, *, name: str | None = None, **options: Any):
-        self._errors: list[BaseException] = []
+        self._error: BaseException | None = None
         self._value: Any = None
 
         def run() -> None:
             try:
-                self._value = asyncio.run(_awaited(coro))
+                self._value = await_result(coro)
             except BaseException as error:
-                self._errors.append(error)
+                self._error = error
 
         self._thread = threading.Thread(target=run, name=name)
         self._thread.start()
@@ -43,13 +45,38 @@ class CommitFuture:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the commit has not ended after {timeout} s")
-        if self._errors:
-            raise self._errors[0]
+        if self._error is not None:
+            raise self._error
         return self._value
 
 
-async def _awaited(coroutine: Any) -> Any:
-    return await coroutine
-
-
 CommitFutureAwaitingContractedSignals = CommitFuture
+
+
+class ChainedFuture:
+    """Several futures as one. `cb` is called once all are done."""
+
+    def __init__(self, futures: Any, cb: Any):
+        self._futures, self._callback = futures, cb
+
+    def result(self, timeout: float | None = None) -> Any:
+        give_up = None if timeout is None else time.monotonic() + timeout
+        for future in self._futures:
+            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
+            future.result(left_s)
+        self._callback()
+
+
+class AsyncResponse:
+    """Work in the background. `result` waits for it."""
+
+    def __init__(self, wait: Callable[[float | None], Any]):
+        self._wait = wait
+        self._result: list[Any] = []
+        self._lock = threading.Lock()
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._lock:
+            if not self._result:
+                self._result.append(self._wait(timeout))
+            return self._result[0]

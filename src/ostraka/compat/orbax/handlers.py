@@ -1,57 +1,467 @@
-"""Handlers: those of items, the one of several items, and handlers of one's own."""
+"""Handlers: the built-in ones for each kind of item, custom ones, and the one for several items."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import inspect
-import threading
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, Item, Opened, Payload, write
-from ostraka.compat.orbax._files import empty_directory, pack, resolve, unpack, wait_for
-from ostraka.compat.orbax._item_handlers import BY_KIND, EngineHandler, LegacyArgs
-from ostraka.compat.orbax._item_handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
-from ostraka.compat.orbax._item_handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
-from ostraka.compat.orbax._item_handlers import (
-    BasePyTreeCheckpointHandler as BasePyTreeCheckpointHandler,
-)
-from ostraka.compat.orbax._item_handlers import CheckpointHandler as CheckpointHandler
-from ostraka.compat.orbax._item_handlers import (
-    JaxRandomKeyCheckpointHandler as JaxRandomKeyCheckpointHandler,
-)
-from ostraka.compat.orbax._item_handlers import JsonCheckpointHandler as JsonCheckpointHandler
-from ostraka.compat.orbax._item_handlers import (
-    NumpyRandomKeyCheckpointHandler as NumpyRandomKeyCheckpointHandler,
-)
-from ostraka.compat.orbax._item_handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
-from ostraka.compat.orbax._item_handlers import (
-    StandardCheckpointHandler as StandardCheckpointHandler,
-)
-from ostraka.compat.orbax._item_handlers import restore_args_for as restore_args_for
-from ostraka.compat.orbax._item_handlers import save_args_for as save_args_for
-from ostraka.compat.orbax._place import as_path
-from ostraka.compat.orbax._refuse import refuse, refuse_options
+import numpy as np
 
-__getattr__ = refuse(__name__)
+from ostraka.compat.orbax import args as args_lib
+from ostraka.compat.orbax._engine import About, Item, OpenCheckpoint, Payload, as_json, write
+from ostraka.compat.orbax._files import (
+    as_path,
+    await_result,
+    empty_directory,
+    pack,
+    unpack,
+    wait_for,
+)
+from ostraka.compat.orbax._leaves import prepare_leaf, want_of
+from ostraka.compat.orbax._pytree import (
+    args_of_template,
+    check_standard,
+    pytree_payload,
+    read_as_saved,
+    read_pytree,
+    read_standard,
+)
+from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax.future import AsyncResponse
+from ostraka.compat.orbax.metadata import tree_metadata
+
+_WITHIN = "ostraka_item"
+"""In the files of a custom handler: the item that it saved through a built-in one."""
 
 # The classes under the names that Orbax's handlers module has for them
 
 PyTreeSaveArgs, PyTreeRestoreArgs = args_lib.PyTreeSave, args_lib.PyTreeRestore
 StandardSaveArgs, StandardRestoreArgs = args_lib.StandardSave, args_lib.StandardRestore
 JsonSaveArgs, JsonRestoreArgs = args_lib.JsonSave, args_lib.JsonRestore
+ArraySaveArgs, ArrayRestoreArgs = args_lib.ArraySave, args_lib.ArrayRestore
+JaxRandomKeySaveArgs = args_lib.JaxRandomKeySave
+JaxRandomKeyRestoreArgs = args_lib.JaxRandomKeyRestore
+NumpyRandomKeySaveArgs = args_lib.NumpyRandomKeySave
+NumpyRandomKeyRestoreArgs = args_lib.NumpyRandomKeyRestore
+ProtoSaveArgs, ProtoRestoreArgs = args_lib.ProtoSave, args_lib.ProtoRestore
+ProtoCheckpointHandler = absent(
+    "ProtoCheckpointHandler", "save SerializeToString() of the message as bytes in the tree"
+)
 CompositeArgs = CompositeResults = args_lib.Composite
 
 
+class CheckpointHandler(abc.ABC):
+    """Saves an item into a directory and restores it from there. Subclass it for your own."""
+
+    @abc.abstractmethod
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    @abc.abstractmethod
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def metadata(self, directory: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no metadata()")
+
+    def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
+        pass
+
+    def close(self) -> None:  # noqa: B027 - a subclass may leave it out
+        pass
+
+    @classmethod
+    def typestr(cls) -> str:
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class AsyncCheckpointHandler(CheckpointHandler):
+    """A handler with `async_save`, which returns futures to wait for."""
+
+    @abc.abstractmethod
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(slots=True)
+class LentDirectory:
+    """A directory that stands for an item while a custom handler has it."""
+
+    item: Item | None = None
+    """The item to restore from."""
+    payload: Payload | None = None
+    """The item that the handler has saved through a built-in one."""
+
+
+_LENT: dict[str, LentDirectory] = {}
+
+
+@contextlib.contextmanager
+def _lend(item: Item | None = None) -> Generator[tuple[Any, LentDirectory]]:
+    """Lend a custom handler an empty directory.
+
+    A subclass of a built-in handler may call inherited methods with it. Then arrays go to and
+    come from the engine instead of files.
+    """
+    with empty_directory() as directory:
+        lent = _LENT[os.fspath(directory)] = LentDirectory(item)
+        try:
+            yield directory, lent
+        finally:
+            del _LENT[os.fspath(directory)]
+
+
+class EngineHandler(AsyncCheckpointHandler):
+    """A built-in handler: the engine itself writes its items."""
+
+    save_cls: Any = None
+    restore_cls: Any = None
+    ignored: tuple[str, ...] = ("multiprocessing_options", "primary_host")
+    by_position: tuple[str, ...] = ()
+
+    def __init__(self, *positional: Any, **options: Any):
+        if len(positional) > len(self.by_position):
+            raise TypeError(
+                f"{type(self).__name__} takes {len(self.by_position)} positional arguments, not "
+                f"{len(positional)}"
+            )
+        refuse_options(type(self).__name__, options, (*self.ignored, *self.by_position))
+
+    def payload(self, args: Any) -> Payload:
+        raise NotImplementedError
+
+    def read(self, item: Item, args: Any) -> Any:
+        raise NotImplementedError
+
+    def describe(self, item: Item) -> Any:
+        return None
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        self._write(directory, args_for_save(self, args, kwargs), background=False)
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Copy the values, then save in the background. Return futures to wait for."""
+        handle = self._write(directory, args_for_save(self, args, kwargs), background=True)
+        return [] if handle is None else [AsyncResponse(handle.wait)]
+
+    def _write(self, directory: Any, given: Any, *, background: bool) -> Any:
+        payload = self.payload(given)
+        lent = _LENT.get(os.fspath(directory))
+        if lent is None:
+            return write(directory, payload, About(), force=True, background=background)
+        lent.payload = payload
+        return None
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.read(_item_at(directory), args_for_restore(self, args, kwargs))
+
+    def metadata(self, directory: Any) -> Any:
+        return self.describe(_item_at(directory))
+
+
+def _item_at(directory: Any) -> Item:
+    lent = _LENT.get(os.fspath(directory))
+    if lent is not None and lent.item is not None:
+        return lent.item
+    return OpenCheckpoint(directory).item(None)
+
+
+class PyTreeCheckpointHandler(EngineHandler):
+    save_cls, restore_cls = args_lib.PyTreeSave, args_lib.PyTreeRestore
+    # Options about Orbax's files and memory. The engine has its own limits.
+    ignored = (
+        *EngineHandler.ignored,
+        "memory_limit_options",
+        "save_concurrent_bytes",
+        "restore_concurrent_bytes",
+        "save_device_host_concurrent_bytes",
+        "concurrent_gb",
+        "save_concurrent_gb",
+        "restore_concurrent_gb",
+        "save_device_host_concurrent_gb",
+        "use_ocdbt",
+        "use_zarr3",
+        "use_compression",
+        "array_metadata_validator",
+        "enable_pinned_host_transfer",
+        "enable_post_merge_validation",
+        "is_prioritized_key_fn",
+        "pytree_metadata_options",
+        "type_handler_registry",
+        "handler_impl",
+        "write_tree_metadata",
+        "array_metadata_store",
+    )
+    by_position = ("aggregate_filename",)
+
+    def payload(self, args: Any) -> Payload:
+        return pytree_payload(args.item, args.save_args, self.typestr())
+
+    def read(self, item: Item, args: Any) -> Any:
+        return read_pytree(item, args)
+
+    def describe(self, item: Item) -> Any:
+        return tree_metadata(item)
+
+
+class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
+    pass
+
+
+class StandardCheckpointHandler(PyTreeCheckpointHandler):
+    save_cls, restore_cls = args_lib.StandardSave, args_lib.StandardRestore
+
+    def payload(self, args: Any) -> Payload:
+        check_standard(args.item)
+        return super().payload(args)
+
+    def read(self, item: Item, args: Any) -> Any:
+        if args.support_layout:
+            raise NotImplementedError("StandardRestore(support_layout=True) is not supported")
+        if args.item is None:
+            return read_as_saved(item)
+        is_metadata = type(args.item).__name__ in ("TreeMetadata", "_TreeMetadataImpl")
+        like = args.item.tree if is_metadata else args.item
+        where = args.fallback_sharding
+        return read_standard(item, like, strict=args.strict, fallback_sharding=where)
+
+
+class JsonCheckpointHandler(EngineHandler):
+    save_cls, restore_cls = args_lib.JsonSave, args_lib.JsonRestore
+    by_position = ("filename",)
+
+    def payload(self, args: Any) -> Payload:
+        return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
+
+    def read(self, item: Item, args: Any) -> Any:
+        return read_as_saved(item)
+
+
+class ArrayCheckpointHandler(EngineHandler):
+    save_cls, restore_cls = args_lib.ArraySave, args_lib.ArrayRestore
+    by_position = ("checkpoint_name",)
+
+    def payload(self, args: Any) -> Payload:
+        leaf = prepare_leaf((), args.item, args.save_args)
+        if isinstance(leaf, dict | list | str):
+            raise TypeError(f"ArraySave takes an array or a number, not {type(args.item)}")
+        return Payload("array", leaf, self.typestr())
+
+    def read(self, item: Item, args: Any) -> Any:
+        given = args.restore_args
+        if given is None and args.item is not None:
+            given = args_of_template(args.item)
+        return self._read_leaf(item, given)
+
+    def _read_leaf(self, item: Item, given: Any) -> Any:
+        keys = next(iter(item.tree.leaves))
+        return item.read([keys], [want_of(keys, item.saved(keys), given)])[0]
+
+
+class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
+    save_cls, restore_cls = args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore
+    by_position = ("key_name",)
+
+    def payload(self, args: Any) -> Payload:
+        return Payload("array", args.item, self.typestr())
+
+    def read(self, item: Item, args: Any) -> Any:
+        return self._read_leaf(item, None)
+
+
+class NumpyRandomKeyCheckpointHandler(EngineHandler):
+    save_cls, restore_cls = args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore
+    by_position = ("key_name",)
+
+    def payload(self, args: Any) -> Payload:
+        if not isinstance(args.item, tuple) or not isinstance(args.item[0], str):
+            raise TypeError("NumpyRandomKeySave takes np.random.get_state()")
+        kind, words, position, has_gauss, gauss = args.item
+        tree = {"kind": kind, "words": np.asarray(words), "rest": [position, has_gauss, gauss]}
+        return Payload("numpy_key", tree, self.typestr())
+
+    def read(self, item: Item, args: Any) -> Any:
+        found = read_as_saved(item)
+        return (found["kind"], found["words"], *found["rest"])
+
+
+_BY_KIND: dict[str, type[EngineHandler]] = {
+    "standard": StandardCheckpointHandler,
+    "pytree": PyTreeCheckpointHandler,
+    "json": JsonCheckpointHandler,
+    "array": ArrayCheckpointHandler,
+    "numpy_key": NumpyRandomKeyCheckpointHandler,
+    "jax_key": JaxRandomKeyCheckpointHandler,
+}
+for _handler in _BY_KIND.values():
+    args_lib.register_with_handler(_handler, for_save=True)(_handler.save_cls)
+    args_lib.register_with_handler(_handler, for_restore=True)(_handler.restore_cls)
+
+
+# The args of a call
+
+
+@dataclass
+class LegacyArgs(args_lib.CheckpointArgs):
+    """Arguments of a call for a custom handler without registered args."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def args_for_save(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return the args of a save, given as `args=` or in the old form `item, save_args=…`."""
+    return _args_for(handler, positional, keywords, 0)
+
+
+def args_for_restore(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return _args_for(handler, positional, keywords, 1)
+
+
+def _args_for(
+    handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any], which: int
+) -> Any:
+    rest = {key: value for key, value in keywords.items() if key != "args"}
+    given = keywords.get("args")
+    if given is None and positional and args_lib.is_args(positional[0]):
+        # As Brax has it: `restore(path, PyTreeRestore(…), item=None)`.
+        given, positional = positional[0], positional[1:]
+        rest = {key: value for key, value in rest.items() if value is not None}
+    if given is not None:
+        if positional or rest:
+            raise ValueError(f"give args=, or {', '.join(rest) or 'an item'}; not both")
+        return args_lib.adopt(given)
+    if isinstance(handler, CompositeCheckpointHandler):
+        item = positional[0] if positional else rest.get("item")
+        return None if item is None else args_lib.adopt(item)
+    if isinstance(handler, EngineHandler):
+        return (handler.save_cls, handler.restore_cls)[which](*positional, **rest)
+    if args_lib.has_registered_args(handler):
+        return args_lib.get_registered_args_cls(handler)[which](*positional, **rest)
+    return LegacyArgs(positional, rest)
+
+
+# One item, by any handler
+
+
+def _inherits(handler: Any, name: str) -> bool:
+    """True if a handler leaves a method to the engine."""
+    is_built_in = isinstance(handler, EngineHandler)
+    return is_built_in and getattr(type(handler), name) is getattr(EngineHandler, name)
+
+
+def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
+    """Return an item ready for the engine. For a custom handler it holds the files it writes.
+
+    As in Orbax, `async_save` is called in the background, `save` otherwise.
+    """
+    is_async = hasattr(handler, "async_save") and (background or not hasattr(handler, "save"))
+    name = "async_save" if is_async else "save"
+    if _inherits(handler, name):
+        return handler.payload(args)
+    by = f"{type(handler).__module__}.{type(handler).__qualname__}"
+    with _lend() as (directory, lent):
+        result = await_result(_call(getattr(handler, name), directory, args))
+        if is_async:
+            wait_for(result)
+        if hasattr(handler, "finalize"):
+            await_result(handler.finalize(directory))
+        if lent.payload is not None:
+            if not any(directory.iterdir()):
+                return replace(lent.payload, handler=by)
+            write(directory / _WITHIN, lent.payload, About(), force=True)
+        return Payload("files", pack(directory, by), by)
+
+
+def read_item(handler: Any, item: Item, args: Any) -> Any:
+    """Restore an item with a handler. None stands for the built-in handler of its kind."""
+    if handler is None:
+        if item.kind == "files":
+            raise ValueError(
+                f"{item.path} was saved by a handler of yours; give its args, or the handler "
+                "itself (item_handlers=, or a handler registry)"
+            )
+        handler = _BY_KIND[item.kind]()
+    if _inherits(handler, "restore"):
+        return handler.read(item, args if args is not None else handler.restore_cls())
+    with _directory_of(item, handler) as directory:
+        return _call(handler.restore, directory, args)
+
+
+@contextlib.contextmanager
+def _directory_of(item: Item, handler: Any) -> Generator[Any]:
+    """Yield the directory that a custom handler restores from. Raises ValueError if it has none."""
+    if not isinstance(handler, EngineHandler) or item.kind == "files":
+        with files_of(item) as directory:
+            within = directory / _WITHIN
+            if within.exists():
+                _LENT[os.fspath(directory)] = LentDirectory(OpenCheckpoint(within).item(None))
+            try:
+                yield directory
+            finally:
+                _LENT.pop(os.fspath(directory), None)
+        return
+    with _lend(item) as (directory, _):
+        yield directory
+
+
+@contextlib.contextmanager
+def files_of(item: Item) -> Generator[Any]:
+    """Yield a directory with the files that a custom handler has saved as an item."""
+    if item.directory is not None:  # Orbax has them in a directory of the step.
+        yield as_path(item.directory)
+        return
+    with empty_directory() as directory:
+        unpack(item.states(), directory)
+        yield directory
+
+
+def describe_item(handler: Any, item: Item) -> Any:
+    """Return a handler's metadata of an item, or None if it has none."""
+    if handler is None and item.kind != "files":
+        handler = _BY_KIND[item.kind]()
+    if handler is None or not hasattr(handler, "metadata"):
+        return None
+    if _inherits(handler, "metadata"):
+        return handler.describe(item) if item.kind != "files" else None
+    with _directory_of(item, handler) as directory:
+        try:
+            return handler.metadata(directory)
+        except NotImplementedError:
+            return None
+
+
+def _call(function: Any, directory: Any, args: Any) -> Any:
+    """Call a handler's method with `args=`, or with the item alone if it takes no args."""
+    if isinstance(args, LegacyArgs):
+        return function(directory, *args.positional, **args.keywords)
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "args" in parameters or takes_any:
+        return function(directory, args=args)
+    if args is None:
+        return function(directory)
+    return function(directory, getattr(args, "item", args))
+
+
+# Several items
+
+
+@dataclass
 class CompositeOptions:
-    def __init__(self, **options: Any):
-        refuse_options("CompositeOptions", options, ("multiprocessing_options", "file_options"))
+    """Options about Orbax's own files, without effect."""
+
+    multiprocessing_options: Any = None
+    temporary_path_class: Any = None
+    file_options: Any = None
+    atomicity_options: Any = None
+    async_options: Any = None
 
 
-class CompositeCheckpointHandler(CheckpointHandler):
-    """Several items by name, each by its own handler."""
-
-    is_composite = True
+class CompositeCheckpointHandler(AsyncCheckpointHandler):
+    """Several items by name, each with its own handler."""
 
     def __init__(
         self,
@@ -64,21 +474,55 @@ class CompositeCheckpointHandler(CheckpointHandler):
         self.known: dict[str, Any] = {k: h for k, h in items_and_handlers.items() if h is not None}
         self.registry = handler_registry
         self.given_as_none: set[str] = set()
-        """Items of any save; they come back as None."""
+        """Items that a save was given as None. A restore of all items returns None for them."""
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        given = save_args_for(self, args, kwargs)
-        write(directory, composite_payloads(self, given), About(), force=True)
+        payloads = self.payloads(args_for_save(self, args, kwargs), background=False)
+        write(directory, payloads, About(), force=True)
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        payloads = self.payloads(args_for_save(self, args, kwargs), background=True)
+        handle: Any = write(directory, payloads, About(), force=True, background=True)
+        return [AsyncResponse(handle.wait)]
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("args") or (args[0] if args else None)
-        return read_composite(self, Opened(directory), given)
+        return self.read(
+            OpenCheckpoint(directory), kwargs.get("args") or (args[0] if args else None)
+        )
 
     def metadata(self, directory: Any) -> Any:
-        return describe_composite(self, Opened(directory))
+        return self.describe(OpenCheckpoint(directory))
 
-    def handler_for(self, name: str, args: Any) -> Any:
-        """The handler of an item. Raises ValueError if none fits."""
+    def payloads(self, args: Any, *, background: bool) -> dict[str, Payload]:
+        if not isinstance(args, args_lib.Composite):
+            raise ValueError("Must provide `args` of type `Composite` for several items.")
+        given = {name: args_lib.adopt(own) for name, own in args.items() if own is not None}
+        self.given_as_none |= args.keys() - given.keys()
+        return {
+            name: payload_of(self._handler_for(name, own), own, background=background)
+            for name, own in given.items()
+        }
+
+    def read(self, opened: OpenCheckpoint, args: Any) -> args_lib.Composite:
+        """Restore the items that args ask for, all without args."""
+        wanted: dict[str, Any] = dict(args.items()) if args is not None else {}
+        found: dict[str, Any] = {}
+        if not wanted:
+            wanted = dict.fromkeys(opened.items())
+            found = dict.fromkeys(sorted(self.given_as_none - set(wanted)))
+        for name, given in sorted(wanted.items()):
+            item, adopted = opened.item(name), args_lib.adopt(given)
+            found[name] = read_item(self._handler_for(name, adopted), item, adopted)
+        return args_lib.Composite(**found)
+
+    def describe(self, opened: OpenCheckpoint) -> args_lib.Composite:
+        handlers = {name: self._handler_for(name, None) for name in opened.items()}
+        return args_lib.Composite(
+            **{name: describe_item(by, opened.item(name)) for name, by in handlers.items()}
+        )
+
+    def _handler_for(self, name: str, args: Any) -> Any:
+        """Return the handler of an item, None without args. Raises ValueError if none fits."""
         if name in self.known:
             return self.known[name]
         if self.registry is not None:
@@ -95,135 +539,22 @@ class CompositeCheckpointHandler(CheckpointHandler):
         return args_lib.get_registered_handler_cls(args)()
 
 
-# Which handler, which args
-
-
-def composite_payloads(composite: CompositeCheckpointHandler, args: Any) -> dict[str, Payload]:
-    if not isinstance(args, args_lib.Composite):
-        raise ValueError("Must provide `args` of type `Composite` for several items.")
-    payloads: dict[str, Payload] = {}
-    composite.given_as_none |= {name for name, given in args.items() if given is None}
-    for name, given in args.items():
-        if given is not None:
-            adopted = args_lib.adopt(given)
-            payloads[name] = payload_of(composite.handler_for(name, adopted), adopted)
-    return payloads
-
-
-def read_composite(composite: CompositeCheckpointHandler, opened: Opened, args: Any) -> Any:
-    """The items that are asked for; without args, all."""
-    wanted: dict[str, Any] = dict(args.items()) if args is not None else {}
-    found: dict[str, Any] = {}
-    if not wanted:
-        wanted = dict.fromkeys(opened.items())
-        found = dict.fromkeys(sorted(composite.given_as_none - set(wanted)))
-    for name, given in sorted(wanted.items()):
-        item = opened.item(name)
-        adopted = args_lib.adopt(given) if given is not None else None
-        found[name] = read_item(composite.handler_for(name, adopted), item, adopted)
-    return args_lib.Composite(**found)
-
-
-def describe_composite(composite: CompositeCheckpointHandler, opened: Opened) -> Any:
-    names = opened.items()
-    return args_lib.Composite(
-        **{n: describe_item(composite.handler_for(n, None), opened.item(n)) for n in names}
-    )
-
-
 def file_size_of(args: Any) -> int | None:
-    """How large files may get, if args of an item say so."""
+    """Return the smallest file size that the args of any item ask for."""
     several = args.values() if isinstance(args, args_lib.Composite) else [args]
     sizes = [getattr(given, "ocdbt_target_data_file_size", None) for given in several]
     return min((size for size in sizes if size), default=None)
-
-
-def _is_engines(handler: Any) -> bool:
-    """Whether the engine writes the item: a handler that changes `save` does so itself."""
-    if not isinstance(handler, EngineHandler):
-        return False
-    return (
-        type(handler).save is EngineHandler.save and type(handler).restore is EngineHandler.restore
-    )
-
-
-def payload_of(handler: Any, args: Any) -> Payload:
-    """An item ready for the engine; of a handler of the user's, the files that it writes."""
-    if _is_engines(handler):
-        return handler.payload(args)
-    with empty_directory() as directory:
-        if hasattr(handler, "async_save"):
-            _call_async(handler, directory, args)
-        else:
-            _call(handler.save, directory, args)
-        if hasattr(handler, "finalize"):
-            resolve(handler.finalize(directory))
-        by = f"{type(handler).__module__}.{type(handler).__qualname__}"
-        return Payload("files", pack(directory, by), by)
-
-
-def _call_async(handler: Any, directory: Any, args: Any) -> None:
-    """Run `async_save` in a thread: there may be a loop that runs in this one."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            wait_for(resolve(_call(handler.async_save, directory, args)))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def read_item(handler: Any, item: Item, args: Any) -> Any:
-    """An item by a handler, or by the kind that it was saved as."""
-    if handler is None:
-        if item.kind == "files":
-            raise ValueError(
-                f"{item.path} was saved by a handler of yours; give its args, or the handler "
-                "itself (item_handlers=, or a handler registry)"
-            )
-        handler = BY_KIND[item.kind]()
-    if _is_engines(handler):
-        return handler.read(item, args if args is not None else handler.restore_cls())
-    if item.directory is not None:
-        return _call(handler.restore, as_path(item.directory), args)
-    with empty_directory() as directory:
-        unpack(item.states(), directory)
-        return _call(handler.restore, directory, args)
-
-
-def describe_item(handler: Any, item: Item) -> Any:
-    if handler is None and item.kind != "files":
-        handler = BY_KIND[item.kind]()
-    return handler.describe(item) if isinstance(handler, EngineHandler) else None
-
-
-def _call(function: Any, directory: Any, args: Any) -> Any:
-    """Call a handler's function with `args=`, or as older ones have it with `item` alone."""
-    if isinstance(args, LegacyArgs):
-        return function(directory, *args.positional, **args.keywords)
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if "args" in parameters or takes_any:
-        return function(directory, args=args)
-    if args is None:
-        return function(directory)
-    return function(directory, getattr(args, "item", args))
 
 
 # Registries
 
 
 class CheckpointHandlerRegistry:
-    """Which handler is for which item and which args."""
+    """Handlers by the item and the args that they are for."""
 
-    def __init__(self, other: CheckpointHandlerRegistry | None = None):
-        self._entries: dict[tuple[str | None, Any], Any] = dict(other._entries) if other else {}
+    def __init__(self, other_registry: CheckpointHandlerRegistry | None = None):
+        known = other_registry._entries if other_registry is not None else {}
+        self._entries: dict[tuple[str | None, Any], Any] = dict(known)
 
     def add(self, item: str | None, args: Any, handler: Any = None) -> None:
         cls = args if isinstance(args, type) else type(args)
@@ -242,12 +573,12 @@ class CheckpointHandlerRegistry:
         return self.find(item, args) is not None
 
     def find(self, item: str | None, args: Any) -> Any:
-        cls = args if isinstance(args, type) or args is None else type(args)
-        for key in ((item, cls), (None, cls)):
-            if cls is not None and key in self._entries:
-                return self._entries[key]
-        own = [handler for (name, _), handler in self._entries.items() if name == item and item]
-        return own[0] if cls is None and own else None
+        """Return the handler of an item and args, or None. Without args any of the item will do."""
+        if args is not None:
+            cls = args if isinstance(args, type) else type(args)
+            return self._entries.get((item, cls), self._entries.get((None, cls)))
+        own = (handler for (name, _), handler in self._entries.items() if name == item and item)
+        return next(own, None)
 
     def get_all_entries(self) -> dict[tuple[str | None, Any], Any]:
         return dict(self._entries)
@@ -259,13 +590,12 @@ class CheckpointHandlerRegistry:
 class DefaultCheckpointHandlerRegistry(CheckpointHandlerRegistry):
     """A registry that has the built-in handlers."""
 
-    def __init__(self, other: CheckpointHandlerRegistry | None = None):
-        super().__init__(other)
+    def __init__(self, other_registry: CheckpointHandlerRegistry | None = None):
+        super().__init__(other_registry)
         for handler in (PyTreeCheckpointHandler, StandardCheckpointHandler, JsonCheckpointHandler):
             made = handler()
             for cls in (handler.save_cls, handler.restore_cls):
-                if (None, cls) not in self._entries:
-                    self.add(None, cls, made)
+                self._entries.setdefault((None, cls), made)
 
 
 def create_default_handler_registry(**items_and_handlers: Any) -> CheckpointHandlerRegistry:

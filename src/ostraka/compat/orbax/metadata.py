@@ -1,27 +1,45 @@
-"""What is known of a checkpoint without reading its arrays."""
+"""Metadata of a checkpoint, its items and their leaves. No arrays are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ostraka._nodes import SavedStates
-from ostraka._spec import LeafSpec, numpy_dtype
-from ostraka.compat.orbax._engine import Item, Opened
-from ostraka.compat.orbax._refuse import refuse
-
-__getattr__ = refuse(__name__)
+from ostraka.common.dtypes import numpy_dtype
+from ostraka.compat.orbax._engine import Item, OpenCheckpoint
+from ostraka.compat.orbax._refuse import absent
+from ostraka.layout.spec import LeafSpec
+from ostraka.tree.nodes import SavedStates
 
 
 @dataclass
 class Metadata:
     name: str = ""
     directory: Any = None
+
+
+@dataclass
+class StorageMetadata:
+    """The chunks in which Orbax stores an array. Ostraka's checkpoints have none."""
+
+    chunk_shape: tuple[int, ...] | None = None
+    write_shape: tuple[int, ...] | None = None
+    zarr_metadata: Any = None
+
+
+@dataclass
+class ValueMetadataEntry:
+    """The kind of a leaf in Orbax's `_METADATA`. Ostraka's checkpoints have none."""
+
+    value_type: str
+    skip_deserialize: bool = False
+    write_shape: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -34,7 +52,10 @@ class ArrayMetadata(Metadata):
 
 @dataclass
 class ScalarMetadata(ArrayMetadata):
-    pass
+    @property
+    def zero(self) -> Any:
+        """A number of the same type."""
+        return {"b": False, "f": 0.0, "c": 0j}.get(self.dtype.kind, 0)
 
 
 @dataclass
@@ -44,7 +65,7 @@ class StringMetadata(Metadata):
 
 @dataclass
 class ShardingMetadata:
-    """How an array lay over the devices."""
+    """The saved sharding of an array."""
 
     def to_jax_sharding(self) -> Any:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -73,11 +94,16 @@ class NamedShardingMetadata(ShardingMetadata):
 
 
 class TreeMetadata:
-    """The tree of an item with metadata for leaves: `m["params"]`, `m.tree`."""
+    """The tree of an item with metadata for leaves: `m["params"]`, `m.tree`, `m.items()`."""
 
     def __init__(self, tree: Any, custom_metadata: Any = None):
         self.tree = tree
         self.custom_metadata = custom_metadata
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items", "get"):
+            return getattr(self.tree, name)
+        raise AttributeError(f"TreeMetadata has no {name!r}")
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
@@ -91,43 +117,21 @@ class TreeMetadata:
     def __len__(self) -> int:
         return len(self.tree)
 
-    def keys(self) -> Any:
-        return self.tree.keys()
-
-    def values(self) -> Any:
-        return self.tree.values()
-
-    def items(self) -> Any:
-        return self.tree.items()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.tree.get(key, default)
-
     def __repr__(self) -> str:
         return f"TreeMetadata(tree={self.tree!r})"
 
 
 def _children_with_keys(metadata: TreeMetadata) -> tuple[list[tuple[Any, Any]], Any]:
-    """The entries of the tree itself, so that leaves have the paths that they have there."""
+    """Return the entries of the tree itself, so that leaves keep their paths."""
     tree = metadata.tree
-    if isinstance(tree, dict):
-        known: dict[str, Any] = tree
-        names = sorted(known)
-        children = [(jax.tree_util.DictKey(name), known[name]) for name in names]
-        return children, (names, metadata.custom_metadata)
-    if isinstance(tree, list):
-        several: list[Any] = tree
-        children = [(jax.tree_util.SequenceKey(n), child) for n, child in enumerate(several)]
-        return children, (list, metadata.custom_metadata)
-    return [(jax.tree_util.GetAttrKey("tree"), tree)], (None, metadata.custom_metadata)
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
+    children = [(path[0] if path else jax.tree_util.GetAttrKey("tree"), x) for path, x in found]
+    return children, (structure, metadata.custom_metadata)
 
 
 def _from_children(about: Any, children: Any) -> TreeMetadata:
-    kind, custom = about
-    if kind is None:
-        return TreeMetadata(children[0], custom)
-    tree = list(children) if kind is list else dict(zip(kind, children, strict=True))
-    return TreeMetadata(tree, custom)
+    structure, custom_metadata = about
+    return TreeMetadata(jax.tree_util.tree_unflatten(structure, children), custom_metadata)
 
 
 jax.tree_util.register_pytree_with_keys(TreeMetadata, _children_with_keys, _from_children)
@@ -138,9 +142,10 @@ class StepMetadata:
     item_handlers: Any = None
     item_metadata: Any = None
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
-    custom_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    performance_metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     init_timestamp_nsecs: int | None = None
     commit_timestamp_nsecs: int | None = None
+    custom_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -150,7 +155,7 @@ class RootMetadata:
 
 
 def tree_metadata(item: Item) -> TreeMetadata:
-    """What each leaf of an item is."""
+    """Return the metadata of each leaf of an item."""
     return TreeMetadata(item.tree.nested([_leaf(item, keys) for keys in item.tree.leaves]))
 
 
@@ -158,12 +163,15 @@ def _leaf(item: Item, keys: tuple[str, ...]) -> Any:
     saved = item.saved(keys)
     name = ".".join(keys)
     if isinstance(saved, LeafSpec):
-        shape, dtype = tuple(saved.logical_shape), numpy_dtype(saved.dtype)
+        # Orbax describes PRNG keys by their numbers.
+        shape, dtype = tuple(saved.own_shape), numpy_dtype(saved.dtype)
         return ArrayMetadata(name, item.path, shape, _sharding(item, saved), dtype)
     if isinstance(saved, str):
         return StringMetadata(name, item.path)
     if isinstance(saved, bool | int | float):
-        return ScalarMetadata(name, item.path, (), None, np.asarray(saved).dtype)
+        # An integer of any size has no dtype of its own in numpy.
+        dtype = np.asarray(saved).dtype
+        return ScalarMetadata(name, item.path, (), None, np.dtype(int) if dtype == "O" else dtype)
     return Metadata(name, item.path) if isinstance(saved, SavedStates) else saved
 
 
@@ -178,14 +186,30 @@ def _sharding(item: Item, spec: LeafSpec) -> Any:
     return NamedShardingMetadata(tuple(axes.values()), tuple(axes), tuple(entries))
 
 
-def step_metadata(opened: Opened, items: Any) -> StepMetadata:
+def step_metadata(opened: OpenCheckpoint, items: Any) -> StepMetadata:
     handlers: Any = opened.handlers()
     if opened.is_single:
         handlers = handlers.get("default")
     metrics = opened.metrics
+    saved: Any = opened.source.saved.writer.get("time")
+    committed_ns = int(datetime.fromisoformat(saved).timestamp() * 1e9) if saved else None
     return StepMetadata(
         item_handlers=handlers or None,
         item_metadata=items,
         metrics=dict(metrics) if isinstance(metrics, dict) else {},
+        commit_timestamp_nsecs=committed_ns,
         custom_metadata=opened.custom,
     )
+
+
+def get_step_metadata(path: Any) -> StepMetadata:
+    """Return the metadata of a step without its items. Raises ValueError if it does not exist."""
+    try:
+        opened = OpenCheckpoint(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"Step metadata not found: there is no checkpoint at {path}") from error
+    return step_metadata(opened, None)
+
+
+MetadataStore = absent("metadata.MetadataStore", "call metadata.get_step_metadata(path)")
+metadata_store = absent("metadata.metadata_store", "call metadata.get_step_metadata(path)")

@@ -1,20 +1,17 @@
-"""Options. Those about Orbax's own files and threads are taken, and change nothing."""
+"""Options. Those about Orbax's own files and threads have no effect."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
-
-from ostraka.compat.orbax._refuse import refuse
-
-__getattr__ = refuse(__name__)
 
 
 @dataclass
 class AsyncOptions:
-    """`timeout_secs`: how long `wait_until_finished` waits."""
+    """`timeout_secs` limits the time that `wait_until_finished` waits."""
 
-    timeout_secs: int = 600
+    timeout_secs: int = 1200
     barrier_sync_fn: Any = None
     post_finalization_callback: Any = None
     create_directories_asynchronously: bool = True
@@ -30,4 +27,22 @@ class MultiprocessingOptions:
 @dataclass
 class FileOptions:
     path_permission_mode: int | None = None
+    skip_sync_file_validations: bool = False
     cns2_storage_options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class AtomicityMode(enum.StrEnum):
+    AUTO = "auto"
+    COMMIT_FILE = "commit_file"
+    ATOMIC_RENAME = "atomic_rename"
+
+
+@dataclass
+class AtomicityOptions:
+    mode: AtomicityMode = AtomicityMode.AUTO
+    allow_legacy_atomic_rename: bool = False
+
+
+@dataclass
+class MemoryLimitOptions:
+    max_transfer_concurrent_gb: int | None = None

@@ -1,23 +1,26 @@
-"""How a leaf is saved and restored: `SaveArgs`, `RestoreArgs`, and type handlers of one's own."""
+"""How leaves are saved and restored: `SaveArgs`, `RestoreArgs`, and custom type handlers."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._refuse import refuse, refuse_options
+from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax._tree import is_empty
+from ostraka.formats.source import names_in
+from ostraka.storage import open_store
 
-__getattr__ = refuse(__name__)
+_BY_HAND = "it is for reading and writing Orbax's files by hand; ostraka.open reads them"
 
 
 @dataclass
 class SaveArgs:
-    """How to save a leaf: `dtype` casts it; the rest is about Orbax's files, without effect."""
+    """How to save a leaf. `dtype` casts it. The other options have no effect."""
 
     aggregate: bool = False
     dtype: Any = None
@@ -37,7 +40,7 @@ class RestoreArgs:
 class ArrayRestoreArgs(RestoreArgs):
     """How to restore a `jax.Array`: `sharding`, or `mesh` and `mesh_axes`; as saved without them.
 
-    `global_shape` must be that of the array; with `strict=False` it is cut or padded with zeros.
+    `global_shape` must match the array. With `strict=False` the array is cut or padded with zeros.
     """
 
     restore_type: Any = jax.Array
@@ -51,7 +54,7 @@ class ArrayRestoreArgs(RestoreArgs):
 
 @dataclass
 class SingleReplicaArrayRestoreArgs(ArrayRestoreArgs):
-    """As `ArrayRestoreArgs`: each process reads what its devices need, shared where that pays."""
+    """An `ArrayRestoreArgs`. The engine shares reads between replicas where that pays."""
 
     single_replica_sharding: Any = None
 
@@ -67,10 +70,27 @@ class ParamInfo:
     skip_deserialize: bool = False
     is_ocdbt_checkpoint: bool = False
     value_typestr: str | None = None
+    # About Orbax's own files, without effect.
+    use_compression: bool = True
+    use_zarr3: bool = False
+    byte_limiter: Any = None
+    device_host_byte_limiter: Any = None
+    ocdbt_target_data_file_size: int | None = None
+    ts_context: Any = None
+    enable_pinned_host_transfer: bool = False
+    raise_array_data_missing_error: bool = True
+    write_shape: tuple[int, ...] | None = None
+    is_prioritized_key_fn: Any = None
+
+    def replace(self, **changes: Any) -> ParamInfo:
+        return replace(self, **changes)
+
+    async def await_path_creation(self) -> Any:
+        return self.parent_dir
 
 
 class TypeHandler(abc.ABC):
-    """Saves and restores leaves of a type of one's own, in files below `info.parent_dir`."""
+    """Saves and restores leaves of a custom type, in files below `info.parent_dir`."""
 
     @abc.abstractmethod
     def typestr(self) -> str: ...
@@ -86,18 +106,47 @@ class TypeHandler(abc.ABC):
     async def metadata(self, infos: Sequence[Any]) -> Any:
         return [None for _ in infos]
 
-    def finalize(self, directory: Any) -> None:  # noqa: B027 - may be left as it is
+    def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
         pass
 
 
-class _BuiltIn:
-    """A handler of a type that the engine itself saves."""
+class _BuiltIn(TypeHandler):
+    """A handler of a type that the engine itself saves.
 
-    def __init__(self, **options: Any):
-        refuse_options(type(self).__name__, options, _HARMLESS)
+    A subclass that overrides `serialize` and `deserialize` is a custom handler.
+    """
+
+    kind = ""
+
+    def __init__(self, *positional: Any, **options: Any):
+        refuse_options(type(self).__name__, options, _IGNORED)
+
+    def typestr(self) -> str:
+        return self.kind
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Any:
+        raise self._refused("serialize")
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+        raise self._refused("deserialize")
+
+    def _refused(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__}.{what} is not supported: Ostraka saves and restores such "
+            "leaves itself; give them to a checkpointer"
+        )
 
 
-_HARMLESS = (
+_IGNORED = (
+    "primary_host",
+    "dispatcher",
+    "callback",
+    "enable_replica_parallel_separate_folder",
+    "ocdbt_process_id",
+    "deepcopy_host_arrays",
+    "filename",
     "replica_axis_index",
     "primary_replica_id",
     "replica_id",
@@ -113,31 +162,62 @@ _HARMLESS = (
 )
 
 
+def _is_custom(handler: Any) -> bool:
+    return not isinstance(handler, _BuiltIn) or type(handler).serialize is not _BuiltIn.serialize
+
+
 class ArrayHandler(_BuiltIn):
-    def typestr(self) -> str:
-        return "jax.Array"
+    kind = "jax.Array"
 
 
 class SingleReplicaArrayHandler(ArrayHandler):
-    """For Orbax: read on one replica and broadcast. Here `share_reads` of the engine does that."""
+    """An `ArrayHandler`. The engine shares reads between replicas where that pays."""
 
 
 class NumpyHandler(_BuiltIn):
-    def typestr(self) -> str:
-        return "np.ndarray"
+    kind = "np.ndarray"
 
 
 class ScalarHandler(_BuiltIn):
-    def typestr(self) -> str:
-        return "scalar"
+    kind = "scalar"
 
 
 class StringHandler(_BuiltIn):
-    def typestr(self) -> str:
-        return "string"
+    kind = "string"
 
 
-_BUILT_IN: list[tuple[Any, Any]] = [
+class TypeHandlerRegistry:
+    """Handlers by type, for `PyTreeCheckpointHandler(type_handler_registry=)`.
+
+    Ostraka saves arrays, numbers and strings itself, whatever a registry has for them.
+    """
+
+    def __init__(self, *handlers: tuple[Any, Any]):
+        self.replace(handlers)
+
+    def replace(self, handlers: Sequence[tuple[Any, Any]]) -> None:
+        self._handlers = list(handlers)
+        self.has_custom = any(_is_custom(handler) for _, handler in handlers)
+
+    def add(self, ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
+        if any(known is ty for known, _ in self._handlers) and not override:
+            raise ValueError(f'A TypeHandler for "{ty}" is already registered.')
+        self.replace([(ty, handler), *[pair for pair in self._handlers if pair[0] is not ty]])
+
+    def get(self, ty: Any) -> Any:
+        for known, handler in self._handlers:
+            if isinstance(ty, type) and issubclass(ty, known):
+                return handler
+        raise ValueError(f"Unknown type: {ty}. Must register a TypeHandler.")
+
+    def has(self, ty: Any) -> bool:
+        return any(isinstance(ty, type) and issubclass(ty, known) for known, _ in self._handlers)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        return list(self._handlers)
+
+
+GLOBAL_REGISTRY = TypeHandlerRegistry(
     (jax.Array, ArrayHandler()),
     (np.ndarray, NumpyHandler()),
     (str, StringHandler()),
@@ -145,65 +225,89 @@ _BUILT_IN: list[tuple[Any, Any]] = [
     (float, ScalarHandler()),
     (bytes, ScalarHandler()),
     (np.number, ScalarHandler()),
-]
-_REGISTERED: list[tuple[Any, Any]] = []
+)
+get_type_handler, has_type_handler = GLOBAL_REGISTRY.get, GLOBAL_REGISTRY.has
+
+
+def create_type_handler_registry(*handlers: tuple[Any, Any]) -> TypeHandlerRegistry:
+    return TypeHandlerRegistry(*handlers)
 
 
 def register_type_handler(ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
     """Have leaves of a type saved and restored by a handler."""
     if func is not None:
         raise NotImplementedError("register_type_handler(func=) is not supported; give the type")
-    there = [pair for pair in _REGISTERED if pair[0] is ty]
-    if (there or any(known is ty for known, _ in _BUILT_IN)) and not override:
-        raise ValueError(f'A TypeHandler for "{ty}" is already registered.')
-    for pair in there:
-        _REGISTERED.remove(pair)
-    _REGISTERED.insert(0, (ty, handler))
-
-
-def get_type_handler(ty: Any) -> Any:
-    for known, handler in [*_REGISTERED, *_BUILT_IN]:
-        if isinstance(ty, type) and issubclass(ty, known):
-            return handler
-    raise ValueError(f"Unknown type: {ty}. Must register a TypeHandler.")
-
-
-def has_type_handler(ty: Any) -> bool:
-    try:
-        get_type_handler(ty)
-    except ValueError:
-        return False
-    return True
+    GLOBAL_REGISTRY.add(ty, handler, override=override)
 
 
 def supported_types() -> list[Any]:
-    return [known for known, _ in [*_REGISTERED, *_BUILT_IN]]
+    return [known for known, _ in GLOBAL_REGISTRY.pairs()]
 
 
-def is_supported_type(value: Any, *unused: Any) -> bool:
+def is_supported_type(value: Any, pytree_metadata_options: Any = None) -> bool:
     return has_type_handler(type(value))
 
 
-def has_own_handlers() -> bool:
-    return bool(_REGISTERED)
+def is_supported_empty_value(value: Any, pytree_metadata_options: Any = None) -> bool:
+    """True for None and for empty containers that need no handler."""
+    is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
+    return is_empty(value) and not is_named
 
 
-def own_handler(value: Any) -> Any:
-    """The handler of one's own for a leaf; None for what the engine saves itself."""
-    for known, handler in _REGISTERED:
+def is_ocdbt_checkpoint(path: Any) -> bool:
+    """True if Orbax wrote the arrays at a path into its OCDBT database."""
+    return not {"manifest.ocdbt", "ocdbt.process_0"}.isdisjoint(names_in(open_store(path)))
+
+
+def get_ts_context(*, use_ocdbt: bool = True, **limits: Any) -> Any:
+    """Return a TensorStore context. Ostraka does not use it."""
+    import tensorstore
+
+    given = {k: v for k, v in limits.items() if v is not None}
+    refuse_options("get_ts_context", given, tuple(_LIMITS))
+    made: Any = tensorstore.Context({_LIMITS[k]: {"limit": v} for k, v in given.items()})
+    return made
+
+
+_LIMITS = {
+    "file_io_concurrency_limit": "file_io_concurrency",
+    "data_copy_concurrency_limit": "data_copy_concurrency",
+}
+
+
+def register_standard_handlers_with_options(**options: Any) -> None:
+    """Do nothing: the options are about Orbax's own files."""
+
+
+get_json_tspec_read = absent("type_handlers.get_json_tspec_read", _BY_HAND)
+get_json_tspec_write = absent("type_handlers.get_json_tspec_write", _BY_HAND)
+get_cast_tspec_serialize = absent("type_handlers.get_cast_tspec_serialize", _BY_HAND)
+get_cast_tspec_deserialize = absent("type_handlers.get_cast_tspec_deserialize", _BY_HAND)
+async_serialize = absent("serialization.async_serialize", "use ostraka.save")
+async_deserialize = absent("serialization.async_deserialize", "use ostraka.restore")
+merge_ocdbt_per_process_files = absent("type_handlers.merge_ocdbt_per_process_files", _BY_HAND)
+
+
+def check_input_arguments(*args: Any) -> None:
+    """Raise ValueError unless all sequences are of one length."""
+    lengths = {len(arg) for arg in args if arg is not None}
+    if len(lengths) > 1:
+        raise ValueError(f"Found input args with mismatched lengths: {sorted(lengths)}.")
+
+
+def custom_handler(value: Any) -> Any:
+    """Return the custom handler for a leaf, or None if the engine saves it."""
+    for known, handler in GLOBAL_REGISTRY.pairs() if GLOBAL_REGISTRY.has_custom else ():
         if isinstance(value, known):
-            return None if isinstance(handler, _BUILT_IN_CLASSES) else handler
+            return handler if _is_custom(handler) else None
     return None
 
 
 def handler_for_typestr(typestr: str) -> Any:
-    for _, handler in _REGISTERED:
-        if not isinstance(handler, _BUILT_IN_CLASSES) and handler.typestr() == typestr:
+    for _, handler in GLOBAL_REGISTRY.pairs():
+        if _is_custom(handler) and handler.typestr() == typestr:
             return handler
     raise ValueError(
         f"a leaf was saved by the type handler {typestr!r}, and none of that name is registered; "
         "call type_handlers.register_type_handler first"
     )
-
-
-_BUILT_IN_CLASSES = (_BuiltIn,)

@@ -11,98 +11,64 @@ import jax
 from ostraka.compat.orbax._refuse import Unsupported, refuse_options
 from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1 import options as options_lib
+from ostraka.compat.orbax.v1.options import CheckpointLayout
 
 _ACTIVE: ContextVar[Context | None] = ContextVar("ostraka.orbax.v1", default=None)
+_DEFAULTS: dict[str, Any] = {
+    "pytree_options": options_lib.PyTreeOptions,
+    "array_options": options_lib.ArrayOptions,
+    "async_options": options_lib.AsyncOptions,
+    "multiprocessing_options": options_lib.MultiprocessingOptions,
+    "file_options": options_lib.FileOptions,
+    "pathways_options": options_lib.PathwaysOptions,
+    "memory_options": options_lib.MemoryOptions,
+    "atomicity_options": options_lib.AtomicityOptions,
+    "checkpointables_options": options_lib.CheckpointablesOptions,
+    "deletion_options": options_lib.DeletionOptions,
+    "safetensors_options": options_lib.SafetensorsOptions,
+    "checkpoint_layout": lambda: CheckpointLayout.ORBAX,
+}
 
 
 class Context:
-    """Options for the calls inside `with Context(…):`; those of another context are copied."""
+    """Options for the calls inside `with Context(…):`. Those of another context are copied.
 
-    def __init__(
-        self,
-        context: Context | None = None,
-        *,
-        pytree_options: Any = None,
-        array_options: Any = None,
-        async_options: Any = None,
-        multiprocessing_options: Any = None,
-        file_options: Any = None,
-        pathways_options: Any = None,
-        memory_options: Any = None,
-        atomicity_options: Any = None,
-        checkpoint_layout: Any = None,
-        **others: Any,
-    ):
-        refuse_options("Context", {k: v for k, v in others.items() if v is not None})
-        options = options_lib
+    Each has a shorter name too: `pytree` for `pytree_options`, `asynchronous` for `async_options`.
+    """
 
-        def choose(given: Any, name: str, make: Any) -> Any:
-            if given is None and context is not None:
-                given = getattr(context, name)
-            return copy.deepcopy(given) if given is not None else make()
+    pytree_options: Any
+    array_options: Any
+    async_options: Any
+    checkpointables_options: Any
+    deletion_options: Any
+    checkpoint_layout: Any
 
-        self.pytree_options = choose(pytree_options, "pytree_options", options.PyTreeOptions)
-        self.array_options = choose(array_options, "array_options", options.ArrayOptions)
-        self.async_options = choose(async_options, "async_options", options.AsyncOptions)
-        self.multiprocessing_options = choose(
-            multiprocessing_options, "multiprocessing_options", options.MultiprocessingOptions
-        )
-        self.file_options = choose(file_options, "file_options", options.FileOptions)
-        self.pathways_options = choose(
-            pathways_options, "pathways_options", options.PathwaysOptions
-        )
-        self.memory_options = choose(memory_options, "memory_options", options.MemoryOptions)
-        self.atomicity_options = choose(
-            atomicity_options, "atomicity_options", options.AtomicityOptions
-        )
-        self.checkpoint_layout = _layout(
-            choose(checkpoint_layout, "checkpoint_layout", lambda: options.CheckpointLayout.ORBAX)
-        )
+    def __init__(self, context: Context | None = None, **given: Any):
+        refuse_options("Context", [k for k, v in given.items() if v is not None], _DEFAULTS)
+        for name, make in _DEFAULTS.items():
+            value = given.get(name)
+            if value is None and context is not None:
+                value = getattr(context, name)
+            setattr(self, name, make() if value is None else copy.deepcopy(value))
+        self.checkpoint_layout = _layout(self.checkpoint_layout)
         self._tokens: list[Token[Context | None]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked by copy, of one that is not made yet
             raise AttributeError(name)
+        full = "async_options" if name == "asynchronous" else f"{name}_options"
+        if full in _DEFAULTS:
+            return getattr(self, full)
         raise Unsupported(
             f"Context has no {name!r}: if it is one of Orbax's, Ostraka's drop-in does not support "
             "it; docs/migrating.md lists what it has"
         )
 
-    # The same under the shorter names that Orbax has
-
-    @property
-    def pytree(self) -> Any:
-        return self.pytree_options
-
-    @property
-    def array(self) -> Any:
-        return self.array_options
-
-    @property
-    def asynchronous(self) -> Any:
-        return self.async_options
-
-    @property
-    def multiprocessing(self) -> Any:
-        return self.multiprocessing_options
-
-    @property
-    def file(self) -> Any:
-        return self.file_options
-
-    @property
-    def pathways(self) -> Any:
-        return self.pathways_options
-
-    @property
-    def memory(self) -> Any:
-        return self.memory_options
-
-    @property
-    def atomicity(self) -> Any:
-        return self.atomicity_options
-
     # What the calls ask for
+
+    @property
+    def registry(self) -> Any:
+        return self.checkpointables_options.registry
 
     @property
     def is_partial(self) -> bool:
@@ -114,14 +80,14 @@ class Context:
 
     @property
     def is_auto(self) -> bool:
-        return _layout(self.checkpoint_layout) is options_lib.CheckpointLayout.AUTO
+        return _layout(self.checkpoint_layout) is CheckpointLayout.AUTO
 
     @property
     def is_safetensors(self) -> bool:
-        return _layout(self.checkpoint_layout) is options_lib.CheckpointLayout.SAFETENSORS
+        return _layout(self.checkpoint_layout) is CheckpointLayout.SAFETENSORS
 
     def save_args(self, tree: Any) -> Any:
-        """What is asked of the leaves that are saved; None for nothing."""
+        """Return the SaveArgs of the leaves of a tree, or None if nothing is asked for."""
         saving = self.array_options.saving
         general, scoped = saving.storage_options, saving.scoped_storage_options_creator
         if scoped is None:
@@ -141,10 +107,10 @@ class Context:
         _ACTIVE.reset(self._tokens.pop())
 
 
-def _layout(given: Any) -> options_lib.CheckpointLayout:
-    return options_lib.CheckpointLayout(getattr(given, "value", given))
+def _layout(given: Any) -> CheckpointLayout:
+    return CheckpointLayout(getattr(given, "value", given))
 
 
 def active_context(default: Context | None = None) -> Context:
-    """The one that the caller is inside of; else the one given, or one with nothing asked."""
+    """Return the context of the caller, or else `default`, or one without any options."""
     return _ACTIVE.get() or default or Context()

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ostraka.compat.orbax._engine import Item, Payload
-from ostraka.compat.orbax._files import empty_directory, pack, unpack
+import jax
+
+from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json
+from ostraka.compat.orbax._files import await_result, empty_directory, pack
 from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
-from ostraka.compat.orbax.v1._context import Context
+from ostraka.compat.orbax.handlers import files_of
+from ostraka.compat.orbax.metadata import (
+    ArrayMetadata,
+    Metadata,
+    ScalarMetadata,
+    StringMetadata,
+    tree_metadata,
+)
+from ostraka.compat.orbax.v1 import errors
+from ostraka.compat.orbax.v1._context import Context, active_context
+from ostraka.compat.orbax.v1.handlers import (
+    JsonHandler,
+    PyTreeHandler,
+    StatefulCheckpointable,
+    is_json,
+    typestr,
+)
+from ostraka.errors import OstrakaError
 
-
-@runtime_checkable
-class StatefulCheckpointable(Protocol):
-    """An object that writes itself into a directory, and reads itself from one."""
-
-    async def save(self, directory: Any) -> Any: ...
-
-    async def load(self, directory: Any) -> Any: ...
+STATE = "state"
+AUTO = "AUTO"
+"""The name of a checkpointable that stands for `state`, or for the only tree there is."""
 
 
 class _Directory:
-    """The directory that `save` of an object gets: it is there already."""
+    """The directory that `save` of an object receives. It exists already."""
 
     def __init__(self, path: Any):
         self.path = path
@@ -38,55 +51,171 @@ class _Directory:
         return str(self.path)
 
 
-def run_twice(coroutine: Any) -> None:
-    """Await a coroutine and what it returns, in a thread: a loop may run in this one."""
-    errors: list[BaseException] = []
-
-    async def both() -> None:
-        rest = await coroutine
-        if rest is not None:
-            await rest
-
-    def run() -> None:
-        try:
-            asyncio.run(both())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def is_stateful(value: Any) -> bool:
+def _is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and isinstance(value, StatefulCheckpointable)
 
 
-def payload_of_checkpointable(value: Any, context: Context) -> Payload:
-    if not is_stateful(value):
-        return pytree_payload(value, context.save_args(value), "pytree")
-    with empty_directory() as directory:
-        run_twice(value.save(_Directory(directory)))
-        return Payload("files", pack(directory, type(value).__qualname__), "stateful")
-
-
 def payloads_of(checkpointables: Mapping[str, Any], context: Context) -> dict[str, Payload]:
-    return {name: payload_of_checkpointable(v, context) for name, v in checkpointables.items()}
+    return {name: _payload_of(name, value, context) for name, value in checkpointables.items()}
 
 
-def read_checkpointable(item: Item, abstract: Any, context: Context) -> Any:
-    """One checkpointable: as saved, like an abstract tree, or into an object with `load`."""
-    if abstract is not None and is_stateful(abstract):
-        with empty_directory() as directory:
-            unpack(item.states(), directory)
-            run_twice(abstract.load(directory))
+def _payload_of(name: str, value: Any, context: Context) -> Payload:
+    handler = context.registry.for_save(name, value)
+    if handler is not None and not isinstance(handler, JsonHandler | PyTreeHandler):
+        return _files_payload(lambda to: handler.save(to, value), typestr(handler))
+    if _is_stateful(value):
+        return _files_payload(value.save, "stateful")
+    if isinstance(handler, JsonHandler) or _is_for_json_alone(value):
+        return Payload("json", as_json(value, f"the checkpointable {name!r}"), "json")
+    return pytree_payload(value, context.save_args(value), "pytree")
+
+
+def _files_payload(save: Callable[[Any], Any], by: str) -> Payload:
+    with empty_directory() as directory:
+        await_result(save(_Directory(directory)))
+        return Payload("files", pack(directory, by), by)
+
+
+def _is_for_json_alone(value: Any) -> bool:
+    """True for JSON that is no tree: keys of several types can't be ordered."""
+    if not is_json(value):
+        return False
+    try:
+        jax.tree.structure(value)
+    except ValueError:
+        return True
+    return False
+
+
+class AbstractArray(Metadata):
+    """Metadata of an array in v1. `sharding` is a JAX sharding, so its devices must exist."""
+
+    def __init__(self, found: ArrayMetadata):
+        super().__init__(found.name, found.directory)
+        self.shape, self.dtype = found.shape, found.dtype
+        self.sharding_metadata, self.storage_metadata = found.sharding, found.storage
+
+    @property
+    def sharding(self) -> Any:
+        saved = self.sharding_metadata
+        return None if saved is None else saved.to_jax_sharding()
+
+    def __repr__(self) -> str:
+        where = self.sharding_metadata
+        return f"ArrayMetadata(shape={self.shape}, dtype={self.dtype}, sharding_metadata={where})"
+
+
+def _abstract_tree(item: Item) -> Any:
+    """Return an item with abstract arrays, numbers as 0, and strings as "string"."""
+
+    def describe(found: Any) -> Any:
+        if isinstance(found, ScalarMetadata):
+            return found.zero
+        if isinstance(found, ArrayMetadata):
+            return AbstractArray(found)
+        return "string" if isinstance(found, StringMetadata) else found
+
+    return jax.tree.map(describe, tree_metadata(item).tree)
+
+
+# Over opened checkpoints
+
+
+@dataclass
+class CheckpointMetadata:
+    """Metadata of a checkpoint. `metadata` is a tree, or a dict of trees."""
+
+    metadata: Any = None
+    custom_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Any = None
+    path: Any = None
+    step: int | None = None
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+
+
+def tree_wanted(abstract: Any) -> Any:
+    """Return the tree of a `CheckpointMetadata`, and anything else unchanged."""
+    return abstract.metadata if isinstance(abstract, CheckpointMetadata) else abstract
+
+
+def load_tree(opened: OpenCheckpoint, abstract: Any, name: str | None, context: Context) -> Any:
+    return _read(opened, _name(opened, name), tree_wanted(abstract), context)
+
+
+def load_items(opened: OpenCheckpoint, abstract: Any, context: Context) -> dict[str, Any]:
+    """Load the checkpointables that are asked for, or all."""
+    asked = tree_wanted(abstract)
+    found: dict[str, Any] = {}
+    for name, given in (asked or dict.fromkeys(opened.items())).items():
+        try:
+            found[name] = _read(opened, name, given, context)
+        except OstrakaError:
+            raise
+        except (ValueError, TypeError) as error:
+            message = f"can't load checkpointable {name!r} of {opened.path} as asked for: {error}"
+            raise errors.NoEntryError(message) from error
+    return found
+
+
+def _read(opened: OpenCheckpoint, name: str | None, abstract: Any, context: Context) -> Any:
+    """Load a checkpointable as saved, like an abstract tree, or into an object with `load`."""
+    item = opened.item(name)
+    if item.kind == "files":
+        handler = _handler_of(opened, name, context)
+        if handler is not None:
+            with files_of(item) as directory:
+                return await_result(handler.load(directory, abstract))
+    if abstract is not None and _is_stateful(abstract):
+        with files_of(item) as directory:
+            await_result(abstract.load(directory))
         return abstract
     if item.kind == "files":
         raise ValueError(
-            f"{item.path} was saved by an object with save() and load(); give one to load into"
+            f"{item.path} was saved by an object with save() and load(), or by a handler of "
+            "yours; give one to load into, or register the handler"
         )
-    if abstract is None:
+    if abstract is None or item.kind == "json":
         return read_as_saved(item)
     return read_standard(item, abstract, partial=context.is_partial, strict=context.is_strict)
+
+
+def _handler_of(opened: OpenCheckpoint, name: str | None, context: Context) -> Any:
+    """Return the custom handler that loads a checkpointable, or None if there is none."""
+    handler: Any = context.registry.for_load(name, opened.handlers().get(name or ""))
+    return None if isinstance(handler, JsonHandler | PyTreeHandler) else handler
+
+
+def tree_of(opened: OpenCheckpoint, name: str | None) -> CheckpointMetadata:
+    found = _abstract_tree(opened.item(_name(opened, name)))
+    return CheckpointMetadata(found, opened.custom, opened.metrics, opened.path)
+
+
+def items_of(opened: OpenCheckpoint) -> CheckpointMetadata:
+    found = {name: _abstract_item(opened, name, kind) for name, kind in opened.items().items()}
+    return CheckpointMetadata(found, opened.custom, opened.metrics, opened.path)
+
+
+def _abstract_item(opened: OpenCheckpoint, name: str, kind: str) -> Any:
+    """Return the metadata of a checkpointable: of a tree, or by its handler. None for others."""
+    item = opened.item(name)
+    if kind != "files":
+        return None if kind == "json" else _abstract_tree(item)
+    handler = _handler_of(opened, name, active_context())
+    if not hasattr(handler, "metadata"):
+        return None
+    with files_of(item) as directory:
+        return await_result(handler.metadata(directory))
+
+
+def _name(opened: OpenCheckpoint, name: str | None) -> str | None:
+    """Return the name of the tree that is asked for. None stands for the only item."""
+    if name is None or opened.is_single:
+        return None
+    there = opened.items()
+    if name != AUTO or STATE in there:
+        return STATE if name == AUTO else name
+    trees = [known for known, kind in there.items() if kind == "pytree"]
+    if len(trees) != 1:
+        raise ValueError(f"{opened.path} has {list(there)}; say which with checkpointable_name=")
+    return trees[0]

@@ -1,24 +1,20 @@
 """Errors of v1."""
 
-from ostraka.compat.orbax._refuse import refuse
-
-__getattr__ = refuse(__name__)
-
 
 class InvalidLayoutError(ValueError, FileNotFoundError):
     """There is no checkpoint at a path."""
 
 
 class StepAlreadyExistsError(FileExistsError):
-    """A step is there already."""
+    """A step exists already."""
 
 
 class StepNotFoundError(FileNotFoundError):
-    """A step is not there."""
+    """A step does not exist."""
 
 
 class NoEntryError(KeyError):
-    """A checkpointable does not fit what is asked for."""
+    """A checkpointable can't be loaded as asked for."""
 
     def __str__(self) -> str:
         return str(self.args[0])

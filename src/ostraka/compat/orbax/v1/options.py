@@ -1,4 +1,4 @@
-"""Options of v1; those about Orbax's own files and threads are taken, and change nothing."""
+"""Options of v1. Those about Orbax's own files and threads have no effect."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostraka.compat.orbax._refuse import refuse
+from ostraka.compat.orbax.options import AtomicityMode as AtomicityMode
+from ostraka.compat.orbax.options import AtomicityOptions as AtomicityOptions
 from ostraka.compat.orbax.options import FileOptions as FileOptions
 from ostraka.compat.orbax.options import MultiprocessingOptions as MultiprocessingOptions
-
-__getattr__ = refuse(__name__)
+from ostraka.compat.orbax.v1.handlers import CheckpointableHandlerRegistry, local_registry
 
 
 class CheckpointLayout(enum.Enum):
-    """What is at a path. Whatever it says, a checkpoint is recognised by what it holds."""
+    """The layout of a checkpoint. Ostraka and Orbax checkpoints are recognised by their files."""
 
     ORBAX = "orbax"
     SAFETENSORS = "safetensors"
     AUTO = "auto"
 
 
-class AtomicityMode(enum.Enum):
-    AUTO = "auto"
-    COMMIT_FILE = "commit_file"
-    ATOMIC_RENAME = "atomic_rename"
-
-
 @dataclass
 class AsyncOptions:
-    timeout_secs: int = 600
+    timeout_secs: int = 1200
     post_finalization_callback: Any = None
     create_directories_asynchronously: bool = True
 
@@ -56,7 +50,7 @@ class PyTreeOptions:
 
 @dataclass
 class _Storage:
-    """How arrays are stored. `dtype` casts them, floats and integers alike."""
+    """How arrays are stored. `dtype` casts floats and integers."""
 
     dtype: Any = None
     chunk_byte_size: int | None = None
@@ -65,7 +59,7 @@ class _Storage:
 
 @dataclass
 class _ArraySaving:
-    """`scoped_storage_options_creator(path, leaf)` gives the options of a leaf, or None."""
+    """`scoped_storage_options_creator(path, leaf)` returns the options of a leaf, or None."""
 
     StorageOptions = _Storage
     storage_options: _Storage = field(default_factory=_Storage)
@@ -94,7 +88,7 @@ class _Broadcast:
 
 @dataclass
 class _ArrayLoading:
-    """`enable_padding_and_truncation`: another shape is cut, or padded with zeros."""
+    """`enable_padding_and_truncation` cuts arrays, or pads them with zeros, to another shape."""
 
     LoadAndBroadcastOptions = _Broadcast
     enable_padding_and_truncation: bool = False
@@ -129,6 +123,36 @@ class PathwaysOptions:
 
 
 @dataclass
-class AtomicityOptions:
-    mode: AtomicityMode = AtomicityMode.AUTO
-    allow_legacy_atomic_rename: bool = True
+class _GcsDeletion:
+    todelete_full_path: str | None = None
+
+
+@dataclass
+class CheckpointablesOptions:
+    """`registry` has the handler of each checkpointable."""
+
+    registry: CheckpointableHandlerRegistry = field(default_factory=local_registry)
+
+    @classmethod
+    def create_with_handlers(cls, *handlers: Any, **named: Any) -> CheckpointablesOptions:
+        """Register handlers for any checkpointable, and handlers for those of a name."""
+        made = cls()
+        for handler in handlers:
+            made.registry.add(handler)
+        for name, handler in named.items():
+            made.registry.add(handler, name)
+        return made
+
+
+@dataclass
+class DeletionOptions:
+    """A Checkpointer refuses `todelete_full_path`. It deletes steps at once."""
+
+    GcsDeletionOptions = _GcsDeletion
+    gcs_deletion_options: _GcsDeletion = field(default_factory=_GcsDeletion)
+
+
+@dataclass
+class SafetensorsOptions:
+    max_over_read_ratio: float | None = None
+    read_chunk_bytes: int | None = None

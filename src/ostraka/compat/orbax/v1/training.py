@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from ostraka.compat.orbax import v1
-from ostraka.compat.orbax._engine import Opened, Payload
-from ostraka.compat.orbax._refuse import refuse
+from ostraka.compat.orbax import checkpoint_managers as preservation_policies
+from ostraka.compat.orbax._engine import OpenCheckpoint
 from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, CheckpointManagerOptions
-from ostraka.compat.orbax.checkpoint_managers import preservation_policy as preservation_policies
-from ostraka.compat.orbax.checkpoint_managers import save_decision_policy as save_decision_policies
+from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
 from ostraka.compat.orbax.options import AsyncOptions
 from ostraka.compat.orbax.v1 import errors as errors
-from ostraka.compat.orbax.v1._context import active_context
-from ostraka.compat.orbax.v1._items import payloads_of
+from ostraka.compat.orbax.v1._context import Context, active_context
+from ostraka.compat.orbax.v1._items import (
+    AUTO,
+    STATE,
+    items_of,
+    load_items,
+    load_tree,
+    payloads_of,
+    tree_of,
+)
+from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
 
-__getattr__ = refuse(__name__)
-
-CheckpointMetadata = v1.CheckpointMetadata
+save_decision_policies = preservation_policies
 
 
 class Checkpointer:
@@ -38,7 +43,8 @@ class Checkpointer:
         lightweight_initialize: bool = False,
         logger: Any = None,
     ):
-        self._context = v1.Context(context or active_context())
+        self._context = Context(context or active_context())
+        deletion = self._context.deletion.gcs_deletion_options
         self._manager = CheckpointManager(
             directory,
             options=CheckpointManagerOptions(
@@ -46,6 +52,7 @@ class Checkpointer:
                 preservation_policy=preservation_policy,
                 step_name_format=step_name_format,
                 async_options=AsyncOptions(self._context.async_options.timeout_secs),
+                todelete_full_path=deletion.todelete_full_path,
             ),
             metadata=custom_metadata,
         )
@@ -61,7 +68,7 @@ class Checkpointer:
 
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata]:
-        """The steps that are there, ascending; each has `step` and `metrics`."""
+        """The steps, ascending, each with `step`, `metrics` and `path`."""
         manager = self._manager
         return [
             CheckpointMetadata(step=step, metrics=manager.metrics(step), path=manager.path_of(step))
@@ -77,30 +84,18 @@ class Checkpointer:
     # Saving
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        checkpointable_name: str = "state",
-        force: bool = False,
-        overwrite: bool = False,
-        metrics: Any = None,
-        custom_metadata: Any = None,
+        self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
     ) -> bool:
-        """Save a tree if it is time to; returns whether it did."""
-        return self.save_checkpointables(
-            step,
-            {checkpointable_name: state},
-            force=force,
-            overwrite=overwrite,
-            metrics=metrics,
-            custom_metadata=custom_metadata,
-        )
+        """Save a tree if the policy says so. Return True if it was saved.
+
+        Takes the options of `save_checkpointables_async`.
+        """
+        return self.save_checkpointables(step, {checkpointable_name: state}, **options)
 
     def save_async(
-        self, step: int, state: Any, *, checkpointable_name: str = "state", **options: Any
-    ) -> v1.AsyncResponse | None:
-        """As `save`, in the background; None if it is not time to."""
+        self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
+    ) -> AsyncResponse | None:
+        """Save a tree in the background. Return None if the policy says no."""
         return self.save_checkpointables_async(step, {checkpointable_name: state}, **options)
 
     def save_checkpointables(
@@ -118,8 +113,8 @@ class Checkpointer:
         overwrite: bool = False,
         metrics: Any = None,
         custom_metadata: Any = None,
-    ) -> v1.AsyncResponse | None:
-        """Begin to save several trees and objects; None if it is not time to."""
+    ) -> AsyncResponse | None:
+        """Save several trees and objects in the background. Return None if the policy says no."""
         manager = self._manager
         if step in manager.all_steps():
             if not overwrite:
@@ -127,63 +122,68 @@ class Checkpointer:
             manager.delete(step)
         if not force and not manager.should_save(step):
             return None
-        payloads: dict[str, Payload] = payloads_of(checkpointables, self._active())
+        payloads = payloads_of(checkpointables, active_context(self._context))
         manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
             manager.wait_until_finished()
             return True
 
-        return v1.AsyncResponse(wait)
+        return AsyncResponse(wait)
 
     # Loading
 
     def load(
-        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "AUTO"
+        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = AUTO
     ) -> Any:
         opened = self._open(step)
-        return v1.load_tree(opened, abstract_state, checkpointable_name, self._active())
+        return load_tree(opened, abstract_state, checkpointable_name, active_context(self._context))
 
-    def load_async(self, step: Any = None, abstract_state: Any = None) -> v1.AsyncResponse:
-        return v1.AsyncResponse(lambda _: self.load(step, abstract_state))
+    def load_async(self, step: Any = None, abstract_state: Any = None) -> AsyncResponse:
+        return AsyncResponse(lambda _: self.load(step, abstract_state))
 
-    def load_checkpointables(self, step: Any = None, abstract: Any = None) -> dict[str, Any]:
-        return v1.load_items(self._open(step), abstract, self._active())
+    def load_checkpointables(
+        self, step: Any = None, abstract_checkpointables: Any = None
+    ) -> dict[str, Any]:
+        return load_items(self._open(step), abstract_checkpointables, active_context(self._context))
 
-    def load_checkpointables_async(self, step: Any = None, abstract: Any = None) -> Any:
-        return v1.AsyncResponse(lambda _: self.load_checkpointables(step, abstract))
+    def load_checkpointables_async(
+        self, step: Any = None, abstract_checkpointables: Any = None
+    ) -> Any:
+        return AsyncResponse(lambda _: self.load_checkpointables(step, abstract_checkpointables))
 
     save_pytree, save_pytree_async = save, save_async
     load_pytree, load_pytree_async = load, load_async
 
     def pytree_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return v1.tree_of(self._open(step), "AUTO")
+        return tree_of(self._open(step), AUTO)
 
     metadata = pytree_metadata
 
     def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return v1.items_of(self._open(step))
+        return items_of(self._open(step))
 
     def root_metadata(self) -> Any:
         return self._manager.metadata()
 
-    def _open(self, step: Any) -> Opened:
+    def _open(self, step: Any) -> OpenCheckpoint:
         self._manager.wait_until_finished()
         number = getattr(step, "step", step)
         if number is None:
             number = self._manager.latest_step()
         if number is None or number not in self._manager.all_steps():
             raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
-        return Opened(self._manager.path_of(number))
+        return OpenCheckpoint(self._manager.path_of(number))
 
-    def _active(self) -> v1.Context:
-        """The context that the caller is inside of, or else the one it gave at first."""
-        return active_context(self._context)
-
-    # Changing what is there
+    # Deleting and closing
 
     def delete(self, step: int) -> None:
         self._manager.delete(step)
+
+    def delete_async(self, step: int) -> AsyncResponse:
+        """Delete a step before this returns."""
+        self.delete(step)
+        return AsyncResponse(lambda _: None)
 
     def reload(self) -> None:
         self._manager.reload()
@@ -199,13 +199,3 @@ class Checkpointer:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-__all__ = [
-    "CheckpointMetadata",
-    "Checkpointer",
-    "RootMetadata",
-    "errors",
-    "preservation_policies",
-    "save_decision_policies",
-]

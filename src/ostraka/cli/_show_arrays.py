@@ -1,0 +1,318 @@
+"""`ostraka show` of elements: one array with its devices and files, or NaN and infinity in all."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+import click
+import numpy as np
+
+from ostraka.cli._measure import (
+    NotFinite,
+    Statistics,
+    as_numbers,
+    count_not_finite,
+    may_be_not_finite,
+    statistics_of,
+)
+from ostraka.cli._output import (
+    Table,
+    echo_json,
+    echo_lines,
+    human_number,
+    json_number,
+    progress,
+    show_shape,
+)
+from ostraka.cli._tree import (
+    LeafRow,
+    describe_row,
+    describe_statistics,
+    directory_lines,
+    dtype_of,
+    hosts_of,
+    sharding_of,
+    title,
+)
+from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.units import human_bytes
+from ostraka.errors import InvalidSharding, count_of, printable
+from ostraka.formats.source import Source
+from ostraka.layout import box as _box
+from ostraka.layout.spec import LeafSpec, Target
+from ostraka.reading.lazy import bounding_box
+from ostraka.sharding.drawing import draw
+
+_MOST_BOXES = 32
+_MOST_DRAWINGS = 8
+_MOST_SLICE_BYTES = 64 << 20
+
+
+def show_leaf(
+    source: Source,
+    row: LeafRow,
+    *,
+    index: str | None,
+    stats: bool,
+    dimensions: tuple[int, int] | None,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Print one array: its placement, and the elements or statistics that were asked for."""
+    assert row.number is not None
+    leaf = source.saved.leaves[row.number]
+    drawing = _draw(source, leaf, dimensions)
+    elements = None if index is None else _read_slice(source, row.number, index)
+    found = statistics_of_rows(source, [row])[row.number] if stats else None
+    if as_json:
+        echo_json(_describe(source, row, index, elements, found))
+        return
+    lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
+    shown = [
+        dtype_of(leaf) if leaf.cast_from is None else f"{dtype_of(leaf)}  (was {leaf.cast_from})",
+        show_shape(leaf.logical_shape),
+        human_bytes(leaf.nbytes),
+        sharding_of(source.saved, leaf),
+    ]
+    lines.append(printable("  ".join(shown)))
+    if row.same_as is not None:
+        lines.append(printable(f"the same array as {row.same_as}"))
+    if drawing:
+        lines += ["", *drawing]
+    lines += ["", *_files_table(source, row.number)]
+    if found is not None:
+        lines += ["", *_statistics_lines(leaf, found)]
+    if elements is not None:
+        lines += ["", click.style(f"[{index}]", dim=True), *_print(elements)]
+    echo_lines(lines)
+
+
+def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) -> list[str]:
+    """A drawing of the devices of each shard. Arrays on no mesh have none."""
+    mesh = source.saved.meshes[leaf.mesh] if leaf.mesh >= 0 else None
+    if mesh is None or not mesh.axis_names:
+        if dimensions is not None:
+            raise click.UsageError(
+                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none",
+                click.get_current_context(),
+            )
+        return []
+    whole = ((),) * (len(leaf.shape) - len(leaf.partition))
+    try:
+        partition = leaf.partition + whole
+        text = draw(leaf.shape, mesh, partition, dimensions=dimensions, most=_MOST_DRAWINGS)
+    except InvalidSharding as error:
+        raise click.UsageError(f"--dimensions: {error}", click.get_current_context()) from error
+    return [printable(line) for line in text.splitlines()]
+
+
+# Files
+
+
+def _files_table(source: Source, number: int) -> list[str]:
+    boxes = source.boxes_of(number)
+    hosts = hosts_of(source.saved)
+    head = ("box", "file", "process", "host", "at byte", "bytes")
+    is_compressed = any(place.stored_bytes != place.nbytes for place in boxes)
+    stored = ("stored bytes",) if is_compressed else ()
+    table = Table((*head, *stored), right=("process", "at byte", "bytes", *stored))
+    for place in boxes[:_MOST_BOXES]:
+        table.add(
+            f"[{', '.join(f'{start}:{stop}' for start, stop in place.box)}]",
+            place.file.rpartition("/")[2],
+            f"{place.process}",
+            hosts.get(place.process, "unknown"),
+            f"{place.offset:,}",
+            f"{place.nbytes:,}",
+            *([f"{place.stored_bytes:,}"] if is_compressed else []),
+        )
+    lines = table.lines()
+    if len(boxes) > _MOST_BOXES:
+        lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
+    return [*lines, *directory_lines([place.file for place in boxes])]
+
+
+# Elements
+
+
+def _parse_index(text: str) -> Any:
+    """One entry of an index in numpy: `0:4`, `-1`, `...`, `::2`. Raises ValueError."""
+    if text == "...":
+        return ...
+    if ":" in text:
+        bounds = [int(part) if part.strip() else None for part in text.split(":")]
+        if len(bounds) > 3 or (len(bounds) == 3 and bounds[2] == 0):
+            raise ValueError(text)
+        return slice(*bounds)
+    return int(text)
+
+
+def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
+    leaf = source.saved.leaves[number]
+    context = click.get_current_context()
+    try:
+        index = [_parse_index(part.strip()) for part in text.strip().strip("[]").split(",")]
+    except ValueError:
+        raise click.UsageError(
+            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'", context
+        ) from None
+    try:
+        box, within = bounding_box(leaf, index)
+    except IndexError as error:
+        raise click.UsageError(f"--slice {text!r}: {error}", context) from error
+    nbytes = prod(_box.shape_of(box)) * numpy_dtype(leaf.dtype).itemsize
+    if nbytes > _MOST_SLICE_BYTES:
+        raise click.UsageError(
+            f"--slice {text!r} spans {human_bytes(nbytes)}, more than "
+            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats",
+            context,
+        )
+    ((_, array),) = source.read([Target(number, box)])
+    return np.asarray(array[(*within, ...)])
+
+
+def _print(elements: np.ndarray[Any, Any]) -> list[str]:
+    if elements.dtype.kind == "V":
+        # numpy does not know how to line up the numbers of ml_dtypes.
+        is_integer = elements.dtype.name.startswith(("int", "uint"))
+        elements = elements.astype(np.int64 if is_integer else np.float32)
+    width = shutil.get_terminal_size((100, 24)).columns
+    return np.array2string(elements, max_line_width=width, threshold=400).splitlines()
+
+
+def statistics_of_rows(source: Source, rows: Sequence[LeafRow]) -> dict[int, Statistics]:
+    """The statistics of the arrays in some rows, by their numbers."""
+    numbers = {row.number for row in rows if row.number is not None}
+    with progress("reading", sum(source.saved.leaves[n].nbytes for n in numbers)) as bar:
+        return statistics_of(source, sorted(numbers), on_bytes=bar.advance)
+
+
+def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
+    of_what = " of magnitudes" if leaf.dtype.startswith("complex") else ""
+    shown = {
+        f"least{of_what}": human_number(found.least),
+        "most": human_number(found.most),
+        "mean": human_number(found.mean),
+        "std": human_number(found.std),
+        "NaN": f"{found.nan:,}",
+        "infinite": f"{found.infinite:,}",
+    }
+    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown.items())]
+
+
+def _describe(
+    source: Source,
+    row: LeafRow,
+    index: str | None,
+    elements: np.ndarray[Any, Any] | None,
+    found: Statistics | None,
+) -> dict[str, object]:
+    assert row.number is not None
+    document = describe_row(source.saved, row)
+    document["checkpoint"] = source.location
+    hosts = hosts_of(source.saved)
+    document["boxes"] = [
+        {
+            "box": place.box,
+            "file": place.file,
+            "process": place.process,
+            "host": hosts.get(place.process),
+            "offset": place.offset,
+            "bytes": place.nbytes,
+            "stored_bytes": place.stored_bytes,
+        }
+        for place in source.boxes_of(row.number)
+    ]
+    if found is not None:
+        document["statistics"] = describe_statistics(found)
+    if elements is not None:
+        document["slice"] = {
+            "index": index,
+            "shape": elements.shape,
+            "values": _plain(elements),
+        }
+    return document
+
+
+def _plain(elements: np.ndarray[Any, Any]) -> Any:
+    """Elements as nested lists for JSON, with complex numbers as strings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            items: list[Any] = value
+            return [plain(item) for item in items]
+        return repr(value) if isinstance(value, complex) else json_number(value)
+
+    numbers = elements if elements.dtype.kind == "b" else as_numbers(elements)
+    return plain(numbers.tolist())
+
+
+# NaN and infinity
+
+
+def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -> bool:
+    """List the leaves with NaN or infinity. Returns True if there are none."""
+    found = _count(source, rows)
+    total = sum(found.values(), NotFinite())
+    bad = [row for row in rows if found.get(row.path)]
+    if as_json:
+        document = {
+            "path": source.location,
+            "finite": not total,
+            "nan": total.nan,
+            "infinite": total.infinite,
+            "leaves_read": len(found),
+            "leaves": [describe_row(source.saved, row) | asdict(found[row.path]) for row in bad],
+        }
+        echo_json(document)
+        return not total
+    lines = [title(source), ""]
+    if bad:
+        table = Table(("leaf", "dtype", "shape", "nan", "inf"), right=("nan", "inf"))
+        for row in bad:
+            counts = found[row.path]
+            kind, shape = type(row.value).__name__, ""
+            if row.number is not None:
+                leaf = source.saved.leaves[row.number]
+                kind, shape = leaf.dtype, show_shape(leaf.logical_shape)
+            cells = (row.path, kind, shape, f"{counts.nan:,}", f"{counts.infinite:,}")
+            table.add(*cells, colour="red")
+        lines += [*table.lines(), ""]
+    looked_at = count_of(len(found), "leaf")
+    if total:
+        lines.append(
+            f"NaN or infinity in {len(bad):,} of {looked_at} of floating-point numbers: "
+            f"{total.nan:,} NaN, {total.infinite:,} infinite"
+        )
+    else:
+        lines.append(f"no NaN and no infinity in {looked_at} of floating-point numbers")
+    echo_lines(lines)
+    return not total
+
+
+def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, NotFinite]:
+    """The counts for each leaf of floating-point numbers, at the first path of an array."""
+    leaves = source.saved.leaves
+    found = {
+        row.path: _of_value(row.value) for row in rows if isinstance(row.value, float | complex)
+    }
+    arrays: dict[int, LeafRow] = {}
+    for row in rows:
+        if row.number is not None and may_be_not_finite(leaves[row.number].dtype):
+            arrays.setdefault(row.number, row)
+    nbytes = sum(leaves[number].nbytes for number in arrays)
+    with progress("reading", nbytes) as bar:
+        counted = count_not_finite(source, list(arrays), on_bytes=bar.advance)
+    return found | {arrays[number].path: counts for number, counts in counted.items()}
+
+
+def _of_value(value: float | complex) -> NotFinite:
+    parts = (value.real, value.imag)
+    if any(map(math.isnan, parts)):
+        return NotFinite(nan=1)
+    return NotFinite(infinite=int(any(map(math.isinf, parts))))

@@ -1,0 +1,1 @@
+"""Threads, memory, dtypes, units: the basis of all other folders."""

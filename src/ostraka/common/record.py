@@ -1,0 +1,150 @@
+"""Events: the bytes and seconds of a save, a restore or a copy to a mirror, by phase."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+logger = logging.getLogger("ostraka")
+
+
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """The least and the most of something over all processes."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One save or restore, or one step's copy to a mirror, as one process saw it.
+
+    `phases` are its parts in order, in seconds. The caller waited for `blocked_s`. `process_bytes`
+    and `process_s` compare the processes: bytes written or read, and the seconds for them.
+    """
+
+    operation: Literal["save", "restore", "mirror"]
+    path: str
+    bytes: int
+    """The bytes of all processes together."""
+    phases: Mapping[str, float]
+    blocked_s: float
+    total_s: float
+    process_bytes: Extremes
+    process_s: Extremes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The throughput of the whole, from the call to the end."""
+        return self.bytes / self.total_s if self.total_s else 0.0
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
+        return (
+            f"{self.operation} {self.path}: {self.bytes:,} bytes in {self.total_s:.3f} s "
+            f"({self.bytes_per_s / 2**20:,.0f} MiB/s), blocked for {self.blocked_s:.3f} s; {phases}"
+        )
+
+
+OnRecord = Callable[[Record], None]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Times the phases of an operation, one after the other."""
+
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    start: float = field(default_factory=time.perf_counter)
+    blocked_s: float = 0.0
+    """The seconds that the caller waited, if it did not wait for the end."""
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> float:
+        """Add the time since the last lap to `phase`. Returns it in seconds."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+        return seconds
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self.start
+
+
+def summarize(reports: Sequence[tuple[int, float]]) -> list[float]:
+    """Total, least and most bytes and seconds of all processes."""
+    sizes, seconds = zip(*reports, strict=True)
+    return [sum(sizes), min(sizes), max(sizes), min(seconds), max(seconds)]
+
+
+def report(
+    operation: Literal["save", "restore", "mirror"],
+    path: str,
+    watch: Stopwatch,
+    summary: Sequence[float],
+    on_record: OnRecord | None,
+    *,
+    in_background: bool = False,
+) -> Record:
+    """Log the record, and pass it to `on_record`."""
+    total, least_bytes, most_bytes, least_s, most_s = summary
+    total_s = watch.total_s
+    record = Record(
+        operation,
+        path,
+        int(total),
+        dict(watch.phases),
+        0.0 if operation == "mirror" else watch.blocked_s or total_s,
+        total_s,
+        Extremes(least_bytes, most_bytes),
+        Extremes(least_s, most_s),
+    )
+    logger.info("%s", record)
+    if on_record is not None:
+        call_safely(on_record, record, in_background=in_background)
+    return record
+
+
+def call_safely(callback: Callable[..., None], *args: Any, in_background: bool) -> None:
+    """Call a callback of the user. Its error is logged, since the work is done.
+
+    In a background thread, SystemExit is logged too: it would end only the thread, and look like a
+    failure of the work. In the caller's thread it ends the program, as Ctrl-C does.
+    """
+    try:
+        callback(*args)
+    except BaseException as error:
+        if not (in_background or isinstance(error, Exception)):
+            raise
+        logger.exception("%r raised; what it was told of is done all the same", callback)
+
+
+def timeline(watch: Stopwatch, summary: Sequence[float]) -> dict[str, Any]:
+    """The timeline of a save in `_METADATA`."""
+    phases = {f"{name}_s": round(seconds, 4) for name, seconds in watch.phases.items()}
+    return {
+        **phases,
+        "bytes": int(summary[0]),
+        "process_bytes": [int(summary[1]), int(summary[2])],
+        "process_write_s": [round(summary[3], 4), round(summary[4], 4)],
+    }
+
+
+# How often to save, by Daly's formula. Pure.
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The time to work between two saves (Daly 2006, which refines Young 1974).
+
+    It loses the least time to saving and to repeating lost work, for failures that come at random
+    with the mean time `mtbf_s` between them. One save takes the loop `cost_s`.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s

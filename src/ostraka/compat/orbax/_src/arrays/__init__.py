@@ -1,1 +1,0 @@
-"""Arrays and where they lie."""

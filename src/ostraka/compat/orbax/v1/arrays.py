@@ -1,6 +1,0 @@
-"""Arrays in v1."""
-
-from ostraka.compat.orbax._refuse import refuse
-from ostraka.compat.orbax.utils import to_shape_dtype_struct as to_shape_dtype_struct
-
-__getattr__ = refuse(__name__)

@@ -1,0 +1,1 @@
+"""Families of models: their configuration, their layers, their shapes."""

@@ -1,0 +1,407 @@
+"""Orbax checkpoints as a source. TensorStore reads the arrays, without Orbax. No JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ostraka.common.dtypes import DTYPES
+from ostraka.common.threads import StopSignal, run_all
+from ostraka.errors import name_few
+from ostraka.formats.orbax._sharding import Meshes, Sharding, parse_sharding
+from ostraka.formats.orbax.files import (
+    Entry,
+    as_object,
+    as_text,
+    count_processes,
+    malformed,
+    read_if_there,
+    read_key_impls,
+    read_shardings,
+    read_strings,
+)
+from ostraka.formats.orbax.items import OrbaxItem, OrbaxListing, find_parts
+from ostraka.formats.orbax.names import (
+    ARRAY_METADATAS,
+    MANIFEST,
+    METADATA,
+    OCDBT_OF_PROCESS,
+    SHARDING,
+    SMALL_FILES,
+)
+from ostraka.formats.orbax.tree import ARRAY_TYPES, EMPTY_TYPES, encode_tree, fit_to, path_of
+from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source_files import (
+    OpenedFile,
+    Sampling,
+    changed,
+    digest_of_states,
+    refuse_changed,
+    sample,
+    state_of,
+    states_of,
+)
+from ostraka.layout.box import cell, count
+from ostraka.layout.spec import LeafSpec, Target
+from ostraka.storage import FileInfo, Store
+from ostraka.tree.json_tree import saved_tree
+from ostraka.tree.json_values import encode_scalar
+from ostraka.tree.nodes import ROOT, Branch, Leaf, Node, UnreadableLeaf, escape, join, mapped
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ostraka.formats.orbax._read import StoredArray
+
+_MOST_CELLS = 1 << 16
+"""A leaf with more chunks counts as one part."""
+_KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+"""How many numbers make up a PRNG key, by implementation."""
+_MOST_LISTED = 64
+"""For more arrays than this, all files of the checkpoint are listed at once."""
+_MOST_SAMPLED = 256
+_OF_PROCESS = re.compile(r"(?:^|/)ocdbt\.process_([0-9]{1,9})/")
+
+
+class OrbaxSource(BaseSource):
+    """A checkpoint that Orbax wrote: a single tree, or a step with several items."""
+
+    def __init__(self, store: Store, found: OrbaxListing):
+        super().__init__(store)
+        self._found = found
+        self._arrays: list[StoredArray] = []
+        self._lost: dict[str, str] = {}
+        """Reasons why leaves can't be read, by path."""
+        leaves: list[LeafSpec] = []
+        shardings: list[tuple[Store, Sharding | None]] = []
+        trees: list[Any] = []
+        for part in found.parts:
+            above = "" if found.is_single else join("", escape(part.name))
+            if part.tree is None:
+                trees.append(part.encoded)
+                if part.lost is not None:
+                    self._lost[above or ROOT] = part.lost
+                continue
+            opened = _OpenedItem(part, above, first=len(leaves))
+            trees.append(opened.encoded)
+            leaves += opened.leaves
+            self._arrays += opened.arrays
+            self._lost |= opened.lost
+            shardings += [(part.store, sharding) for sharding in opened.shardings]
+        processes = max(count_processes(part.store) for part in found.parts)
+        meshes = Meshes([sharding for _, sharding in shardings], processes)
+        for number, (place, sharding) in enumerate(shardings):
+            with malformed(place, SHARDING):
+                leaves[number] = meshes.place(leaves[number], sharding)
+        names = [part.name for part in found.parts]
+        self.saved = Saved(
+            id=_id_of(found),
+            tree=trees[0] if found.is_single else {"dict": names, "items": trees},
+            leaves=tuple(leaves),
+            meshes=meshes.meshes,
+            process_of=meshes.process_of,
+            user=_user(found),
+            writer=_writer(found.about),
+        )
+
+    def decode_tree(self) -> Branch | Leaf:
+        def mark_lost(node: Node) -> Node:
+            if isinstance(node, Leaf) and node.path in self._lost:
+                return Leaf(node.path, UnreadableLeaf(self._lost[node.path]))
+            return node
+
+        with malformed(self.store, METADATA):
+            found = saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
+        return mapped(found, mark_lost) if self._lost else found
+
+    def tree_for(self, like: Node) -> Node:
+        return fit_to(self.tree, like)
+
+    def read(
+        self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        from ostraka.formats.orbax._read import read_arrays
+
+        tell = on_bytes or (lambda nbytes: None)
+        yield from read_arrays(self._arrays, self.saved.leaves, targets, tell)
+        self._refuse_changed({target.leaf for target in targets})
+
+    def _refuse_changed(self, leaves: Collection[int]) -> None:
+        """Raise SourceChanged if the files of leaves have changed since the checkpoint was opened.
+
+        The manifest of a database stands for its data files, which have random names and are never
+        written again.
+        """
+        arrays = [self._arrays[leaf] for leaf in leaves]
+        manifests = {
+            self._above(array.item.store) + MANIFEST
+            for array in arrays
+            if array.item.metadata.use_ocdbt
+        }
+        states = self._found.states
+        refuse_changed(OpenedFile(self.store, name, states.get(name)) for name in manifests)
+        places = {
+            f"{self._above(array.item.store)}{array.name}/".lstrip("/")
+            for array in arrays
+            if not array.item.metadata.use_ocdbt
+        }
+        for place in [""] if len(places) > _MOST_LISTED else places:
+            self.refuse_changed_below(place)
+
+    def refuse_changed_below(self, place: str = "") -> None:
+        """Raise SourceChanged if a file whose name begins with `place` has changed."""
+        now = states_of(self.store.files(place))
+        before = {n: state for n, state in self._found.states.items() if n.startswith(place)}
+        for name in sorted(now.keys() | before.keys()):
+            if now.get(name) != before.get(name):
+                raise changed(self.store, name)
+
+    def _above(self, store: Store) -> str:
+        """The path of an item in the checkpoint, with a slash at its end."""
+        above = store.location.removeprefix(self.location).strip("/")
+        return f"{above}/" if above else ""
+
+    def order(self) -> range:
+        return range(len(self.saved.leaves))
+
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True  # whole chunks
+
+    def grid_of(self, leaf: int) -> tuple[int, ...]:
+        zarr = self._arrays[leaf].zarr
+        sizes = zip(zarr.shape, zarr.file_chunk, strict=True)
+        # Ours are cut in equal parts, which chunks are if they divide the shape.
+        grid = tuple(1 if extent % chunk else max(extent // chunk, 1) for extent, chunk in sizes)
+        return grid if prod(grid) <= _MOST_CELLS else (1,) * len(grid)
+
+    def files_of(self, leaf: int) -> list[tuple[int, int]]:
+        return [(leaf, cell) for cell in range(prod(self.grid_of(leaf)))]
+
+    def boxes_of(self, leaf: int) -> list[StoredBox]:
+        array, spec, grid = self._arrays[leaf], self.saved.leaves[leaf], self.grid_of(leaf)
+        above = self._above(array.item.store)
+        found: list[StoredBox] = []
+        for number in range(prod(grid)):
+            box = cell(spec.shape, grid, number)
+            name = f"{array.name}/{array.zarr.chunk_name(box)}"
+            nbytes = DTYPES[spec.dtype].nbytes(count(box))
+            there = None if array.item.metadata.use_ocdbt else array.item.store.look(name)
+            stored = nbytes if there is None else there.size
+            found.append(StoredBox(box, above + name, 0, 0, nbytes, stored))
+        return found
+
+    def files(self) -> list[StoredFile]:
+        found: list[StoredFile] = []
+        for part in self._found.parts:
+            for file in part.store.files("") if part.tree is not None else ():
+                name = self._above(part.store) + file.name
+                is_small = file.name.rpartition("/")[2] in SMALL_FILES
+                if not is_small and not file.name.startswith(f"{ARRAY_METADATAS}/"):
+                    found.append(StoredFile(name, file.size, process=_process_of(name)))
+        return found
+
+    def is_current(self) -> bool:
+        try:
+            return states_of(self.store.files("")) == self._found.states
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def version(self) -> str:
+        return digest_of_states(self._found.states.items())
+
+    def samples(self, how: Sampling = "by version") -> list[tuple[str, str]]:
+        """Digests of small files, of manifests, and of some files of arrays in directories.
+
+        The manifest of a database stands for its other files.
+        """
+        databases = tuple(
+            self._above(part.store) + name
+            for part in self._found.parts
+            if part.tree is not None and part.tree.use_ocdbt
+            for name in ("d/", OCDBT_OF_PROCESS)
+        )
+        files = [file for file in self.store.files("") if not file.name.startswith(databases)]
+        step = -(-len(files) // _MOST_SAMPLED)
+
+        def look(numbered: tuple[int, FileInfo]) -> tuple[str, str]:
+            number, file = numbered
+            opened = OpenedFile(self.store, file.name, state_of(file))
+            found = "" if number % step else sample(opened, file.size, (), how)
+            return file.name, f"{file.size} {found}"
+
+        threads = self.store.traits.reads_at_once
+        found = run_all(look, list(enumerate(files)), threads=threads, stop=StopSignal())
+        self.refuse_changed_below()
+        return found
+
+
+class _OpenedItem:
+    """An item with arrays: its tree, and the arrays in it."""
+
+    def __init__(self, part: OrbaxItem, above: str, *, first: int):
+        from ostraka.formats.orbax._read import (
+            Item,
+            read_values,  # with numpy and TensorStore
+        )
+
+        assert part.tree is not None
+        self._store = part.store
+        self._first = first
+        self._above = above
+        self._is_leaf = part.is_leaf
+        self._is_key = part.is_key
+        self.lost: dict[str, str] = {}
+        self.leaves: list[LeafSpec] = []
+        self.arrays: list[StoredArray] = []
+        self.shardings: list[Sharding | None] = []
+        entries = part.tree.entries
+        self._mixed_up = _mixed_up(entries)
+        stored = [entry for entry in entries if entry.value_type in (*ARRAY_TYPES, "scalar")]
+        stored = [entry for entry in stored if entry.name not in self._mixed_up]
+        item = Item(part.store, part.tree)
+        self._found = {array.name: array for array in item.find_arrays([e.name for e in stored])}
+        scalars = [entry for entry in stored if self._is_scalar(entry)]
+        values = read_values(
+            [self._found[entry.name] for entry in scalars], [self._path(e) for e in scalars]
+        )
+        self._scalars = {entry.name: value for entry, value in zip(scalars, values, strict=True)}
+        has_text = any(entry.value_type == "string" for entry in entries)
+        self._strings = read_strings(part.store) if has_text else {}
+        self._shardings = read_shardings(part.store)
+        self._impls = read_key_impls(part.store, set(filter(self._may_be_key, self._found)))
+        with malformed(part.store, METADATA):
+            if self._is_leaf:
+                self.encoded = self._encode(entries[0])
+            else:
+                self.encoded = encode_tree(entries, self._encode)
+
+    def _path(self, entry: Entry) -> str:
+        return self._above or ROOT if self._is_leaf else path_of(entry.keys, self._above)
+
+    def _is_scalar(self, entry: Entry) -> bool:
+        return entry.value_type == "scalar" and not self._found[entry.name].zarr.shape
+
+    def _may_be_key(self, name: str) -> bool:
+        zarr = self._found[name].zarr
+        return zarr.dtype == "uint32" and zarr.shape[-1:] in ((2,), (4,))
+
+    def _encode(self, entry: Entry) -> Any:
+        """A leaf of the tree as JSON. An array is its number."""
+        name = entry.name
+        if name in self._mixed_up:
+            others = [path_of(e.keys) for e in self._mixed_up[name] if e is not entry]
+            why = f"Orbax wrote it to the same place as {name_few(others)}, so one of them is gone"
+            self.lost[self._path(entry)] = why
+            return None
+        if entry.value_type == "string":
+            return encode_scalar(as_text(self._strings[name]))
+        if entry.value_type in ("None", "NamedTuple"):
+            return None
+        if name in self._scalars:
+            return encode_scalar(self._scalars[name])
+        if name not in self._found:
+            why = f"it is of the kind {entry.value_type!r:.40}, which only its own handler can read"
+            self.lost[self._path(entry)] = why
+            return None
+        return self._add_array(entry)
+
+    def _add_array(self, entry: Entry) -> int:
+        array = self._found[entry.name]
+        impl = self._impls.get(entry.name)
+        if impl is None and self._is_key:
+            impl = "threefry2x32" if array.zarr.shape[-1:] == (2,) else "rbg"
+        if impl is not None and array.zarr.shape[-1:] != (_KEY_WORDS.get(impl),):
+            shape = list(array.zarr.shape)
+            raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {shape}")
+        kind = "jax" if entry.value_type == "jax.Array" else "numpy"
+        self.leaves.append(
+            LeafSpec(
+                self._path(entry),
+                kind if impl is None else "key",
+                array.zarr.dtype,
+                array.zarr.shape,
+                prng=impl,
+            )
+        )
+        self.arrays.append(array)
+        sharding = self._shardings.get(entry.name) if kind == "jax" else None
+        with malformed(self._store, SHARDING):
+            self.shardings.append(None if sharding is None else parse_sharding(sharding))
+        return self._first + len(self.leaves) - 1
+
+
+def _mixed_up(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Leaves that Orbax wrote to one path, such as `a.b` and `a/b`. Only one survives."""
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.value_type not in EMPTY_TYPES:
+            by_name.setdefault(entry.name, []).append(entry)
+    return {name: found for name, found in by_name.items() if len(found) > 1}
+
+
+def _id_of(found: OrbaxListing) -> str:
+    """A digest of times and of OCDBT's random file names, which differ between saves."""
+    digest = xxhash.xxh3_128(repr(sorted(map(str, found.about.items()))).encode())
+    for part in found.parts:
+        for name in (METADATA, MANIFEST):
+            digest.update(read_if_there(part.store, name) or b"")
+    return digest.hexdigest()
+
+
+def _user(found: OrbaxListing) -> dict[str, Any]:
+    given: Any = found.about.get("custom_metadata")
+    if not given and found.parts[0].tree is not None:
+        given = found.parts[0].tree.user
+    user = dict(as_object(given)) if isinstance(given, dict) else {}
+    return {**user, "metrics": dict(found.metrics)} if found.metrics else user
+
+
+def _writer(about: Mapping[str, Any]) -> dict[str, Any]:
+    finished = about.get("commit_timestamp_nsecs")
+    if type(finished) is not int or not 0 < finished < 1 << 62:
+        return {"library": "Orbax"}
+    when = datetime.fromtimestamp(finished / 1e9, UTC)
+    return {"library": "Orbax", "time": when.isoformat(timespec="milliseconds")}
+
+
+def _process_of(file: str) -> int:
+    match = _OF_PROCESS.search(file)
+    return int(match[1]) if match else 0
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The metadata of an Orbax checkpoint besides its arrays."""
+
+    writer: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+def about_orbax(store: Store) -> About | None:
+    """The metadata of a finished checkpoint, or None if Orbax wrote none. Needs no TensorStore.
+
+    Raises CheckpointNotFound for an unfinished one, or Damaged.
+    """
+    found = find_parts(store)
+    return None if found is None else About(_writer(found.about), found.metrics)
+
+
+def open_orbax(store: Store) -> OrbaxSource | None:
+    """Open the checkpoint in a store. Returns None if Orbax wrote none there.
+
+    Raises CheckpointNotFound for an unfinished one, UnsupportedFormat, or Damaged.
+    """
+    found = find_parts(store)
+    if found is None:
+        return None
+    source = OrbaxSource(store, found)
+    source.refuse_changed_below()
+    return source

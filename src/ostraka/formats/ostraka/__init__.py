@@ -1,0 +1,1 @@
+"""Ostraka's own format."""

@@ -1,0 +1,333 @@
+"""Rebuild shard files and parity files from the other files of their groups. No JAX.
+
+A range of a lost file is the sum of the same range of the other files, so only that range is read.
+The result is compared with the digests of the lost file. If it differs, another file of the group
+is damaged too. Then every file is compared with its own digests, and corrupt bytes count as lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ostraka.common.lifetime import RenewedLock
+from ostraka.common.threads import StopSignal
+from ostraka.errors import Damaged, DegradedRead, Problem, headed_list, warn_caller
+from ostraka.formats.ostraka.compare import index_problem
+from ostraka.formats.ostraka.damage import MISSING, BytesLost, damaged, other_size
+from ostraka.formats.ostraka.parity_group import Column, Described, all_match, overlapping, sum_up
+from ostraka.layout import shard_file as _format
+from ostraka.layout.parity_file import (
+    Parity,
+    ParityFile,
+    ParityLayout,
+    encode_parity_header,
+    layouts_of,
+)
+from ostraka.layout.shard_file import Block, FileDigests, FileEntry
+
+if TYPE_CHECKING:
+    from ostraka.layout.parity_code import Array
+
+_PIECE_BYTES = 512 << 10
+
+
+class Substitute:
+    """The parity of one shard file, which stands in for its lost bytes. Any thread may ask."""
+
+    def __init__(self, parities: Parities, file: FileEntry):
+        self._parities = parities
+        self._file = file
+        self._rebuild: Rebuild | None = None
+        self._opening = threading.Lock()
+
+    def read(self, start: int, stop: int, lost: Damaged) -> Array:
+        """Bytes `[start, stop)`, which are `lost`, with a warning.
+
+        Raises Damaged, naming all lost files.
+        """
+        with self._opening:
+            self._rebuild = self._rebuild or self._parities.open_rebuild(self._file)
+        try:
+            found = self._rebuild.read(start, stop)
+        except Damaged as more:
+            raise Damaged(lost.path, [*lost.problems, *more.problems]) from more
+        self._parities.warn_of(lost)
+        return found
+
+    def close(self) -> None:
+        if self._rebuild is not None:
+            self._rebuild.close()
+
+
+class Rebuild:
+    """Rebuilds ranges of one shard file from the others of its group. Any thread may ask."""
+
+    def __init__(self, described: Described, parities: Parities, file: FileEntry):
+        group, place = parities.place_of(file)
+        self._file = file
+        self._path = described.path_of(file.name)
+        self._location = described.store.location
+        self._is_remote = described.store.traits.is_remote
+        self._place = place
+        self._members = {
+            number: parities.member_column(member)
+            for number, member in enumerate(parities.members_of(group))
+        }
+        self._sums = [parities.column(parity) for parity in parities.files_of(group)]
+        self._blocks = _blocks_or_none(described, file)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Bytes `[start, stop)` of the file as it was written.
+
+        They are compared with the file's digests. If its index is lost, with every copy, the bytes
+        that they are made from are compared instead. Raises Damaged, naming all lost files.
+        """
+        if self._blocks is None:
+            return self._solve(start, stop, Column.read_checked)
+        blocks = overlapping(self._blocks, start, stop)
+        if blocks:
+            first, last = blocks[0].file_start, blocks[-1].file_stop
+        else:
+            first, last = start, start
+        found = self._read_fast(first, last)
+        if not all_match(blocks, found, first):
+            found = self._solve(first, last, Column.read_checked)
+            if not all_match(blocks, found, first):
+                raise self._damaged({}, "what parity makes of it is not as it was written")
+        return found[start - first : stop - first]
+
+    def _read_fast(self, start: int, stop: int) -> Array:
+        """A rebuilt range, not yet compared with digests."""
+        import numpy as np
+
+        found = np.empty(stop - start, np.uint8)
+        # Pieces that stay in the cache between being read and being added, where a read more costs
+        # next to nothing; and memory that is used again: fresh memory takes longer than all else.
+        piece_bytes = max(stop - start, 1) if self._is_remote else _PIECE_BYTES
+        scratch = np.empty(min(piece_bytes, stop - start), np.uint8)
+        for at in range(start, stop, piece_bytes):
+            piece = found[at - start : at - start + piece_bytes]
+            try:
+                self._add_up(at, piece, scratch)
+            except BytesLost:
+                piece[:] = self._solve(at, at + len(piece), Column.read)
+        return found
+
+    def _add_up(self, start: int, found: Array, scratch: Array) -> None:
+        """Fill `found` from the first parity file and all other members. Raises BytesLost."""
+        import numpy as np
+
+        stop = start + len(found)
+        self._sums[0].read_part(start, stop, found)
+        for place, column in self._members.items():
+            if place != self._place:
+                part = column.read_part(start, stop, scratch)
+                np.bitwise_xor(found[: len(part)], part, out=found[: len(part)])
+
+    def close(self) -> None:
+        for column in (*self._members.values(), *self._sums):
+            column.close()
+
+    def _solve(self, start: int, stop: int, read: Callable[[Column, int, int], Array]) -> Array:
+        from ostraka.layout import parity_code as _parity
+
+        members: dict[int, list[Array]] = {}
+        sums: dict[int, Array] = {}
+        lost = {self._place: ""}
+        useless: dict[str, str] = {}
+        for place, column in self._members.items():
+            if place != self._place:
+                try:
+                    members[place] = [read(column, start, stop)]
+                except BytesLost as error:
+                    lost[place] = useless[column.name] = str(error)
+        for number, column in enumerate(self._sums):
+            if len(sums) < len(lost):
+                try:
+                    sums[number] = read(column, start, stop)
+                except BytesLost as error:
+                    useless[column.name] = str(error)
+        if len(sums) < len(lost):
+            raise self._damaged(useless, "parity can't bring it back, because more is lost")
+        return _parity.solve(members, sums, list(lost))[0]
+
+    def _damaged(self, others: Mapping[str, str], found: str) -> Damaged:
+        problems = [Problem(self._path, found)]
+        problems += [Problem(name, reason) for name, reason in others.items()]
+        return Damaged(self._location, problems)
+
+
+class Parities:
+    """The parity files of a checkpoint that has them."""
+
+    def __init__(self, described: Described, parity: Parity):
+        self._described = described
+        self._parity = parity
+        metadata = described.metadata
+        sizes = {process: index.size for process, index in metadata.indexes.items()}
+        self._layouts = layouts_of(parity.groups, metadata.files, metadata.process_of, sizes)
+        self._places = {
+            metadata.files[row].name: (group, place)
+            for group, members in enumerate(parity.groups)
+            for place, row in enumerate(members)
+        }
+        self._digests: dict[str, FileDigests] = {}
+        self._warning = RenewedLock()
+        self.has_warned = False
+        """True after the one warning that this checkpoint is read with the help of its parity."""
+
+    @property
+    def files(self) -> tuple[ParityFile, ...]:
+        return self._parity.files
+
+    @property
+    def group_count(self) -> int:
+        return len(self._parity.groups)
+
+    def files_of(self, group: int) -> tuple[ParityFile, ...]:
+        return self._parity.files_of(group)
+
+    def covers(self, file: FileEntry) -> bool:
+        return file.name in self._places
+
+    def open_rebuild(self, file: FileEntry) -> Rebuild:
+        return Rebuild(self._described, self, file)
+
+    def place_of(self, file: FileEntry) -> tuple[int, int]:
+        """The group of a shard file, and its number among the members."""
+        return self._places[file.name]
+
+    def members_of(self, group: int) -> list[FileEntry]:
+        return [self._described.metadata.files[row] for row in self._parity.groups[group]]
+
+    def layout_of(self, file: ParityFile) -> ParityLayout:
+        return replace(self._layouts[file.group], header_bytes=file.header_bytes)
+
+    def digests_of(self, file: ParityFile) -> FileDigests:
+        """The blocks of a parity file, with the digests at its end. Raises Damaged."""
+        found = self._digests.get(file.name)
+        if found is None:
+            found = self._digests[file.name] = self._read_digests(file)
+        return found
+
+    def _read_digests(self, file: ParityFile) -> FileDigests:
+        layout, name = self.layout_of(file), self._described.path_of(file.name)
+        start = file.size - layout.table_bytes
+        column = self._whole(file)
+        try:
+            table = column.read(start, file.size)
+            if _format.block_digest([table]) != file.digest:
+                raise BytesLost("the digests at its end are not as they were written")
+        except BytesLost as error:
+            raise damaged(self._described.store, name, str(error)) from error
+        finally:
+            column.close()
+        return layout.digests(table.tobytes(), file.digest)
+
+    def index_copy(self, process: int) -> bytes | None:
+        """The verified copy of a process index in a parity file, or None."""
+        for file in self._parity.files:
+            layout = self.layout_of(file)
+            if all(process != number for number, _ in layout.indexes):
+                continue
+            column = self._whole(file)
+            try:
+                copy = column.read(*layout.index_range(process)).tobytes()
+            except BytesLost:
+                continue
+            finally:
+                column.close()
+            if index_problem(copy, self._described.metadata.indexes[process]) is None:
+                return copy
+        return None
+
+    def find_index(self, process: int, lost: Damaged) -> bytes:
+        """The copy of a process index, with a warning. Raises `lost` if no file has one."""
+        is_known = process in self._described.metadata.indexes
+        copy = self.index_copy(process) if is_known else None
+        if copy is None:
+            raise lost
+        self.warn_of(lost)
+        return copy
+
+    def warn_of(self, found: Damaged) -> None:
+        """Warn once that this checkpoint is read with the help of its parity, and why."""
+        store, metadata = self._described.store, self._described.metadata
+        with self._warning.lock:
+            if self.has_warned or not self._is_there():
+                return
+            self.has_warned = True
+        problems = dict.fromkeys(found.problems)
+        there = {file.name: file.size for file in store.files(self._described.path_of(""))}
+        named = {problem.file for problem in problems}
+        for file in metadata.files:
+            name = self._described.path_of(file.name)
+            size = there.get(name)
+            if name not in named and size != file.size:
+                what = MISSING if size is None else other_size(size, file.size)
+                problems[Problem(name, what)] = None
+        head = f"checkpoint {store.location} is read with the help of its parity"
+        head += f" (`ostraka repair {store.location}` mends it)"
+        warn_caller(DegradedRead(headed_list(head, list(map(str, problems)))))
+
+    def _is_there(self) -> bool:
+        """True if no other save has replaced this checkpoint and deleted its files."""
+        try:
+            head = self._described.store.get(_format.METADATA_NAME)[:200]
+        except OSError:
+            return False
+        return self._described.metadata.id.encode() in head
+
+    def _whole(self, file: ParityFile) -> Column:
+        return Column(
+            self._described, file.name, file.size, 0, file.size, partial(self.digests_of, file)
+        )
+
+    def member_column(self, file: FileEntry) -> Column:
+        digests = partial(self._described.stored_digests, file)
+        return Column(self._described, file.name, file.size, 0, file.size, digests)
+
+    def column(self, file: ParityFile) -> Column:
+        layout = self.layout_of(file)
+        start = layout.header_bytes
+        stop = start + layout.parity_bytes
+        digests = partial(self.digests_of, file)
+        return Column(self._described, file.name, file.size, start, stop, digests)
+
+    def rebuild_parity(self, file: ParityFile) -> Iterator[Any]:
+        """The bytes of a parity file as it was written, from its first to its last, in pieces.
+
+        All shard files of its group must be undamaged, and the indexes that it copies. Raises
+        Damaged, before the last piece if the result differs from the written file.
+        """
+        metadata, described = self._described.metadata, self._described
+        layout, members = self.layout_of(file), self.members_of(file.group)
+        header = encode_parity_header(
+            (file.group, file.number), members, layout, metadata.id, version=metadata.version
+        )
+        digests = [_format.block_digest([header])]
+        yield header
+        check = StopSignal().check
+        for sums in sum_up(described, members, file.number + 1, check, may_be_kept=True):
+            digests.append(_format.block_digest([sums[file.number]]))
+            yield sums[file.number]
+        for process, _ in layout.indexes:
+            copy = described.store.get(described.path_of(_format.index_name(process)))
+            digests.append(_format.block_digest([copy]))
+            yield copy
+        table = "".join(digests).encode()
+        if _format.block_digest([table]) != file.digest:
+            found = "what its group makes of it is not as it was written"
+            raise damaged(described.store, described.path_of(file.name), found)
+        yield table
+
+
+def _blocks_or_none(described: Described, file: FileEntry) -> list[Block] | None:
+    try:
+        return described.stored_digests(file).blocks()
+    except Damaged:
+        return None  # It was lost, with all copies of it.

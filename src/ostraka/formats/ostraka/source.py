@@ -1,0 +1,176 @@
+"""Ostraka's own format as a source. No JAX."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ostraka.errors import NotACheckpoint
+from ostraka.formats.ostraka.damage import (
+    NOT_AS_WRITTEN,
+    damage_on_contradiction,
+    damage_on_loss,
+    damaged,
+)
+from ostraka.formats.ostraka.shards import Shards
+from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source_files import Sampling
+from ostraka.formats.unknown import looks_like_ours
+from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
+from ostraka.layout.shard_file import METADATA_NAME, Entry, FileEntry, alignment_of, stored_range
+from ostraka.layout.spec import Target, largest_cell_bytes, turns_of
+from ostraka.storage import Store
+from ostraka.tree.json_tree import saved_tree
+from ostraka.tree.nodes import Branch, Leaf, Node
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class OstrakaSource(BaseSource):
+    """A checkpoint that `ostraka.save` wrote."""
+
+    def __init__(self, store: Store, metadata: Metadata, metadata_bytes: int):
+        super().__init__(store)
+        self.metadata = metadata
+        self.metadata_bytes = metadata_bytes
+        self.shards = Shards(store, metadata)
+        self.fit: Callable[[Node, Node], Node] | None = None
+        """Fits the tree to a template, if the save left out its containers."""
+        self._files_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Answers of `files_of`, by layout and first part."""
+        # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
+        names = {f.name for f in fields(Saved)} & {f.name for f in fields(Metadata)}
+        saved: dict[str, Any] = {name: getattr(metadata, name) for name in names}
+        saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
+        self.saved = Saved(**saved)
+
+    def decode_tree(self) -> Branch | Leaf:
+        with damage_on_contradiction(self.store):
+            return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
+
+    def tree_for(self, like: Branch | Leaf) -> Branch | Leaf:
+        return self.tree if self.fit is None else self.fit(self.tree, like)
+
+    def read(
+        self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        # Imports numpy, which a look at the tree does without.
+        from ostraka.formats.ostraka._fetch import read_boxes
+
+        return read_boxes(self.shards, targets, on_bytes)
+
+    def order(self) -> list[int]:
+        """Leaves by their offset in a file. Files are read side by side from their beginnings.
+
+        In a file, boxes of a larger alignment come first.
+        """
+        leaves, sizes = self.metadata.leaves, dict[object, int]()
+        in_file: list[tuple[int, int, int]] = []
+        for number, leaf in enumerate(leaves):
+            key = (leaf.layout, leaf.spec.shape, leaf.spec.dtype)
+            nbytes = sizes.get(key)
+            if nbytes is None:
+                grid = self.metadata.layouts[leaf.layout].grid
+                nbytes = sizes[key] = largest_cell_bytes(leaf.spec, grid)
+            in_file.append((-alignment_of(nbytes), number, nbytes))
+        offsets = [0] * len(leaves)
+        ends: Counter[int] = Counter()
+        """The end of each part so far."""
+        for _, number, nbytes in sorted(in_file):
+            offsets[number] = ends[leaves[number].part]
+            ends[leaves[number].part] += nbytes
+        return sorted(range(len(leaves)), key=lambda number: (offsets[number], number))
+
+    @property
+    def reads_whole_rows(self) -> bool:
+        return True  # whole blocks, for their digests
+
+    def grid_of(self, leaf: int) -> tuple[int, ...]:
+        return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
+
+    def files_of(self, leaf: int) -> list[tuple[int, int]]:
+        layout, part = self.metadata.leaves[leaf].layout, self.metadata.leaves[leaf].part
+        found = self._files_of.get((layout, part))
+        if found is None:
+            owners = self.metadata.layouts[layout].owners
+            turns = turns_of(self.metadata.layouts[layout])
+            parts = [part] * len(owners) if turns is None else (part + turns).tolist()
+            found = self._files_of[layout, part] = list(zip(owners, parts, strict=True))
+        return found
+
+    def boxes_of(self, leaf: int) -> list[StoredBox]:
+        owners = set(self.metadata.layouts[self.metadata.leaves[leaf].layout].owners)
+        with damage_on_contradiction(self.store):
+            contents = shard_contents(self.metadata, owners, self.shards.allowance())
+        return sorted(
+            self._stored_box(file, entries, entry)
+            for file, entries in contents.values()
+            for entry in entries
+            if entry.leaf == leaf
+        )
+
+    def _stored_box(self, file: FileEntry, entries: Sequence[Entry], entry: Entry) -> StoredBox:
+        start, stop = entry.offset, entry.offset + entry.nbytes
+        data_bytes = entries[-1].offset + entries[-1].nbytes
+        if file.size != file.header_bytes + data_bytes:
+            # Where something is compressed, only the index of its process knows the places.
+            blocks = self.shards.digests_of(file, data_bytes).blocks()
+            start, stop, _ = stored_range(entry, blocks)
+        return StoredBox(
+            entry.box,
+            self.shards.name_of(file),
+            self.metadata.process_of[file.device],
+            file.header_bytes + start,
+            entry.nbytes,
+            stop - start,
+        )
+
+    def files(self) -> list[StoredFile]:
+        name_of, process_of = self.shards.name_of, self.metadata.process_of
+        parity = () if self.metadata.parity is None else self.metadata.parity.files
+        return [
+            *(
+                StoredFile(name_of(file), file.size, file.device, process_of[file.device])
+                for file in self.metadata.files
+            ),
+            *(StoredFile(name_of(file), file.size, None, file.process) for file in parity),
+        ]
+
+    def is_current(self) -> bool:
+        try:
+            found = open_ostraka(self.store)
+        except (OSError, ValueError):
+            return False
+        return found is not None and found.metadata.id == self.metadata.id
+
+    @property
+    def version(self) -> str:
+        return ""  # Its id differs between any two saves, and its blocks have digests.
+
+    def samples(self, how: Sampling = "by version") -> list[tuple[str, str]]:
+        return []
+
+
+def open_ostraka(store: Store) -> OstrakaSource | None:
+    """Open the checkpoint in a store. Returns None if Ostraka has not written one there.
+
+    Raises UnsupportedFormat or Damaged.
+    """
+    with damage_on_loss(partial(damaged, store, METADATA_NAME)):
+        try:
+            data = store.get(METADATA_NAME)
+        except FileNotFoundError:
+            return None
+    if not metadata_is_intact(data):
+        if not looks_like_ours(store, data):
+            return None
+        raise damaged(store, METADATA_NAME, NOT_AS_WRITTEN)
+    try:
+        with damage_on_contradiction(store):
+            return OstrakaSource(store, decode_metadata(data), len(data))
+    except NotACheckpoint:
+        return None

@@ -1,0 +1,1 @@
+"""Safetensors files and Hugging Face directories."""

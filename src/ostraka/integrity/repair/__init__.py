@@ -1,0 +1,1 @@
+"""Find lost and damaged files again, and rewrite only those."""

@@ -1,0 +1,1 @@
+"""Boxes, specs, shard files and plans as data. Pure: no I/O, no JAX."""

@@ -1,0 +1,287 @@
+"""The on-disk format: the contents of shard files, process indexes, digests. Bytes and data.
+
+docs/format.md says the same in prose. Nothing here touches a file, a device or the clock. The
+contents and offsets of a shard file follow from the leaves and layouts alone. So a writer, a reader
+and a planner agree without asking each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ostraka.common.dtypes import DTYPES
+from ostraka.layout import box as _box
+from ostraka.layout.box import Box
+from ostraka.layout.spec import Layout, StoredLeaf
+
+METADATA_NAME = "_METADATA"
+METADATA_COPY = "metadata.json"
+"""In the shards directory: the same bytes once more, for `repair`. Nothing else reads it."""
+FORMAT = "ostraka"
+VERSION = 1
+COMPRESSED_VERSION = 2
+"""The version of a checkpoint in which blocks may be compressed."""
+VERSIONS = (VERSION, COMPRESSED_VERSION)
+PAGE_BYTES = 4096
+BLOCK_BYTES = 4 << 20
+GATHER_BYTES = 1 << 20
+"""Boxes below this size share a block with their neighbours."""
+LEAST_COMPRESSED_BYTES = 64 << 10
+"""Boxes below this size are not compressed."""
+MOST_BLOCK_BYTES = 16 << 20
+"""The largest block in a file, apart from the header. Blocks are read whole."""
+MOST_COMPRESSED_BYTES = 16 << 20
+"""The most data in a compressed block, so that a few bytes can't ask for any amount of memory."""
+MOST_RATIO = 1 << 16
+"""Largest allowed ratio of data to stored bytes. zstd takes at least 4 bytes for 128 KiB."""
+
+DIGEST_DIGITS = 16
+"""The hexadecimal digits in the digest of a block."""
+ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+
+
+def digest(data: Any) -> str:
+    """The digest of a whole small file: xxh3, 128 bits, hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+new_block_digest = xxhash.xxh3_64
+"""A digest of a block that comes bit by bit: `update`, then `hexdigest`."""
+
+
+def block_digest(buffers: Iterable[Any]) -> str:
+    """The digest of one block, given in pieces: xxh3, 64 bits."""
+    state = xxhash.xxh3_64()
+    for piece in buffers:
+        state.update(piece)
+    return state.hexdigest()
+
+
+def regroup(views: Iterator[Any], lengths: Iterable[int]) -> Iterator[list[Any]]:
+    """A stream of byte views, cut into blocks of other lengths without copying."""
+    rest: Any = next(views, b"")
+    for length in lengths:
+        pieces: list[Any] = []
+        while length > len(rest):
+            pieces.append(rest)
+            length -= len(rest)
+            rest = next(views)
+        pieces.append(rest[:length])
+        rest = rest[length:]
+        yield pieces
+        if not len(rest):
+            rest = next(views, rest)
+
+
+def shards_directory(save_id: str) -> str:
+    return f"shards-{save_id}"
+
+
+def is_shards_directory(name: str) -> bool:
+    return name.startswith("shards-") and ID_PATTERN.fullmatch(name[len("shards-") :]) is not None
+
+
+def shard_name(device: int, part: int) -> str:
+    suffix = f"-{part:05d}" if part else ""
+    return f"shard_{device:05d}{suffix}.safetensors"
+
+
+def index_name(process: int) -> str:
+    return f"process_{process:05d}.json"
+
+
+# What a shard file holds
+
+
+class Entry(NamedTuple):
+    """One box of one leaf in a shard file. `offset` counts from the start of the data."""
+
+    leaf: int
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A shard file: who wrote it and how big it is."""
+
+    device: int
+    part: int
+    header_bytes: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.device, self.part)
+
+
+def entries_by_file(
+    leaves: Sequence[StoredLeaf], layouts: Sequence[Layout], devices: Iterable[int] | None = None
+) -> dict[tuple[int, int], list[Entry]]:
+    """The entries of each file `(device, part)`, in file order, for some or all devices.
+
+    Boxes whose size is a multiple of a larger power of two (up to a page) come first, ties in leaf
+    order: without any padding, each box then starts at a multiple of its own alignment.
+    """
+    wanted = None if devices is None else set(devices)
+    owners = [list(layout.cells_by_owner(wanted).items()) for layout in layouts]
+    # A model has few kinds of leaves and many of each: what follows from layout, part, shape and
+    # size of an element is worked out once for each kind.
+    kinds: dict[tuple[int, int, tuple[int, ...], int], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        key = (leaf.layout, leaf.part, leaf.spec.shape, DTYPES[leaf.spec.dtype].bits)
+        kinds.setdefault(key, []).append(number)
+    unordered: dict[tuple[int, int], list[tuple[int, int, Box, int]]] = {}
+    for (layout, part, shape, bits), numbers in kinds.items():
+        for device, cells in owners[layout]:
+            for turn, cell in enumerate(cells):
+                box = _box.cell(shape, layouts[layout].grid, cell)
+                nbytes = (_box.count(box) * bits + 7) // 8
+                order = -alignment_of(nbytes)
+                file = unordered.setdefault((device, part + turn), [])
+                file += [(order, number, box, nbytes) for number in numbers]
+    contents: dict[tuple[int, int], list[Entry]] = {}
+    for key, boxes in sorted(unordered.items()):
+        entries = contents[key] = []
+        offset = 0
+        for _, leaf, box, nbytes in sorted(boxes):
+            entries.append(Entry(leaf, box, offset, nbytes))
+            offset += nbytes
+    return contents
+
+
+def alignment_of(nbytes: int) -> int:
+    """The largest power of two, up to a page, that divides the size of a box."""
+    return min(nbytes & -nbytes, PAGE_BYTES)
+
+
+def block_lengths(
+    header_bytes: int, entries: Sequence[Entry], compressed: Collection[int] = ()
+) -> list[int]:
+    """The lengths of a file's blocks: the header, rows of a large box, or some small boxes each."""
+    lengths = [header_bytes]
+    gathered = 0
+    for entry in entries:
+        if entry.nbytes < (LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES):
+            if gathered + entry.nbytes > BLOCK_BYTES:
+                lengths.append(gathered)
+                gathered = 0
+            gathered += entry.nbytes
+            continue
+        if gathered:
+            lengths.append(gathered)
+            gathered = 0
+        block = block_bytes(entry)
+        whole, rest = divmod(entry.nbytes, block)
+        lengths += [block] * whole + ([rest] if rest else [])
+    return [*lengths, gathered] if gathered else lengths
+
+
+def block_bytes(entry: Entry) -> int:
+    """The block size for a large box: whole rows, so that a band of rows is a run of blocks."""
+    row = entry.nbytes
+    for extent in _box.shape_of(entry.box):
+        if row <= BLOCK_BYTES:
+            return BLOCK_BYTES // row * row
+        row = max(row // extent, 1)
+    return BLOCK_BYTES
+
+
+# Process indexes
+
+
+class Block(NamedTuple):
+    """A range of a shard file that is stored, digested and read as a whole."""
+
+    start: int
+    stop: int
+    """Its range in the data, which begins after the header. The header's range is below 0."""
+    file_start: int
+    file_stop: int
+    """Its range in the file."""
+    digest: str
+    """The digest of the stored bytes."""
+    result: str = ""
+    """The digest of its data, if it is compressed."""
+
+
+class StoredRange(NamedTuple):
+    """The stored bytes of a box in a file, counted from the start of the stored data."""
+
+    start: int
+    stop: int
+    is_compressed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """A file as its process index describes it: the header, then the blocks of its data."""
+
+    size: int
+    lengths: tuple[int, ...]
+    digests: tuple[str, ...]
+    data_lengths: tuple[int, ...] = ()
+    """Uncompressed length of each block. Empty if nothing is compressed."""
+    results: tuple[str, ...] = ()
+    """The digest of the data of each compressed block, in order."""
+    identity: str = ""
+    """The store's identity of the file when it was written, or empty if it has none."""
+    place: str = ""
+    """The digest of the location that `identity` holds for, if it is known."""
+
+    @property
+    def data_bytes(self) -> int:
+        return sum((self.data_lengths or self.lengths)[1:])
+
+    def blocks(self) -> list[Block]:
+        """The header and the blocks of the data, stored one after the other."""
+        header_bytes = self.lengths[0]
+        in_file = pairwise(accumulate(self.lengths, initial=0))
+        data_lengths = self.data_lengths or self.lengths
+        in_data = pairwise(accumulate(data_lengths, initial=-header_bytes))
+        following = iter(self.results)
+        pairs = zip(data_lengths, self.lengths, strict=True)
+        results = ["" if length == stored else next(following) for length, stored in pairs]
+        return [
+            Block(*data, *file, digest, result)
+            for data, file, digest, result in zip(
+                in_data, in_file, self.digests, results, strict=True
+            )
+        ]
+
+
+def stored_range(entry: Entry, blocks: Sequence[Block]) -> StoredRange:
+    """The range of a box in a file with these blocks, header included."""
+    header_bytes = blocks[0].file_stop
+    if entry.nbytes == 0:
+        end = blocks[-1].file_stop - header_bytes
+        return StoredRange(end, end, is_compressed=False)
+    stop = entry.offset + entry.nbytes
+    first = bisect_right(blocks, entry.offset, key=attrgetter("start")) - 1
+    last = bisect_right(blocks, stop - 1, key=attrgetter("start"))
+    of_box = blocks[first:last]
+    # A compressed block holds nothing but its box; others may hold several boxes.
+    lead = 0 if of_box[0].result else entry.offset - of_box[0].start
+    rest = 0 if of_box[-1].result else of_box[-1].stop - stop
+    return StoredRange(
+        of_box[0].file_start + lead - header_bytes,
+        of_box[-1].file_stop - rest - header_bytes,
+        any(block.result for block in of_box),
+    )
+
+
+# Small things
+
+
+dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""A value as JSON in as few characters as can be."""

@@ -1,0 +1,1 @@
+"""Live trees and arrays as data."""

@@ -1,0 +1,267 @@
+"""Handles to the bytes of a tree's leaves: of JAX arrays by shard, of host memory by any box."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.lifetime import RenewedLock
+from ostraka.layout import box as _box
+from ostraka.layout.box import Box
+from ostraka.layout.plan_write import BAND_BYTES
+
+Array = np.ndarray[Any, Any]
+Copy = tuple[Array, Array]
+"""(destination, source)"""
+
+_SMALL_BYTES = 1 << 20
+"""A numpy array up to this size is copied by the caller: no thread would be faster."""
+_COPIED_BYTES = 8 << 20
+"""The part of a larger array that a thread copies at a time."""
+HOST_BAND_BYTES = 4 << 20
+"""Host memory is converted in pieces of this size, which stay in the cache."""
+_CUT_BYTES = 8 << 20
+"""Parts of larger shards are sliced on their device."""
+_PATIENCE_S = 5.0
+"""The time that a thread of the program may take to list the shards of an array."""
+
+
+class HostValue:
+    """A value in host memory: any box can be had, whatever the device.
+
+    With `of_process`, every process has its own value of the leaf. This process's value is a box
+    of one element in dimension 0.
+    """
+
+    in_host_memory = True
+    """True if reads return views, which need no memory."""
+    band_bytes = HOST_BAND_BYTES
+    """The best size of the parts in which to read and copy a box, or 0 to read it whole."""
+
+    def __init__(self, array: Array, *, may_change: bool, of_process: bool = False):
+        self._array = array
+        self._of_process = of_process
+        self.may_change = may_change
+        """True if threads of the program may write to the memory of those views."""
+
+    def read(self, device: int, box: Box) -> Array:
+        """The elements of a box that `device` holds. A view if possible."""
+        array = self._array
+        if self._of_process:
+            return array[_box.slices(box[1:], _box.full(array.shape))][np.newaxis]
+        return array[_box.slices(box, _box.full(array.shape))]
+
+    def hold(self) -> Sequence[Copy]:
+        """Make the elements safe from all that happens later: donation, deletion, writing.
+
+        They are, once the copies that this returns have been made.
+        """
+        given, self._array = self._array, np.empty_like(self._array)
+        self.may_change = False
+        if given.nbytes > _SMALL_BYTES:
+            return _copies(self._array, given)
+        np.copyto(self._array, given)
+        return ()
+
+    def whole(self) -> Array:
+        """All elements, where all are on this process."""
+        return self._array
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The boxes on this process's devices for one sharding, shape and dtype."""
+
+    shape: tuple[int, ...]
+    devices: Sequence[Any]
+    """In JAX's order."""
+    index_of: Mapping[int, int]
+    """By the number of a device, its place in that order."""
+    boxes: Mapping[int, Box]
+    """By the number of a device, the box that it holds."""
+    gives_views: bool
+    """True if the bytes are in host memory in the form of a file."""
+
+
+class ShardedValue:
+    """A jax.Array: each local device returns elements of its own shard."""
+
+    __slots__ = ("_array", "_at", "_held", "_shards", "in_host_memory", "may_change")
+
+    def __init__(self, array: jax.Array, at: Placement):
+        self._array: jax.Array | None = array
+        self._at = at
+        self._shards: Sequence[jax.Array] | None = None
+        self._held: dict[Box, Array] | None = None
+        self.in_host_memory = at.gives_views
+        self.may_change = False
+
+    def read(self, device: int, box: Box) -> Array:
+        at = self._at
+        outer = at.boxes[device]
+        if self._held is not None:
+            shard = self._held[outer]
+        else:
+            shards = self._shards or self._list_shards()
+            data = shards[at.index_of[device]]
+            if not at.gives_views and box != outer and _can_be_cut(data):
+                return _host_copy(_cut(data, _box.slices(box, outer)))
+            shard = np.asarray(data) if at.gives_views else _host_copy(data)
+        return shard if box == outer else shard[_box.slices(box, outer)]
+
+    @property
+    def band_bytes(self) -> int:
+        if self._held is not None or self._at.gives_views:
+            return HOST_BAND_BYTES
+        shards = self._shards or self._list_shards()
+        return BAND_BYTES if all(map(_can_be_cut, shards)) else 0
+
+    def start_copying(self) -> None:
+        """Begin to bring from an accelerator what `hold` will wait for."""
+        if not self._at.gives_views:
+            shards = self._shards or self._list_shards()
+            for device in self._device_of_box().values():
+                shards[self._at.index_of[device]].copy_to_host_async()
+
+    def hold(self) -> Sequence[Copy]:
+        # A view is enough in host memory: XLA does not reuse what somebody looks at.
+        self._held = self._by_box()
+        self._array = self._shards = None
+        # JAX takes over aligned memory of numpy, dlpack and others without a copy, nothing tells
+        # these arrays from its own, and the program goes on while they are written.
+        self.may_change = self._at.gives_views
+        self.in_host_memory = True
+        return ()
+
+    def whole(self) -> Array:
+        shards = self._held or self._by_box()
+        if len(shards) == 1:
+            return next(iter(shards.values()))
+        whole = np.empty(self._at.shape, next(iter(shards.values())).dtype)
+        for box, shard in shards.items():
+            whole[_box.slices(box, _box.full(self._at.shape))] = shard
+        return whole
+
+    def held_boxes(self) -> dict[Box, int]:
+        """Each box on this process's devices, and the number of one device that has it."""
+        return self._device_of_box()
+
+    def _by_box(self) -> dict[Box, Array]:
+        return {box: self.read(device, box) for box, device in self._device_of_box().items()}
+
+    def _list_shards(self) -> Sequence[jax.Array]:
+        assert self._array is not None
+        self._shards = shards_of(self._array, self._at.devices)
+        return self._shards
+
+    def _device_of_box(self) -> dict[Box, int]:
+        return {self._at.boxes[device]: device for device in self._at.index_of}
+
+
+class CastValue:
+    """A value that is saved as another dtype."""
+
+    in_host_memory = False
+    may_change = False
+
+    def __init__(self, value: HostValue | ShardedValue, dtype: str):
+        self._value = value
+        self._dtype = numpy_dtype(dtype)
+
+    def read(self, device: int, box: Box) -> Array:
+        return self._value.read(device, box).astype(self._dtype)
+
+    @property
+    def band_bytes(self) -> int:
+        return self._value.band_bytes
+
+
+CapturedValue = HostValue | ShardedValue
+"""A leaf's bytes as the tree has them, as far as this process holds them."""
+Value = CapturedValue | CastValue
+"""A leaf's bytes as they are written."""
+
+_taking_apart = RenewedLock()
+
+
+def shards_of(array: Any, devices: Sequence[Any]) -> Sequence[jax.Array]:
+    """The shards on this process's devices, in the order of the mesh.
+
+    JAX lists the shards at the first access. If two threads access them at once, both append to
+    the same list, or one sees the unfinished list of the other. Threads of Ostraka take turns. A
+    list that threads of the program mixed up has the wrong length or order: each thread starts
+    with the first device and appends a shard per device. This function then asks each shard for
+    its device, or asks a twin, which shares the buffers and has its own list. JAX makes no twin of
+    an array that spans processes. There the list of the other thread is complete in a moment.
+    """
+    with _taking_apart.lock:
+        give_up_s = time.monotonic() + _PATIENCE_S
+        while True:
+            shards = _listed(array)
+            # To ask each shard for its device would cost a third of a leaf's time.
+            if len(shards) == len(devices) and (not shards or shards[-1].device == devices[-1]):
+                return shards
+            by_device = {shard.device: shard for shard in shards}
+            if len(by_device) == len(devices):
+                return [by_device[device] for device in devices]
+            if array.is_fully_addressable:
+                array = array.clone()
+            elif time.monotonic() > give_up_s:
+                raise RuntimeError(
+                    f"JAX lists {len(shards)} shards on {len(devices)} devices for an array of the "
+                    f"shape {array.shape}: two threads of this program have first looked at it at "
+                    "the same time; save a copy of it"
+                )
+            else:
+                time.sleep(0.001)
+
+
+def _listed(array: Any) -> Sequence[jax.Array]:
+    shards = getattr(array, "_arrays", None)
+    return [shard.data for shard in array.addressable_shards] if shards is None else shards
+
+
+def _copies(to: Array, given: Array) -> list[Copy]:
+    """Pairs of parts to copy, each contiguous in memory."""
+    axis = int(np.argmax(np.abs(given.strides)))
+    rows = given.shape[axis]
+    step = max(_COPIED_BYTES * rows // given.nbytes, 1)
+    whole = (slice(None),) * axis
+    parts = [(*whole, slice(start, start + step)) for start in range(0, rows, step)]
+    return [(to[part], given[part]) for part in parts]
+
+
+def _can_be_cut(array: Any) -> bool:
+    """True if slicing a shard on its device is cheaper than copying all of it.
+
+    A cut must be compiled, once for each kind of array. Not every platform computes with what it
+    keeps elsewhere than in the memory of the device.
+    """
+    return (
+        array.nbytes > _CUT_BYTES
+        and max(array.shape) < 1 << 31
+        and array.sharding.memory_kind in (None, array.device.default_memory().kind)
+    )
+
+
+def _cut(array: Any, within: Sequence[slice]) -> Any:
+    starts = [part.start for part in within]
+    sizes = [part.stop - part.start for part in within]
+    with jax.transfer_guard("allow"):  # for the numbers; what the program forbids is its own
+        return jax.lax.dynamic_slice(array, starts, sizes)
+
+
+def _host_copy(array: Any) -> Array:
+    """A copy that JAX does not keep.
+
+    `np.asarray` makes JAX keep the copy for as long as the array lives: a save would leave a copy
+    of the whole state behind in host memory.
+    """
+    copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
+    return np.asarray(array) if copy is None else copy()[0]

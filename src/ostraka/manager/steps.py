@@ -1,0 +1,582 @@
+"""The steps of a run directory, and their properties. No JAX.
+
+The store is the truth. A step is a directory that is named like one and holds a readable
+`_METADATA`, or a finished Orbax checkpoint. Orbax steps are foreign: they are listed and read, but
+nothing in them is changed or deleted. Everything else in the directory belongs to others and is not
+touched, except for files of interrupted saves and deletions in directories that are named as steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from ostraka.common.lifetime import RenewedLock
+from ostraka.common.record import logger as log
+from ostraka.common.threads import StopSignal, run_all
+from ostraka.errors import (
+    Busy,
+    CheckpointNotFound,
+    Damaged,
+    InvalidTree,
+    NotACheckpoint,
+    OstrakaError,
+    PathInTheWay,
+    Problem,
+    StoreError,
+    UnsupportedFormat,
+    describe,
+)
+from ostraka.formats import about_orbax, open_source, version_of_orbax
+from ostraka.formats.orbax.names import has_orbax_names
+from ostraka.formats.ostraka.source import open_ostraka
+from ostraka.formats.unknown import likely_steps
+from ostraka.layout import shard_file
+from ostraka.layout.file_names import (
+    list_steps,
+    name_of,
+    names_of_step,
+    possible_steps,
+    step_of,
+    steps_among,
+)
+from ostraka.manager.leases import remove_expired_leases
+from ostraka.saving.place import collect_garbage, find_leftovers, may_have_lost_metadata
+from ostraka.storage import PathLike, Store, open_store, refuse_claimed
+
+# Metrics of a step, which are stored in the user metadata of its checkpoint.
+
+RESERVED_KEY = "ostraka.manager"
+"""The key in a checkpoint's metadata under which the manager stores its own data."""
+
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+def with_metrics(
+    metadata: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, step: int
+) -> dict[str, Any]:
+    """Return the user's metadata with the manager's own data added."""
+    given: Any
+    for name, given, example in (
+        ("metadata", metadata, ""),
+        ("metrics", metrics, ", such as {'loss': 0.5}"),
+    ):
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"{name} must be a dict{example}, not {given!r}")
+    user = dict(metadata or {})
+    if RESERVED_KEY in user:
+        raise ValueError(
+            f"metadata has the key {RESERVED_KEY!r}, which is the manager's own; choose another"
+        )
+    kept = {name: _encode_metric(name, value) for name, value in (metrics or {}).items()}
+    return {**user, RESERVED_KEY: {"step": step, "metrics": kept}}
+
+
+def metrics_in(user: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the metrics in a checkpoint's metadata, without values that are not numbers."""
+    own: Any = user.get(RESERVED_KEY)
+    metrics: Any = own.get("metrics") if isinstance(own, dict) else None
+    if not isinstance(metrics, dict):
+        return NO_METRICS
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, OverflowError):
+            found[name] = float(value)
+    return MappingProxyType(found)
+
+
+def _encode_metric(name: Any, value: Any) -> float | str:
+    """Return a number as JSON. NaN and infinity, which JSON lacks, become strings."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a metric must be text, not {name!r}")
+    # A string that looks like a number is probably a mistake; so is a complex number.
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    try:
+        if isinstance(value, str | bytes | bytearray) or kind in ("c", "S", "U"):
+            raise TypeError("not a real number")
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"metric {name!r} is too large for a float") from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} must be a number, not {value!r}") from error
+    return number if math.isfinite(number) else repr(number)
+
+
+Result = TypeVar("Result")
+
+PIN_NAME = "_PINNED"
+"""The empty file in a step's directory that exempts the step from retention."""
+
+OSTRAKA = "ostraka"
+ORBAX = "orbax"
+"""The formats of steps."""
+
+_RETRIES = 10
+"""How often a scan looks again at most, if the listing changes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on disk: its number, when it was saved, its metrics, whether it is pinned."""
+
+    step: int
+    saved_s: float | None
+    """Seconds since 1970 by the clock of the machine that saved it. None if unknown."""
+    metrics: Mapping[str, float]
+    pinned: bool
+    names: tuple[str, ...] = ()
+    """The directories that hold this step. Restores read the first."""
+    problems: tuple[Problem, ...] = field(default=(), repr=False)
+    """Why it can't be read. Empty if it can."""
+    unsupported: str | None = field(default=None, repr=False)
+    """The error message if the step is intact but needs a newer version of Ostraka."""
+    format: str = OSTRAKA
+    """The library that wrote it: "ostraka" or "orbax"."""
+    nbytes: int | None = field(default=None, repr=False)
+    """The bytes of its files. None if they were not counted."""
+    versions: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
+    """The version of `_METADATA` in each of `names` that Ostraka wrote. None if unreadable."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if another library wrote it: it is read, but never deleted."""
+        return self.format != OSTRAKA
+
+    @property
+    def is_aside(self) -> bool:
+        """True if its name has a prefix: it is the newest only if there is no other step."""
+        return bool(self.names) and all(step_of(name) is None for name in self.names)
+
+    @property
+    def is_good(self) -> bool:
+        """True if a run can resume from it, with this version of Ostraka or a newer one."""
+        return not self.problems or self.unsupported is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The properties of the checkpoint in one directory."""
+
+    saved_s: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
+    problems: tuple[Problem, ...] = ()
+    unsupported: str | None = None
+    format: str = OSTRAKA
+    nbytes: int | None = None
+    version: Any = None
+    """The version of the file that describes the checkpoint."""
+    pinned: bool = False
+
+
+class Root:
+    """A run directory: a directory with steps in it."""
+
+    def __init__(self, path: PathLike):
+        self.store = open_store(path)
+        self.location = self.store.location
+        self._cache: dict[str, _Contents] = {}
+        """What each directory holds, by name. Pins are not remembered."""
+        self._has_warned = False
+        self._spared: set[str] = set()
+        """Directories that a warning named because they may have lost their `_METADATA`."""
+        self.changing = RenewedLock()
+        """Held while steps are changed: retention runs in the background of the training loop."""
+
+    def prepare(self) -> None:
+        self.refuse_checkpoint(PathInTheWay)
+        self.store.prepare()
+
+    def refuse_checkpoint(self, kind: type[PathInTheWay | CheckpointNotFound]) -> None:
+        """Raise if this directory is a checkpoint itself, or a file."""
+        names = self.store.list()
+        is_foreign = has_orbax_names(names) and not self.scan(lambda _: True)
+        if shard_file.METADATA_NAME in names or is_foreign:
+            raise kind(
+                f"{self.location} is itself a checkpoint, not a directory of steps; give a Manager "
+                "the directory above it, or read this one with ostraka.restore or ostraka.open"
+            )
+        if not names and not self.store.exists() and self.store.look("") is not None:
+            raise kind(f"{self.location} is a file; give a Manager a directory of steps")
+
+    def warn_if_begun_elsewhere(self) -> None:
+        """Log once what looks like checkpoints in a directory without steps."""
+        found = None if self._has_warned else likely_steps(self.store)
+        self._has_warned = True
+        if found is not None:
+            log.warning(
+                "there is no step in %s, so a run begins from scratch there, but %s",
+                self.location,
+                found,
+            )
+
+    def unusual_names(self) -> dict[str, list[int]]:
+        """Return the steps with other names than the manager's, and those that are links."""
+        named = steps_among(self.store.list())
+        return {
+            "renamed": [step for step, names in named.items() if names != [name_of(step)]],
+            "links": [step for step, names in named.items() if any(map(self.store.is_link, names))],
+        }
+
+    def own_name(self, number: int) -> str:
+        """Return the name to save a step under: its present one, if Ostraka wrote it."""
+        named = names_of_step(number, self.store.list())
+        own = [name for name, found in self._holding(named) if found.format == OSTRAKA]
+        return own[0] if own else name_of(number)
+
+    def at(self, name: str) -> Store:
+        """Return the store of a step."""
+        return self.store.at(name)
+
+    def path(self, name: str) -> str:
+        return self.at(name).location
+
+    def refuse_link(self, name: str) -> None:
+        """Raise PathInTheWay if saving would replace the target of a link."""
+        if self.store.is_link(name):
+            is_step = self._look(name) is not None
+            remedy = f"delete step {step_of(name)} first, which removes the link alone"
+            raise PathInTheWay(
+                f"{self.path(name)} is a link, and saving would replace what it leads to; "
+                f"{remedy if is_step else 'remove the link first'}"
+            )
+
+    # Which steps exist
+
+    def scan(
+        self,
+        until: Callable[[Sequence[Step]], bool] | None = None,
+        *,
+        up_to: int | None = None,
+        trusting: bool = False,
+    ) -> list[Step]:
+        """Return all steps up to a number, unreadable ones included. The newest is the last.
+
+        They ascend. Only steps aside come first. The scan begins with the newest. After each step
+        it calls `until` with the steps found so far, in that order, and ends if that returns True.
+        With `trusting`, it does not look again at steps that were readable at the last look, and
+        `pinned` is False for all: use `look_again`.
+        """
+        there = self.store.list()
+        found: list[Step] = []
+        for _ in range(_RETRIES):
+            found, is_settled = self._look_at(there, until, up_to, trusting)
+            if is_settled:
+                break
+            # A run that keeps one step may have saved the next and deleted this one.
+            before, there = there, self.store.list()
+            if before == there:
+                break
+        self._forget_all_but(there)
+        return found[::-1]
+
+    def steps(self) -> list[Step]:
+        """Return the readable steps in ascending order."""
+        return ascending(step for step in self.scan() if not step.problems)
+
+    def forget(self, name: str) -> None:
+        """Forget the contents of a directory that was saved to."""
+        self._cache.pop(name, None)
+
+    def look_again(self, steps: Iterable[Step]) -> list[Step]:
+        """Return these steps as they are now, without those that are gone."""
+        found = ((step.step, self._holding(step.names)) for step in steps)
+        return [_step_of(number, holding) for number, holding in found if holding]
+
+    def steps_after(self, number: int, names: Sequence[str], *, descending: bool) -> Iterator[Step]:
+        """Yield the steps above a number, unreadable ones included. `names` are the root's.
+
+        Each is looked at when its turn comes, so that the first one costs no look at the others.
+        """
+        named = possible_steps(names)
+        for step in sorted((step for step in named if step > number), reverse=descending):
+            holding = self._holding(named[step])
+            if holding:
+                yield _step_of(step, holding)
+        self._forget_all_but(names)
+
+    def find(self, number: int) -> Step:
+        """Return a step, readable or not. Raises CheckpointNotFound."""
+        for _ in range(_RETRIES):
+            names = possible_steps(self.store.list()).get(number, [])
+            holding = self._holding(names)
+            if holding:
+                return _step_of(number, holding)
+            if names == possible_steps(self.store.list()).get(number, []):
+                break  # Else it was renamed just now.
+        raise no_such_step(self.location, number, sorted(step.step for step in self.scan()))
+
+    # Changes to steps
+
+    def own_names(self, step: Step, verb: str) -> Mapping[str, Any]:
+        """Return the names of a step that Ostraka wrote, each with its version.
+
+        Raises PathInTheWay if there are none.
+        """
+        if step.versions:
+            return step.versions
+        path = self.path(step.names[0])
+        remedy = f"delete {path} yourself" if verb == "deletes" else f"no Manager deletes {path}"
+        raise PathInTheWay(
+            f"step {step.step} of {self.location} was written by Orbax, and Ostraka {verb} only "
+            f"its own steps; {remedy}"
+        )
+
+    def pin(self, number: int) -> None:
+        with self.changing.lock:
+            step = self.find(number)
+            first = next(iter(self.own_names(step, "pins")))
+            if not step.pinned:
+                self.at(first).put(PIN_NAME, b"")
+
+    def unpin(self, number: int) -> None:
+        with self.changing.lock:
+            for name in self.own_names(self.find(number), "unpins"):
+                if self.store.is_link(name):
+                    continue  # Another run may have pinned its target.
+                store = self.at(name)
+                store.delete(PIN_NAME)
+                store.sync("")
+
+    def clean(self) -> None:
+        """Remove files of interrupted saves and deletions, but nothing of a save that runs."""
+        with self.changing.lock:
+            names = [name for name in self.store.list() if step_of(name) is not None]
+            for name, is_unusual in zip(names, self._of_each(names, self._is_unusual), strict=True):
+                if not is_unusual or self.store.is_link(name):
+                    continue
+                try:
+                    with suppress(Busy, PathInTheWay):
+                        self._clean(name)
+                except OSError:
+                    # Such files do no harm: no reason to stop the training.
+                    log.exception("leftovers in %s can't be removed now", self.path(name))
+            try:
+                remove_expired_leases(self.store)
+            except OSError:
+                log.exception("leases in %s can't be removed now", self.location)
+
+    def _is_unusual(self, name: str) -> bool:
+        """Return True if a directory has more in it than a checkpoint has, or less."""
+        try:
+            names = [one for one in self.at(name).list() if one != PIN_NAME]
+        except StoreError:
+            return True
+        usual = [one for one in names if shard_file.is_shards_directory(one)]
+        return bool(names) and names != [shard_file.METADATA_NAME, *usual[:1]]
+
+    def _clean(self, name: str) -> None:
+        place = self.at(name)
+        leftovers = find_leftovers(place)
+        if not leftovers:
+            return
+        is_step = place.look(shard_file.METADATA_NAME) is not None
+        if is_step or not may_have_lost_metadata(place, leftovers):
+            collect_garbage(place)
+        elif name not in self._spared:
+            refuse_claimed(place)  # A save that is about to commit is no loss.
+            self._spared.add(name)
+            log.warning(
+                "%s has all files of a checkpoint but %s: that was lost, or a save died just "
+                "before its commit; `ostraka repair %s` makes it a checkpoint, `ostraka gc` "
+                "deletes it",
+                place.location,
+                shard_file.METADATA_NAME,
+                place.location,
+            )
+
+    # One directory
+
+    def _of_each(self, names: Sequence[str], work: Callable[[str], Result]) -> list[Result]:
+        """Call `work` with each name, in threads if it takes a request."""
+        traits = self.store.traits
+        if not traits.is_remote or len(names) < 2:
+            return [work(name) for name in names]
+        return run_all(work, names, threads=traits.reads_at_once, stop=StopSignal())
+
+    def _forget_all_but(self, names: Sequence[str]) -> None:
+        there = set(names)
+        for name in list(self._cache):  # Another thread may add to it meanwhile.
+            if name not in there:
+                self._cache.pop(name, None)
+
+    def _look_at(
+        self,
+        there: Sequence[str],
+        until: Callable[[Sequence[Step]], bool] | None,
+        up_to: int | None,
+        trusting: bool,
+    ) -> tuple[list[Step], bool]:
+        """Return the steps among these names, the newest first, and True if all were steps."""
+        possible = possible_steps(there)
+        if up_to is not None:
+            possible = {step: names for step, names in possible.items() if step <= up_to}
+        names = [name for names in possible.values() for name in names]
+        look = self._look if trusting else self._look_with_pin
+        known: dict[str, _Contents | None] = {}
+        if trusting:
+            known = {name: self._cache.get(name) for name in names}
+            known = {name: found for name, found in known.items() if found and not found.problems}
+        if until is None and self.store.traits.is_remote:
+            unknown = [name for name in names if name not in known]
+            known |= dict(zip(unknown, self._of_each(unknown, look), strict=True))
+        found: list[Step] = []
+        is_settled = True
+        for number, names in reversed(possible.items()):
+            holding = self._holding(names, lambda one: known[one] if one in known else look(one))
+            is_settled = is_settled and len(holding) == len(names)
+            if not holding:
+                continue
+            found.append(_step_of(number, holding))
+            if until is not None and until(found):
+                break
+        return found, is_settled
+
+    def _holding(
+        self, names: Sequence[str], look: Callable[[str], _Contents | None] | None = None
+    ) -> list[tuple[str, _Contents]]:
+        """Return the names that are directories with a checkpoint, and their contents."""
+        look = look or self._look_with_pin
+        found = [(name, held) for name in names if (held := look(name)) is not None]
+        # Neither a damaged directory nor a foreign one hides a good one of the same step.
+        found.sort(key=lambda pair: (bool(pair[1].problems), pair[1].format != OSTRAKA))
+        return found
+
+    def _look_with_pin(self, name: str) -> _Contents | None:
+        found = self._look(name)
+        if found is None or found.format != OSTRAKA:
+            return found
+        pinned = self.store.is_link(name)  # The target of a link is not the manager's to delete.
+        if not pinned:
+            with suppress(StoreError):  # Then it has problems, and is not deleted anyway.
+                pinned = self.at(name).look(PIN_NAME) is not None
+        return replace(found, pinned=pinned)
+
+    def _look(self, name: str) -> _Contents | None:
+        """Return the contents of a directory, or None if it is no checkpoint.
+
+        It is read again only if it was replaced.
+        """
+        place = self.at(name)
+        try:
+            there = place.look(shard_file.METADATA_NAME) if step_of(name) is not None else None
+            if there is not None:
+                found = self._read(name, there.version, lambda: _read_own(place))
+                if found is not None:
+                    return found
+            version = version_of_orbax(place, is_named=step_of(name) is not None)
+            if version is None:
+                self._cache.pop(name, None)
+                return None
+            return self._read(name, version, lambda: _read_foreign(place))
+        except StoreError as error:
+            # It may be the newest step: a directory that can't be read must not count as none.
+            problem = Problem(shard_file.METADATA_NAME, describe(error.__cause__ or error))
+            found = self._cache[name] = _Contents(problems=(problem,))
+            return found
+
+    def _read(
+        self, name: str, version: Any, read: Callable[[], _Contents | None]
+    ) -> _Contents | None:
+        known = self._cache.get(name)
+        if known is not None and known.version == version:
+            return known
+        found = read()
+        if found is not None:
+            found = self._cache[name] = replace(found, version=version)
+        return found
+
+
+def _step_of(number: int, holding: Sequence[tuple[str, _Contents]]) -> Step:
+    first = holding[0][1]
+    return Step(
+        number,
+        first.saved_s,
+        first.metrics,
+        any(found.pinned for _, found in holding),
+        tuple(name for name, _ in holding),
+        first.problems,
+        first.unsupported,
+        first.format,
+        first.nbytes,
+        {name: found.version for name, found in holding if found.format == OSTRAKA},
+    )
+
+
+def ascending(steps: Iterable[Step]) -> list[Step]:
+    return sorted(steps, key=lambda step: step.step)
+
+
+def no_such_step(root: str, number: int, there: list[int]) -> CheckpointNotFound:
+    return CheckpointNotFound(f"there is no step {number} in {root}; it has {list_steps(there)}")
+
+
+def refuse_emptied(root: Root, number: int) -> None:
+    """Raise InvalidTree if the newest step up to a number has arrays. This one has none."""
+    named = steps_among(root.store.list())
+    for step in sorted((step for step in named if step <= number), reverse=True):
+        counts: list[int] = []
+        for name in named[step]:
+            with suppress(OstrakaError):  # A step that can't be read tells nothing.
+                counts.append(len(open_source(root.at(name)).saved.leaves))
+        if any(counts):
+            raise InvalidTree(
+                f"step {number} has no arrays, and step {step} in {root.location} has "
+                f"{max(counts):,} (is the model missing from the tree?); pass force=True to save it"
+            )
+        if counts:
+            return
+
+
+def _read_own(place: Store) -> _Contents | None:
+    """Return what a `_METADATA` says, or None if Ostraka did not write it."""
+    try:
+        source = open_ostraka(place)
+    except NotACheckpoint:
+        return None
+    except Damaged as error:
+        return _Contents(problems=error.problems)
+    except UnsupportedFormat as error:
+        return _Contents(problems=(_problem(error),), unsupported=str(error))
+    except OSError as error:
+        return _Contents(problems=(_problem(error),))
+    if source is not None:
+        nbytes = sum(file.nbytes for file in source.files())
+        return _Contents(saved_s(source.saved.writer), metrics_in(source.saved.user), nbytes=nbytes)
+    names = place.list()
+    if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):
+        return None
+    lost = Problem(shard_file.METADATA_NAME, "it is a link that leads nowhere")
+    return _Contents(problems=(lost,))
+
+
+def _read_foreign(place: Store) -> _Contents | None:
+    """Return what Orbax says of its checkpoint, or None if it has finished none there."""
+    try:
+        about = about_orbax(place)
+    except CheckpointNotFound:
+        return None
+    except Damaged as error:
+        return _Contents(problems=error.problems, format=ORBAX)
+    except OSError as error:
+        return _Contents(problems=(_problem(error),), format=ORBAX)
+    if about is None:
+        return None
+    numbers = {name: v for name, v in about.metrics.items() if type(v) in (int, float)}
+    return _Contents(saved_s(about.writer), numbers, format=ORBAX)
+
+
+def _problem(error: Exception) -> Problem:
+    return Problem(shard_file.METADATA_NAME, str(error))
+
+
+def saved_s(writer: Mapping[str, Any]) -> float | None:
+    """Return when a checkpoint was saved, or None if its writer does not say."""
+    try:
+        return datetime.fromisoformat(writer["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

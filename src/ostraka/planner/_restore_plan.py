@@ -1,0 +1,205 @@
+"""The plan of a restore: the bytes that each process reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from ostraka.common.units import bytes_per_second, human_bytes
+from ostraka.errors import Mismatch
+from ostraka.layout.metadata import Metadata
+from ostraka.layout.spec import LeafSpec, MeshSpec, Partition, check_partition
+from ostraka.planner import _account
+from ostraka.planner._account import ReadAccount, Spread
+from ostraka.planner.state import (
+    SAMPLED_PROCESSES,
+    share_devices,
+    target_mesh,
+)
+from ostraka.planner.time import Bandwidths
+from ostraka.sharding.rules import is_plain
+from ostraka.tree.patterns import selects, unmatched
+
+_EXACT_TARGETS = 100_000
+_MAX_PIECES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RestorePlan:
+    """The bytes, ranges and requests of a restore, before it runs.
+
+    `Plan.restore` returns one.
+    """
+
+    mesh: MeshSpec | None
+    """The mesh of the restored arrays. None if they go back to the meshes that they were on."""
+    process_count: int
+    """The number of processes that restore."""
+    processes: tuple[ReadAccount, ...]
+    """An account of each process, or of those that were worked out."""
+    opening_bytes: tuple[int, ...]
+    """The bytes of `_METADATA` and the indexes that each of them reads."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if only some of the processes were worked out."""
+        return len(self.processes) < self.process_count
+
+    @property
+    def needed_bytes(self) -> Spread:
+        """The bytes that the devices and host arrays of a process need."""
+        return self._spread(attrgetter("needed_bytes"))
+
+    @property
+    def read_bytes(self) -> Spread:
+        """The bytes of shard files that a process reads."""
+        return self._spread(attrgetter("read_bytes"))
+
+    @property
+    def ranges(self) -> Spread:
+        """The number of ranges that a process reads."""
+        return self._spread(attrgetter("ranges"))
+
+    @property
+    def requests(self) -> Spread:
+        """The number of requests that a process sends to a bucket."""
+        return self._spread(attrgetter("requests"))
+
+    @property
+    def files(self) -> Spread:
+        """The number of shard files that a process opens."""
+        return self._spread(attrgetter("files"))
+
+    def _spread(self, number: Callable[[ReadAccount], int]) -> Spread:
+        return _account.spread_of([number(account) for account in self.processes])
+
+    @property
+    def over_read(self) -> float:
+        """The bytes that are read beyond those that are needed, as a share of the latter."""
+        needed, read = self.needed_bytes.mean, self.read_bytes.mean
+        return read / needed - 1 if needed else 0.0
+
+    def time_s(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
+        """How long the reading takes.
+
+        Args:
+            read_bandwidth: What one host reads: bytes a second, or text such as `"2GB/s"`.
+            storage_bandwidth: What the storage gives all hosts together.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            ValueError: No bandwidth is given.
+
+        Example:
+            >>> planned.restore(mesh={"data": 16}, processes=2).time_s(read_bandwidth="2GB/s")
+        """
+        rates = Bandwidths(
+            host_read=bytes_per_second("read_bandwidth", read_bandwidth),
+            storage=bytes_per_second("storage_bandwidth", storage_bandwidth),
+        )
+        found = self.time_s_at(rates)
+        if found is None:
+            raise ValueError("give read_bandwidth or storage_bandwidth, such as '2GB/s'")
+        return found
+
+    def time_s_at(self, bandwidths: Bandwidths) -> float | None:
+        """As `time_s`. None if the bandwidths are not known."""
+        in_all = round(self.read_bytes.mean * self.process_count)
+        return bandwidths.read_s(self.read_bytes.most, in_all)
+
+    def __repr__(self) -> str:
+        where = "" if self.mesh is None else f" onto {self.mesh},"
+        hosts = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
+        most = human_bytes(self.read_bytes.most)
+        return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
+
+
+def plan_restore(
+    metadata: Metadata,
+    mesh: Any,
+    specs: Any,
+    processes: int | None,
+    only: Any,
+    sampled: Sequence[int] | None,
+) -> tuple[MeshSpec | None, int, list[ReadAccount]]:
+    """Resolve the sharding of every leaf, and count what each process reads for it.
+
+    Returns the mesh of the restore, the number of processes, and an account of each, or of some.
+    """
+    numbered = [(n, leaf.spec) for n, leaf in enumerate(metadata.leaves)]
+    known = [leaf.spec.path for leaf in metadata.leaves]
+    if only is not None:
+        problems = [*unmatched("only", only, known, "array of the checkpoint").values()]
+        numbered = [(n, leaf) for n, leaf in numbered if selects(only, leaf.path)]
+        if problems or not numbered:
+            nothing = [f"no array is selected by only={only!r}"]
+            raise Mismatch("can't plan the restore", problems or nothing)
+    target = None
+    meshes: Sequence[MeshSpec] = metadata.meshes
+    process_of = metadata.process_of
+    if mesh is not None:
+        target = target_mesh(mesh)
+        meshes = [target]
+        process_of = share_devices(max(target.devices) + 1, 1 if processes is None else processes)
+        numbered = _moved(numbered, target, specs, known)
+    elif specs is not None or processes is not None:
+        raise ValueError("specs and processes need mesh=, the mesh to restore onto")
+    count, before = max(process_of) + 1, metadata.process_count
+    different = [
+        f"{leaf.path!r}: each of the {before} processes that saved it had its own value; this run "
+        f"has {count}: restore with as many"
+        for _, leaf in numbered
+        if leaf.per_process and count != before
+    ]
+    if different:
+        raise Mismatch("can't plan the restore", different)
+    if sampled is None:
+        are_few = len(numbered) * len(process_of) <= _EXACT_TARGETS or count <= SAMPLED_PROCESSES
+        sampled = range(count) if are_few else (0, count - 1)
+    accounts: list[ReadAccount] = []
+    for process in sampled:
+        targets = _account.local_targets(numbered, meshes, process_of, process)
+        pieces = _account.count_pieces(metadata, targets)
+        if pieces > _MAX_PIECES:
+            raise ValueError(
+                f"process {process} would put {pieces:,} pieces of files together, too many to "
+                f"plan (at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
+            )
+        accounts.append(_account.account_read(metadata, process, targets))
+    return target, count, accounts
+
+
+def _moved(
+    numbered: Sequence[tuple[int, LeafSpec]], mesh: MeshSpec, specs: Any, known: Sequence[str]
+) -> list[tuple[int, LeafSpec]]:
+    """The leaves on another mesh, with `specs` or their saved ones. Host arrays stay."""
+    placed = [leaf for _, leaf in numbered if leaf.kind in ("jax", "key")]
+    found = {} if specs is None else _resolve(placed, mesh, specs, known)
+    moved: list[tuple[int, LeafSpec]] = []
+    for number, leaf in numbered:
+        if leaf.kind in ("jax", "key"):
+            leaf = replace(leaf, mesh=0, partition=found.get(leaf.path, leaf.partition))
+            check_partition(leaf.path, leaf.logical_shape, mesh, leaf.partition)
+        moved.append((number, leaf))
+    return moved
+
+
+def _resolve(
+    leaves: Sequence[LeafSpec], mesh: MeshSpec, specs: Any, known: Sequence[str]
+) -> Mapping[str, Partition]:
+    """The partitions of the leaves that `specs` covers: rules, or specs of `ostraka.restore`."""
+    from ostraka.planner.rules import resolve_rules
+
+    if is_plain(specs):
+        return resolve_rules(leaves, mesh, specs)[0]
+    # All others involve JAX's types.
+    from ostraka.planner._tree import partitions_given
+    from ostraka.sharding.specs import is_rules
+
+    if is_rules(specs):
+        return resolve_rules(leaves, mesh, specs)[0]
+    return partitions_given(leaves, specs, known)

@@ -1,0 +1,1 @@
+"""What several processes agree on, over JAX's coordination service."""

@@ -1,0 +1,1 @@
+"""A restore: match, plan, read, place on devices."""

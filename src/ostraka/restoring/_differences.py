@@ -1,0 +1,412 @@
+"""How a template and a checkpoint differ, in few lines with the likely cause first.
+
+A forgotten optimizer or a wrong top-level name makes hundreds of leaves differ. So a whole subtree
+takes one line, and so do leaves that differ in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ostraka.errors import Mismatch, PartialRestore, count_of, name_few, nearest, warn_caller
+from ostraka.families.families import FAMILIES
+from ostraka.formats.safetensors.source import SafetensorsSource
+from ostraka.formats.source import CONFIG, Source
+from ostraka.layout.casts import DtypeRule, may_cast
+from ostraka.live.parse import is_object
+from ostraka.live.refuse import loose_functions
+from ostraka.restoring.destinations import MissingAxes
+from ostraka.tree.json_values import decode_plain
+from ostraka.tree.nodes import (
+    ROOT,
+    ArrayNumber,
+    Branch,
+    Kept,
+    Node,
+    branches_of,
+    find_shared,
+    join,
+    leaves_of,
+)
+from ostraka.tree.patterns import (
+    Patterns,
+    names_on,
+    rename_with,
+    selects,
+    split_patterns,
+    unmatched,
+)
+
+_NAMED_ONE_BY_ONE = 3
+_MOST_RENAMED = 12
+_MOST_STATIC = 3
+"""Most static fields that a warning names."""
+
+
+@dataclass(slots=True)
+class Differences:
+    """The differences between a template and a checkpoint."""
+
+    missing: list[str] = field(default_factory=list[str])
+    """Leaves of the template that the checkpoint does not have."""
+    unexpected: list[str] = field(default_factory=list[str])
+    """Leaves of the checkpoint that the template does not have."""
+    of_leaves: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Leaves that both have, and how each differs."""
+    general: list[str] = field(default_factory=list[str])
+    """Differences of the whole tree, as sentences."""
+    missing_axes: list[MissingAxes] = field(default_factory=list[MissingAxes])
+    """Leaves whose specs do not fit the axes of the mesh."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.missing or self.unexpected or self.of_leaves or self.general or self.missing_axes
+        )
+
+    def lines(self, wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
+        """A line for each difference. `wanted` and `saved` are the paths of all leaves."""
+        cause = list(_likely_cause(self.missing, wanted, saved))
+        named = sorted(_counted(saved).keys() - _counted(wanted))
+        # `like` may leave out names at the top, so no other line lists these.
+        tops = [name for name in named if "/" not in name]
+        lines: list[str] = []
+        for name, text in _subtrees([] if cause else self.missing, wanted, saved):
+            hint = nearest(name, named)
+            if not hint and tops and "/" not in name:
+                hint = f" (it also has {name_few(tops)})"
+            lines.append(f"{text} is not in the checkpoint{hint}")
+        lines += [f"{path!r}: {text}" for path, text in _alike(self.of_leaves)]
+        lines += [
+            f"{text} is in the checkpoint but not in `like`"
+            for _, text in _subtrees(self.unexpected, saved, wanted)
+        ]
+        return [*cause, *self.general, *_missing_axes(self.missing_axes), *lines]
+
+
+def _missing_axes(errors: Sequence[MissingAxes]) -> Iterator[str]:
+    """A line for each leaf, or one for all leaves of a mesh, with the remedy."""
+    by_mesh: dict[str, list[MissingAxes]] = {}
+    for error in errors:
+        by_mesh.setdefault(error.mesh, []).append(error)
+    for mesh, alike in by_mesh.items():
+        axes = [repr(axis) for axis in dict.fromkeys(axis for e in alike for axis in e.axes)]
+        remedy = f"pass specs= for the axes of this mesh, or a mesh with {' and '.join(axes)}"
+        if len(alike) <= _NAMED_ONE_BY_ONE:
+            yield from (f"{message}; {remedy}" for error in alike for message in error.args)
+        else:
+            yield (
+                f"the mesh ({mesh}) has no {'axis' if len(axes) == 1 else 'axes'} "
+                f"{' and '.join(axes)}, but the specs of {count_of(len(alike), 'leaf')} use "
+                f"{'it' if len(axes) == 1 else 'them'}, such as {alike[0].path!r}: {remedy}"
+            )
+
+
+def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """A line for each leaf, or one for all leaves that differ in the same way."""
+    by_text: dict[str, list[str]] = {}
+    for path, text in of_leaves:
+        by_text.setdefault(text, []).append(path)
+    for text, paths in by_text.items():
+        if len(paths) <= _NAMED_ONE_BY_ONE:
+            yield from ((path, text) for path in paths)
+        else:
+            yield paths[0], f"{text} (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+
+
+def _subtrees(
+    paths: Sequence[str], everything: Collection[str], others: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The largest subtrees that only this side has: their names, and the text for each."""
+    there, here, elsewhere = _counted(everything), _counted(paths), _counted(others)
+
+    def is_whole(name: str) -> bool:
+        return here[name] == there[name] > 1 and name not in elsewhere
+
+    for name in dict.fromkeys(next(filter(is_whole, names_on(path)), path) for path in paths):
+        yield name, f"{name!r} ({count_of(here[name], 'leaf')})" if is_whole(name) else repr(name)
+
+
+def _counted(paths: Collection[str]) -> Counter[str]:
+    """How many leaves are at or below each name."""
+    return Counter(name for path in paths for name in names_on(path))
+
+
+def _likely_cause(
+    missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]
+) -> Iterator[str]:
+    """Advice for a template that is one level too low or too high, all of it or a part.
+
+    Passing only that part would leave the others out, so the advice for a part is `rename`.
+    """
+    if not missing or ROOT in wanted or ROOT in saved:
+        return
+    there = set(saved)
+    is_all = len(missing) == len(wanted)
+    names = [name for name in _tops(saved) if all(f"{name}/{path}" in there for path in missing)]
+    if names and is_all:
+        under = " and under ".join(map(repr, names))
+        which = repr(names[0]) if len(names) == 1 else "name"
+        yield (
+            f"`like` looks like what was saved under {under}: pass like={{{which}: …}}"
+            + (", with the name of the one you want," if len(names) > 1 else ",")
+            + f" and take [{which}] of the result"
+        )
+        return
+    if names:
+        how = _rename({f"{names[0]}/{top}": top for top in _tops(missing)}, missing, wanted)
+        if how:
+            yield (
+                f"a part of `like` ({name_few(_tops(missing))}) was saved under {names[0]!r}: {how}"
+            )
+        return
+    name = missing[0].split("/")[0]
+    below = [path.removeprefix(f"{name}/") for path in missing]
+    if all(path != short and short in there for path, short in zip(missing, below, strict=True)):
+        how = f"pass what is under {name!r} itself"
+        if not is_all:
+            how = _rename({top: f"{name}/{top}" for top in _tops(below)}, missing, wanted)
+        if how:
+            yield f"the checkpoint has at its top what `like` has under {name!r}: {how}"
+
+
+def _tops(paths: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(path.split("/")[0] for path in paths))
+
+
+def _rename(table: Mapping[str, str], missing: Sequence[str], wanted: Sequence[str]) -> str:
+    """Advice to move parts of a checkpoint. Empty if leaves that match would move along."""
+    moved = tuple(f"{old}/" for old in table)
+    found = {*wanted} - {*missing}
+    if any(path in table or path.startswith(moved) for path in found):
+        return ""
+    if len(table) > _MOST_RENAMED:
+        old, new = next(iter(table.items()))
+        count = count_of(len(table), "name")
+        return f"pass rename={{{old!r}: {new!r}, …}}, with an entry for each of {count}"
+    return f"pass rename={dict(table)!r}"
+
+
+def _hint_at_names(config: Any) -> str:
+    """The advice for a template without the names of the tensors in files."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    if isinstance(kind, str) and kind in FAMILIES:
+        return (
+            "the checkpoint has tensors under the names of Hugging Face: pass names='hf' to have "
+            f"those of a {kind} model, or names= with rules of your own, which may cut a tensor "
+            "into several leaves"
+        )
+    return (
+        "the checkpoint has tensors under the names of their files: pass names= with rules that "
+        "say which leaf each is, or which leaves it is cut into"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The options of a restore, besides `like`."""
+
+    mesh: Mesh | None = None
+    specs: Any = None
+    strict: bool = True
+    only: Patterns | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: DtypeRule = None
+    as_state: bool = False
+    in_place: bool = False
+    """True if leaves that are not restored stay untouched, rather than taken from `like`."""
+
+
+class TreeMatch:
+    """The saved tree as a restore sees it, compared with that of a template."""
+
+    def __init__(self, source: Source, tree: Node, choices: Choices):
+        self._source = source
+        self.tree = tree
+        self.choices = choices
+        self._rename = rename_with(choices.rename) if choices.rename else str
+        self.saved = {self._rename(leaf.path): leaf.value for leaf in leaves_of(tree)}
+        """The saved values, by their path in `like`."""
+        self.found = Differences()
+        self.tolerated: defaultdict[str, list[str]] = defaultdict(list)
+        """Tolerated leaves, by a sentence about them with `{}` for their number."""
+        self.static: list[str] = []
+        """Sentences about static fields that differ."""
+        self.copies: list[tuple[str, str]] = []
+        """Pairs of a leaf and the earlier leaf that it shares its value with."""
+
+    def is_chosen(self, path: str) -> bool:
+        """True if `only` selects a leaf."""
+        return self.choices.only is None or selects(self.choices.only, path)
+
+    def raise_or_warn(self, like: Node | None, tree: Node) -> None:
+        """Raise Mismatch for differences. Warn of tolerated ones. `tree` has all leaves."""
+        location = self._source.location
+        if self.found:
+            what = "can't place checkpoint" if like is None else "`like` does not fit checkpoint"
+            lines = self.found.lines([leaf.path for leaf in leaves_of(tree)], list(self.saved))
+            if self.found.missing and isinstance(self._source, SafetensorsSource):
+                # Tensors of files have names of their own, which no model has.
+                lines.insert(0, _hint_at_names(self._source.saved.user.get(CONFIG)))
+            if self.choices.in_place:
+                what, *lines = [line.replace("`like`", "`into`") for line in (what, *lines)]
+            raise Mismatch(f"{what} {location}", lines)
+        if self.static:
+            shown = ", ".join(self.static[:_MOST_STATIC])
+            more = len(self.static) - _MOST_STATIC
+            warn_caller(
+                PartialRestore(
+                    f"static fields of checkpoint {location} differ from the template's: "
+                    f"{shown}{f' and {more} more' if more > 0 else ''}"
+                )
+            )
+        if self.tolerated:
+            found = "; ".join(
+                f"{kind.format(count_of(len(paths), 'leaf'))} ({name_few(paths)})"
+                for kind, paths in self.tolerated.items()
+            )
+            warn_caller(PartialRestore(f"restored {location} in part: {found}"))
+
+    def find_useless_patterns(self, like: Node | None) -> None:
+        """Refuse patterns that match nothing. Patterns after `!` may match leaves of `like`."""
+        if self.choices.only is None and not isinstance(self.choices.dtype, dict):
+            return
+        saved = list(self.saved)
+        known = saved + [leaf.path for leaf in (leaves_of(like) if like else ())]
+        wanted, left_out = split_patterns(self.choices.only or ())
+        dtype = self.choices.dtype if isinstance(self.choices.dtype, dict) else {}
+        specs = self._source.saved.leaves
+        castable = [
+            path
+            for path, value in self.saved.items()
+            if isinstance(value, ArrayNumber) and may_cast(specs[value.number])
+        ]
+        for argument, patterns, paths, what in (
+            ("only", wanted, saved, "leaf of the checkpoint"),
+            ("only", left_out, known, "leaf of the checkpoint or of the template"),
+            ("dtype", dtype, castable, "floating-point array of the checkpoint"),
+        ):
+            self.found.general += unmatched(argument, patterns, paths, what).values()
+
+    def find_useless_renames(self) -> None:
+        """Refuse entries of `rename` that move nothing, or several leaves to one path."""
+        if not self.choices.rename:
+            return
+        paths = [leaf.path for leaf in leaves_of(self.tree)]
+        for old in self.choices.rename:
+            if not any(path == old or path.startswith(f"{old}/") for path in paths):
+                found = f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
+                self.found.general.append(found)
+        for path, count in Counter(map(self._rename, paths)).items():
+            if count > 1:
+                found = f"rename gives the path {path!r} to {count} leaves of the checkpoint"
+                self.found.general.append(found)
+
+    def compare_trees(self, like: Node) -> None:
+        """Find what differs in the structure of a template, beside single leaves."""
+        self._match_functions(like)
+        self._match_unexpected(like)
+        self._match_shared(like)
+        self._match_static(like)
+
+    def _match_functions(self, like: Node) -> None:
+        """Refuse functions in place of what they return: a model, an optimizer."""
+        if not any(isinstance(leaf.value, Kept) for leaf in leaves_of(like)):
+            return
+        for found in loose_functions(like):
+            was_saved = any(isinstance(self.saved.get(path), Kept) for path in found.paths)
+            if was_saved or not any(map(self.is_chosen, found.paths)):
+                continue
+            if self.choices.strict:
+                self.found.general.append(str(found))
+            else:
+                self.tolerated["kept {} whose value is a function"] += found.paths
+
+    def _match_unexpected(self, like: Node) -> None:
+        """Refuse leaves that only the checkpoint has, except whole entries of a saved dict."""
+        leaves = {leaf.path for leaf in leaves_of(like)}
+        tops = {path.split("/")[0] for path in (*leaves, *(b.path for b in branches_of(like)))}
+        is_part = isinstance(like, Branch) and self._may_be_part(tops, is_empty=not leaves)
+        for path, value in self.saved.items():
+            is_left_out = is_part and path.split("/")[0] not in tops
+            if path in leaves or is_left_out or isinstance(value, Kept):
+                continue
+            if not self.is_chosen(path):
+                continue
+            if self.choices.strict:
+                self.found.unexpected.append(path)
+            else:
+                self.tolerated["left out {} of the checkpoint"].append(path)
+
+    def _match_static(self, like: Node) -> None:
+        """Report static fields that differ. The result has those of the template."""
+        kept = {b.path: b.about["static"] for b in branches_of(like) if b.about.get("static")}
+        for branch in branches_of(self.tree) if kept else ():
+            saved, path = branch.about.get("static", {}), self._rename(branch.path)
+            if not any(self.is_chosen(self._rename(leaf.path)) for leaf in leaves_of(branch)):
+                continue
+            for name, value in kept.get(path, {}).items():
+                if name in saved and saved[name] != value:
+                    was, stays = decode_plain(saved[name]), decode_plain(value)
+                    found = f"{join(path, name)!r} stays {stays!r:.40} (saved: {was!r:.40})"
+                    self.static.append(found)
+
+    def _may_be_part(self, tops: set[str], *, is_empty: bool) -> bool:
+        """True if a template with these top-level names can mean a part of the checkpoint.
+
+        A template without leaves, such as `{}`, must share an entry with the checkpoint.
+        """
+        saved = self.tree
+        if not isinstance(saved, Branch) or saved.kind != "dict":
+            return False
+        there = {self._rename(child.path).split("/")[0] for child in saved.children}
+        return not is_empty or not tops.isdisjoint(there)
+
+    def _match_shared(self, like: Node) -> None:
+        """Check that shared variables stay shared, and that others stay separate."""
+        variables = {b.path: b for b in branches_of(like) if b.kind == "variable"}
+        for path, first in find_shared(like, is_object).variables.items():
+            places = zip(leaves_of(variables[first]), leaves_of(variables[path]), strict=True)
+            for leaf_of_first, leaf in places:
+                self._match_one_variable(leaf_of_first.path, leaf.path)
+        for saved, saved_first in find_shared(self.tree, is_object).variables.items():
+            path, first = self._rename(saved), self._rename(saved_first)
+            if not all(p in variables and self.is_chosen(p) for p in (path, first)):
+                continue
+            if variables[path].owner is variables[first].owner:
+                continue
+            if self.choices.strict:
+                text = (
+                    f"it was saved as the same variable as {first!r}, and `like` has two: make "
+                    "them one there too, or pass strict=False to have two"
+                )
+                self.found.of_leaves.append((path, text))
+            else:
+                self.tolerated["untied {} that were saved as one variable with another"].append(
+                    path
+                )
+
+    def _match_one_variable(self, first: str, path: str) -> None:
+        """Check that the checkpoint agrees on two paths of `like` with the same variable."""
+        if not self.is_chosen(path) or path not in self.saved:
+            return
+        if not self.is_chosen(first) or first not in self.saved:
+            self.copies.append((first, path))
+        elif not _is_same_value(self.saved[path], self.saved[first]):
+            text = (
+                f"`like` has the same variable here as at {first!r}, and the checkpoint has two: "
+                f"{leave_out(path)}, or make them two in `like`"
+            )
+            self.found.of_leaves.append((path, text))
+
+
+def leave_out(path: str) -> str:
+    return f"leave it out with only={f'!{path}'!r}"
+
+
+def _is_same_value(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one is other or one == other)

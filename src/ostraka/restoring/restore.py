@@ -1,0 +1,380 @@
+"""A restore: open, match, plan, read, verify, place on devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.core import trace_state_clean
+from jax.experimental.layout import Format
+from jax.sharding import Mesh
+
+from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.lifetime import paused_gc
+from ostraka.common.record import OnRecord, Stopwatch, report, summarize
+from ostraka.errors import Damaged, RestoreFailed, SourceChanged
+from ostraka.formats.buffers import detached
+from ostraka.formats.source import OnBytes, Source
+from ostraka.layout.casts import DtypeRule, check_dtype_rule
+from ostraka.layout.spec import LeafSpec, Target
+from ostraka.live.parse import parse
+from ostraka.live.refuse import refuse_inside_jit
+from ostraka.processes.operation import Operation, ProcessFailed
+from ostraka.reading.locate import ATTEMPTS, open_at, overwritten
+from ostraka.reading.names.given import NamesLike
+from ostraka.restoring._assemble import Assembler
+from ostraka.restoring._differences import Choices
+from ostraka.restoring._match import Matcher, Wanted
+from ostraka.restoring.destinations import Destination
+from ostraka.restoring.in_place import InPlace
+from ostraka.restoring.share import (
+    Agreement,
+    Replaced,
+    SharedReader,
+    ShareReads,
+    SourceComparison,
+    numbers_span_processes,
+    spans_processes,
+)
+from ostraka.sharding.mesh import as_mesh
+from ostraka.storage import PathLike, refuse_swapped
+from ostraka.tree.nodes import Branch, Leaf, rebuild
+from ostraka.tree.patterns import Patterns
+
+_NOT_GIVEN: Any = object()
+_IN_PART = "what was given as into= may have been changed in part"
+
+
+def restore(
+    path: PathLike,
+    like: Any = _NOT_GIVEN,
+    *,
+    into: Any = _NOT_GIVEN,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    specs: Any = None,
+    strict: bool = True,
+    only: Patterns | None = None,
+    rename: Mapping[str, str] | None = None,
+    names: NamesLike | None = None,
+    dtype: DtypeRule = None,
+    as_state: bool = False,
+    share_reads: ShareReads = "auto",
+    on_record: OnRecord | None = None,
+) -> Any:
+    """Restore a checkpoint onto any devices.
+
+    Every byte that is read is verified. Formats without checksums are the exception: Ostraka
+    compares the versions of their files before and after the read, and samples of them between
+    hosts.
+
+    Args:
+        path: A checkpoint, a run directory (`runs` means its newest step), or a step by its number
+            (`runs/7`). A store may stand for a path.
+        like: A template: NNX modules and optimizers, arrays, numpy arrays, numbers, or abstract
+            arrays (`nnx.eval_shape`, `jax.ShapeDtypeStruct`) with their shardings. The result has
+            its types, dtypes and shardings. If a dict was saved, `like` may have only some of its
+            top-level keys. Without `like` and `into`, the result has the saved containers, keys
+            and dtypes, with modules as dicts. Its arrays go back onto their mesh if there are as
+            many devices, else onto one device.
+        into: Works like `like`, but updates NNX objects in place and frees old arrays as new ones
+            arrive. Everything that is not an NNX object is only in the returned tree.
+        mesh: Mesh to place arrays on, with the specs of `like` or the saved ones. Axis sizes such
+            as `{"data": 4}` make a mesh.
+        specs: Overrides these specs: a PartitionSpec, a tree of them whose entries hold for
+            everything below, or rules and presets as `ostraka.sharding.spec_tree` takes them.
+        strict: If False, leaves that the checkpoint lacks or has with another shape keep the value
+            of `like`, leaves that only the checkpoint has are ignored, and a PartialRestore
+            warning names both.
+        only: Pattern, or list of patterns, of the leaves to restore, such as `"model/**"` or
+            `"!model/head/**"`. Other leaves keep the value of `like`.
+        rename: Paths in the checkpoint and their paths in `like`, for parts that have moved.
+        names: How tensors of safetensors files make up the leaves of `like`: `"hf"` for the family
+            that config.json names, a family such as `"llama"`, rules, the path of a JSON file of
+            rules, or a function. docs/huggingface.md has the details.
+        dtype: Casts floating-point arrays to one dtype, by path pattern, or with `"like"` to the
+            dtypes of `like`.
+        as_state: Without `like` and `into`: modules are returned as `nnx.State`.
+        share_reads: If several processes need the same bytes, each reads a part, and JAX's
+            collectives exchange the parts. `True` needs all processes to call this, whatever is
+            restored. `"auto"` shares arrays that span several processes: from object stores, and
+            from directories if at least four hosts need the same bytes.
+        on_record: Called with what was done and how long it took, which is also logged.
+
+    Returns:
+        The restored tree.
+
+    Raises:
+        Mismatch: `like` does not fit the checkpoint. It lists all differences.
+        Damaged: Bytes are missing or not as they were written.
+        Busy: Files were replaced again and again while they were read.
+        RestoreFailed: Another process failed, or processes found different checkpoints. Raised
+            if arrays span several processes. It names the process and its error.
+
+    Example:
+        >>> state = ostraka.restore("runs/7", like=state)
+    """
+    if not trace_state_clean():
+        refuse_inside_jit("restore")
+    if not isinstance(path, str | os.PathLike):
+        refuse_swapped("restore(path, like)", path, like)
+    if like is not _NOT_GIVEN and into is not _NOT_GIVEN:
+        raise ValueError("give like= or into=, not both")
+    given = like if into is _NOT_GIVEN else into
+    if rename and given is _NOT_GIVEN:
+        raise ValueError("rename= needs like= or into=, which have the new names")
+    if as_state and given is not _NOT_GIVEN:
+        raise ValueError("as_state= is for a restore without like= and into=")
+    if share_reads not in (True, False, "auto"):
+        raise ValueError(f"share_reads must be True, False or 'auto', not {share_reads!r}")
+    _check_types(only, strict, on_record)
+    choices = Choices(
+        None if mesh is None else as_mesh(mesh),
+        specs,
+        strict,
+        only,
+        rename,
+        dtype,
+        as_state,
+        in_place=into is not _NOT_GIVEN,
+    )
+    work = _Restore(path, names, choices, SourceComparison(path, share_reads))
+    together = share_reads is True
+    if not together and jax.process_count() > 1:
+        is_as_saved = given is _NOT_GIVEN and mesh is None
+        together = is_as_saved or spans_processes((given, specs), mesh)
+    with _operation(str(path), together) as operation:
+        if dtype not in (None, "like"):
+            check_dtype_rule(dtype)
+        if into is not _NOT_GIVEN:
+            # The parsed tree must not be kept here: it holds the arrays that are to be let go.
+            work.place = InPlace(parse(into))
+            work.template = work.place.template
+        elif like is not _NOT_GIVEN:
+            work.template = parse(like)
+        result = work.run(operation)
+    report("restore", work.location, work.watch, work.summary, on_record)
+    return result
+
+
+@contextmanager
+def _operation(path: str, together: bool) -> Generator[Operation]:
+    """The operation of a restore, by this process alone or by all. Raises RestoreFailed."""
+    name = f"restore of {path}"
+    try:
+        with paused_gc(), Operation(name, alone=not together, own_errors=True) as operation:
+            yield operation
+    except ProcessFailed as failure:
+        raise RestoreFailed(path, failure.process, failure.reason) from failure.__cause__
+
+
+def _check_types(only: Any, strict: Any, on_record: Any) -> None:
+    listed = (only,) if isinstance(only, str) else only
+    if listed is not None:
+        if not isinstance(listed, Sequence) or not all(isinstance(p, str) for p in listed):
+            raise TypeError(f"only must be a path pattern, or a list of them, not {only!r:.80}")
+        if not listed:
+            raise ValueError("only is empty, and would leave out everything; None restores all")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, not {strict!r:.80}")
+    if on_record is not None and not callable(on_record):
+        raise TypeError(f"on_record must be a function, not {on_record!r:.80}")
+
+
+def restore_leaves(
+    source: Source, asked: Sequence[tuple[Leaf, int]], *, dtype: DtypeRule = None
+) -> list[Any] | None:
+    """Restore arrays of an opened checkpoint by their numbers, without a template tree.
+
+    The value of a leaf is a template's, or an ArrayNumber to restore the saved array.
+    Returns None, on all processes, if a save has replaced the checkpoint: open it again.
+    """
+    comparison = SourceComparison(source.store, "auto")
+    work = _Restore(source.store, None, Choices(dtype=dtype), comparison, asked=asked)
+    together = jax.process_count() > 1 and numbers_span_processes(source, asked)
+    with _operation(source.location, together) as operation:
+        found = work.try_once(operation, source, 0)
+    if found is None:
+        return None
+    report("restore", work.location, work.watch, work.summary, None)
+    return found[0]
+
+
+@dataclass(slots=True)
+class _Restore:
+    """A restore and its progress."""
+
+    path: PathLike
+    names: NamesLike | None
+    choices: Choices
+    comparison: SourceComparison
+    template: Branch | Leaf | None = None
+    """The parsed template, or None to restore everything."""
+    place: InPlace | None = None
+    """The objects to change in place, if any."""
+    asked: Sequence[tuple[Leaf, int]] | None = None
+    """Arrays by their numbers, in place of a template."""
+    location: str = ""
+    """Location of the checkpoint: for a run directory, of its step."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    bytes_read: int = 0
+    summary: list[float] = field(default_factory=list[float])
+    """Bytes and seconds of all processes, at the end."""
+
+    def run(self, operation: Operation) -> Any:
+        """Restore one checkpoint on all processes, even while a save replaces it.
+
+        If one process finds its files replaced, all start again with the new ones.
+        """
+        for attempt in range(ATTEMPTS):
+            found = self.try_once(operation, open_at(self.path, self.names), attempt)
+            if found is not None:
+                return found[0]
+        error = overwritten([self.location])
+        if self.place is not None:
+            error.add_note(_IN_PART)
+        raise error
+
+    def try_once(self, operation: Operation, source: Source, attempt: int) -> tuple[Any] | None:
+        """The result in a tuple. None, on all processes, if one found another checkpoint."""
+        self.location = source.location
+        agreement: Agreement | None = None
+        if operation.count > 1:
+            agreement = self.comparison.agree(operation, source, attempt)
+            if agreement is None:
+                return None
+        self.watch.lap("open")
+        result: Any = None
+        replaced = False
+        try:
+            result = self._restore_from(source, operation, agreement)
+        except Replaced:
+            replaced = True
+        except (Damaged, SourceChanged) as error:
+            replaced = isinstance(error, SourceChanged) or not source.is_current()
+            if not replaced:
+                if self.place is not None:
+                    error.add_note(_IN_PART)
+                raise
+            if agreement is not None:
+                agreement.refuse_stage()
+        done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
+        again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
+        self.watch.lap("agree")
+        return None if again else (result,)
+
+    def _restore_from(
+        self, source: Source, operation: Operation, agreement: Agreement | None
+    ) -> Any:
+        matcher = Matcher(source, self.template, self.choices)
+        wanted = matcher.match() if self.asked is None else matcher.match_numbers(self.asked)
+        self.watch.lap("match")
+        values: dict[str, Any] = {}
+        put = values.__setitem__ if self.place is None else self.place.put
+        copies: dict[str, list[str]] = {}
+        for path, first in wanted.copies:
+            copies.setdefault(first, []).append(path)
+        replaced = {path for path, _ in wanted.copies}
+        known = ((path, wanted.values[path]) for path in wanted.values if path not in replaced)
+        for path, value in chain(known, self._arrays(source, wanted, operation, agreement)):
+            places = [path]
+            for place in places:  # which grows: a copy may have copies
+                put(place, value)
+                places += copies.get(place, [])
+        result = rebuild(wanted.tree, values) if self.place is None else self.place.finish()
+        for owner, state in wanted.states:
+            owner.set_state(state)
+        self.watch.lap("read")
+        return result
+
+    def _arrays(
+        self, source: Source, wanted: Wanted, operation: Operation, agreement: Agreement | None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield each array as soon as its bytes have been read, while others are still being read.
+
+        All processes make them in the same order.
+        """
+        destinations = list(wanted.arrays)
+        if len(destinations) > 1:
+            turns = {leaf: turn for turn, leaf in enumerate(source.order())}
+            destinations.sort(key=lambda found: turns[found.number])
+        if agreement is None or agreement.least_hosts is None:
+            read = _read_alone(source, destinations, operation, self._add_bytes)
+        else:
+            read = SharedReader(source, destinations, agreement, self._add_bytes).read()
+        assembler = Assembler()
+        for arrays, destination in zip(read, destinations, strict=True):
+            leaf = source.saved.leaves[destination.number]
+            yield destination.path, _place(leaf, destination, arrays, assembler)
+
+    def _add_bytes(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+
+
+def _read_alone(
+    source: Source, destinations: Sequence[Destination], operation: Operation, on_bytes: OnBytes
+) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Yield the arrays of each destination's boxes in turn, as soon as they have been read."""
+    targets = [Target(one.number, box, one.cast) for one in destinations for box in one.boxes]
+    reads = source.read(targets, on_bytes=on_bytes)
+    there: dict[int, np.ndarray[Any, Any]] = {}
+    first = 0
+    for destination in destinations:
+        numbers = range(first, first + len(destination.boxes))
+        first = numbers.stop
+        for number in numbers:
+            while number not in there:
+                operation.check()
+                read, there[read] = next(reads)
+        yield [there.pop(number) for number in numbers]
+    for _ in reads:  # to its end, which closes files
+        pass
+
+
+def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:
+    """True if all must start again, and the bytes and seconds of all processes."""
+    return any(replaced for replaced, *_ in posts), summarize([(b, s) for _, b, s in posts])
+
+
+def _place(
+    leaf: LeafSpec,
+    destination: Destination,
+    arrays: list[np.ndarray[Any, Any]],
+    assembler: Assembler,
+) -> Any:
+    """Make the value of a destination from the arrays of its boxes."""
+    boxes = destination.boxes
+    if leaf.per_process:
+        boxes = tuple(box[1:] for box in boxes)
+        arrays = [array[0] for array in arrays]
+    if destination.cast is not None:  # Most sources have done so on the way.
+        arrays = [array.astype(numpy_dtype(destination.cast), copy=False) for array in arrays]
+    if destination.host_dtype is not None:
+        arrays = [arrays[0].astype(destination.host_dtype)]
+    match destination.kind:
+        case "numpy":
+            return detached(arrays[0])
+        case "scalar":
+            return arrays[0][()]
+        case "python":
+            return arrays[0].item()
+        case kind:
+            made = assembler.make(
+                leaf.own_shape,
+                destination.cast or leaf.dtype,
+                destination.sharding,
+                boxes,
+                arrays,
+                committed=destination.committed,
+                weak=destination.weak,
+            )
+            if destination.layout is not None:
+                made = jax.device_put(made, Format(destination.layout, made.sharding))
+            if kind != "key":
+                return made
+            return jax.random.wrap_key_data(made, impl=destination.generator or leaf.prng)

@@ -1,0 +1,1 @@
+"""A save: capture, agree, plan, write, commit."""

@@ -1,0 +1,420 @@
+"""The fourth stage of a save: one process's shard files, each block digested on its way.
+
+Several threads write blocks of several files in turn. One thread takes the views of live values,
+ahead of the writing. For many small leaves this is most of the work. Threads that all did it would
+only wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, compress, count, repeat
+from operator import attrgetter
+from typing import Any, Protocol
+
+import numpy as np
+
+from ostraka.common.dtypes import DTYPES, to_bytes
+from ostraka.common.progress import Count
+from ostraka.common.threads import ByteBudget, StopSignal, in_turn, run_all
+from ostraka.layout import box as _box
+from ostraka.layout import header as _header
+from ostraka.layout import index as _index
+from ostraka.layout import shard_file as _format
+from ostraka.layout.box import Box
+from ostraka.layout.metadata import IndexEntry
+from ostraka.layout.plan_write import STAGING_BYTES, WritePlan
+from ostraka.layout.shard_file import Entry, FileDigests, FileEntry, StoredRange
+from ostraka.layout.spec import StoredLeaf
+from ostraka.live.values import Value
+from ostraka.processes.operation import Operation
+from ostraka.saving._write_compressed import CompressedFile, SpooledFile
+from ostraka.saving.agree import Agreed
+from ostraka.storage import FileWriter, Store
+
+Array = np.ndarray[Any, Any]
+NumberedBlock = tuple[int, list[Array]]
+"""A block's number in its file, and its bytes in pieces."""
+
+_OPEN_FILES = 64
+_COPY_BYTES = 4 << 20
+"""The size of a band, for boxes that have gaps in memory."""
+_SENT_BYTES = 8 << 20
+"""The largest band for a store that takes files in order, and keeps bytes until it sends them."""
+_SMALL_BYTES = 1 << 20
+"""The calling thread writes a single file up to this size itself."""
+
+
+class BlockTarget(Protocol):
+    """A file, or several, made of numbered blocks."""
+
+    def blocks(self) -> Iterator[tuple[int, Any]]:
+        """The blocks in order, each with its number."""
+        ...
+
+    def write(self, number: int, pieces: Any) -> int:
+        """Write a block and return its bytes of a shard file. Any thread may call this."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up an unfinished file."""
+        ...
+
+
+_Task = tuple[BlockTarget, Iterable[tuple[int, Any]]]
+
+
+class Companion(Protocol):
+    """Files beside the shards, made of the same blocks."""
+
+    name: str
+    """The name of its field in `_METADATA`, and of its phase in the record of a save."""
+
+    def take_blocks(self, job: WriteJob, shards: Sequence[ShardWriter]) -> Sequence[BlockTarget]:
+        """The files to write in the same pass as the shards."""
+        ...
+
+    def finish(
+        self, operation: Operation, store: Store, save_id: str, written: WrittenFiles
+    ) -> Sequence[Any]:
+        """Finish all files of this process, once its shards are written.
+
+        Returns a dataclass for each, with its `size`.
+        """
+        ...
+
+    def describe(self, rows: Sequence[Sequence[Any]]) -> Any:
+        """Its field in `_METADATA`, from the fields of the files of all processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """The plan, the values and the store from which one process writes all of its files."""
+
+    operation: Operation
+    store: Store
+    save_id: str
+    plan: WritePlan
+    values: Sequence[Value]
+    copied: frozenset[int]
+    """The leaves to copy: in host memory they differ from the file, or are not there at all."""
+    live: frozenset[int]
+    """The leaves that the program may write to meanwhile."""
+    beside: int
+    """The number of files that this process writes at the same time."""
+    scratch: threading.local = field(default_factory=threading.local)
+    """For each thread, memory for a block."""
+    staging: ByteBudget = field(default_factory=lambda: ByteBudget(STAGING_BYTES))
+    stop: StopSignal = field(default_factory=StopSignal)
+
+    def check(self) -> None:
+        """Raise if this save has failed, on any process or in any thread."""
+        self.operation.check()
+        self.stop.check()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """The shard files that a process has written, and their index."""
+
+    sizes: tuple[int, ...] = ()
+    """In the order of the plan."""
+    index: IndexEntry | None = None
+    """None if it has nothing to write."""
+    index_data: bytes = b""
+
+
+def write_shards(
+    operation: Operation,
+    store: Store,
+    agreed: Agreed,
+    plan: WritePlan,
+    companions: Sequence[Companion],
+    progress: Count,
+) -> WrittenFiles:
+    """Write the files of this process, and last its index.
+
+    It checks the operation between blocks, and stops if the save has failed.
+    """
+    files = plan.files_of(operation.process)
+    if not files:
+        return WrittenFiles()
+    values = agreed.values
+    copied = frozenset(
+        number
+        for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True))
+        if not value.in_host_memory or DTYPES[leaf.spec.dtype].packed
+    )
+    live = frozenset(compress(count(), map(attrgetter("may_change"), values)))
+    beside = min(len(files), store.traits.at_once)
+    job = WriteJob(operation, store, agreed.save_id, plan, values, copied, live - copied, beside)
+    contents = _format.entries_by_file(
+        plan.leaves, plan.layouts, set(map(attrgetter("device"), files))
+    )
+    shards = [ShardWriter(job, file, contents[file.device, file.part]) for file in files]
+    progress.total = sum(map(attrgetter("size"), files))
+    targets: list[BlockTarget] = list(shards)
+    try:
+        for companion in companions:
+            targets += companion.take_blocks(job, shards)
+        _write_all(job, shards, targets[len(shards) :], progress)
+        digests = {shard.name: shard.digests() for shard in shards}
+        # Companions may have copies of the index, whose length must be known before: identities
+        # have any length.
+        location = "" if companions else store.location
+        index = _index.encode_index(
+            agreed.save_id, operation.process, digests, version=plan.version, location=location
+        )
+        name = _format.index_name(operation.process)
+        store.put(f"{_format.shards_directory(agreed.save_id)}/{name}", index)
+    except BaseException:
+        for target in targets:
+            target.abandon()
+        raise
+    sizes = tuple(map(attrgetter("size"), digests.values()))
+    return WrittenFiles(sizes, IndexEntry(len(index), _format.digest(index)), index)
+
+
+def _write_all(
+    job: WriteJob, shards: Sequence[ShardWriter], beside: Sequence[BlockTarget], progress: Count
+) -> None:
+    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
+        for target in (*shards, *beside):
+            for number, pieces in target.blocks():
+                target.write(number, pieces)
+        progress.done = progress.total
+        return
+
+    def write(task: _Task) -> None:
+        target, blocks = task
+        for number, pieces in blocks:
+            job.check()
+            progress.add(target.write(number, pieces))
+
+    tasks = _tasks(job, shards, beside)
+    run_all(write, tasks, threads=job.store.traits.at_once, stop=job.stop)
+
+
+class ShardWriter:
+    """Writes one shard file from live values."""
+
+    def __init__(self, job: WriteJob, file: FileEntry, entries: list[Entry]):
+        self.file = file
+        self.name = file.name
+        self.entries = entries
+        self._job = job
+        codecs = job.plan.codecs
+        self._lengths = _format.block_lengths(file.header_bytes, entries, codecs)
+        self._is_compressed = bool(codecs) and any(
+            entry.leaf in codecs and entry.nbytes >= _format.LEAST_COMPRESSED_BYTES
+            for entry in entries
+        )
+        """True if some box is compressed. The header, with the offsets, then comes last."""
+        self._target = (
+            CompressedFile(
+                entries,
+                self._lengths,
+                job.plan.leaves,
+                codecs,
+                self._header,
+                self._create,
+                job.check,
+            )
+            if self._is_compressed
+            else _PlainFile(self._lengths, self._create)
+        )
+        is_live = not job.live.isdisjoint(map(attrgetter("leaf"), entries))
+        self.write = self._write_copy if is_live else self._target.write
+        self.abandon = self._target.abandon
+        self.digests = self._target.digests
+
+    def _write_copy(self, number: int, pieces: list[Array]) -> int:
+        """Write a block that the program may write to meanwhile, from memory of our own.
+
+        The digest must match the written bytes, even if the program changes its own.
+        """
+        nbytes = self._lengths[number]
+        if number == 0:
+            return self._target.write(number, pieces)  # the header
+        # Blocks are kept until those before them are placed, or for as long as the store likes.
+        keeps = self._is_compressed or not self._job.store.traits.in_any_order
+        if keeps or not _SMALL_BYTES < nbytes <= _format.BLOCK_BYTES:
+            return self._target.write(number, [np.concatenate(pieces)])
+        # Each thread has its memory: to take new memory for every block costs more than to copy.
+        scratch = self._job.scratch
+        memory = getattr(scratch, "memory", None)
+        if memory is None:
+            memory = scratch.memory = np.empty(_format.BLOCK_BYTES, np.uint8)
+        return self._target.write(number, [np.concatenate(pieces, out=memory[:nbytes])])
+
+    def blocks(self) -> Iterator[NumberedBlock]:
+        """The blocks of the file in order, without the header of a compressed file."""
+        if self._is_compressed:
+            return enumerate(_format.regroup(self._stream(), self._lengths[1:]), 1)
+        return enumerate(_format.regroup(self.stream(), self._lengths))
+
+    def stream(self) -> Iterator[Array]:
+        """The bytes of an uncompressed file in order, header included."""
+        return chain([np.frombuffer(self._header({}), np.uint8)], self._stream())
+
+    def _create(self) -> FileWriter:
+        job = self._job
+        name = f"{_format.shards_directory(job.save_id)}/{self.name}"
+        if self._is_compressed and not job.store.traits.in_any_order:
+            return SpooledFile(job.store, name, job.beside, job.check)
+        return job.store.create(name, self.file.size, beside=job.beside)
+
+    def _header(self, stored: Mapping[int, StoredRange]) -> bytes:
+        plan, header_bytes = self._job.plan, self.file.header_bytes
+        return _header.encode_header(
+            self.entries,
+            plan.leaves,
+            self._job.save_id,
+            header_bytes,
+            version=plan.version,
+            stored=stored,
+            codecs={leaf: codec.name for leaf, codec in plan.codecs.items()} if stored else None,
+        )
+
+    def _stream(self) -> Iterator[Array]:
+        """The file's data in order, as views of the live values where that can be."""
+        job, leaves = self._job, self._job.plan.leaves
+        for leaf, box, _, nbytes in self.entries:
+            if nbytes == 0:
+                continue
+            value = job.values[leaf]
+            if leaf in job.copied:
+                yield from self._staged(value, leaves[leaf], box)
+                continue
+            array = _read(value, leaves[leaf], self.file.device, box, nbytes)
+            if array.flags.c_contiguous:
+                yield array.reshape(-1).view(np.uint8)  # as to_bytes: most come this way
+            else:
+                yield from _bands(array)
+
+    def _staged(self, value: Value, leaf: StoredLeaf, box: Box) -> Iterator[Array]:
+        """Copy a box in bands, to have only a few of them in memory."""
+        job, most_bytes = self._job, value.band_bytes
+        if not job.store.traits.in_any_order:
+            most_bytes = min(most_bytes, _SENT_BYTES)
+        bits = DTYPES[leaf.spec.dtype].bits
+        bands = list(_box.bands(box, box, most_bytes * 8 // bits)) if most_bytes else [box]
+        if any(_box.count(band) * bits % 8 for band in bands[:-1]):
+            bands = [box]  # Bands must have whole bytes.
+        for band in bands:
+            nbytes = (_box.count(band) * bits + 7) // 8
+            with job.staging.hold(nbytes, job.check):
+                yield from _bands(_read(value, leaf, self.file.device, band, nbytes))
+
+
+class _PlainFile:
+    """A file with fixed block offsets. The first block opens it and the last one closes it."""
+
+    def __init__(self, lengths: list[int], create: Callable[[], FileWriter]):
+        self._lengths = lengths
+        self._offsets = [0, *accumulate(lengths)]
+        self._digests = [""] * len(lengths)
+        self._blocks_left = len(lengths)
+        self._create = create
+        self._writer: FileWriter | None = None
+        self._identity = ""
+        self._lock = threading.Lock()
+
+    def write(self, number: int, pieces: list[Array]) -> int:
+        """Digest a block, write it and return its length."""
+        self._digests[number] = _format.block_digest(pieces)
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._create()
+            writer = self._writer
+        writer.write(self._offsets[number], pieces)
+        with self._lock:
+            self._blocks_left -= 1
+            is_last = self._blocks_left == 0
+        if is_last:
+            self._identity = writer.finish() or ""
+        return self._lengths[number]
+
+    def abandon(self) -> None:
+        if self._writer is not None and self._blocks_left:
+            self._writer.abandon()
+
+    def digests(self) -> FileDigests:
+        return FileDigests(
+            self._offsets[-1],
+            tuple(self._lengths),
+            tuple(self._digests),
+            identity=self._identity,
+        )
+
+
+def _tasks(
+    job: WriteJob, shards: Sequence[ShardWriter], beside: Sequence[BlockTarget]
+) -> Iterator[_Task]:
+    """The work that a thread takes at a time: some blocks of a file, or all of them.
+
+    One thread writes a whole file in order if the file has values to copy (from an accelerator, to
+    another dtype). So only the next ones are copied ahead. It does so too if the store wants files
+    in order. Blocks of the other files come in turn, one by one or as many as the store likes, to
+    take the shards of one leaf together.
+    """
+    traits = job.store.traits
+    of_views: list[Iterator[_Task]] = []
+    for shard in shards:
+        if traits.in_any_order and job.copied.isdisjoint(entry.leaf for entry in shard.entries):
+            of_views.append(_in_parts(shard, traits.size_bytes))
+        else:
+            yield shard, shard.blocks()
+    for target in beside:
+        if traits.in_any_order:
+            # After as many shards as it is made of, whose blocks are then in a cache still.
+            of_views.append(zip(repeat(target), ([block] for block in target.blocks())))
+        else:
+            yield target, target.blocks()
+    for task in in_turn(of_views, at_a_time=_OPEN_FILES):
+        job.check()
+        yield task
+
+
+def _in_parts(shard: ShardWriter, least_bytes: int) -> Iterator[_Task]:
+    """Consecutive blocks, as few as have `least_bytes` together."""
+    part: list[NumberedBlock] = []
+    nbytes = 0
+    for block in shard.blocks():
+        part.append(block)
+        nbytes += sum(piece.nbytes for piece in block[1]) if least_bytes else 0
+        if nbytes >= least_bytes:
+            yield shard, part
+            part, nbytes = [], 0
+    if part:
+        yield shard, part
+
+
+def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:
+    """A box as a file has it. Its size must match the plan, since later offsets depend on it."""
+    array = value.read(device, box)
+    if DTYPES[leaf.spec.dtype].packed:
+        array = to_bytes(array)
+    if array.nbytes != nbytes:
+        raise AssertionError(
+            f"leaf {leaf.spec.path!r} gives {array.nbytes:,} bytes for box {box}, and {nbytes:,} "
+            "were planned"
+        )
+    return array
+
+
+def _bands(array: Array) -> Iterator[Array]:
+    """The bytes of an array in row-major order. Copies an array with gaps in bands."""
+    if array.flags.c_contiguous or array.nbytes <= _COPY_BYTES or array.ndim == 0:
+        yield to_bytes(array)
+        return
+    if array.shape[0] == 1 or array.nbytes // array.shape[0] > _COPY_BYTES:
+        for row in array:
+            yield from _bands(row)
+        return
+    step = max(_COPY_BYTES * array.shape[0] // array.nbytes, 1)
+    for start in range(0, array.shape[0], step):
+        yield to_bytes(array[start : start + step])

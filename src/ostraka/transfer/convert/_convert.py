@@ -1,0 +1,451 @@
+"""`ostraka.convert`: write a checkpoint in another format."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+import xxhash
+
+from ostraka._version import __version__
+from ostraka.common.dtypes import DTYPES
+from ostraka.common.progress import Count, OnBytes
+from ostraka.common.record import logger
+from ostraka.common.units import human_bytes
+from ostraka.errors import (
+    Damaged,
+    InvalidTree,
+    PathInTheWay,
+    SourceChanged,
+    UnsupportedFormat,
+    count_of,
+    headed_list,
+    name_few,
+)
+from ostraka.formats.source import CONFIG, Source
+from ostraka.layout.casts import DtypeRule, may_cast
+from ostraka.layout.codec import CompressRule, check_compress
+from ostraka.reading.locate import open_at
+from ostraka.reading.names.given import NamesLike
+from ostraka.reading.view import (
+    find_random_state,
+    moved,
+    renamed,
+    select,
+    with_config,
+    without_random_state,
+)
+from ostraka.storage import Claim, LocalStore, PathLike, Store, open_store, refuse_overlap
+from ostraka.transfer.convert._plan_orbax import plan_orbax
+from ostraka.transfer.convert._read_back import (
+    check_files,
+    check_places,
+    find_in_npz,
+    find_in_safetensors,
+)
+from ostraka.transfer.convert._tensor_files import (
+    INDEX,
+    PlannedFile,
+    copy_beside,
+    finish_files,
+    places_in,
+    plan_npz,
+    plan_safetensors,
+    read_config,
+    write_in_directory,
+    write_in_order,
+)
+from ostraka.transfer.convert._workplace import Workplace, log_start_over
+from ostraka.transfer.convert._write_orbax import (
+    check_orbax,
+    import_tensorstore,
+    is_step,
+    write_orbax,
+)
+from ostraka.transfer.convert._write_ostraka import write_ostraka
+from ostraka.transfer.convert.work import (
+    ConvertItem,
+    Work,
+    choose,
+    with_names,
+    without_leaves,
+)
+from ostraka.tree.patterns import Patterns
+
+Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
+FORMATS: tuple[str, ...] = get_args(Format)
+_NUMPY = frozenset(
+    {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+_OF_TREES = ("ostraka", "orbax")
+_NOTES = "_converting-"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The result of `convert`.
+
+    Attributes:
+        source: The location of the source.
+        target: The location of the result.
+        to: The format of the result.
+        arrays: Number of arrays.
+        nbytes: Bytes of all arrays in the target.
+        bytes_kept: Bytes that an interrupted conversion had written already.
+        time_s: Duration in seconds.
+        left_out: Paths of omitted RNG state: PRNG keys, and the counts beside them.
+        notes: Remarks on the result, in sentences.
+    """
+
+    source: str
+    target: str
+    to: str
+    arrays: int
+    nbytes: int
+    bytes_kept: int
+    time_s: float
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kept = f"; already there: {human_bytes(self.bytes_kept)}" if self.bytes_kept else ""
+        done = (
+            f"{self.source} to {self.target} ({self.to}): {count_of(self.arrays, 'array')}, "
+            f"{human_bytes(self.nbytes)}{kept} ({self.time_s:.2f} s)"
+        )
+        return "\n".join([done, *(f"note: {note}" for note in self.notes)])
+
+
+def convert(
+    source: PathLike,
+    target: PathLike,
+    *,
+    to: Format,
+    names: NamesLike | None = None,
+    only: Patterns | None = None,
+    dtype: DtypeRule = None,
+    compress: CompressRule = None,
+    key_data: bool = False,
+    rename: Mapping[str, str] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    on_bytes: OnBytes | None = None,
+) -> ConvertReport:
+    """Write a checkpoint in another format, in bounded memory.
+
+    Everything is read back and compared with the source. The target appears atomically when it is
+    complete. If a conversion is interrupted, run the same call again: bytes that are written
+    already are compared and kept. If files of the source have changed in between, it starts over.
+    Call it from one process.
+
+    Formats:
+
+    - `"ostraka"`: an Ostraka checkpoint, with the tree and the shards of the source.
+    - `"orbax"`: a directory for Orbax. If its name is that of a step (`100`, `step_100`), it is a
+      step of a CheckpointManager.
+    - `"safetensors"`: whole tensors by leaf path, in one file if `target` ends in `.safetensors`,
+      else in a directory.
+    - `"hf"`: a Hugging Face directory, with files of at most 5 GB and their index. Without `names`,
+      tensors have the paths of leaves with dots in place of slashes.
+    - `"npz"`: one file for `numpy.load`.
+
+    The last three hold tensors alone. They leave out RNG state (PRNG keys, and the counts that Flax
+    NNX has beside them). The report, its notes and the log name it.
+
+    Args:
+        source: A checkpoint of any format that Ostraka reads.
+        target: The path of the result, where nothing may be yet.
+        to: The format to write.
+        names: The mapping between the leaves of a tree and the tensors of files, as in `restore`.
+            It maps tensors to a tree if `to` is `"ostraka"` or `"orbax"`, else leaves to tensors.
+            Leaves that a rule splits from one tensor are put together again.
+        only: Path patterns. Other leaves are left out. With `names` on the way to tensors,
+            `only="model"` means the model itself, whose paths begin below that name.
+        dtype: Cast floating-point arrays, as in `save`.
+        compress: Compress the files of `to="ostraka"`, as in `save`.
+        key_data: Write RNG state to formats of tensors, with keys as their integers.
+        rename: Beginnings of paths and their replacements, for formats of tensors. The empty string
+            drops a beginning. It is applied before `names`.
+        config: The config.json for `to="hf"`, as a dict, a file or a directory that has one. The
+            default is the one of the source.
+        on_bytes: Called now and then, from threads, with the bytes done and the bytes in all.
+
+    Returns:
+        A report with the number of arrays and bytes, and notes.
+
+    Raises:
+        InvalidTree: The format can't hold some leaves. Nothing was written.
+        PathInTheWay: The target exists, or lies in the source.
+        Damaged: The source is damaged.
+        Busy: The source changed while it was read, or another process converts to this target.
+
+    Example:
+        >>> print(ostraka.convert("runs/7", "weights", to="hf", only="model", dtype="bfloat16"))
+    """
+    begin = time.perf_counter()
+    if to not in FORMATS:
+        raise ValueError(f"to is {to!r}; it must be one of {', '.join(FORMATS)}")
+    if compress is not None and to != "ostraka":
+        raise ValueError(f"compress is for to='ostraka' alone, and to is {to!r}")
+    if rename is not None and to in _OF_TREES:
+        raise ValueError(f"rename is for to='safetensors', 'hf' and 'npz' alone, and to is {to!r}")
+    if config is not None and to != "hf":
+        raise ValueError(f"config is for to='hf' alone, and to is {to!r}")
+    given_config = None if config is None else read_config(config)
+    place = open_store(target)
+    opened = open_at(source)
+    # A source may be one file in a place.
+    whole = opened.location.removeprefix(opened.store.location).strip("/")
+    refuse_overlap(opened.store.at(whole) if whole else opened.store, place, "converted")
+    left_out: list[str] = []
+    if to in _OF_TREES:
+        renaming = opened if names is None else renamed(opened, names)
+        work = choose(renaming, only=only, dtype=dtype)
+    else:
+        found = opened if given_config is None else with_config(opened, given_config)
+        work, left_out = _as_tensors(found, names, only, dtype, rename, key_data, dots=to == "hf")
+    if compress is not None:
+        check_compress(compress, [item.spec for item in work.items])
+    if on_bytes is not None:
+        # Every byte is written and read back: both count for half.
+        progress = Count(2 * work.nbytes, lambda done, total: on_bytes(done // 2, total // 2))
+        work = replace(work, progress=progress)
+    work_id = _id_of(work, to, compress, key_data)
+    if to == "ostraka":
+        write_ostraka(work, place, work_id, compress=compress)
+    elif to == "orbax":
+        _to_orbax(work, _local(place, to), work_id)
+    else:
+        _to_files(_tensors_only(work, to, left_out), place, to, work_id)
+    notes = _notes(work, left_out, to)
+    for note in notes:
+        logger.info("%s: %s", place.location, note)
+    return ConvertReport(
+        source=opened.location,
+        target=place.location,
+        to=to,
+        arrays=len(work.items),
+        nbytes=work.nbytes,
+        bytes_kept=work.kept.done,
+        time_s=time.perf_counter() - begin,
+        left_out=tuple(left_out),
+        notes=notes,
+    )
+
+
+def _notes(work: Work, left_out: Sequence[str], to: str) -> tuple[str, ...]:
+    notes: list[str] = []
+    if left_out:
+        count = count_of(len(left_out), "leaf")
+        notes.append(
+            f"RNG state was left out: {count} ({name_few(left_out)}); key_data has it written"
+        )
+    if to == "hf" and not isinstance(work.source.saved.user.get(CONFIG), dict):
+        notes.append("there is no config.json, which transformers needs to load this; give config")
+    return tuple(notes)
+
+
+def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
+    """An id that two calls share if, and only if, they write the same."""
+    specs = attrgetter("spec.dtype", "spec.shape", "spec.cast_from")
+    items = [(item.path, item.name, item.number, *specs(item)) for item in work.items]
+    others = [(leaf.path, repr(leaf.value)) for leaf in work.other_leaves]
+    source = (work.source.saved.id, work.source.version)
+    text = repr((source, to, items, others, repr(compress), key_data, __version__))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _local(store: Store, to: str) -> LocalStore:
+    if not isinstance(store, LocalStore):
+        raise UnsupportedFormat(
+            f"can't write {store.location}: to={to!r} writes directories of a file system alone; "
+            "convert to one, and copy it from there"
+        )
+    return store
+
+
+# Orbax
+
+
+def _to_orbax(work: Work, target: LocalStore, work_id: str) -> None:
+    import_tensorstore()
+    plan = plan_orbax(work)
+    with Workplace(target.location, work_id).held() as files:
+        digests = write_orbax(work, plan, files, as_step=is_step(target.location))
+        check_orbax(work, plan, files, digests)
+
+
+# Files of whole tensors
+
+
+def _as_tensors(
+    source: Source,
+    names: NamesLike | None,
+    only: Patterns | None,
+    dtype: DtypeRule,
+    rename: Mapping[str, str] | None,
+    key_data: bool,
+    *,
+    dots: bool,
+) -> tuple[Work, list[str]]:
+    """The work for a format of tensors, with their names, and the paths of omitted RNG state."""
+    left_out: list[str] = []
+    if names is None:
+        work = choose(source, only=only, dtype=dtype)
+        if not key_data:
+            left_out = find_random_state(work.tree, source.saved.leaves)
+            work = without_leaves(work, left_out)
+        return with_names(work, rename, dots=dots), left_out
+    part = source if only is None else select(source, only)
+    if not key_data:
+        part, left_out = without_random_state(part)
+    if rename:
+        part = moved(part, rename)
+    return choose(renamed(part, names, back=True), only=None, dtype=dtype), left_out
+
+
+def _tensors_only(work: Work, to: str, left_out: Sequence[str]) -> Work:
+    """The same work for a format of tensors. Raises InvalidTree for leaves that it can't hold."""
+    reasons: list[str] = []
+    others = [leaf.path for leaf in work.other_leaves]
+    if others:
+        reasons.append(f"{name_few(others)}: Python values, which are no arrays")
+    local = [item.path for item in work.items if item.spec.per_process]
+    if local:
+        reasons.append(f"{name_few(local)}: a value for each process")
+    refused = _dtype_refusals(work.items, to)
+    reasons += [reason for reason, _ in refused]
+    if not work.items:
+        but = f" but RNG state ({name_few(left_out)}); key_data has it written" if left_out else ""
+        reasons.append(f"there is no array at all{but}")
+    if reasons:
+        what = "a .npz file" if to == "npz" else "safetensors"
+        head = f"{what} can't hold what is to be converted"
+        bad = [*others, *local, *(path for _, paths in refused for path in paths)]
+        if bad:
+            # Seen through names, leaves have the names of tensors, and only has their paths.
+            shown = "" if work.source.saved.seen else f": {name_few([f'!{path}' for path in bad])}"
+            head += f"; leave out what it can't hold with ! in only{shown}"
+        raise InvalidTree(headed_list(head, reasons))
+    return replace(work, is_whole=False)
+
+
+def _dtype_refusals(items: tuple[ConvertItem, ...], to: str) -> list[tuple[str, list[str]]]:
+    """Reasons, each with the paths that must be left out."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for item in items:
+        dtype = item.spec.dtype
+        if dtype not in _NUMPY if to == "npz" else DTYPES[dtype].opaque:
+            found.setdefault((dtype, may_cast(item.spec)), []).append(item.path)
+    return [
+        (
+            f"{name_few(paths)}: {dtype}, for which it has no name"
+            + ("; cast it with dtype='float32'" if is_castable else ""),
+            [] if is_castable else paths,
+        )
+        for (dtype, is_castable), paths in found.items()
+    ]
+
+
+def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
+    location = target.location.rstrip("/")
+    name = location.rpartition("/")[2]
+    is_single = to == "npz" or (to == "safetensors" and name.endswith(".safetensors"))
+    index: bytes | None = None
+    if to == "npz":
+        if not name.endswith(".npz"):
+            raise ValueError(f"the target is {location}; a file for numpy.load must end in .npz")
+        files = [plan_npz(name, work.items)]
+    else:
+        single = name if is_single else None
+        files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
+    if not isinstance(target, LocalStore):
+        if is_single:
+            _local(target, "npz" if to == "npz" else "a single .safetensors file")
+        _to_bucket(work, files, index, target, to, work_id)
+        return
+    place = Workplace(target.location, work_id, is_file=is_single)
+    with place.held(name if is_single else "") as store:
+        digests = write_in_directory(work, files, store)
+        if to == "npz":
+            # Its directory has checksums, so it is written after the reading.
+            planned = places_in(work, files)
+            crcs = check_files(work, digests, store, planned, files[0].crc_starts)
+            finish_files(files, store, crcs)
+            check_places(work, store, find_in_npz(store, name), planned)
+        else:
+            check_files(work, digests, store, find_in_safetensors(store, [f.name for f in files]))
+        if to == "hf":
+            copy_beside(work.source, store)
+        if index is not None:
+            store.put(INDEX, index)
+
+
+def _to_bucket(
+    work: Work,
+    files: list[PlannedFile],
+    index: bytes | None,
+    target: Store,
+    to: str,
+    work_id: str,
+) -> None:
+    """Write files to a bucket. The file that completes the result comes last."""
+    notes = f"{_NOTES}{work_id}"
+    last = files[0].name if index is None else INDEX
+    target.prepare()
+    claim = Claim(target)
+    claim.take(wait=True)
+    try:
+        _remove_unfinished(target, claim, notes)
+        _refuse_others(target, {notes}, {file.name for file in files}, last)
+        try:
+            digests = write_in_order(work, files, target, notes)
+            check_files(work, digests, target, find_in_safetensors(target, [f.name for f in files]))
+            if to == "hf":
+                copy_beside(work.source, target)
+        except (Damaged, SourceChanged):
+            for name in (*(file.name for file in files), notes):
+                claim.delete(name)
+            raise
+        claim.check()
+        if index is not None:
+            target.put(INDEX, index, replaces=None)
+        with suppress(OSError):
+            claim.delete(notes)
+            if claim.found_dead:
+                claim.check()
+                target.discard_uploads()
+    finally:
+        claim.release()
+
+
+def _remove_unfinished(target: Store, claim: Claim, notes: str) -> None:
+    """Remove the finished files of a conversion of another source, or with other options."""
+    there = {file.name: file for file in target.files("")}
+    others = [name for name in there if name.startswith(_NOTES) and name.split("/")[0] != notes]
+    if others:
+        log_start_over(target.location)
+    for name in others:
+        file = there.get(name.partition("/")[2].removesuffix(".json"))
+        with suppress(ValueError, FileNotFoundError):
+            if file is not None and json.loads(target.get(name)) == [file.size, file.identity]:
+                claim.delete(file.name)
+        claim.delete(name)
+
+
+def _refuse_others(target: Store, notes: set[str], files: set[str], last: str) -> None:
+    """Raise PathInTheWay for files that no earlier call of the same conversion wrote."""
+    names = target.list()
+    is_same = any(name in notes for name in names)
+    others = [name for name in names if name not in notes and not name.startswith("_CLAIM-")]
+    if (not is_same and others) or (last in others and last not in files):
+        raise PathInTheWay(
+            f"{target.location} has something in it already ({name_few(others)}), and nothing is "
+            "overwritten; remove it, or give another path"
+        )

@@ -1,0 +1,470 @@
+"""Files of whole tensors: planned, then written from a source, in bounded memory.
+
+In a file system several threads write pieces of all files, in any order. A bucket takes a file from
+its first byte to its last, so there several files are written at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+from zlib import crc32
+
+from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
+from ostraka.common.threads import ByteBudget, StopSignal, run_all
+from ostraka.errors import store_error
+from ostraka.formats.safetensors.files import CONFIG_FILE, resolve
+from ostraka.formats.source import CONFIG, Source
+from ostraka.formats.source_files import OpenedFile, changed, look_settled, refuse_changed, state_of
+from ostraka.layout import box as _box
+from ostraka.layout import shard_file
+from ostraka.layout.shard_file import dumps
+from ostraka.storage import FileReader, LocalStore, Store
+from ostraka.storage.file import LocalWriter
+from ostraka.transfer.convert._read_back import READ_BYTES, Readers, TensorPlace
+from ostraka.transfer.convert._workplace import create_or_keep, is_written
+from ostraka.transfer.convert.work import (
+    ConvertItem,
+    Digests,
+    ItemBox,
+    Work,
+    bands_of,
+    is_contiguous,
+    offset_of,
+    piece_bytes,
+    read_together,
+    slabs_of,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""The limit of Hugging Face for a file, unless a single tensor has more."""
+_FORMAT: Mapping[str, str] = {"format": "pt"}
+"""Metadata that the libraries of Hugging Face require in a file."""
+
+Patches = list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file, and the offsets of its tensors."""
+
+    name: str
+    size: int
+    places: Mapping[int, int]
+    """The offset of each item, by its number, in the order of the file."""
+    fixed: tuple[tuple[int, bytes], ...]
+    """Other bytes with their offsets, as far as they are known before."""
+    crc_starts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By item, the CRC-32 of the header before its bytes. Empty without checksums."""
+    finish: Callable[[Mapping[int, int]], Patches] | None = None
+    """Returns the rest from the CRC-32 of each item with its header. None without a rest."""
+
+
+def plan_safetensors(
+    items: Sequence[ConvertItem], *, for_hugging_face: bool, single: str | None
+) -> tuple[list[PlannedFile], bytes | None]:
+    """Plan the files for items, and their index if there are several.
+
+    With `single`, all items go to one file of that name.
+    """
+    metadata = _FORMAT if for_hugging_face else {}
+    if single is not None:
+        return [_plan_file(single, items, range(len(items)), metadata)], None
+    groups = _split([item.spec.nbytes for item in items])
+    if len(groups) == 1:
+        return [_plan_file(SINGLE, items, groups[0], metadata)], None
+    names = [
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number in range(1, len(groups) + 1)
+    ]
+    files = [
+        _plan_file(name, items, group, metadata) for name, group in zip(names, groups, strict=True)
+    ]
+    weights = {items[at].name: file.name for file in files for at in file.places}
+    total = sum(item.spec.nbytes for item in items)
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _split(sizes: Sequence[int]) -> list[list[int]]:
+    """The tensors of each file, filled in order, as Hugging Face does it."""
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for number, size in enumerate(sizes):
+        if groups[-1] and filled + size > MAX_FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    return groups
+
+
+def _plan_file(
+    name: str, items: Sequence[ConvertItem], numbers: Sequence[int], metadata: Mapping[str, str]
+) -> PlannedFile:
+    # Wide elements first, so that all begin at a multiple of their size; then by name.
+    ordered = sorted(numbers, key=lambda at: (-DTYPES[items[at].spec.dtype].bits, items[at].name))
+    described: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offsets: dict[int, int] = {}
+    end = 0
+    for at in ordered:
+        spec = items[at].spec
+        offsets[at] = end
+        end += spec.nbytes
+        described[items[at].name] = {
+            "dtype": DTYPES[spec.dtype].code,
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[at], end],
+        }
+    text = dumps(described).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = {at: len(header) + offset for at, offset in offsets.items()}
+    return PlannedFile(name, len(header) + end, places, ((0, header),))
+
+
+# A `.npz` file, planned before it is written: a zip of `.npy` files, stored as they are. Pure.
+
+
+_VERSION = 45
+"""The version of zip that has 64-bit sizes."""
+_MADE_BY = 3 << 8 | _VERSION
+_UTF8 = 1 << 11
+_DATE, _TIME = (1 << 5) | 1, 0
+"""1980-01-01, as numpy has it."""
+_HUGE, _HUGE_COUNT = 0xFFFF_FFFF, 0xFFFF
+_MAGIC = b"\x93NUMPY\x01\x00"
+
+
+def plan_npz(name: str, items: Sequence[ConvertItem]) -> PlannedFile:
+    """Plan a file for items. Their paths are the names of the arrays."""
+    places: dict[int, int] = {}
+    headers: dict[int, tuple[int, bytes]] = {}
+    """By item, the offset of its entry, and the header of its array."""
+    end = 0
+    for number, item in enumerate(items):
+        local = len(_local_header(item, 0, 0))
+        header = _array_header(item)
+        headers[number] = (end, header)
+        places[number] = end + local + len(header)
+        end = places[number] + item.spec.nbytes
+    fixed = tuple((places[at] - len(header), header) for at, (_, header) in headers.items())
+    directory = sum(len(_central_header(item, 0, 0, 0)) for item in items)
+    crcs = {number: crc32(header) for number, (_, header) in headers.items()}
+    finish = partial(_finish, items, headers, end)
+    return PlannedFile(name, end + directory + len(_end(0, 0, 0)), places, fixed, crcs, finish)
+
+
+def _finish(
+    items: Sequence[ConvertItem],
+    headers: Mapping[int, tuple[int, bytes]],
+    end: int,
+    crcs: Mapping[int, int],
+) -> Patches:
+    """The headers of all entries, and the directory at the end."""
+    patches: Patches = []
+    directory: list[bytes] = []
+    for number, item in enumerate(items):
+        start, header = headers[number]
+        size = len(header) + item.spec.nbytes
+        patches.append((start, _local_header(item, crcs[number], size)))
+        directory.append(_central_header(item, crcs[number], size, start))
+    listed = b"".join(directory)
+    return [*patches, (end, listed + _end(len(items), len(listed), end))]
+
+
+def _array_header(item: ConvertItem) -> bytes:
+    """The header of a `.npy` file, padded to a multiple of 64 bytes."""
+    spec = item.spec
+    shape = f"({', '.join(map(str, spec.shape))}{',' if len(spec.shape) == 1 else ''})"
+    dtype = numpy_dtype(spec.dtype).str
+    text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    length = len(_MAGIC) + 2 + len(text) + 1
+    body = text + b" " * (-length % 64) + b"\n"
+    return _MAGIC + struct.pack("<H", len(body)) + body
+
+
+def _local_header(item: ConvertItem, crc: int, size: int) -> bytes:
+    name = _name(item)
+    extra = struct.pack("<HHQQ", 1, 16, size, size)
+    fields = (b"PK\x03\x04", _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
+    return struct.pack("<4s5H3L2H", *fields, len(name), len(extra)) + name + extra
+
+
+def _central_header(item: ConvertItem, crc: int, size: int, start: int) -> bytes:
+    name = _name(item)
+    extra = struct.pack("<HHQQQ", 1, 24, size, size, start)
+    fields = (b"PK\x01\x02", _MADE_BY, _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
+    rest = (len(name), len(extra), 0, 0, 0, 0o600 << 16, _HUGE)
+    return struct.pack("<4s6H3L5H2L", *fields, *rest) + name + extra
+
+
+def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
+    """The end of the directory with 64-bit numbers, and the usual end that refers to it."""
+    end64 = struct.pack(
+        "<4sQ2H2L4Q",
+        *(b"PK\x06\x06", 44, _MADE_BY, _VERSION, 0, 0),
+        *(count, count, directory_bytes, directory_start),
+    )
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, directory_start + directory_bytes, 1)
+    counts = (min(count, _HUGE_COUNT),) * 2
+    sizes = (min(directory_bytes, _HUGE), min(directory_start, _HUGE))
+    return end64 + locator + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, *counts, *sizes, 0)
+
+
+def _name(item: ConvertItem) -> bytes:
+    return f"{item.name}.npy".encode()
+
+
+def places_in(work: Work, files: Sequence[PlannedFile]) -> dict[str, TensorPlace]:
+    """The planned places of all tensors."""
+    places: dict[str, TensorPlace] = {}
+    for file in files:
+        for at, start in file.places.items():
+            item = work.items[at]
+            places[item.name] = TensorPlace(file.name, start, item.spec.dtype, item.spec.shape)
+    return places
+
+
+# Writing
+
+_WRITE_BYTES = 2 << 20
+"""Bytes to write at a time. More takes longer on ext4."""
+_RUNS = 1024
+"""Runs to write between two checks for a stop."""
+_HELD_BYTES = 192 << 20
+"""Bytes of arrays in memory at one time."""
+_THREADS = 4
+
+
+# In a file system
+
+
+@contextmanager
+def _writing_to(store: LocalStore) -> Generator[Callable[[PlannedFile], LocalWriter]]:
+    """Open files for writing, each once. They keep their bytes, and are durable at the end.
+
+    Any thread may call the function that opens a file.
+    """
+    writers: dict[str, LocalWriter] = {}
+    lock = threading.Lock()
+
+    def open_file(file: PlannedFile) -> LocalWriter:
+        with lock:
+            if file.name not in writers:
+                path = os.path.join(store.location, file.name)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                try:
+                    opened = os.open(path, flags, 0o666)
+                except OSError as error:
+                    raise store_error("create", path, error) from error
+                writers[file.name] = LocalWriter(opened, path, file.size)
+            return writers[file.name]
+
+    try:
+        yield open_file
+        run_all(LocalWriter.finish, list(writers.values()), threads=_THREADS, stop=StopSignal())
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+
+
+def write_in_directory(work: Work, files: Sequence[PlannedFile], store: LocalStore) -> Digests:
+    """Write all files. Boxes that an interrupted conversion has written are kept.
+
+    Returns the digests of the source. The files are durable, but their names are not. If they need
+    checksums, `finish_files` completes them.
+    """
+    file_of = {piece: file for file in files for at in file.places for piece in slabs_of(work, at)}
+    there = {info.name for info in store.files("")}
+    digests: dict[ItemBox, str] = {}
+    readers, budget, stop = Readers(store), ByteBudget(_HELD_BYTES), StopSignal()
+
+    def write(open_file: Callable[[PlannedFile], LocalWriter], group: list[ItemBox]) -> None:
+        nbytes = sum(piece_bytes(work, piece) for piece in group)
+        with budget.hold(nbytes, stop.check):
+            for piece, array in work.read(group):
+                file, data = file_of[piece], to_bytes(array)
+                runs = _runs_of(work, piece, file, data)
+                if file.name in there and _are_written(readers.reader(file.name), *runs, stop):
+                    work.kept.add(len(data))
+                else:
+                    _write_runs(open_file(file), *runs, stop)
+                digests[piece] = shard_file.block_digest([data])
+                work.progress.add(len(data))
+
+    order = {number: at for at, number in enumerate(work.source.order())}
+    pieces = sorted(file_of, key=lambda piece: (order[work.items[piece.item].number], piece))
+    with closing(readers), _writing_to(store) as open_file:
+        groups = read_together(work, pieces)
+        run_all(partial(write, open_file), groups, threads=_THREADS, stop=stop)
+        for file in files:
+            for start, data in file.fixed:
+                open_file(file).write(start, [data])
+    store.sync("")
+    return {piece: digests[piece] for piece in file_of}
+
+
+def _runs_of(
+    work: Work, piece: ItemBox, file: PlannedFile, data: Any
+) -> tuple[list[int], Any, int]:
+    """The offsets of the runs of a box in its file, their bytes, and the bytes of each run."""
+    spec, start = work.items[piece.item].spec, file.places[piece.item]
+    if is_contiguous(work, piece):
+        start += offset_of(work, piece)
+        return list(range(start, start + len(data), _WRITE_BYTES)), data, _WRITE_BYTES
+    run, offsets = _box.runs(piece.box, spec.shape)
+    itemsize = numpy_dtype(spec.dtype).itemsize
+    return [start + offset * itemsize for offset in offsets], data, run * itemsize
+
+
+def _are_written(
+    reader: FileReader, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
+) -> bool:
+    for number, start in enumerate(starts):
+        stop.check()
+        if not is_written(reader, start, data[number * run_bytes :][:run_bytes]):
+            return False
+    return True
+
+
+def _write_runs(
+    writer: LocalWriter, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
+) -> None:
+    if run_bytes == _WRITE_BYTES:
+        for number, start in enumerate(starts):
+            stop.check()
+            writer.write(start, [data[number * run_bytes :][:run_bytes]])
+        return
+    for at in range(0, len(starts), _RUNS):
+        stop.check()
+        writer.write_runs(starts[at : at + _RUNS], data[at * run_bytes :], run_bytes)
+
+
+def finish_files(files: Sequence[PlannedFile], store: LocalStore, crcs: Mapping[int, int]) -> None:
+    """Complete files with the CRC-32 of each item, and make them durable."""
+    with _writing_to(store) as open_file:
+        for file in files:
+            for start, data in () if file.finish is None else file.finish(crcs):
+                open_file(file).write(start, [data])
+
+
+# In a bucket
+
+
+def write_in_order(work: Work, files: Sequence[PlannedFile], store: Store, notes: str) -> Digests:
+    """Write all files, each from its first byte to its last. Finished ones are kept.
+
+    `notes` is the directory in the store for the size and the identity of each finished file.
+    """
+    stop, budget = StopSignal(), ByteBudget(_HELD_BYTES)
+    threads = store.traits.at_once
+    digests: dict[ItemBox, str] = {}
+
+    def write(file: PlannedFile) -> None:
+        writer = create_or_keep(
+            store, file.name, file.size, beside=min(threads, len(files)), on_kept=work.kept.add
+        )
+        try:
+            for start, data in file.fixed:
+                writer.write(start, [data])
+            pieces = [piece for at in file.places for piece in bands_of(work, at)]
+            for group in read_together(work, pieces):
+                nbytes = sum(piece_bytes(work, piece) for piece in group)
+                with budget.hold(nbytes, stop.check):
+                    found = dict(work.read(group))
+                    for piece in group:
+                        data = to_bytes(found.pop(piece))
+                        digests[piece] = shard_file.block_digest([data])
+                        start = file.places[piece.item] + offset_of(work, piece)
+                        for at in range(0, len(data), READ_BYTES):
+                            writer.write(start + at, [data[at : at + READ_BYTES]])
+                        work.progress.add(len(data))
+        except BaseException:
+            writer.abandon()
+            raise
+        note = json.dumps([file.size, writer.finish() or ""])
+        store.put(f"{notes}/{file.name}.json", note.encode())
+
+    run_all(write, files, threads=threads, stop=stop)
+    return digests
+
+
+# What lies beside the weights of a Hugging Face model, and goes along with them.
+
+
+_MOST_BYTES = 256 << 20
+_BESIDE = re.compile(
+    r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map"
+    r"|added_tokens|chat_template|tokenizer|tokenizer_config|vocab)\.json"
+    r"|chat_template\.jinja|merges\.txt|vocab\.txt|[\w.-]+\.(model|tiktoken)"
+    r"|(README|LICENSE|NOTICE)(\.\w+)?"
+)
+
+
+def copy_beside(source: Source, target: Store) -> None:
+    """Copy the configuration, the tokenizer and similar files, if the source has them.
+
+    The configuration comes from the metadata of the source, which has its config.json or the one of
+    the caller. An Ostraka checkpoint keeps the one of the Hugging Face model that it was converted
+    from. Raises SourceChanged if the files may belong to another model.
+    """
+    names = list(filter(_BESIDE.fullmatch, source.store.list()))
+    opened: list[OpenedFile] = []
+    found: dict[str, bytes] = {}
+    for name in names:
+        place, stored_as = resolve(source.store, name)
+        opened.append(OpenedFile(place, stored_as, state_of(look_settled(place, stored_as))))
+        found[name] = place.get(stored_as, _MOST_BYTES)
+    refuse_changed(opened)
+    if names and not source.is_current():
+        # The weights were read before.
+        raise changed(source.store, names[0])
+    config = source.saved.user.get(CONFIG)
+    if isinstance(config, dict) and not _has(found.get(CONFIG_FILE, b""), config):
+        found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
+    for name, data in found.items():
+        target.put(name, data)
+
+
+def _has(data: bytes, config: Mapping[Any, Any]) -> bool:
+    try:
+        return json.loads(data) == config
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json, given as the path of the file or its directory, or as a dict.
+
+    Raises ValueError, with the reason, if it is none.
+    """
+    if isinstance(config, Mapping):
+        found: Any = dict(config)
+        where = "config="
+    else:
+        where = os.fspath(config)
+        path = os.path.join(where, CONFIG_FILE) if os.path.isdir(where) else where
+        try:
+            with open(path, "rb") as file:
+                found = json.loads(file.read(_MOST_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"config={where!r} can't be read as a config.json: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is no config.json: it has no JSON object at its top")
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} can't be written as JSON: {error}") from error
+    return cast("dict[str, Any]", found)

@@ -1,0 +1,332 @@
+"""The work of a conversion: the selected leaves of a source, and their form in the target."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
+from ostraka.common.memory import Recycled, recycling
+from ostraka.common.progress import Count
+from ostraka.errors import InvalidTree, name_few
+from ostraka.formats.source import Source
+from ostraka.layout import box as _box
+from ostraka.layout import shard_file
+from ostraka.layout.box import Box
+from ostraka.layout.casts import DtypeRule, cast_leaf, check_dtype_rule
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, Target
+from ostraka.reading.locate import unless_replaced
+from ostraka.reading.view import rename_leaves
+from ostraka.tree import patterns as _pattern
+from ostraka.tree.json_tree import encode
+from ostraka.tree.nodes import (
+    ArrayNumber,
+    Branch,
+    Kept,
+    Leaf,
+    Node,
+    UnreadableLeaf,
+    find_shared,
+    leaves_of,
+    prune,
+    split,
+)
+from ostraka.tree.patterns import Patterns
+
+Array = np.ndarray[Any, Any]
+
+_ONE_BY_ONE_BYTES = 24 << 20
+_IDLE_BYTES = 112 << 20
+"""Bytes of memory that wait to be used again."""
+_RESERVED = "__metadata__"
+"""The name in safetensors headers that is no tensor."""
+
+
+class ConvertItem(NamedTuple):
+    """An array under a path of the target. Other paths may have the same array."""
+
+    path: str
+    number: int
+    """The number of the array in the source."""
+    spec: LeafSpec
+    """The array in the target."""
+    name: str
+    """Its name in a file of tensors: the key if the tree is a flat dict, else its path."""
+
+
+class ItemBox(NamedTuple):
+    """A box of an item. Boxes are read and written at once."""
+
+    item: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A source and the items to convert."""
+
+    source: Source
+    tree: Node
+    items: tuple[ConvertItem, ...]
+    is_whole: bool
+    """True if all of the source is converted."""
+    memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
+    """Memory for the boxes that are read."""
+    one_by_one: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while a large box is read."""
+
+    progress: Count = field(default_factory=Count, compare=False)
+    """Bytes written, and bytes read back."""
+    kept: Count = field(default_factory=Count, compare=False)
+    """Bytes that an interrupted conversion had written already."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.spec.nbytes for item in self.items)
+
+    @property
+    def other_leaves(self) -> list[Leaf]:
+        """Leaves with other values than arrays: numbers, strings, states of iterators.
+
+        None and values that no checkpoint stores are left out.
+        """
+        return [
+            leaf
+            for leaf in leaves_of(self.tree)
+            if leaf.value is not None and not isinstance(leaf.value, ArrayNumber | Kept)
+        ]
+
+    def read(self, pieces: Sequence[ItemBox]) -> Iterator[tuple[ItemBox, Array]]:
+        """Read boxes in the target's dtype, in the order in which they arrive."""
+        targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
+        nbytes = sum(
+            DTYPES[self.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
+            for piece in pieces
+        )
+        with recycling(self.memory), unless_replaced(self.source):
+            found = self.source.read(targets)
+            if nbytes > _ONE_BY_ONE_BYTES:
+                # To read an array takes memory besides its own, as to transpose it does.
+                with self.one_by_one:
+                    found = iter(list(found))
+            for at, array in found:
+                dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
+                yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
+
+    def document(self) -> tuple[Any, tuple[LeafSpec, ...], tuple[int, ...]]:
+        """The tree in the form of `_METADATA`, its arrays, and the item of each array."""
+        first: dict[int, int] = {}
+        """Items by the numbers of their arrays in the source."""
+        for at, item in enumerate(self.items):
+            first.setdefault(item.number, at)
+        if self.is_whole and len(first) == len(self.source.saved.leaves):
+            order = range(len(self.source.saved.leaves))
+            tree = self.source.saved.tree
+        else:
+            order = list(first)
+            new = {number: at for at, number in enumerate(order)}
+            numbers = {item.path: new[item.number] for item in self.items}
+            tree = encode(self.tree, numbers, find_shared(self.tree, lambda value: False).variables)
+        found = tuple(first[number] for number in order)
+        return tree, tuple(self.items[at].spec for at in found), found
+
+
+def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
+    """Select the leaves of a source to convert, and their dtypes.
+
+    Raises ValueError for a pattern without a match, InvalidTree for unreadable leaves.
+    """
+    tree: Node | None = source.tree
+    if only is not None:
+        paths = [leaf.path for leaf in leaves_of(source.tree)]
+        _pattern.refuse_unmatched("only", only, paths, f"leaf of {source.location}")
+        tree = prune(source.tree, lambda leaf: _pattern.selects(only, leaf.path))
+    if tree is None:
+        raise ValueError(f"only={only!r} leaves out every leaf of {source.location}")
+    leaves = list(leaves_of(tree))
+    lost = [leaf for leaf in leaves if isinstance(leaf.value, UnreadableLeaf)]
+    if lost:
+        raise InvalidTree(
+            f"{name_few([leaf.path for leaf in lost])} of {source.location} can't be read: "
+            f"{lost[0].value.why}; leave it out with only"
+        )
+    names = _keys_of(tree)
+    items = [
+        ConvertItem(
+            leaf.path,
+            leaf.value.number,
+            source.saved.leaves[leaf.value.number],
+            names.get(leaf.path, leaf.path),
+        )
+        for leaf in leaves
+        if isinstance(leaf.value, ArrayNumber)
+    ]
+    if dtype is not None:
+        check_dtype_rule(dtype, [item.spec for item in items])
+        items = [item._replace(spec=cast_leaf(item.spec, dtype)) for item in items]
+    return Work(source, tree, tuple(items), is_whole=only is None)
+
+
+def _keys_of(tree: Node) -> dict[str, str]:
+    """By path, the keys of a flat dict of strings. Empty for any other tree."""
+    if not isinstance(tree, Branch) or tree.kind != "dict":
+        return {}
+    pairs = list(zip(tree.keys, tree.children, strict=True))
+    if not all(type(key) is str and isinstance(child, Leaf) for key, child in pairs):
+        return {}
+    return {child.path: key for key, child in pairs if key != _RESERVED}
+
+
+# Leaves as tensors
+
+
+def without_leaves(work: Work, paths: Sequence[str]) -> Work:
+    """The same work without some arrays."""
+    left_out = {*paths}
+    tree = prune(work.tree, lambda leaf: leaf.path not in left_out)
+    items = tuple(item for item in work.items if item.path not in left_out)
+    return replace(work, tree=tree or work.tree, items=items, is_whole=False)
+
+
+def with_names(work: Work, rename: Mapping[str, str] | None, *, dots: bool) -> Work:
+    """The same work with new names of tensors, by `rename` and with dots in place of slashes.
+
+    Keys of a flat dict keep their slashes. Raises InvalidTree if two leaves would get one name.
+    """
+    names = [item.name for item in work.items]
+    if rename:
+        names = rename_leaves(names, rename, work.source.location)
+    is_flat = bool(_keys_of(work.tree))
+    if dots and not is_flat:
+        names = [".".join(split(name)) for name in names]
+    items = tuple(item._replace(name=name) for item, name in zip(work.items, names, strict=True))
+    first: dict[str, str] = {}
+    for item in items:
+        other = first.setdefault(item.name, item.path)
+        if other != item.path:
+            raise InvalidTree(
+                f"leaves {other!r} and {item.path!r} would both be tensor {item.name!r}; give one "
+                "of them another name with rename"
+            )
+        if item.name == _RESERVED:
+            raise InvalidTree(
+                f"leaf {item.path!r} would be tensor {item.name!r}, which safetensors has for "
+                "something else; give it another name with rename"
+            )
+    return replace(work, items=items)
+
+
+def digest_of(array: Array) -> str:
+    return shard_file.block_digest([to_bytes(array)])
+
+
+Digests = Mapping[ItemBox, str]
+"""Digests of the boxes that were read from the source."""
+
+
+# How items are cut into boxes that are read and written at once. Pure.
+
+
+BAND_BYTES = 16 << 20
+"""Bytes of an array in row-major order to read at once."""
+SLAB_BYTES = 96 << 20
+"""Bytes of any other array to read at once."""
+_TOGETHER_BYTES = 16 << 20
+"""Bytes of small arrays to read together, since they share blocks of files."""
+_LEAST_RUN_BYTES = 2 << 10
+"""Shorter runs cost more to write one by one than reading the source again."""
+
+
+def slab_grid(work: Work, number: int) -> tuple[int, ...] | None:
+    """The grid of slabs of an item with scattered rows, else None.
+
+    A slab has at most `SLAB_BYTES`, unless a single element of its dimension has more.
+    """
+    item = work.items[number]
+    shape, grid = item.spec.shape, work.source.grid_of(item.number)
+    if item.spec.mesh != HOST_LOCAL or DTYPES[item.spec.dtype].packed or len(grid) != len(shape):
+        return None
+    first = next((dimension for dimension, n in enumerate(shape) if n > 1), 0)
+    cut = [dimension for dimension, parts in enumerate(grid) if parts > 1]
+    if not cut or cut[-1] <= first:
+        return None
+    missing = -(-prod(shape) * _element_bytes(item.spec) // SLAB_BYTES)
+    found = [1] * len(shape)
+    for dimension in cut:
+        most = shape[dimension] if dimension == cut[-1] else grid[dimension]
+        found[dimension] = max(min(missing, most), 1)
+        missing = -(-missing // found[dimension])
+    return tuple(found)
+
+
+def band_bytes(work: Work, number: int) -> int:
+    """The bytes of an item to read at once."""
+    return BAND_BYTES if slab_grid(work, number) is None else SLAB_BYTES
+
+
+def bands_of(work: Work, number: int) -> list[ItemBox]:
+    """The bands of an item, in the order of its elements."""
+    spec = work.items[number].spec
+    whole = _box.full(spec.shape)
+    most = band_bytes(work, number) // _element_bytes(spec)
+    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
+    return [ItemBox(number, band) for band in bands]
+
+
+def slabs_of(work: Work, number: int) -> list[ItemBox]:
+    """The bands of an item, or its slabs if its rows are scattered in the source."""
+    grid, spec = slab_grid(work, number), work.items[number].spec
+    if grid is None or not spec.nbytes:
+        return bands_of(work, number)
+    slabs = [_box.cell(spec.shape, grid, at) for at in range(prod(grid))]
+    run, _ = _box.runs(slabs[0], spec.shape)
+    if run * numpy_dtype(spec.dtype).itemsize < _LEAST_RUN_BYTES and len(slabs) > 1:
+        return bands_of(work, number)
+    return [ItemBox(number, slab) for slab in slabs]
+
+
+def _element_bytes(spec: LeafSpec) -> int:
+    """Bytes of an element in the source or in the target, whichever is more."""
+    return max(numpy_dtype(dtype).itemsize for dtype in (spec.dtype, spec.cast_from or spec.dtype))
+
+
+def piece_bytes(work: Work, piece: ItemBox) -> int:
+    return DTYPES[work.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
+
+
+def offset_of(work: Work, piece: ItemBox) -> int:
+    """The offset of a box in the bytes of its item."""
+    spec = work.items[piece.item].spec
+    if not _box.count(piece.box):
+        return 0
+    start, _ = _box.flat_span(piece.box, _box.full(spec.shape))
+    return start * DTYPES[spec.dtype].bits // 8
+
+
+def is_contiguous(work: Work, piece: ItemBox) -> bool:
+    """True if the bytes of a box are contiguous in its item."""
+    whole = _box.full(work.items[piece.item].spec.shape)
+    return not _box.count(piece.box) or _box.is_contiguous(piece.box, whole)
+
+
+def read_together(
+    work: Work, pieces: Sequence[ItemBox], most_bytes: int | None = None
+) -> Iterator[list[ItemBox]]:
+    """Group boxes to read at once, small ones together."""
+    most_bytes = most_bytes or _TOGETHER_BYTES
+    group: list[ItemBox] = []
+    group_bytes = 0
+    for piece in pieces:
+        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
+        if group and group_bytes + nbytes > most_bytes:
+            yield group
+            group, group_bytes = [], 0
+        group.append(piece)
+        group_bytes += nbytes
+    if group:
+        yield group

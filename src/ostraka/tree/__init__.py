@@ -1,0 +1,1 @@
+"""Trees and paths as data, and as JSON. No JAX."""

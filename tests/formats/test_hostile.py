@@ -1,0 +1,567 @@
+"""Checkpoints that a stranger has forged, with digests that fit: refused in a sentence of ours.
+
+What the local file system adds (links, pipes, devices) is in other files.
+"""
+
+import dataclasses
+import enum
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import fuzz
+import ostraka
+from cli_runs import run
+from fuzz import MOST_MEMORY, MOST_SECONDS, MemoryMeter, call, put_files, resealed, seal, watchdog
+from mutations import ESCAPE
+from ostraka.errors import Damaged, OstrakaError, PartialRestore
+from ostraka.layout import shard_file
+from ostraka.storage import MemoryStore
+
+
+def make_tree() -> Any:
+    """One array in one file."""
+    return {"w": jax.device_put(np.arange(16, dtype=np.float32), jax.devices()[0])}
+
+
+def forge(name: str, change: Callable[[Any], None]) -> str:
+    """The place of a checkpoint whose `_METADATA` was changed, digest included."""
+    seed = fuzz.saved(name, make_tree())
+    document = json.loads(json.dumps(seed.document))
+    change(document)
+    text = shard_file.dumps(document).encode()
+    put_files(f"forged/{name}/step_1", {**seed.files, "_METADATA": seal(text)})
+    return f"memory://forged/{name}/step_1"
+
+
+def read_everything(place: str, held_bytes: int = 1 << 16) -> list[OstrakaError]:
+    """All that reads a checkpoint; returns the errors. Anything else fails, as does a hoarder."""
+    found: list[OstrakaError] = []
+    meter = MemoryMeter()
+    for work in (
+        fuzz.open_all,
+        fuzz.restore_as_saved,
+        fuzz.restore_as_state,
+        fuzz.verify,
+        ostraka.verify,
+        lambda place: [call(*a) for a in (("show", place), ("verify", place), ("plan", place))],
+        lambda place: call("diff", place, place),
+        lambda place: call("ls", place.rpartition("/")[0]),
+        lambda place: ostraka.Manager(place.rpartition("/")[0], read_only=True).steps(),
+    ):
+        try:
+            with watchdog(MOST_SECONDS):
+                work(place)
+        except OstrakaError as error:
+            found.append(error)
+        assert meter.rise() < MOST_MEMORY + 10 * held_bytes, work
+    return found
+
+
+# Memory and time
+
+
+def many_layouts(body: Any) -> None:
+    body["process_of"] = [[0, 0, 1]]
+    body["layouts"] += [{"grid": [1 << 24], "owners": [[0, 0, 1 << 24]]} for _ in range(10)]
+
+
+def many_cells(body: Any) -> None:
+    count = 1 << 20
+    body["leaves"][0] |= {"shape": [count], "dtype": "uint8", "layout": 0}
+    body["layouts"] = [{"grid": [count], "owners": [[0, 0, count]]}]
+    files = {"device": [[0, 0, count]], "part": [[0, 1, count]]}
+    body["files"] = files | {"header_bytes": [[4096, 0, count]], "size": [[4097, 0, count]]}
+
+
+def fewer_cells_of_many_leaves(body: Any) -> None:
+    """What is not too long for `_METADATA` itself: its boxes are more than the files can hold."""
+    count = 1 << 13
+    leaf = body["leaves"][0] | {"shape": [count], "dtype": "uint8", "layout": 0}
+    body["leaves"] = [leaf | {"path": f"w{n}"} for n in range(200)]
+    body["tree"] = {"dict": [f"w{n}" for n in range(200)], "items": list(range(200))}
+    body["layouts"] = [{"grid": [count], "owners": [[0, 0, count]]}]
+    files = {"device": [[0, 0, count]], "part": [[0, 1, count]]}
+    body["files"] = files | {"header_bytes": [[65536, 0, count]], "size": [[65736, 0, count]]}
+
+
+def many_devices(body: Any) -> None:
+    body["process_of"] = [[0, 1, 1 << 20]]
+
+
+def many_processes(body: Any) -> None:
+    body["process_of"] = [[(1 << 24) - 1, 0, 1]]
+
+
+def an_array_of_a_tebibyte(body: Any) -> None:
+    body["leaves"][0]["shape"] = [1 << 38]
+
+
+def a_compressed_array_of_a_tebibyte(body: Any) -> None:
+    an_array_of_a_tebibyte(body)
+    body["version"] = 2
+
+
+def leaves_of_variables(body: Any) -> None:
+    item = {"list": None, "items": [None] * 2000}
+    first = {"variable": ["flax.nnx", "Param"], "about": {}, "items": [item]}
+    again = [{"same_as": "0"}] * 2000
+    body["tree"] = {"list": None, "items": [first, *again, {"dict": ["w"], "items": [0]}]}
+    body["leaves"][0]["path"] = "2001/w"
+
+
+def long_paths(body: Any) -> None:
+    inner = {"list": None, "items": [None] * 50_000}
+    body["tree"] = {"dict": ["x" * 20_000, "w"], "items": [inner, 0]}
+
+
+def long_leaf(body: Any) -> None:
+    """A file that is not as long as it should be: no memory is taken for what it should hold."""
+    body["leaves"][0]["shape"] = [1 << 34]
+    body["files"]["size"] = [[4096 + (1 << 36), 0, 1]]
+
+
+def long_spec(body: Any) -> None:
+    body["meshes"] = [{"axes": ["x"], "shape": [1], "devices": [[0, 0, 1]]}]
+    body["leaves"][0] |= {"mesh": 0, "spec": [["x"] * 20_000]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        many_layouts,
+        many_cells,
+        fewer_cells_of_many_leaves,
+        many_devices,
+        many_processes,
+        an_array_of_a_tebibyte,
+        a_compressed_array_of_a_tebibyte,
+        leaves_of_variables,
+        long_paths,
+        long_leaf,
+        long_spec,
+    ],
+)
+def test_few_bytes_do_not_take_much_memory_or_time(change):
+    place = forge(change.__name__, change)
+    held = sum(file.size for file in MemoryStore(place.removeprefix("memory://")).files(""))
+    assert read_everything(place, held), "nothing was refused"
+
+
+def test_what_a_real_checkpoint_of_many_devices_needs_is_allowed():
+    """Lists as long as 65,536 devices make them, of a few hundred layouts."""
+    count = 1 << 16
+
+    def change(body: Any) -> None:
+        body["process_of"] = [[process, 0, 4] for process in range(count // 4)]
+        axes = {"axes": ["x", "y"], "shape": [count // 8, 8], "devices": [[0, 1, count]]}
+        body["meshes"] = [axes | {"types": []}] * 4
+        body["layouts"] += [{"grid": [count], "owners": [[0, 1, count]]} for _ in range(40)]
+
+    checkpoint = ostraka.open(forge("large", change))
+    assert checkpoint["w"].shape == (16,)
+
+
+def saved_on_disk(path: Path) -> tuple[fuzz.Seed, str]:
+    ostraka.save(path, make_tree())
+    next(path.glob("shards-*/metadata.json")).unlink()  # It would not fit what is changed.
+    files = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    document = json.loads(files["_METADATA"])
+    del document["digest"]
+    (shard,) = path.glob("shards-*/*.safetensors")
+    os.truncate(shard, 20 << 30)
+    return fuzz.Seed(files, document), str(shard.relative_to(path))
+
+
+def put_index(path: Path, seed: fuzz.Seed, file: Any, body: Any) -> None:
+    (name,) = seed.named(".json")
+    index = json.loads(seed.files[name])
+    (only,) = index["files"]
+    index["files"][only] = file
+    data = shard_file.dumps(index).encode()
+    files = resealed(seed, {name: data}, body)
+    for changed in (name, "_METADATA"):
+        (path / changed).write_bytes(files[changed])
+
+
+def test_a_long_header_in_a_sparse_file_is_not_read(tmp_path):
+    path = tmp_path / "checkpoint"
+    seed, _ = saved_on_disk(path)
+    size, body = 20 << 30, json.loads(json.dumps(seed.document))
+    body["files"] |= {"header_bytes": [[size - 64, 0, 1]], "size": [[size, 0, 1]]}
+    blocks = {"size": size, "blocks": [[size - 64, 0, 1], [64, 0, 1]], "digests": "0" * 32}
+    put_index(path, seed, blocks, body)
+    for error in read_everything(str(path)):
+        assert "header" in str(error)
+
+
+def test_a_long_block_in_a_sparse_file_is_not_read(tmp_path):
+    path = tmp_path / "checkpoint"
+    seed, _ = saved_on_disk(path)
+    size, body = 20 << 30, json.loads(json.dumps(seed.document))
+    leaf = body["leaves"][0]
+    body["leaves"].append(leaf | {"path": "z", "dtype": "uint8", "shape": [size - 4096 - 64]})
+    body["tree"] = {"dict": ["w", "z"], "items": [0, 1]}
+    body["files"]["size"] = [[size, 0, 1]]
+    blocks = {"size": size, "blocks": [[4096, 0, 1], [size - 4096, 0, 1]], "digests": "0" * 32}
+    put_index(path, seed, blocks, body)
+    with pytest.raises(
+        Damaged, match=r"process_00000\.json: it has a block of 21,474,832,384 bytes"
+    ):
+        ostraka.restore(path, only="w")
+
+
+# Exceptions of others
+
+
+def test_what_raised_exceptions_of_others():
+    scalar = {"float": "0x1p99999"}
+    twice = {"namedtuple": ["m", "T"], "keys": ["\ufb01", "fi"], "items": [{"int": 1}, {"int": 2}]}
+    deep: Any = {"int": 1}
+    for _ in range(400):
+        deep = {"tuple": [deep]}
+
+    def in_tree(node: Any) -> Callable[[Any], None]:
+        return lambda body: body.update(tree={"dict": ["w", "x"], "items": [0, node]})
+
+    def in_leaf(**fields: Any) -> Callable[[Any], None]:
+        return lambda body: body["leaves"][0].update(fields)
+
+    def empty_axis(body: Any) -> None:
+        axes = {"axes": ["x"], "shape": [0], "devices": [], "types": []}
+        body["meshes"] = [axes]
+        body["leaves"][0] |= {"mesh": 0, "spec": [["x"]]}
+
+    def of_rank(rank: int) -> Callable[[Any], None]:
+        def change(body: Any) -> None:
+            body["leaves"][0]["shape"] = [16] + [1] * (rank - 1)
+            body["layouts"][0]["grid"] = [1] * rank
+
+        return change
+
+    def variable(**fields: Any) -> Callable[[Any], None]:
+        node = {"variable": ["flax.nnx", "Param"], "about": {}, "items": [{"int": 1}]}
+        return in_tree(node | fields)
+
+    hostile = {
+        "float": in_tree(scalar),
+        "float64": in_tree({"float64": "00"}),
+        "namedtuple": in_tree(twice),
+        "keyword": in_tree(twice | {"namedtuple": ["m", "class"]}),
+        "deep": in_tree({"dict": [deep], "items": [None]}),
+        "axis": empty_axis,
+        "processes": in_leaf(per_process=True, shape=[0]),
+        "processes2": in_leaf(per_process=True, shape=[16], dtype="uint32", kind="key", prng="rbg"),
+        "rank": of_rank(100),
+        "generator": in_leaf(kind="key", dtype="uint32", prng="none such"),
+        "words": in_leaf(kind="key", dtype="uint32", prng="threefry2x32"),
+        "about": variable(about=[]),
+        "about2": variable(about={"x": {"float": "0x1p99999"}}),
+        "about3": variable(about={"x": [[{}]]}),
+        "about4": variable(about={"hijax": {"bool": True}, "on_get_value": {"str": "x"}}),
+        "variable": variable(variable=[["a"], {}]),
+        "variable2": variable(variable=["builtins", "dict"]),
+        "timeline": lambda body: body["writer"].update(
+            timeline={"write_s": 10**400, "bytes": 10**400, "plan_s": 1e308}
+        ),
+        "time": lambda body: body["writer"].update(time=[[]], ostraka={}, jax=None, hosts=[1]),
+        "version": lambda body: body.update(version=True),
+        "integer": in_tree({"int": hex(1 << 40_000)}),
+        "files": lambda body: body["files"].update(part=[[1 << 70, 0, 1]]),
+    }
+    for name, change in hostile.items():
+        try:
+            read_everything(forge(f"odd-{name}", change))
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+@pytest.mark.parametrize("index", [b"null", b"[]", b"[" * 5000, b'{"files":null}', b"{", b"\xff"])
+def test_an_index_that_is_none(index):
+    seed = fuzz.saved("index", make_tree())
+    (name,) = seed.named(".json")
+    put_files("forged/index/step_1", resealed(seed, {name: index}))
+    found = read_everything("memory://forged/index/step_1")
+    assert found
+    assert all("process_00000.json" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("header", [b"null", b"[" * 2000, b"{}", b"\xff" * 9])
+def test_a_header_that_is_none(header):
+    """A restore does not need it: what is in a file follows from `_METADATA`. Other tools do."""
+    seed = fuzz.saved("header", make_tree())
+    (name,) = seed.named(".safetensors")
+    data = seed.files[name]
+    put_files(
+        "forged/header/step_1", resealed(seed, {name: data[:8] + header.ljust(4088) + data[4096:]})
+    )
+    (found,) = read_everything("memory://forged/header/step_1")
+    assert "shard_00000.safetensors" in str(found)
+    assert "its header" in str(found)
+    ostraka.restore("memory://forged/header/step_1")
+
+
+def test_a_mesh_without_devices_does_not_hide_other_steps(tmp_path):
+    with ostraka.Manager(tmp_path, every=1) as manager:
+        for step in (1, 2):
+            manager.save(step, make_tree())
+    newest = tmp_path / "step_00000002" / "_METADATA"
+    body = json.loads(newest.read_bytes())
+    del body["digest"]
+    body["meshes"] = [{"axes": ["x"], "shape": [0], "devices": []}]
+    body["leaves"][0] |= {"mesh": 0, "spec": [["x"]]}
+    newest.write_bytes(seal(shard_file.dumps(body).encode()))
+    assert ostraka.Manager(tmp_path, read_only=True).steps() == [1]
+    assert "damaged" in run("ls", tmp_path).stdout
+
+
+# No code of the program
+
+
+class Spy:
+    calls: list[str] = []  # noqa: RUF012
+
+
+def spied(name: str) -> Callable[..., Any]:
+    def method(self: Any, *given: Any) -> Any:
+        Spy.calls.append(name)
+        return None if name != "__hash__" else 1
+
+    return method
+
+
+class Descriptor:
+    __set__ = spied("__set__")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    x: Any
+    y: Any = dataclasses.field(default=1, metadata={"static": True})
+    __post_init__ = spied("__post_init__")
+    __setattr__ = spied("__setattr__")
+
+
+@dataclasses.dataclass
+class Dying(Registered):
+    __del__ = spied("__del__")
+
+
+@dataclasses.dataclass
+class Described(Registered):
+    pass
+
+
+Described.x = Descriptor()  # type: ignore[assignment]
+for kind in (Dying, Described):
+    jax.tree_util.register_dataclass(kind, data_fields=["x"], meta_fields=["y"])
+
+
+class Node:
+    __init__ = spied("__init__")
+
+
+jax.tree_util.register_pytree_node(
+    Node,
+    lambda node: ((1,), None),
+    lambda _, __: Spy.calls.append("unflatten"),  # type: ignore[arg-type]
+)
+
+
+class Tuple(NamedTuple("Tuple", [("x", Any)])):
+    __new__ = spied("__new__")  # type: ignore[assignment]
+
+
+class Colour(enum.Enum):
+    RED = 1
+    __hash__ = spied("__hash__")
+    __eq__ = spied("__eq__")
+
+
+class Watched(nnx.Param):
+    from_metadata = classmethod(spied("from_metadata"))  # type: ignore[assignment]
+
+
+def test_no_code_of_the_program_runs_because_a_checkpoint_names_it():
+    def node(kind: str, name: str) -> Any:
+        described = {kind: [__name__, name], "keys": ["x"], "items": [{"str": "value"}]}
+        return described | ({"static": {"y": {"int": 5}}} if kind == "dataclass" else {})
+
+    colour = {"enum": [__name__, "Colour", "RED", {"int": 1}]}
+    tree = {
+        "list": None,
+        "items": [
+            *(node("dataclass", name) for name in ("Registered", "Dying", "Described", "Node")),
+            node("node", "Node"),
+            node("namedtuple", "Tuple"),
+            {"dict": [colour, "b"], "items": [None, None]},
+            {"variable": [__name__, "Watched"], "about": {}, "items": [{"int": 1}]},
+            0,
+        ],
+    }
+
+    def change(body: Any) -> None:
+        body["tree"] = tree
+        body["leaves"][0]["path"] = "8"
+
+    place = forge("code", change)
+    Spy.calls.clear()
+    found = ostraka.restore(place)
+    state = ostraka.restore(place, as_state=True)
+    fuzz.open_all(place)
+    assert Spy.calls == []
+    registered, dying, described, plain, other, named, keys, variable, _ = found
+    assert (type(registered), registered.x, registered.y) == (Registered, "value", 5)
+    assert dying == described == plain == other == {"x": "value"}
+    assert (type(named), named.x, variable) == (Tuple, "value", 1)
+    assert keys == {1: None, "b": None}
+    assert type(state[7]) is nnx.Variable
+
+
+# Text that reaches a terminal
+
+
+def with_escapes(value: Any, under: str = "") -> Any:
+    """A document whose every text, where it may be any, begins with what a terminal acts on."""
+    if isinstance(value, dict):
+        return {
+            key if key in _FIELDS else f"{ESCAPE}{key}": with_escapes(item, key)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [with_escapes(item, under) for item in value]
+    return f"{ESCAPE}{value}" if isinstance(value, str) and under not in _FIXED else value
+
+
+_FIXED = {"dtype", "factory", "float", "digest", "time", "types"}
+_FIELDS = {
+    *("dict", "list", "namedtuple", "dataclass", "node", "variable", "keys", "items", "static"),
+    *("about", "kept", "structure", "str", "int", "float", "axes", "shape", "devices", "types"),
+    *("path", "dtype", "layout", "mesh", "spec", "memory", "prng", "cast_from", "part"),
+    *("ostraka", "jax", "python", "time", "hosts", "timeline", "ostraka.manager", "metrics"),
+}
+
+
+def make_escaping(body: Any) -> None:
+    """Everything in `_METADATA` that is free text."""
+    node = {"namedtuple": ["m", "T"], "keys": ["a", "b"], "items": [{"str": "s"}, None]}
+    kept = {"kept": "f", "structure": False, "items": []}
+    variable = {"variable": ["m", "V"], "about": {"note": {"str": "x"}}, "items": [{"int": 1}]}
+    other = {"node": ["m", "N"], "keys": ["k"], "items": [variable]}
+    body["tree"] = {"dict": ["w", "x", "f", "o"], "items": [0, node, kept, other]}
+    mesh = {"axes": ["x"], "shape": [1], "devices": [[0, 0, 1]], "types": []}
+    body["meshes"] = [mesh]
+    body["leaves"][0] |= {"mesh": 0, "spec": [["x"]], "memory": "device", "cast_from": "float64"}
+    body["writer"] |= {"hosts": ["h"], "ostraka": "1", "jax": "2", "timeline": {"write_s": 1.0}}
+    body["user"] = {"note": "n", "ostraka.manager": {"step": 1, "metrics": {"loss": 1.0}}}
+    for name in ("tree", "meshes", "writer", "user"):
+        body[name] = with_escapes(body[name])
+    body["leaves"][0] |= {
+        "path": f"{ESCAPE}w",
+        "spec": [[f"{ESCAPE}x"]],
+        "memory": f"{ESCAPE}device",
+    }
+
+
+COMMANDS = [
+    ("show", "{a}"),
+    ("show", "{a}", f"{ESCAPE}w"),
+    ("show", "{a}", f"{ESCAPE}w", "--stats", "--slice", "0"),
+    ("show", "{a}", "*", "--depth", "1"),
+    ("show", "{a}", "--files", "--sort", "name"),
+    ("show", "{a}", "--nan"),
+    ("show", "{a}", "--json"),
+    ("show", "{a}", "no such leaf"),
+    ("diff", "{a}", "{b}"),
+    ("diff", "{b}", "{a}", "--all"),
+    ("diff", "{a}", "{b}", "--json"),
+    ("verify", "{a}"),
+    ("verify", "{broken}"),
+    ("-v", "show", "{broken}"),
+    ("-v", "plan", "{a}"),
+    ("plan", "{a}"),
+    ("plan", "{a}", "--mesh", "data=2"),
+    ("plan", "{a}", "--json"),
+    ("ls", "{root}"),
+    ("ls", "{root}", "--verify"),
+    ("ls", "{root}", "--json"),
+    ("watch", "{root}", "--timeout", "0"),
+    ("gc", "{root}"),
+    ("gc", "{root}", "--yes"),
+    ("rm", "{root}", "1"),
+    ("copy", "{a}", "memory://forged/escaping-copy"),
+]
+
+
+def test_no_control_characters_reach_a_terminal():
+    place = forge("escaping", make_escaping)
+    plain = forge("escaping-plain", lambda body: None)
+    broken = forge(
+        "escaping-broken",
+        lambda body: body.update(tree={"dict": ["w"], "items": [{f"{ESCAPE}x": f"{ESCAPE}y"}]}),
+    )
+    root = place.rpartition("/")[0]
+    MemoryStore("forged/escaping").put(f"_LEASE-{ESCAPE}", b"")
+    MemoryStore("forged/escaping").put(f"_METADATA.{ESCAPE}.tmp", b"")
+    MemoryStore("forged/escaping/step_1").put(f"shards-{ESCAPE}", b"")
+    places = {"a": place, "b": plain, "broken": broken, "root": root}
+    for arguments in COMMANDS:
+        given = [argument.format(**places) for argument in arguments]
+        for environment in ({}, {"FORCE_COLOR": "1"}):
+            result = run(*given, **environment)
+            shown = result.stdout + result.stderr
+            assert result.exit_code in (0, 1, 2), (given, shown)
+            without_colours = fuzz.without_colours(shown) if environment else shown
+            assert without_colours.replace("\n", "").isprintable(), (given, shown)
+            assert "-v shows where" not in shown, (given, shown)
+            assert "31m" not in shown or environment or "\\x1b[31m" in shown or "--json" in given
+
+
+@pytest.mark.filterwarnings("ignore::ostraka.errors.PartialRestore")
+def test_no_control_characters_in_messages():
+    place = forge("escaping", make_escaping)
+    choices: list[dict[str, Any]] = [
+        {"like": {"w": 1}},
+        {"like": {"w": 1}, "strict": False},
+        {"only": "nothing"},
+        {"mesh": {"y": 2}},
+        {},
+    ]
+    for arguments in choices:
+        try:
+            ostraka.restore(place, **arguments)
+        except OstrakaError as error:
+            text = "".join(traceback.format_exception(error))
+            assert text.replace("\n", "").isprintable(), text
+    with pytest.warns(PartialRestore) as caught:
+        ostraka.restore(place, like={f"{ESCAPE}w": np.zeros(16, np.float32), "z": 1}, strict=False)
+    assert all(str(one.message).replace("\n", "").isprintable() for one in caught)
+
+
+# Headers
+
+
+def test_a_restore_of_one_leaf_sees_a_flip_in_the_header_of_its_file(tmp_path):
+    path = tmp_path / "checkpoint"
+    tree = {"a": np.arange(4.0), "b": np.arange(1 << 19), "empty": np.zeros((0, 3))}
+    ostraka.save(path, {name: jax.device_put(a, jax.devices()[0]) for name, a in tree.items()})
+    (shard,) = path.glob("shards-*/*.safetensors")
+    intact = shard.read_bytes()
+    for position in (0, 8, 100, 4000, 4095):
+        shard.write_bytes(
+            intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :]
+        )
+        for only in ("a", "b", "empty"):
+            with pytest.raises(Damaged, match="its header is not as it was written"):
+                ostraka.restore(path, only=only)
+        with pytest.raises(Damaged, match="its header is not as it was written"):
+            ostraka.open(path)["b"][3]

@@ -1,0 +1,549 @@
+"""Safetensors files and Hugging Face directories, written by the real package, read by us."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import TensorSpec, serialize_file
+from safetensors.numpy import save_file
+
+import ostraka
+from hf_decoder import make_decoder
+from ostraka.errors import (
+    CheckpointNotFound,
+    Damaged,
+    Mismatch,
+    NotACheckpoint,
+    PartialRestore,
+    PathInTheWay,
+    UnsupportedFormat,
+)
+from ostraka.families.families import parameters_of
+from ostraka.layout import box as _box
+from ostraka.layout.spec import Target
+from ostraka.reading.locate import open_at
+from places import Place
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def llama_tensors(dtype: Any = np.float32, **config: Any) -> dict[str, Any]:
+    """All tensors of a small Llama, by their names in files."""
+    from ostraka.reading.names.given import read_names
+
+    settings = {**CONFIG, **config}
+    names = read_names("hf", settings)
+    random = np.random.default_rng(0)
+    leaves = names.decompose(dict(parameters_of(settings)))
+    return {
+        tensor: random.normal(size=leaf.tensor_shape).astype(dtype)
+        for leaf in leaves
+        for tensor in leaf.tensors
+    }
+
+
+def write_hf(path: Path, tensors: dict[str, Any], *, files: int = 4, **config: Any) -> Path:
+    """A directory as Hugging Face publishes them: several files, an index, a config."""
+    path.mkdir(parents=True)
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for number in range(files):
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = {tensor: tensors[tensor] for tensor in names[number::files]}
+        save_file(part, path / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    total = sum(array.nbytes for array in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return path
+
+
+def abstract_model(**config: Any) -> Any:
+    settings = {**CONFIG, **config}
+    has_head = not settings["tie_word_embeddings"]
+    return nnx.eval_shape(lambda: make_decoder(settings, has_head=has_head))
+
+
+def auto_mesh(**axes: int) -> Any:
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def assert_is_model(model: Any, tensors: dict[str, Any]) -> None:
+    kernel = model.layers[1].mlp.down_proj.kernel[...]
+    assert np.array_equal(kernel, tensors["model.layers.1.mlp.down_proj.weight"].T)
+    table = model.embed_tokens.embedding[...]
+    assert np.array_equal(table, tensors["model.embed_tokens.weight"])
+    state = nnx.to_pure_dict(nnx.state(model))
+    assert len(jax.tree.leaves(state)) == len(tensors)
+
+
+# A model
+
+
+def test_a_model_on_a_mesh(tmp_path: Path):
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "llama", tensors)
+    for mesh, specs in (
+        (auto_mesh(x=8), ostraka.sharding.fsdp("x")),
+        (auto_mesh(x=4, y=2), ostraka.sharding.tensor_parallel("x")),
+        (auto_mesh(x=4), {"**/kernel": P(None, "x")}),
+        (auto_mesh(x=2, y=4), {"**/kernel": P("x", "y")}),
+    ):
+        model = ostraka.restore(path, like=abstract_model(), names="hf", mesh=mesh, specs=specs)
+        assert_is_model(model, tensors)
+        assert not model.layers[0].mlp.up_proj.kernel[...].sharding.is_fully_replicated
+
+
+def test_into_a_model_that_is_there(tmp_path: Path):
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "llama", tensors)
+    model = make_decoder(CONFIG, has_head=True)
+    kernel = model.layers[0].mlp.up_proj.kernel
+    assert ostraka.restore(path, into=model, names="llama") is model
+    assert model.layers[0].mlp.up_proj.kernel is kernel
+    assert_is_model(model, tensors)
+
+
+def test_a_cast_is_asked_for(tmp_path: Path):
+    tensors = llama_tensors(ml_dtypes.bfloat16)
+    path = write_hf(tmp_path / "llama", tensors)
+    with pytest.raises(Mismatch, match="saved as bfloat16, `like` has float32: pass dtype='like'"):
+        ostraka.restore(path, like=abstract_model(), names="hf")
+    model = ostraka.restore(path, like=abstract_model(), names="hf", dtype="like")
+    kernel = model.layers[1].mlp.down_proj.kernel[...]
+    assert kernel.dtype == jnp.float32
+    wanted = tensors["model.layers.1.mlp.down_proj.weight"].T.astype(np.float32)
+    assert np.array_equal(kernel, wanted)
+
+
+def test_parts_of_a_model(tmp_path: Path):
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "llama", tensors)
+    model = make_decoder(CONFIG, has_head=True)
+    before = np.asarray(model.norm.scale[...])
+    found = ostraka.restore(path, like=model, names="hf", only="layers/**")
+    assert np.array_equal(found.norm.scale[...], before)
+    assert np.array_equal(
+        found.layers[0].self_attn.q_proj.kernel[...],
+        tensors["model.layers.0.self_attn.q_proj.weight"].T,
+    )
+    del tensors["model.norm.weight"]
+    smaller = write_hf(tmp_path / "smaller", tensors)
+    with pytest.raises(Mismatch, match="'norm/scale' is not in the checkpoint"):
+        ostraka.restore(smaller, like=model, names="hf")
+    with pytest.warns(PartialRestore, match=r"kept 1 leaf .*'norm/scale'"):
+        ostraka.restore(smaller, like=model, names="hf", strict=False)
+
+
+@pytest.mark.parametrize("has_tensor", [True, False])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_tied_heads(tmp_path: Path, has_head: bool, has_tensor: bool):
+    """Made of the embedding if the model has one; and a file may have it all the same."""
+    tensors = llama_tensors(tie_word_embeddings=True)
+    if has_tensor:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    path = write_hf(tmp_path / "llama", tensors, tie_word_embeddings=True)
+    like = nnx.eval_shape(lambda: make_decoder(CONFIG, has_head=has_head))
+    model = ostraka.restore(path, like=like, names="hf")
+    if has_head:
+        head = model.lm_head.kernel[...]
+        assert np.array_equal(head, tensors["model.embed_tokens.weight"].T)
+    opened = ostraka.open(path, names="hf")
+    assert ("lm_head/kernel" in opened) == has_tensor
+
+
+def test_an_untied_head_is_not_made_up(tmp_path: Path):
+    tensors = llama_tensors()
+    del tensors["lm_head.weight"]
+    path = write_hf(tmp_path / "llama", tensors)
+    with pytest.raises(Mismatch, match="'lm_head/kernel' is not in the checkpoint"):
+        ostraka.restore(path, like=abstract_model(), names="hf")
+
+
+def test_the_first_remedy_is_names(tmp_path: Path):
+    path = write_hf(tmp_path / "llama", llama_tensors())
+    with pytest.raises(Mismatch, match="pass names='hf' to have those of a llama model") as caught:
+        ostraka.restore(path, like=abstract_model())
+    assert "names='hf'" in caught.value.differences[0]
+    (path / "config.json").unlink()
+    with pytest.raises(Mismatch, match="pass names= with rules that say which leaf each is"):
+        ostraka.restore(path, like=abstract_model())
+    with pytest.raises(ValueError, match="names='hf' needs the model_type of a config.json"):
+        ostraka.restore(path, like=abstract_model(), names="hf")
+    assert_is_model(ostraka.restore(path, like=abstract_model(), names="llama"), llama_tensors())
+
+
+def test_names_without_a_template(tmp_path: Path):
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "llama", tensors)
+    found = ostraka.restore(path, names="hf", mesh={"x": 8}, specs={"**/kernel": P("x")})
+    kernel = found["layers"][1]["mlp"]["down_proj"]["kernel"]
+    assert np.array_equal(kernel, tensors["model.layers.1.mlp.down_proj.weight"].T)
+    assert kernel.sharding.spec == P("x")
+
+
+def test_rules_of_one_s_own_and_attention_of_nnx(tmp_path: Path):
+    """PyTorch's (heads * size, in) into the kernels of nnx.MultiHeadAttention."""
+    random = np.random.default_rng(0)
+    tensors = {f"attn.{n}.weight": random.normal(size=(24, 16)).astype("f4") for n in "qkv"}
+    tensors |= {f"attn.{n}.bias": random.normal(size=24).astype("f4") for n in "qkv"}
+    tensors["attn.o.weight"] = random.normal(size=(16, 24)).astype("f4")
+    tensors["attn.o.bias"] = random.normal(size=16).astype("f4")
+    save_file(tensors, tmp_path / "attention.safetensors")
+    split = {"transpose": True, "split": {1: [4, -1]}}
+    kinds = {"q": "query", "k": "key", "v": "value"}
+    rules: dict[str, Any] = {
+        f"attn.{n}.weight": {"path": f"{kind}/kernel", **split} for n, kind in kinds.items()
+    }
+    rules |= {
+        f"attn.{n}.bias": {"path": f"{kind}/bias", "split": {0: [4, 6]}}
+        for n, kind in kinds.items()
+    }
+    rules["attn.o.weight"] = {"path": "out/kernel", "transpose": True, "split": {0: [4, 6]}}
+    rules["attn.o.bias"] = "out/bias"
+    like = nnx.eval_shape(
+        lambda: nnx.MultiHeadAttention(4, 16, qkv_features=24, decode=False, rngs=nnx.Rngs(0))
+    )
+    path = tmp_path / "attention.safetensors"
+    found = ostraka.restore(path, like=like, names=rules, only=["*/kernel", "*/bias"])
+    query = tensors["attn.q.weight"].T.reshape(16, 4, 6)
+    assert np.array_equal(found.query.kernel[...], query)
+    out = tensors["attn.o.weight"].T.reshape(4, 6, 16)
+    assert np.array_equal(found.out.kernel[...], out)
+
+
+# Files
+
+
+def odd_tensors() -> dict[str, Any]:
+    return {
+        "scalar": np.array(3.5, np.float32),
+        "empty": np.zeros((0, 4), np.float16),
+        "with/slash": np.arange(3, dtype=np.int64),
+        "with~tilde": np.arange(3, dtype=np.uint8),
+        "a.b": np.arange(2, dtype=np.int32),
+        "a": np.array([True, False]),
+        "a/b": np.arange(5, dtype=np.uint16),
+        "z.10": np.ones(1, np.float32),
+        "z.9": np.ones(2, np.float32),
+    }
+
+
+def test_a_single_file_of_odd_tensors(tmp_path: Path):
+    tensors = odd_tensors()
+    save_file(tensors, tmp_path / "x.safetensors")
+    opened = ostraka.open(tmp_path / "x.safetensors")
+    assert sorted(opened) == sorted(n.replace("~", "~0").replace("/", "~1") for n in tensors)
+    found = ostraka.restore(
+        tmp_path / "x.safetensors", like={name: np.zeros_like(a) for name, a in tensors.items()}
+    )
+    for name, array in tensors.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name], array)
+    assert list(opened)[-2:] == ["z.9", "z.10"]
+
+
+CODES = {
+    "bool": "BOOL",
+    "uint16": "U16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+}
+
+
+def test_every_dtype(tmp_path: Path):
+    random = np.random.default_rng(0)
+    raw = {name: random.integers(0, 2, 64, dtype=np.uint8).tobytes() for name in CODES}
+    header: dict[str, Any] = {}
+    for n, (name, code) in enumerate(CODES.items()):
+        size = np.dtype(getattr(ml_dtypes, name, name)).itemsize
+        offsets = [64 * n, 64 * n + 64]
+        header[name] = {"dtype": code, "shape": [2, 32 // size], "data_offsets": offsets}
+    header["four"] = {"dtype": "F4", "shape": [3, 4], "data_offsets": [64 * 9, 64 * 9 + 6]}
+    header["six"] = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [64 * 9 + 6, 64 * 9 + 9]}
+    header["new"] = {"dtype": "F2_NEW", "shape": [9], "data_offsets": [64 * 9 + 9, 64 * 9 + 13]}
+    text = json.dumps(header).encode()
+    text += b" " * 13  # padded, as the format allows
+    four = bytes([0x21, 0x43, 0x65, 0x07, 0xF8, 0x9A])
+    data = b"".join(raw.values()) + four + b"123" + b"1234"
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    opened = ostraka.open(path)
+    for name in CODES:
+        assert np.asarray(opened[name]).tobytes() == raw[name], name
+    elements = np.asarray(opened["four"]).view(np.uint8).reshape(-1).tolist()
+    assert elements == [1, 2, 3, 4, 5, 6, 7, 0, 8, 15, 10, 9]
+    assert np.array_equal(opened["four"][1:, 2:].view(np.uint8), [[7, 0], [10, 9]])
+    with pytest.raises(UnsupportedFormat, match="leaf 'six' .* of the dtype F6_E2M3, which"):
+        opened["six"]
+    with pytest.raises(Mismatch, match="dtype F2_NEW, which Ostraka does not know: leave it out"):
+        ostraka.restore(path, names=lambda name, shape: name, only=["new"])
+    found = ostraka.restore(path, only=["!six", "!new"])
+    assert found["bfloat16"].dtype == jnp.bfloat16
+
+
+def test_the_real_package_s_fp8(tmp_path: Path):
+    data = bytes(range(12))
+    array = np.frombuffer(data, np.uint8)
+    spec = TensorSpec(
+        dtype="float8_e4m3fn", shape=[3, 4], data_ptr=array.ctypes.data, data_len=array.nbytes
+    )
+    serialize_file({"w": spec}, str(tmp_path / "w.safetensors"))
+    assert np.asarray(ostraka.open(tmp_path / "w.safetensors")["w"]).tobytes() == data
+
+
+def test_files_without_an_index(tmp_path: Path):
+    save_file({"a": np.arange(3)}, tmp_path / "one.safetensors")
+    save_file({"b": np.arange(4)}, tmp_path / "two.safetensors")
+    (tmp_path / "README.md").write_text("hello")
+    assert sorted(ostraka.open(tmp_path)) == ["a", "b"]
+    save_file({"c": np.arange(3), "a": np.arange(3)}, tmp_path / "three.safetensors")
+    with pytest.raises(UnsupportedFormat, match="has tensor 'a' in both one.safetensors and three"):
+        ostraka.open(tmp_path)
+    assert sorted(ostraka.open(tmp_path / "two.safetensors")) == ["b"]
+
+
+def test_numbered_files_without_an_index_must_all_be_there(tmp_path: Path):
+    path = write_hf(tmp_path / "llama", llama_tensors())
+    (path / "model.safetensors.index.json").unlink()
+    assert len(ostraka.open(path)) == len(llama_tensors())
+    (path / "model-00003-of-00004.safetensors").unlink()
+    with pytest.raises(Damaged, match="model-00003-of-00004.safetensors: it is missing: 3 of 4"):
+        ostraka.open(path)
+
+
+def test_the_index_decides(tmp_path: Path):
+    """Mistral publishes the same weights once more, under names of its own."""
+    path = write_hf(tmp_path / "llama", llama_tensors())
+    save_file({"tok_embeddings.weight": np.ones(3)}, path / "consolidated.safetensors")
+    save_file({"base_model.x.lora_A.weight": np.ones(3)}, path / "adapter_model.safetensors")
+    assert sorted(ostraka.open(path)) == sorted(llama_tensors())
+    single = tmp_path / "single"
+    single.mkdir()
+    save_file(llama_tensors(), single / "model.safetensors")
+    save_file({"tok_embeddings.weight": np.ones(3)}, single / "consolidated.safetensors")
+    assert sorted(ostraka.open(single)) == sorted(llama_tensors())
+
+
+def test_several_indexes(tmp_path: Path):
+    """Diffusers publishes variants beside each other."""
+    save_file({"a": np.ones(2)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file({"a": np.ones(3)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    for variant in ("", ".fp16"):
+        name = f"diffusion_pytorch_model{variant}.safetensors"
+        document = json.dumps({"weight_map": {"a": name}})
+        (tmp_path / f"{name}.index.json").write_text(document)
+    with pytest.raises(UnsupportedFormat, match="has 2 indexes of safetensors files"):
+        ostraka.open(tmp_path)
+    index = tmp_path / "diffusion_pytorch_model.fp16.safetensors.index.json"
+    assert ostraka.open(index)["a"].shape == (3,)
+
+
+def test_the_cache_of_the_hub(tmp_path: Path):
+    """Its snapshots are links to blobs beside them: those are followed, others are not."""
+    real = write_hf(tmp_path / "real", llama_tensors())
+    root = tmp_path / "models--org--name"
+    snapshot = root / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (root / "blobs").mkdir()
+    for number, file in enumerate(sorted(real.iterdir())):
+        digest = f"{number:064x}"
+        shutil.copy(file, root / "blobs" / digest)
+        (snapshot / file.name).symlink_to(f"../../blobs/{digest}")
+    model = ostraka.restore(snapshot, like=abstract_model(), names="hf")
+    assert_is_model(model, llama_tensors())
+    ostraka.copy(snapshot, tmp_path / "copy")
+    assert sorted(p.name for p in (tmp_path / "copy").iterdir()) == sorted(os.listdir(real))
+    assert not any(p.is_symlink() for p in (tmp_path / "copy").iterdir())
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(real / "config.json")
+    with pytest.raises(Damaged, match="config.json: it is a symbolic link"):
+        ostraka.open(snapshot)
+
+
+def test_shards_of_pytorch_and_of_ours_are_refused(tmp_path: Path):
+    info = json.dumps({"w": {"saved_offsets": [0]}})
+    save_file({"w": np.ones(2)}, tmp_path / "w.safetensors", metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(UnsupportedFormat, match="is a shard of PyTorch's distributed checkpoint"):
+        ostraka.open(tmp_path)
+    ostraka.save(tmp_path / "ours", {"w": jnp.ones(3)})
+    (shards,) = (tmp_path / "ours").glob("shards-*")
+    for path in (shards, next(shards.glob("*.safetensors"))):
+        with pytest.raises(NotACheckpoint, match="is a (part of|file, not)"):
+            ostraka.open(path)
+
+
+# Boxes
+
+
+def test_any_box(tmp_path: Path):
+    random = np.random.default_rng(0)
+    tensors = {
+        "matrix": random.normal(size=(37, 91)).astype(np.float32),
+        "wide": random.normal(size=(5, 4000)).astype(np.float16),
+        "cube": random.integers(0, 9, (7, 11, 130)).astype(np.int32),
+        "vector": random.normal(size=1000).astype(np.float64),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    source = open_at(tmp_path / "x.safetensors")
+    for number, leaf in enumerate(source.saved.leaves):
+        targets: list[Target] = []
+        for _ in range(30):
+            ends = [sorted(random.integers(0, n + 1, 2).tolist()) for n in leaf.shape]
+            targets.append(Target(number, tuple((a, b) for a, b in ends)))
+        targets += [Target(number, _box.full(leaf.shape))] * 2
+        found = dict(source.read(targets))
+        for at, target in enumerate(targets):
+            wanted = tensors[leaf.path][tuple(slice(*span) for span in target.box)]
+            assert np.array_equal(found[at], wanted), (leaf.path, target)
+            assert not found[at].size or not found[at].ctypes.data % 64
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path):
+    save_file({"w": np.zeros((2048, 2048), np.float32)}, tmp_path / "x.safetensors")
+    source = open_at(tmp_path / "x.safetensors")
+
+    def bytes_for(*boxes: Any) -> int:
+        read: list[int] = []
+        for _ in source.read([Target(0, box) for box in boxes], on_bytes=read.append):
+            pass
+        return sum(read)
+
+    whole = 2048 * 2048 * 4
+    assert bytes_for(((0, 512), (0, 2048))) == whole // 4
+    assert bytes_for(((0, 2048), (512, 1024))) == whole // 4
+    assert bytes_for(((7, 9), (3, 100))) == 2 * 97 * 4
+    # Short runs, and nearly whole rows, are read with what lies between.
+    assert bytes_for(((0, 2048), (0, 8))) == whole
+    assert bytes_for(((0, 2048), (0, 2000))) == whole
+    # Boxes side by side are read once, together.
+    bands = [((0, 2048), (n * 8, n * 8 + 8)) for n in range(256)]
+    assert bytes_for(*bands) == whole
+
+
+# In any store, and what else is done with them
+
+
+def test_in_any_store(place: Place, tmp_path: Path):
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "local", tensors)
+    assert ostraka.copy(path, str(place / "llama")).copied == 1
+    there = str(place / "llama")
+    model = ostraka.restore(there, like=abstract_model(), names="hf")
+    assert_is_model(model, tensors)
+    assert np.array_equal(
+        ostraka.open(there)["model.norm.weight"][3:7], tensors["model.norm.weight"][3:7]
+    )
+    assert ostraka.verify(there).ok
+    single = str(place / "llama" / "model-00001-of-00004.safetensors")
+    assert 0 < len(ostraka.open(single)) < len(tensors)
+
+
+def test_verify_says_what_it_can_not_tell(tmp_path: Path):
+    path = write_hf(tmp_path / "llama", llama_tensors())
+    report = ostraka.verify(path)
+    assert report.ok
+    assert not report.has_digests
+    assert "it has no digests, so values can't be checked" in str(report)
+    file = path / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(Damaged, match="model-00002.*it is cut short"):
+        ostraka.verify(path)
+
+
+def test_copies(tmp_path: Path):
+    path = write_hf(tmp_path / "llama", llama_tensors())
+    (path / "tokenizer.json").write_text("{}")
+    (path / ".git").mkdir()
+    (path / ".git" / "config").write_text("x")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text("{}")
+    target = tmp_path / "copy"
+    assert ostraka.copy(path, target).copied == 1
+    found = {p.relative_to(target) for p in target.rglob("*") if p.is_file()}
+    wanted = {p.relative_to(path) for p in path.rglob("*") if p.is_file()}
+    assert found == {p for p in wanted if p.parts[0] != ".git"}
+    for name in found:
+        assert (target / name).read_bytes() == (path / name).read_bytes()
+    assert ostraka.copy(path, target).skipped == 1
+    other = write_hf(tmp_path / "other", llama_tensors(np.float16))
+    with pytest.raises(PathInTheWay, match="has something else in it"):
+        ostraka.copy(other, target)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_manager_is_not_confused(tmp_path: Path):
+    manager = ostraka.Manager(tmp_path)
+    manager.save(3, {"w": jnp.ones(3)})
+    manager.wait()
+    write_hf(tmp_path / "7", llama_tensors())
+    damaged = write_hf(tmp_path / "step_9", llama_tensors())
+    (damaged / "model-00001-of-00004.safetensors").unlink()
+    assert ostraka.Manager(tmp_path, read_only=True).steps() == [3]
+    assert np.array_equal(ostraka.restore(tmp_path)["w"], np.ones(3))
+    manager.close()
+
+
+def test_what_is_not_there(tmp_path: Path):
+    with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+        ostraka.open(tmp_path / "nothing.safetensors")
+    save_file({"a": np.ones(2)}, tmp_path / "weights.bin")
+    with pytest.raises(NotACheckpoint, match="its name does not end in .safetensors; rename it"):
+        ostraka.open(tmp_path / "weights.bin")
+
+
+def test_saving_it_with_ostraka_and_back(tmp_path: Path):
+    """A restored model is saved as any other; the sharding of `like` is used without specs."""
+    tensors = llama_tensors()
+    path = write_hf(tmp_path / "llama", tensors)
+    mesh = auto_mesh(x=8)
+    like = abstract_model()
+    sharding = NamedSharding(mesh, P("x"))
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        like,
+    )
+    model = ostraka.restore(path, like=like, names="hf")
+    assert_is_model(model, tensors)
+    ostraka.save(tmp_path / "ours", model)
+    assert_is_model(ostraka.restore(tmp_path / "ours", like=like), tensors)
+
+
+def test_names_of_a_manager_s_step(tmp_path: Path):
+    """A checkpoint of ours has other names, too, if they are asked for."""
+    with ostraka.Manager(tmp_path) as manager:
+        manager.save(1, {"old": {"w": jnp.arange(6.0).reshape(2, 3)}})
+        manager.wait()
+        rules = {"old/w": {"path": "new/kernel", "transpose": True}}
+        found = manager.restore(like={"new": {"kernel": jnp.zeros((3, 2))}}, names=rules)
+    assert np.array_equal(found["new"]["kernel"], np.arange(6.0).reshape(2, 3).T)

@@ -1,0 +1,571 @@
+"""What a checkpoint has lost comes back bit for bit, from wherever it is, or is named."""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from nnx_models import make_block, make_optimizer
+from ostraka.cli import main
+from ostraka.errors import Busy, CheckpointNotFound, Damaged, PathInTheWay
+from ostraka.storage import MemoryStore, Traits, open_store
+from ostraka.testing import FaultyStore
+from places import Place, copy_tree, flip, names_of, remove_tree
+
+LARGE = 300_000
+"""So many float32 numbers of a row have a block of their own."""
+
+
+def make_tree(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def put(value: np.ndarray, *axes: str | None) -> jax.Array:
+        return jax.device_put(value, NamedSharding(mesh, P(*axes)))
+
+    return {
+        "large": put(rng.standard_normal((8, LARGE)).astype(np.float32), "x"),
+        "replicated": put(rng.standard_normal((80, 100)).astype(np.float32)),
+        "int4": put(rng.integers(-8, 8, (8, 3)).astype(ml_dtypes.int4), "x"),
+        "empty": put(np.empty((0, 8), np.float32), None, "x"),
+        "key": jax.random.key(seed),
+        "numpy": rng.standard_normal(1000),
+        "scalar": np.float64(seed),
+        "step": 7,
+    }
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, Any]:
+    return make_tree()
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> Callable[[str], Path]:
+    """A checkpoint of a kind, made once."""
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "compressed": {"compress": "zstd"},
+        "bfloat16": {"dtype": "bfloat16"},
+    }
+
+    @cache
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind) / "c"
+        ostraka.save(path, tree, **kinds[kind])
+        return path
+
+    return make
+
+
+@pytest.fixture
+def made(request: pytest.FixtureRequest, make: Callable[[str], Path]) -> Path:
+    """Plain, unless the test names other kinds."""
+    return make(getattr(request, "param", "plain"))
+
+
+every_kind = pytest.mark.parametrize("made", ["plain", "compressed", "bfloat16"], indirect=True)
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    copy_tree(made, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def contents(path: Place) -> dict[str, bytes]:
+    store = open_store(os.fspath(path))
+    return {file.name: store.get(file.name) for file in store.files("")}
+
+
+def shard(path: Place, number: int) -> Place:
+    return sorted(path.glob("shards-*/*.safetensors"))[number]
+
+
+def index(path: Place) -> Place:
+    return next(iter(path.glob("shards-*/process_*.json")))
+
+
+def metadata_copy(path: Place) -> Place:
+    return next(iter(path.glob("shards-*/metadata.json")))
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def extend(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def make_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link_away(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.parent / "nowhere")
+
+
+HARM: dict[str, Callable[[Any], None]] = {
+    "missing": Path.unlink,
+    "short": cut_short,
+    "long": extend,
+    "zeros": zero,
+    "flipped": lambda file: flip(file, file.stat().st_size - 5),
+    "header": lambda file: flip(file, 40),
+    "pipe": make_pipe,
+    "link": link_away,
+}
+
+
+# From the live tree
+
+
+@every_kind
+@pytest.mark.parametrize("harm", HARM)
+def test_a_shard_from_the_live_tree(path: Path, tree: Any, made: Path, harm: str):
+    lost = shard(path, 3)
+    HARM[harm](lost)
+    others = [file for file in path.rglob("*") if file.is_file() and file != lost]
+    before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in others}
+    planned = ostraka.repair(path, tree, dry_run=True)
+    assert (planned.ok, planned.bytes_written) == (True, 0)
+    report = ostraka.repair(path, tree)
+    assert [file.file for file in report.mended] == [str(lost.relative_to(path))]
+    assert report.mended == planned.mended
+    assert report.bytes_written == lost.stat().st_size
+    assert contents(path) == contents(made)
+    assert before == {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in others}
+    assert ostraka.verify(path).ok
+    assert not ostraka.repair(path).mended
+
+
+@every_kind
+def test_a_model_that_has_trained_on(path: Path, tree: Any):
+    shard(path, 3).unlink()
+    before = contents(path)
+    with pytest.raises(Damaged, match=r"shard_00003.*trained on since.*'large'"):
+        ostraka.repair(path, {**tree, "large": tree["large"] + 1})
+    assert contents(path) == before
+    # What is lost has nothing to do with the leaf that has changed.
+    assert ostraka.repair(path, {**tree, "numpy": tree["numpy"] + 1}).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["large"][:, :9], r"has the shape \(8, 9\), and \(8, 300000\) was saved"),
+        (lambda tree: tree["large"].astype(np.int32), r"is int32, and float32 was saved"),
+        (lambda tree: "a text", "is not in it"),
+    ],
+)
+def test_a_leaf_that_is_another_one(path: Path, tree: Any, change: Any, message: str):
+    shard(path, 3).unlink()
+    with pytest.raises(Damaged, match=rf"leaf 'large' {message}"):
+        ostraka.repair(path, {**tree, "large": change(tree)})
+
+
+@every_kind
+def test_parts_of_a_tree_that_lies_elsewhere(path: Path, tree: Any, made: Path):
+    """All on one device, and only what is needed."""
+    shard(path, 3).unlink()
+    device = jax.devices()[5]
+    some = {
+        name: jax.device_put(value, device) if isinstance(value, jax.Array) else value
+        for name, value in tree.items()
+        if name not in ("step", "empty")
+    }
+    ostraka.repair(path, some)
+    assert contents(path) == contents(made)
+
+
+def test_a_model_and_its_optimizer(place: Place):
+    model = make_block()
+    optimizer = make_optimizer(model)
+    tree = {"model": model, "optimizer": optimizer, "step": 3}
+    path = place / "c"
+    ostraka.save(path, tree)
+    before = contents(path)
+    for file in (shard(path, 0), index(path)):
+        file.unlink()
+    report = ostraka.repair(path, tree)
+    assert len(report.mended) == 2
+    assert contents(path) == before
+    nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model, nnx.Param)))
+    shard(path, 0).unlink()
+    with pytest.raises(Damaged, match="trained on since"):
+        ostraka.repair(path, tree)
+
+
+def test_levels_of_compression(tmp_path: Path, tree: Any):
+    ostraka.save(tmp_path / "c", tree, compress={"large": ("zstd", 7), "**": None})
+    before = contents(tmp_path / "c")
+    shard(tmp_path / "c", 3).unlink()
+    ostraka.repair(tmp_path / "c", tree)
+    assert contents(tmp_path / "c") == before
+
+
+# Indexes and `_METADATA`
+
+
+@every_kind
+@pytest.mark.parametrize("lost", ["index", "metadata", "both"])
+@pytest.mark.parametrize("harm", ["missing", "flipped", "short"])
+def test_what_describes_the_rest(path: Path, made: Path, tree: Any, lost: str, harm: str):
+    is_compressed = '"version":2' in (path / "_METADATA").read_text()
+    if lost != "metadata":
+        HARM[harm](index(path))
+    if lost in ("metadata", "both"):
+        HARM[harm](path / "_METADATA")
+    if is_compressed and lost != "metadata":
+        with pytest.raises(Damaged, match="only a copy or parity can give the index"):
+            ostraka.repair(path)
+    report = ostraka.repair(path, from_=made)
+    expected = {"index": {index(path).name}, "metadata": {"_METADATA"}}.get(lost)
+    if expected is not None:
+        assert {file.file.rpartition("/")[2] for file in report.mended} == expected
+    assert contents(path) == contents(made)
+
+
+@pytest.mark.parametrize("made", ["plain", "bfloat16"], indirect=True)
+def test_an_index_is_made_again_from_its_shards(path: Path, made: Path):
+    index(path).unlink()
+    (mended,) = ostraka.repair(path).mended
+    assert mended.origins == ("its shards",)
+    assert contents(path) == contents(made)
+
+
+def test_the_index_of_compressed_files_comes_from_parity(tmp_path: Path, tree: Any):
+    ostraka.save(tmp_path / "c", tree, compress="zstd", parity=1)
+    before = contents(tmp_path / "c")
+    index(tmp_path / "c").unlink()
+    (mended,) = ostraka.repair(tmp_path / "c").mended
+    assert mended.origins == ("parity",)
+    assert contents(tmp_path / "c") == before
+
+
+@every_kind
+def test_an_index_and_a_shard_of_it(path: Path, made: Path, tree: Any):
+    is_compressed = '"version":2' in (path / "_METADATA").read_text()
+    index(path).unlink()
+    shard(path, 3).unlink()
+    with pytest.raises(Damaged, match=r"process_00000.json: it is missing, and can't be mended"):
+        ostraka.repair(path)
+    if is_compressed:
+        return
+    with pytest.raises(Damaged, match=r"process_00000.json"):
+        ostraka.repair(path, {**tree, "large": tree["large"] + 1})
+    assert len(ostraka.repair(path, tree).mended) == 2
+    assert contents(path) == contents(made)
+
+
+def test_the_copy_of_metadata(path: Path, made: Path):
+    """It is compared where it says something, and made again where it does not."""
+    copy = metadata_copy(path)
+    assert copy.read_bytes() == (path / "_METADATA").read_bytes()
+    for offset in (0, 100, copy.stat().st_size - 1):
+        flip(copy, offset)
+        with pytest.raises(Damaged, match=r"metadata\.json: it is not the copy of _METADATA"):
+            ostraka.verify(path)
+        assert [file.file for file in ostraka.repair(path).mended] == [str(copy.relative_to(path))]
+        assert contents(path) == contents(made)
+    for harm in ("missing", "short", "zeros"):  # as a crash of the machine may leave it
+        HARM[harm](copy)
+        assert ostraka.verify(path).ok
+        assert ostraka.repair(path).mended
+        assert contents(path) == contents(made)
+
+
+def test_a_place_that_was_never_committed(tmp_path: Path, tree: Any):
+    """What a save left that died just before its commit is a checkpoint only if all is there."""
+    path = tmp_path / "c"
+    killed = FaultyStore(path, before=_die_at_the_commit)
+    with suppress(_Died):
+        ostraka.save(killed, tree)
+    assert "_METADATA" not in names_of(path)
+    with pytest.raises(CheckpointNotFound, match="c"):
+        ostraka.restore(path)
+    left = contents(path)
+    shard(path, 3).unlink()
+    with pytest.raises(Damaged, match="not all of what it names is there"):
+        ostraka.repair(path)
+    assert "_METADATA" not in names_of(path)
+    report = ostraka.repair(path, tree)
+    assert "never committed" in report.notes[0]
+    assert "never committed" in str(report)
+    assert contents(path).items() >= left.items()
+    assert ostraka.verify(path).ok
+
+
+class _Died(BaseException):
+    """As a kill: nothing is cleaned up."""
+
+
+def _die_at_the_commit(verb: str, name: str) -> None:
+    if (verb, name) == ("publish", "_METADATA") or (verb == "delete" and "CLAIM" not in name):
+        raise _Died
+
+
+def test_shards_of_several_saves(tmp_path: Path, tree: Any):
+    ostraka.save(tmp_path / "a", tree)
+    ostraka.save(tmp_path / "b", make_tree(1))
+    (one,) = (tmp_path / "a").glob("shards-*")
+    (other,) = (tmp_path / "b").glob("shards-*")
+    copy_tree(one, tmp_path / "b" / one.name)
+    damaged = (tmp_path / "b" / "_METADATA").read_bytes()
+    (tmp_path / "b" / "_METADATA").unlink()
+    with pytest.raises(PathInTheWay, match=f"the shards of 2 saves.*{one.name}.*remove"):
+        ostraka.repair(tmp_path / "b")
+    # A `_METADATA` that is damaged, and still says whose it is, tells which.
+    (tmp_path / "b" / "_METADATA").write_bytes(damaged[:-50])
+    ostraka.repair(tmp_path / "b")
+    assert (tmp_path / "b" / "_METADATA").read_bytes() == damaged
+    assert other.is_dir()
+
+
+# From other copies
+
+
+@every_kind
+def test_from_a_copy(path: Path, made: Path):
+    for number in (0, 4, 5):
+        shard(path, number).unlink()
+    index(path).unlink()
+    (path / "_METADATA").unlink()
+    metadata_copy(path).unlink()
+    report = ostraka.repair(path, from_=made)
+    assert len(report.mended) == 6
+    assert contents(path) == contents(made)
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_over_stores(made: Path, kind: str, request: pytest.FixtureRequest, tmp_path: Path):
+    where = request.getfixturevalue("bucket") if kind == "bucket" else str(tmp_path)
+    ostraka.copy(made, f"{where}/c")
+    store = open_store(f"{where}/c")
+    before = {file.name: file.version for file in store.files("")}
+    lost = [name for name in before if "shard_00002" in name or "process" in name]
+    for name in lost:
+        store.delete(name)
+    report = ostraka.repair(f"{where}/c", from_=[made])
+    after = {file.name: file.version for file in store.files("")}
+    assert sorted(file.file for file in report.mended) == sorted(lost)
+    assert {name for name in before if after[name] != before[name]} <= {*lost}
+    assert {file.name: store.get(file.name) for file in store.files("")} == contents(made)
+
+
+def test_from_an_older_step_and_the_live_tree(tmp_path: Path, tree: Any):
+    """Blocks of one file from two origins: the older step has what did not change."""
+    steps = {1: tree, 2: {**tree, "numpy": tree["numpy"] + 1, "large": tree["large"]}}
+    for step, state in steps.items():
+        ostraka.save(tmp_path / "runs" / str(step), state)
+    path = tmp_path / "runs" / "2"
+    before = contents(path)
+    number = next(n for n in range(8) if b'"numpy"' in shard(path, n).read_bytes()[:9000])
+    shard(path, number).unlink()
+    with pytest.raises(Damaged, match=r"leaf .*'numpy'.*it does not have these bytes"):
+        ostraka.repair(path, from_=tmp_path / "runs" / "1")
+    other = {**steps[2], "large": tree["large"] + 1}
+    with pytest.raises(Damaged, match=r"trained on.*'large'"):
+        ostraka.repair(path, other)
+    report = ostraka.repair(path, other, from_=tmp_path / "runs" / "1")
+    assert set(report.mended[0].origins) == {
+        "_METADATA",
+        "the live tree",
+        str(tmp_path / "runs" / "1"),
+    }
+    assert contents(path) == before
+
+
+def test_from_a_mirror(tmp_path: Path, tree: Any):
+    with ostraka.Manager(tmp_path / "runs", mirror=tmp_path / "mirror", mirror_every=1) as manager:
+        manager.save(1, make_tree(1))
+        manager.save(2, tree)
+    path = next(iter((tmp_path / "runs").glob("*2")))
+    before = contents(path)
+    shard(path, 1).unlink()
+    with pytest.raises(CheckpointNotFound, match="given as from_"):
+        ostraka.repair(path, from_=tmp_path / "nothing")
+    report = ostraka.repair(path, from_=[tmp_path / "mirror"])
+    assert report.mended[0].origins[-1] == str(tmp_path / "mirror" / path.name)
+    assert contents(path) == before
+
+
+def test_a_copy_that_is_damaged_too(path: Path, made: Path, tmp_path: Path):
+    """Two halves make a whole, as long as some copy has each block."""
+    copy_tree(made, tmp_path / "other")
+    flip(shard(path, 2), shard(path, 2).stat().st_size - 100)
+    flip(shard(tmp_path / "other", 2), 100)
+    shard(tmp_path / "other", 3).unlink()
+    report = ostraka.repair(path, from_=tmp_path / "other")
+    assert report.mended[0].origins == (str(tmp_path / "other"),)
+    assert contents(path) == contents(made)
+    ostraka.repair(tmp_path / "other", from_=path)
+    assert contents(tmp_path / "other") == contents(made)
+
+
+@pytest.mark.parametrize("parity", [1, 2])
+def test_from_parity(place: Place, tree: Any, parity: int):
+    path = place / "c"
+    ostraka.save(path, tree, parity=parity)
+    before = contents(path)
+    lost = [shard(path, 8 + parity - 1), *(shard(path, 7 - n) for n in range(parity - 1))]
+    for file in [*lost, index(path)]:
+        file.unlink()
+    report = ostraka.repair(path)
+    assert len(report.mended) == parity + 1
+    assert contents(path) == before
+    next(iter(path.glob("shards-*/parity_00000.safetensors"))).unlink()
+    assert ostraka.repair(path).mended[0].origins == ("its group",)
+    assert contents(path) == before
+
+
+# The place
+
+
+@pytest.mark.parametrize("kind", ["memory", "in order", "without locks"])
+def test_other_stores(made: Path, kind: str, tmp_path: Path):
+    store: Any = MemoryStore(f"repair-{os.urandom(4).hex()}")
+    if kind != "memory":
+        in_order = Traits(in_any_order=False) if kind == "in order" else None
+        store = FaultyStore(tmp_path / "c", has_locks=kind == "in order", traits=in_order)
+    ostraka.copy(made, store)
+    before = contents(made)
+    names = sorted(before)
+    for name in (names[0], names[2], names[4]):
+        store.delete(name)
+    assert len(ostraka.repair(store, from_=made).mended) == 3
+    assert {file.name: store.get(file.name) for file in store.files("")} == before
+
+
+def test_one_writer_at_a_time(path: Path, made: Path):
+    shard(path, 1).unlink()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(verb: str, name: str) -> None:
+        if verb == "finish":
+            begun.set()
+            assert go_on.wait(60)
+
+    first = threading.Thread(
+        target=lambda: ostraka.repair(FaultyStore(path, before=wait), from_=made)
+    )
+    first.start()
+    assert begun.wait(60)
+    with pytest.raises(Busy, match="is under way"):
+        ostraka.repair(path, from_=made)
+    with pytest.raises(Busy, match="under way"):
+        ostraka.repair(path, from_=made, dry_run=True)
+    with pytest.raises(Busy, match="is under way"):
+        ostraka.save(path, {"a": np.zeros(3)})
+    go_on.set()
+    first.join()
+    assert contents(path) == contents(made)
+
+
+@pytest.mark.parametrize("by", ["repair", "gc"])
+def test_what_a_dead_repair_left(path: Path, made: Path, by: str):
+    left = shard(path, 1).with_name(f"{shard(path, 1).name}.0123456789abcdef.tmp")
+    left.write_bytes(b"half")
+    (left.parent / "process_00000.json.01234567.tmp").write_bytes(b"half")
+    (left.parent / "notes.tmp").write_bytes(b"of somebody else")
+    if by == "repair":
+        ostraka.repair(path)
+    else:
+        result = CliRunner().invoke(main, ["gc", str(path), "--yes", "--json"])
+        found = json.loads(result.stdout)["leftovers"]
+        assert [(len(one["names"]), one["bytes"]) for one in found] == [(2, 8)]
+    (left.parent / "notes.tmp").unlink()
+    assert contents(path) == contents(made)
+
+
+@pytest.mark.parametrize("verb", ["create", "write", "finish"])
+def test_a_full_disk(path: Path, made: Path, verb: str):
+    shard(path, 1).write_bytes(b"what is left")
+    before = contents(path)
+    full = FaultyStore(path, fail={verb: OSError(28, "No space left on device")})
+    with pytest.raises(OSError, match="No space left"):
+        ostraka.repair(full, from_=made)
+    assert contents(path) == before
+    assert not list(path.rglob("*.tmp"))
+
+
+def test_nothing_there(tmp_path: Path):
+    with pytest.raises(CheckpointNotFound, match="there is no checkpoint at"):
+        ostraka.repair(tmp_path / "nothing")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a").write_text("b")
+    with pytest.raises(CheckpointNotFound, match="notes"):
+        ostraka.repair(tmp_path / "notes")
+    assert os.listdir(tmp_path / "notes") == ["a"]
+
+
+# The command
+
+
+def test_the_command(path: Path, made: Path):
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(main, ["repair", str(path), *arguments])
+
+    assert "nothing to mend" in run().output
+    shard(path, 1).unlink()
+    left = run()
+    assert left.exit_code == 1
+    assert "1 problem left" in left.output
+    assert "'large'" in left.output
+    planned = run("--from", str(made), "--dry-run", "--json")
+    assert planned.exit_code == 0
+    assert "large" in json.loads(planned.output)["mended"][0]["leaves"]
+    mended = run("--from", str(made.parent / "c"))
+    assert "1 file mended" in mended.output
+    assert str(made) in mended.output
+    assert contents(path) == contents(made)
+    remove_tree(path)
+    assert run().exit_code == 2
+
+
+def test_no_copy_of_metadata_is_left(path: Path):
+    (path / "_METADATA").unlink()
+    metadata_copy(path).unlink()
+    with pytest.raises(Damaged, match="no copy of it was found; give one with from_="):
+        ostraka.repair(path)
+    assert not (path / "_METADATA").exists()
+
+
+def test_a_directory_of_steps(tmp_path: Path, tree: Any):
+    """All of its steps, as `ostraka verify` has it."""
+    for step in (1, 2, 3):
+        ostraka.save(tmp_path / "runs" / str(step), tree, parity=1)
+    before = {f: f.read_bytes() for f in (tmp_path / "runs").rglob("*") if f.is_file()}
+    for step in (1, 3):
+        shard(tmp_path / "runs" / str(step), 2).unlink()
+    arguments = ["repair", str(tmp_path / "runs")]
+    said = json.loads(CliRunner().invoke(main, [*arguments, "--dry-run", "--json"]).output)
+    assert [len(report["mended"]) for report in said] == [1, 0, 1]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("1 file mended") == 2
+    assert {f: f.read_bytes() for f in before} == before
+    for number in (2, 3):
+        shard(tmp_path / "runs" / "1", number).unlink()
+    assert CliRunner().invoke(main, arguments).exit_code == 1

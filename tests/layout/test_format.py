@@ -1,0 +1,749 @@
+"""The bytes on disk, read back by us and by the safetensors package."""
+
+import copy
+import dataclasses
+import json
+import math
+import random
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka.common.dtypes import DTYPES
+from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
+from ostraka.formats.ostraka.damage import boxes_between
+from ostraka.layout import box as _box
+from ostraka.layout import header as _header
+from ostraka.layout import index as _index
+from ostraka.layout import metadata as _metadata
+from ostraka.layout import plan_write as _plan_write
+from ostraka.layout import shard_file as _format
+from ostraka.layout.metadata import IndexEntry, Metadata
+from ostraka.layout.runs import decode_runs, encode_runs
+from ostraka.layout.shard_file import Entry, FileDigests, StoredRange
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, StoredLeaf
+from ostraka.storage import MemoryStore
+
+MESHES = (
+    MeshSpec(("x", "y"), (4, 2), tuple(range(8))),
+    MeshSpec(("z",), (8,), (3, 1, 2, 0, 7, 6, 5, 4), ("explicit",)),
+    MeshSpec((), (), (2,)),
+)
+PROCESS_OF = (0, 0, 1, 1, 2, 2, 3, 3)
+ID = "0123456789abcdef"
+
+paths = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from('/"\\\n\x00é漢🜲~'),
+    min_size=1,
+    max_size=30,
+).filter(lambda text: text != "__metadata__")
+
+
+@st.composite
+def leaf_specs(draw, path, *, max_extent=5):
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    mesh = draw(st.integers(HOST_LOCAL, 2))
+    rank = draw(st.integers(0, 4))
+    shape = [draw(st.integers(0, max_extent)) for _ in range(rank)]
+    partition = ()
+    if mesh in (0, 1):
+        axes = list(MESHES[mesh].axis_names)
+        dimensions = [[] for _ in range(rank)]
+        for axis in draw(st.permutations(axes)):
+            place = draw(st.integers(0, rank))
+            if place < rank:
+                dimensions[place].append(axis)
+                shape[place] *= MESHES[mesh].size_of([axis])
+        partition = tuple(tuple(axes) for axes in dimensions)
+    return LeafSpec(path, "jax", dtype, tuple(shape), mesh, partition)
+
+
+@st.composite
+def plans(draw, **options):
+    names = draw(st.lists(paths, min_size=1, max_size=8, unique=True))
+    leaves = [draw(leaf_specs(name, **options)) for name in names]
+    cap = draw(st.sampled_from([5000, 9000, 1 << 40]))
+    return _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap)
+
+
+# Runs of integers
+
+
+@given(st.lists(st.integers(-5, 5) | st.integers(-(1 << 60), 1 << 60)))
+def test_runs_decode_to_what_was_encoded(numbers):
+    assert decode_runs(encode_runs(numbers)) == tuple(numbers)
+
+
+@given(start=st.integers(), step=st.integers(), count=st.integers(1, 1000))
+def test_an_arithmetic_sequence_is_one_run(start, step, count):
+    numbers = [start + step * i for i in range(count)]
+    assert len(encode_runs(numbers)) == 1
+
+
+def test_runs_are_never_longer_than_the_numbers():
+    rng = random.Random(0)
+    for length in range(200):
+        numbers = [rng.randrange(3) for _ in range(length)]
+        assert len(encode_runs(numbers)) <= length
+    assert encode_runs([]) == []
+
+
+def test_sixteen_thousand_devices_in_mesh_order_are_a_few_runs():
+    order = np.arange(16384).reshape(8, 2048).T.reshape(-1).tolist()
+    assert len(json.dumps(encode_runs(order))) < 64 << 10
+    assert len(encode_runs(range(16384))) == 1
+
+
+@pytest.mark.parametrize("runs", [[[0, 0, 1 << 40]], [[0, 0, 1 << 26], [0, 0, 1]]])
+def test_a_list_that_no_checkpoint_needs_is_refused_before_it_is_built(runs):
+    with pytest.raises(ValueError, match="longer than any checkpoint needs"):
+        decode_runs(runs)
+
+
+def test_numbers_that_take_more_memory_than_their_text_are_refused():
+    """Few digits of such a run, and a digest of 16 for each, would be ints of 200 bytes each."""
+    with pytest.raises(ValueError, match="too large"):
+        decode_runs([[10**400, 10**400, 1000]])
+
+
+def test_a_run_of_negative_length_is_refused():
+    with pytest.raises(ValueError, match="number"):
+        decode_runs([[0, 0, -5], [0, 0, 5]])
+
+
+# Digests and blocks
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_the_digest_of_pieces_is_that_of_the_whole(pieces):
+    whole = b"".join(pieces)
+    assert _format.block_digest(pieces) == xxhash.xxh3_64_hexdigest(whole)
+    assert len(_format.block_digest(pieces)) == 16
+    assert len(_format.digest(whole)) == 32
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=8), st.data())
+def test_regroup_cuts_a_stream_without_losing_a_byte(pieces, data):
+    whole = b"".join(pieces)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole)))) | {len(whole)})
+    lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+    views = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    blocks = [b"".join(map(bytes, block)) for block in _format.regroup(iter(views), lengths)]
+    assert [len(block) for block in blocks] == lengths
+    assert b"".join(blocks) == whole
+
+
+@settings(max_examples=30)
+@given(plans())
+def test_blocks_cover_a_file_and_none_is_empty_or_large(plan):
+    contents = _format.entries_by_file(plan.leaves, plan.layouts)
+    for file in plan.files:
+        lengths = _format.block_lengths(file.header_bytes, contents[file.device, file.part])
+        assert lengths[0] == file.header_bytes
+        assert sum(lengths) == file.size
+        assert all(0 < length <= _format.BLOCK_BYTES for length in lengths[1:])
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize"),
+    [
+        ((4096, 4096), 4),
+        ((3, 5, 1 << 20), 4),
+        ((7, 3_000_001), 1),
+        ((1 << 25,), 2),
+        ((9, 1 << 24), 1),
+    ],
+)
+def test_blocks_of_a_large_box_hold_whole_rows_where_rows_fit(shape, itemsize):
+    nbytes = math.prod(shape) * itemsize
+    (entry,) = [Entry(0, _box.full(shape), 0, nbytes)]
+    header, *lengths = _format.block_lengths(4096, [entry])
+    assert header == 4096
+    assert sum(lengths) == nbytes
+    assert max(lengths) <= _format.BLOCK_BYTES
+    row = nbytes
+    for extent in shape:
+        if row <= _format.BLOCK_BYTES:
+            break
+        row //= extent
+    if row <= _format.BLOCK_BYTES:
+        assert all(length % row == 0 for length in lengths)
+
+
+def test_small_boxes_share_a_block_and_large_ones_do_not():
+    sizes = [1 << 20, 100, 200, 1 << 22, 300]
+    offset = 0
+    entries = []
+    for number, size in enumerate(sizes):
+        entries.append(Entry(number, ((0, size),), offset, size))
+        offset += size
+    assert _format.block_lengths(4096, entries) == [4096, 1 << 20, 300, 1 << 22, 300]
+
+
+# Names
+
+
+def test_files_are_named_after_device_part_and_process():
+    assert _format.shard_name(3, 0) == "shard_00003.safetensors"
+    assert _format.shard_name(16383, 12) == "shard_16383-00012.safetensors"
+    assert _format.index_name(7) == "process_00007.json"
+    assert _format.is_shards_directory(_format.shards_directory(ID))
+
+
+@pytest.mark.parametrize(
+    "name", ["shards-", "shards-xyz", "shards-0123456789ABCDEF", f"shards-{ID}\n"]
+)
+def test_other_names_are_not_taken_for_shards(name):
+    assert not _format.is_shards_directory(name)
+
+
+# Headers
+
+
+def header_of(plan, file, contents):
+    entries = contents[file.device, file.part]
+    return entries, _header.encode_header(entries, plan.leaves, ID, file.header_bytes)
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_every_header_parses_with_the_safetensors_package(plan):
+    contents = _format.entries_by_file(plan.leaves, plan.layouts)
+    assert set(contents) == {(file.device, file.part) for file in plan.files}
+    for file in plan.files:
+        entries, header = header_of(plan, file, contents)
+        data = np.arange(file.size - file.header_bytes, dtype=np.uint32).astype(np.uint8).tobytes()
+        read = dict(safetensors.deserialize(header + data))
+        assert len(read) == len(entries)
+        for entry in entries:
+            spec = plan.leaves[entry.leaf].spec
+            tensor = read[spec.path]
+            dtype = DTYPES[spec.dtype]
+            assert tensor["dtype"] == dtype.code
+            assert bytes(tensor["data"]) == data[entry.offset : entry.offset + entry.nbytes]
+            if not dtype.opaque:
+                assert tuple(tensor["shape"]) == _box.shape_of(entry.box)
+
+
+@settings(max_examples=30)
+@given(plans())
+def test_a_header_says_where_each_box_lies_and_what_opaque_bytes_mean(plan):
+    contents = _format.entries_by_file(plan.leaves, plan.layouts)
+    for file in plan.files:
+        entries, header = header_of(plan, file, contents)
+        about = json.loads(header[8:])["__metadata__"]
+        assert about["ostraka_id"] == ID
+        assert all(isinstance(value, str) for value in about.values())
+        places = json.loads(about["DCP_SHARDING_INFO"])
+        opaque = json.loads(about["ostraka_dtypes"])
+        for entry in entries:
+            spec = plan.leaves[entry.leaf].spec
+            dtype = DTYPES[spec.dtype]
+            assert opaque.get(spec.path) == (spec.dtype if dtype.opaque else None)
+            if not dtype.opaque:
+                starts = [start for start, _ in entry.box]
+                assert places[spec.path] == {"saved_offsets": starts}
+        assert places.keys() == {plan.leaves[entry.leaf].spec.path for entry in entries}
+        tensors = json.loads(header[8:])
+        assert tensors.pop("__metadata__")["ostraka_id"] == ID
+        assert tensors.keys() == places.keys()
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_data_starts_on_a_page_and_boxes_at_multiples_of_their_own_alignment(plan):
+    contents = _format.entries_by_file(plan.leaves, plan.layouts)
+    for file in plan.files:
+        entries = contents[file.device, file.part]
+        assert file.header_bytes % 4096 == 0
+        offset = 0
+        for entry in entries:
+            assert entry.offset == offset
+            if entry.nbytes:
+                assert entry.offset % min(4096, entry.nbytes & -entry.nbytes) == 0
+            offset += entry.nbytes
+        assert file.size == file.header_bytes + offset
+
+
+@settings(max_examples=60)
+@given(st.lists(paths, min_size=1, max_size=8, unique=True), st.booleans(), st.data())
+def test_a_header_never_outgrows_its_plan(names, compressed, data):
+    """Huge shapes and offsets: the headers of files that no machine here could hold."""
+    leaves, entries = [], []
+    offset = 0
+    for number, name in enumerate(names):
+        spec = data.draw(leaf_specs(name, max_extent=1 << 11))
+        grid = tuple(data.draw(st.integers(1, max(n, 1))) for n in spec.shape)
+        cell = data.draw(st.integers(0, math.prod(grid) - 1))
+        box = _box.cell(spec.shape, grid, cell)
+        nbytes = DTYPES[spec.dtype].nbytes(_box.count(box))
+        leaves.append(StoredLeaf(spec, 0, 0))
+        entries.append(Entry(number, box, offset, nbytes))
+        offset += nbytes
+    capacity = sum(
+        _header.header_capacity(leaf.spec, "zstd" if compressed else "") for leaf in leaves
+    )
+    planned = _header.header_bytes_for(capacity)
+    stored = {n: StoredRange(10**14, 2 * 10**14, compressed) for n in range(len(leaves))}
+    header = _header.encode_header(
+        entries, leaves, ID, planned, stored=stored if compressed else None
+    )
+    assert len(header) == planned
+    assert int.from_bytes(header[:8], "little") == planned - 8
+    assert json.loads(header[8:]).keys() == {"__metadata__", *names}
+
+
+def test_a_subset_of_devices_gives_the_same_entries():
+    leaves = [LeafSpec(f"w{i}", "jax", "float32", (8, i + 2), 0, (("x", "y"),)) for i in range(20)]
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=4300)
+    everything = _format.entries_by_file(plan.leaves, plan.layouts)
+    some = _format.entries_by_file(plan.leaves, plan.layouts, {1, 6})
+    assert some == {key: entries for key, entries in everything.items() if key[0] in (1, 6)}
+
+
+def test_the_leaves_between_two_offsets_are_named():
+    leaves = [LeafSpec(name, "jax", "uint8", (10,), 2) for name in "abc"]
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
+    entries = _format.entries_by_file(plan.leaves, plan.layouts)[2, 0]
+
+    def named(start: int, stop: int) -> list[str]:
+        return list(map(str, boxes_between(plan.leaves, entries, start, stop)))
+
+    assert named(0, 10) == ["'a'"]
+    assert named(9, 11) == ["'a'[9:10]", "'b'[0:1]"]
+    assert named(25, 30) == ["'c'[5:10]"]
+    assert named(10, 10) == []
+
+
+# Process indexes
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=10), st.lists(st.integers(1, 1 << 40), min_size=1, max_size=9), max_size=5
+    )
+)
+def test_an_index_decodes_to_what_was_encoded(blocks):
+    files = {
+        name: FileDigests(
+            sum(lengths), tuple(lengths), tuple(f"{n:016x}" for n in range(len(lengths)))
+        )
+        for name, lengths in blocks.items()
+    }
+    assert _index.decode_index(_index.encode_index(ID, 3, files)) == files
+
+
+def test_an_index_of_compressed_blocks_decodes_to_what_was_encoded():
+    digests = tuple(f"{n:016x}" for n in range(4))
+    file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
+    assert _index.decode_index(_index.encode_index(ID, 0, {"shard": file})) == {"shard": file}
+    assert [block[:4] for block in file.blocks()] == [
+        (-10, 0, 0, 10),
+        (0, 30, 10, 30),
+        (30, 35, 30, 35),
+        (35, 85, 35, 60),
+    ]
+    assert [block.result for block in file.blocks()] == ["", "a" * 16, "", "b" * 16]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("data", [[10, 0, 3]], "do not fit|shorter"),
+        ("data", [[10, 0, 1], [30, 0, 1], [5, 0, 1], [24, 0, 1]], "do not fit"),
+        ("data", [[11, 0, 1], [30, 0, 1], [5, 0, 1], [25, 0, 1]], "do not fit"),
+        ("data", [[10, 0, 1], [30, 0, 1], [5, 0, 1], [25, 0, 1]], "do not fit"),
+        ("data", [[10, 0, 1], [1 << 40, 0, 1], [5, 0, 1], [50, 0, 1]], "1,099,511,627,776 bytes"),
+        ("results", "a" * 16, "do not fit"),
+    ],
+)
+def test_an_index_of_impossible_compressed_blocks_is_refused(field, value, found):
+    digests = tuple(f"{n:016x}" for n in range(4))
+    file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
+    body = json.loads(_index.encode_index(ID, 0, {"shard": file}))
+    body["files"]["shard"][field] = value
+    with pytest.raises(ValueError, match=found):
+        _index.decode_index(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(11, (4, 6)), (10, (4, 12, -6)), (10, (4, 0, 6))])
+def test_an_index_whose_blocks_do_not_add_up_is_refused(size, lengths):
+    files = {"shard": FileDigests(size, lengths, ("0" * 16,) * len(lengths))}
+    body = json.loads(_index.encode_index(ID, 0, files))
+    with pytest.raises(ValueError, match="blocks of shard do not add up"):
+        _index.decode_index(json.dumps(body).encode())
+
+
+# _METADATA
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@st.composite
+def metadata_of(draw):
+    plan = draw(plans())
+    return Metadata(
+        id=ID,
+        writer={"ostraka": "0"},
+        process_of=plan.process_of,
+        tree={"dict": [], "items": draw(st.lists(st.integers(0, 9), max_size=3))},
+        meshes=plan.meshes,
+        layouts=plan.layouts,
+        leaves=plan.leaves,
+        files=plan.files,
+        indexes={p: IndexEntry(draw(st.integers(0, 1 << 40)), "0" * 32) for p in range(4)},
+        user=draw(st.dictionaries(st.text(max_size=8), json_values, max_size=3)),
+        unknown=draw(
+            st.dictionaries(st.text(max_size=8).map("new_".__add__), json_values, max_size=2)
+        ),
+    )
+
+
+@settings(max_examples=40)
+@given(metadata_of())
+def test_metadata_decodes_to_what_was_encoded(metadata):
+    data = _metadata.encode_metadata(metadata)
+    assert _metadata.metadata_is_intact(data)
+    assert _metadata.decode_metadata(data) == metadata
+    assert _metadata.encode_metadata(_metadata.decode_metadata(data)) == data
+    assert json.loads(data)["digest"] in data.decode()
+
+
+def test_every_kind_of_leaf_survives():
+    specs = [
+        LeafSpec("k", "key", "uint32", (8, 2), 0, (("x",),), prng="threefry2x32"),
+        LeafSpec("n", "numpy", "float64", (3,)),
+        LeafSpec("s", "scalar", "int8", ()),
+        LeafSpec("p", "numpy", "int64", (4, 2), per_process=True),
+    ]
+    plan = _plan_write.plan_write(specs, MESHES, PROCESS_OF)
+    metadata = Metadata(
+        ID, {}, plan.process_of, None, plan.meshes, plan.layouts, plan.leaves, plan.files, {}, {}
+    )
+    decoded = _metadata.decode_metadata(_metadata.encode_metadata(metadata))
+    assert [leaf.spec for leaf in decoded.leaves] == specs
+    assert decoded.process_count == 4
+
+
+def example_metadata():
+    leaves = [
+        LeafSpec("layers/0/kernel", "jax", "bfloat16", (16, 8), 0, (("x",), ("y",))),
+        LeafSpec('é"\\', "jax", "int4", (5,), 1),
+    ]
+    plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
+    return Metadata(
+        id=ID,
+        writer={"ostraka": "0.1"},
+        process_of=plan.process_of,
+        tree={"list": None, "items": [0, 1]},
+        meshes=plan.meshes,
+        layouts=plan.layouts,
+        leaves=plan.leaves,
+        files=plan.files,
+        indexes={0: IndexEntry(10, "0" * 32)},
+        user={"note": "…"},
+    )
+
+
+def test_any_flipped_bit_of_metadata_shows():
+    data = _metadata.encode_metadata(example_metadata())
+    assert _metadata.metadata_is_intact(data)
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        assert not _metadata.metadata_is_intact(bytes(flipped)), position
+
+
+def test_metadata_that_was_cut_short_or_grew_shows():
+    data = _metadata.encode_metadata(example_metadata())
+    for length in range(len(data)):
+        assert not _metadata.metadata_is_intact(data[:length]), length
+    assert not _metadata.metadata_is_intact(data + b"\n")
+    assert not _metadata.metadata_is_intact(b" " + data)
+
+
+def changed(**fields):
+    body = json.loads(_metadata.encode_metadata(example_metadata()))
+    return json.dumps({**body, **fields}).encode()
+
+
+def test_a_newer_version_asks_for_a_newer_ostraka():
+    with pytest.raises(
+        UnsupportedFormat, match="version 3 and this Ostraka reads versions up to 2; install"
+    ):
+        _metadata.decode_metadata(changed(version=3))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"PK\x03\x04", b"not json", b'{"format":'])
+def test_what_is_not_json_is_not_a_checkpoint(data):
+    with pytest.raises(NotACheckpoint, match="its _METADATA is not JSON"):
+        _metadata.decode_metadata(data)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"3", b"null", b"{}", b'{"format":"orbax","version":1}'])
+def test_json_of_others_is_not_a_checkpoint(data):
+    with pytest.raises(NotACheckpoint, match="was not written by Ostraka"):
+        _metadata.decode_metadata(data)
+
+
+def test_nesting_without_end_is_not_a_checkpoint():
+    with pytest.raises((NotACheckpoint, ValueError), match="_METADATA|nest"):
+        _metadata.decode_metadata(b"[" * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"id": "../../../etc"}, "is not 16 hexadecimal digits"),
+        ({"id": 7}, "malformed"),
+        ({"layouts": [{"grid": [2], "owners": [[0, 1, 3]]}] * 9}, "has 3 cells"),
+        ({"layouts": []}, "malformed|layout"),
+        ({"leaves": [{}]}, "missing or malformed"),
+        ({"leaves": 3}, "malformed"),
+        ({"files": {"device": [[0, 1, 2]]}}, "malformed"),
+        ({"process_of": [[0, 0, 1 << 40]]}, "longer than any checkpoint needs"),
+    ],
+)
+def test_contradictions_are_value_errors(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        _metadata.decode_metadata(changed(**fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float1024"),
+        ("dtype", []),
+        ("layout", 99),
+        ("layout", -1),
+        ("layout", "0"),
+        ("mesh", 99),
+        ("shape", [16]),
+        ("shape", [16, -8]),
+        ("shape", ["16", 8]),
+        ("shape", [16.5, 8]),
+        ("spec", [["nonesuch"]]),
+        ("part", -1),
+    ],
+)
+def test_a_leaf_that_can_not_be_is_a_value_error(field, value):
+    body = json.loads(_metadata.encode_metadata(example_metadata()))
+    body["leaves"][0][field] = value
+    with pytest.raises(ValueError, match="leaf|malformed|layout"):
+        _metadata.decode_metadata(json.dumps(body).encode())
+
+
+# Whole checkpoints that someone has tampered with, and sealed again
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    table: jax.Array
+
+
+def sealed(body):
+    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    return text + b',"digest":"' + _format.digest(text).encode() + b'"}\n'
+
+
+def save_example(name):
+    """A checkpoint in memory; returns its store and its _METADATA without the digest."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    values = jax.device_put(
+        np.arange(64, dtype=np.float32).reshape(8, 8), NamedSharding(mesh, P("x"))
+    )
+    tree = {
+        "w": jax.device_put(values, NamedSharding(mesh, P("x"))),
+        3: [np.arange(5, dtype=np.int16), np.float64(2)],
+        "p": Point(1, jax.random.key(0)),
+        "s": Settings(0.5, jax.device_put(np.ones(4, np.int8), NamedSharding(mesh, P()))),
+    }
+    ostraka.save(f"memory://{name}", tree)
+    store = MemoryStore(name)
+    body = json.loads(store.get("_METADATA"))
+    del body["digest"]
+    return store, body
+
+
+def places_in(value, path=()):
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places_in(value[key], (*path, key))
+    elif isinstance(value, list):
+        for number in range(len(value)):
+            yield from places_in(value[number], (*path, number))
+
+
+def replaced(body, path, value):
+    if not path:
+        return value
+    result = copy.deepcopy(body)
+    inner = result
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return result
+
+
+ODD_VALUES = [
+    None,
+    True,
+    -1,
+    7,
+    1 << 70,
+    2.5,
+    "",
+    "x",
+    "/etc/passwd",
+    [],
+    [[]],
+    [-1],
+    {},
+    {"int": "z"},
+]
+
+
+def tampered_bodies(body, count, seed):
+    rng = random.Random(seed)
+    places = [path for path in places_in(body) if path and path not in [("format",), ("version",)]]
+    for path in rng.choices(places, k=count):
+        yield path, replaced(body, path, rng.choice(ODD_VALUES))
+
+
+def try_everything(location):
+    for work in (ostraka.open, ostraka.restore, lambda at: ostraka.verify(at, raises=False)):
+        with suppress(OstrakaError):
+            work(location)
+
+
+def test_tampered_metadata_raises_errors_of_ours_or_none():
+    store, body = save_example("tampered-metadata")
+    odd = {}
+    for path, other in tampered_bodies(body, count=400, seed=1):
+        store.put("_METADATA", sealed(other))
+        try:
+            try_everything(store.location)
+        except Exception as error:
+            odd[path] = f"{type(error).__name__}: {error}"
+    assert odd == {}
+
+
+def test_tampered_indexes_raise_errors_of_ours_or_none():
+    store, body = save_example("tampered-indexes")
+    name = f"shards-{body['id']}/process_00000.json"
+    index = json.loads(store.get(name))
+    odd = {}
+    for path, other in tampered_bodies(index, count=100, seed=2):
+        data = json.dumps(other).encode()
+        store.put(name, data)
+        store.put("_METADATA", sealed({**body, "indexes": [[0, len(data), _format.digest(data)]]}))
+        try:
+            try_everything(store.location)
+        except Exception as error:
+            odd[path] = f"{type(error).__name__}: {error}"
+    assert odd == {}
+
+
+def test_a_whole_checkpoint_of_a_newer_version_names_its_path():
+    store, body = save_example("newer")
+    store.put("_METADATA", sealed({**body, "version": 9}))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer: .*version 9"):
+        ostraka.open(store.location)
+
+
+def test_a_dtype_of_a_newer_version_is_not_damage():
+    store, body = save_example("newer-dtype")
+    body["leaves"][0]["dtype"] = "float3_e1m1"
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer-dtype: .*float3_e1m1"):
+        ostraka.verify(store.location)
+
+
+@pytest.mark.parametrize("read", [ostraka.open, ostraka.verify, ostraka.restore])
+def test_a_container_of_a_newer_version_is_not_damage(read: Any):
+    store, body = save_example("newer-tree")
+    store.put("_METADATA", sealed({**body, "tree": {"ring": 1, "items": [body["tree"]]}}))
+    with pytest.raises(UnsupportedFormat, match="can't read memory://newer-tree: .*ring"):
+        read(store.location)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"list": None, "items": [{"decimal": "1.5"}]},
+        {"dict": [{"numpy": ["float3_e1m1", "00"]}], "items": [None]},
+    ],
+)
+def test_a_value_of_a_newer_version_is_not_damage(other: Any):
+    store, body = save_example("newer-value")
+    tree = {"list": None, "items": [body["tree"], other]}
+    store.put("_METADATA", sealed({**body, "tree": tree}))
+    with pytest.raises(UnsupportedFormat, match="can't read .*(decimal|float3).*install a newer"):
+        ostraka.verify(store.location)
+
+
+def test_an_axis_of_a_newer_version_is_not_damage():
+    store, body = save_example("newer-axis")
+    mesh = next(mesh for mesh in body["meshes"] if mesh["axes"])
+    mesh["types"] = ["woven"] * len(mesh["axes"])
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(UnsupportedFormat, match="can't read .*woven.*install a newer"):
+        ostraka.verify(store.location)
+
+
+def test_a_leaf_of_every_process_needs_a_dimension_for_them():
+    """Also if it is otherwise like one that is right."""
+    store = MemoryStore("no-process-dimension")
+    ostraka.save(store.location, {"a": np.float32(1), "b": np.float32(2)})
+    body = json.loads(store.get("_METADATA"))
+    del body["digest"]
+    body["leaves"][1]["per_process"] = True
+    store.put("_METADATA", sealed(body))
+    with pytest.raises(Damaged, match="leaf 'b' has no dimension for its processes"):
+        ostraka.open(store.location)
+
+
+def test_a_tree_that_contradicts_its_arrays_is_not_intact():
+    store, body = save_example("odd-tree")
+    store.delete(f"shards-{body['id']}/metadata.json")
+    store.put("_METADATA", sealed({**body, "tree": {"list": None, "items": []}}))
+    report = ostraka.verify(store.location, raises=False)
+    assert [problem.file for problem in report.problems] == ["_METADATA"]
+    with pytest.raises(Damaged, match="_METADATA: it contradicts itself: its tree"):
+        ostraka.verify(store.location)
+
+
+def test_fields_of_a_newer_writer_are_kept():
+    store, body = save_example("fields")
+    store.put("_METADATA", sealed({**body, "compression": {"level": 3}}))
+    metadata = _metadata.decode_metadata(store.get("_METADATA"))
+    assert metadata.unknown == {"compression": {"level": 3}}
+    assert ostraka.restore(store.location)["p"].x == 1

@@ -1,0 +1,343 @@
+"""Optax states, Linen variables, TrainState and dataclasses, with a template and without."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx, struct
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
+
+import ostraka
+from nnx_models import assert_same, bits
+from ostraka.errors import Mismatch, PartialRestore
+from places import Place
+
+PARAMS = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)},
+    "norm": {"scale": jnp.ones(3)},
+}
+LABELS = {"dense": {"kernel": "fast", "bias": "slow"}, "norm": {"scale": "still"}}
+SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+TRANSFORMS = {
+    "adam": optax.adam(1e-2),
+    "adam in bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "plain sgd": optax.sgd(1e-2),
+    "identity": optax.identity(),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE), optax.ema(0.9)),
+    "masked": optax.masked(optax.adam(1e-2), jax.tree.map(lambda x: x.ndim > 1, PARAMS)),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=1e-3),
+    "several": optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.sgd(1e-3, 0.9), "still": optax.set_to_zero()},
+        LABELS,
+    ),
+    "every other step": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "noise": optax.add_noise(0.1, 0.5, 7),
+    "finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "lookahead": optax.contrib.schedule_free_sgd(),
+}
+
+
+def stepped(transform: Any, params: Any) -> Any:
+    """Its state after a step, so that no moment is zero."""
+    state = transform.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    return transform.update(grads, state, params)[1]
+
+
+@pytest.fixture(scope="module", params=TRANSFORMS)
+def states(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    transform = TRANSFORMS[request.param]
+    return stepped(transform, PARAMS), transform.init(PARAMS)
+
+
+def test_a_state_with_a_template(place: Place, states: tuple[Any, Any]):
+    state, fresh = states
+    ostraka.save(place / "c", {"opt": state})
+    for like in (fresh, jax.eval_shape(lambda: fresh)):
+        restored = ostraka.restore(place / "c", like={"opt": like})["opt"]
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert bits(restored) == bits(state)
+
+
+def test_a_state_without_a_template(place: Place, states: tuple[Any, Any]):
+    """Its namedtuples come back as themselves, empty ones and masks as well."""
+    state, _ = states
+    ostraka.save(place / "c", {"opt": state})
+    restored = ostraka.restore(place / "c")["opt"]
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bits(restored) == bits(state)
+
+
+def test_an_empty_state_is_not_lost(place: Place):
+    state = optax.sgd(1e-2).init(PARAMS)
+    assert jax.tree.leaves(state) == []
+    ostraka.save(place / "c", {"opt": state})
+    assert ostraka.restore(place / "c")["opt"] == state
+    assert type(ostraka.restore(place / "c")["opt"][0]) is optax.EmptyState
+
+
+def test_masked_leaves_keep_their_place(place: Place):
+    ostraka.save(place / "c", stepped(TRANSFORMS["masked"], PARAMS))
+    restored = ostraka.restore(place / "c")
+    moments = restored.inner_state[0].mu
+    assert isinstance(moments["dense"]["bias"], optax.MaskedNode)
+    assert moments["dense"]["kernel"].shape == (2, 3)
+
+
+def test_injected_hyperparameters_can_be_read(place: Place):
+    ostraka.save(place / "c", {"opt": stepped(TRANSFORMS["injected"], PARAMS)})
+    restored = ostraka.restore(place / "c")["opt"]
+    assert float(restored.hyperparams["weight_decay"]) == pytest.approx(1e-3)
+    assert ostraka.open(place / "c")["opt/hyperparams/learning_rate"].shape == ()
+
+
+@pytest.mark.parametrize("name", ["masked", "injected", "several", "chain", "plain sgd"])
+def test_the_same_inside_an_nnx_optimizer(place: Place, name: str):
+    class Net(nnx.Module):
+        def __init__(self, seed: int):
+            self.dense = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+            self.norm = nnx.LayerNorm(3, use_bias=False, rngs=nnx.Rngs(seed))
+
+    def make(seed: int) -> nnx.Optimizer:
+        return nnx.Optimizer(Net(seed), transform_for_state(name), wrt=nnx.Param)
+
+    model, optimizer = Net(0), make(0)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    ostraka.save(place / "c", {"optimizer": optimizer})
+    restored = ostraka.restore(place / "c", like={"optimizer": make(1)})["optimizer"]
+    assert bits(restored) == bits(optimizer)
+    target = make(1)
+    ostraka.restore(place / "c", into={"optimizer": target})
+    assert bits(target) == bits(optimizer)
+    abstract = nnx.eval_shape(lambda: make(1))
+    assert bits(ostraka.restore(place / "c", like={"optimizer": abstract})) == bits(
+        {"optimizer": optimizer}
+    )
+    plain = ostraka.restore(place / "c")["optimizer"]
+    assert int(plain["step"]) == 1
+    assert len(jax.tree.leaves(plain)) == len(jax.tree.leaves(optimizer))
+
+
+def transform_for_state(name: str) -> Any:
+    """Masks and labels as functions, since NNX gives a State instead of a dict."""
+    if name == "masked":
+        return optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    if name == "several":
+
+        def label(params: Any) -> Any:
+            return jax.tree.map(lambda x: "fast" if x.ndim > 1 else "slow", params)
+
+        return optax.multi_transform(
+            {"fast": optax.adam(1e-2), "slow": optax.sgd(1e-3, 0.9)}, label
+        )
+    return TRANSFORMS[name]
+
+
+def test_the_state_of_another_transform(place: Place):
+    ostraka.save(place / "c", {"opt": stepped(TRANSFORMS["adam"], PARAMS)})
+    like = optax.sgd(1e-2, momentum=0.9).init(PARAMS)
+    with pytest.raises(Mismatch, match=r"'opt/0/trace' \(3 leaves\) is not in the checkpoint"):
+        ostraka.restore(place / "c", like={"opt": like})
+
+
+# Linen
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.Dense(4)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
+        return nn.Dense(2, kernel_init=kernel_init)(x)
+
+
+def make_variables(seed: int) -> Any:
+    return Net().init(jax.random.key(seed), jnp.ones((1, 3)))
+
+
+def test_linen_variables(place: Place):
+    variables = make_variables(0)
+    ostraka.save(place / "c", variables)
+    restored = ostraka.restore(place / "c", like=make_variables(1))
+    assert_same(restored, variables)
+    assert isinstance(restored["params"]["Dense_1"]["kernel"], nn.Partitioned)
+    abstract = jax.eval_shape(lambda: make_variables(0))
+    assert_same(ostraka.restore(place / "c", like=abstract), variables)
+    x = jnp.ones((2, 3))
+    net: Any = Net()
+    assert np.array_equal(net.apply(restored, x), net.apply(variables, x))
+    plain = ostraka.restore(place / "c")
+    assert plain.keys() == {"params", "batch_stats"}
+    assert np.array_equal(
+        plain["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["kernel"]
+    )
+
+
+def test_the_axes_that_linen_names():
+    specs = ostraka.sharding.spec_tree(make_variables(0), "metadata")
+    kernel = specs["params"]["Dense_1"]["kernel"]
+    assert jax.tree.leaves(kernel) == [P(None, "model")]
+    assert jax.tree.leaves(specs["params"]["Dense_0"]["kernel"]) == [P()]
+
+
+def test_unboxed_and_frozen_linen_variables(place: Place):
+    variables = FrozenDict(nn.meta.unbox(make_variables(0)))
+    ostraka.save(place / "c", variables)
+    restored = ostraka.restore(place / "c", like=FrozenDict(nn.meta.unbox(make_variables(1))))
+    assert type(restored) is FrozenDict
+    assert bits(restored) == bits(variables)
+    plain = ostraka.restore(place / "c")
+    assert bits(plain) == bits(variables.unfreeze())
+
+
+def make_train_state(seed: int) -> TrainState:
+    params = nn.meta.unbox(make_variables(seed))["params"]
+    return TrainState.create(apply_fn=Net().apply, params=params, tx=TRANSFORMS["adam"])
+
+
+def test_a_train_state(place: Place):
+    state = make_train_state(0)
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    ostraka.save(place / "c", state)
+    like = make_train_state(1)
+    restored = ostraka.restore(place / "c", like=like)
+    assert type(restored) is TrainState
+    assert restored.step == 1
+    assert restored.tx is like.tx
+    assert bits(restored) == bits(state)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    assert bits(restored.apply_gradients(grads=grads)) == bits(state.apply_gradients(grads=grads))
+
+
+def test_a_train_state_without_a_template(place: Place):
+    """Functions are not saved, so what comes back is a dict."""
+    state = make_train_state(0)
+    ostraka.save(place / "c", state)
+    restored = ostraka.restore(place / "c")
+    assert restored["step"] == 0
+    assert bits(restored["params"]) == bits(state.params)
+    assert jax.tree.structure(restored["opt_state"]) == jax.tree.structure(state.opt_state)
+    assert bits(restored["opt_state"]) == bits(state.opt_state)
+
+
+def test_the_step_of_a_train_state_as_an_array(place: Place):
+    """A Python number becomes an array in jit; either may be restored as the other."""
+    state = make_train_state(0)
+    jitted = jax.jit(lambda s: s.replace(step=s.step + 5))(state)
+    assert isinstance(jitted.step, jax.Array)
+    ostraka.save(place / "c", jitted)
+    restored = ostraka.restore(place / "c", like=state)
+    assert type(restored.step) is int
+    assert restored.step == 5
+    ostraka.save(place / "c", state.replace(step=7))
+    restored = ostraka.restore(place / "c", like=jitted)
+    assert isinstance(restored.step, jax.Array)
+    assert int(restored.step) == 7
+
+
+# Dataclasses
+
+
+@struct.dataclass
+class Run:
+    params: Any
+    step: int
+    name: str = struct.field(pytree_node=False, default="run")
+
+
+@struct.dataclass
+class Trainer:
+    run: Run
+    key: jax.Array
+    apply: Any = struct.field(pytree_node=False, default=max)
+
+
+def test_dataclasses(place: Place):
+    trainer = Trainer(Run({"x": jnp.ones(2)}, 3, "first"), jax.random.key(1))
+    ostraka.save(place / "c", trainer)
+    like = Trainer(Run({"x": jnp.zeros(2)}, 0, "second"), jax.random.key(2))
+    with pytest.warns(PartialRestore, match="'run/name' stays 'second'"):
+        restored = ostraka.restore(place / "c", like=like)
+    assert type(restored) is Trainer
+    assert bits(restored) == bits(trainer)
+    assert restored.run.name == "second"
+    plain = ostraka.restore(place / "c")
+    assert type(plain) is dict  # its function was not saved
+    assert type(plain["run"]) is Run
+    assert plain["run"].name == "first"
+    assert bits(plain["run"]) == bits(trainer.run)
+
+
+class MappableDataclass(Mapping[str, Any]):
+    """What chex adds to a dataclass: it is a mapping as well, and its fields are known by name."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.__dict__[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rollout(MappableDataclass):
+    observations: Any
+    step: int
+    inner: Any = None
+
+
+def _flatten_rollout(rollout: Rollout) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(rollout.__dict__))
+    return [(GetAttrKey(name), rollout[name]) for name in names], names
+
+
+def _unflatten_rollout(names: tuple[str, ...], values: Iterable[Any]) -> Rollout:
+    made = object.__new__(Rollout)
+    made.__dict__.update(zip(names, values, strict=True))
+    return made
+
+
+jax.tree_util.register_pytree_with_keys(Rollout, _flatten_rollout, _unflatten_rollout)
+
+
+def test_mappable_dataclasses(place: Place):
+    """As `chex.dataclass` makes them: with keyword arguments alone, flattened in sorted order."""
+    rollout = Rollout(
+        step=3,
+        observations={"x": jnp.ones(2)},
+        inner=Rollout(observations=jnp.arange(3), step=4),
+    )
+    ostraka.save(place / "c", {"rollout": rollout})
+    like = Rollout(
+        step=0,
+        observations={"x": jnp.zeros(2)},
+        inner=Rollout(observations=jnp.zeros(3, jnp.int32), step=0),
+    )
+    for restored in (
+        ostraka.restore(place / "c", like={"rollout": like})["rollout"],
+        ostraka.restore(place / "c")["rollout"],
+    ):
+        assert type(restored) is Rollout
+        assert type(restored.inner) is Rollout
+        assert bits(restored) == bits(rollout)
+        assert (restored.step, restored.inner.step) == (3, 4)
+
+
+def test_a_module_in_a_dataclass(place: Place):
+    run = Run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 3)
+    ostraka.save(place / "c", run)
+    restored = ostraka.restore(place / "c", like=Run(nnx.Linear(2, 2, rngs=nnx.Rngs(1)), 0))
+    assert type(restored.params) is nnx.Linear
+    assert bits(restored) == bits(run)

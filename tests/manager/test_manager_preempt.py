@@ -1,0 +1,885 @@
+"""SIGTERM: one step is saved and the program ends; a second one ends whatever it does."""
+
+import ctypes
+import gc
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ostraka
+from figures import Figures
+from ostraka import Manager
+from ostraka.errors import Preempted, SaveFailed
+from ostraka.manager import _preempt
+from ostraka.testing import FaultyStore, ProcessResult, free_port, run_processes
+from places import Place, at
+
+# pyright: reportPrivateUsage=false
+
+ROUNDS = 50
+"""For each of four seeds."""
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"a": np.full(8, step), "step": step}
+
+
+@contextmanager
+def ends(match: str) -> Generator[pytest.ExceptionInfo[Preempted]]:
+    """The block ends in the way that ends the program."""
+    with pytest.raises(Preempted, match=match) as caught:
+        yield caught
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two SIGTERMs are two, however soon they come."""
+    monkeypatch.setattr(_preempt, "SAME_NOTICE_S", 0.0)
+
+
+@pytest.fixture
+def own_handler() -> Iterator[list[int]]:
+    """A handler of the program's own, and what it has heard."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGTERM, before)
+
+
+def sigterms_of(manager: Manager) -> int:
+    """How many SIGTERMs it has noted."""
+    assert manager._preemption is not None
+    assert manager._preemption._sigterm is not None
+    return manager._preemption._sigterm.count
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# One step is saved, and the program ends
+
+
+def test_the_next_save_saves_and_ends_the_program(place: Place, caplog: pytest.LogCaptureFixture):
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        ends("preempted; step 2 is saved") as caught,
+        Manager(place, every=100) as manager,
+    ):
+        assert not manager.save(1, tree_of(1))
+        sigterm()
+        assert not manager.reached_preemption(1)  # the answer for a step stays
+        manager.save(2, tree_of(2))
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    reader = Manager(place, read_only=True)
+    assert reader.steps() == [2]
+    assert ostraka.verify(reader.path(2)).ok
+    (line,) = warnings_in(caplog)
+    assert "step 2 is saved in" in line
+    assert "reached_preemption(step)" in line
+
+
+def test_the_next_save_may_come_many_steps_later(place: Place):
+    with (
+        ends("step 20 is saved"),
+        Manager(place, at=[1000]) as manager,
+    ):
+        manager.save(10, tree_of(10))
+        sigterm()
+        manager.save(20, tree_of(20))
+    assert Manager(place, read_only=True).steps() == [20]
+
+
+def test_except_exception_does_not_keep_the_program(place: Place):
+    manager = Manager(place)
+    sigterm()
+    with ends("step 1 is saved"):
+        try:
+            manager.save(1, tree_of(1))
+        except Exception:
+            pytest.fail("a loop that catches all errors would go on")
+    manager.close()  # It has been told.
+
+
+def test_an_earlier_save_that_failed_does_not_cost_the_last_one(place: Place):
+    def fail(verb: str, name: str) -> None:
+        if verb == "finish" and name.startswith("step_00000001"):
+            raise OSError(28, "No space left on device")
+
+    manager = Manager(FaultyStore(place, before=fail))
+    manager.save(1, tree_of(1))
+    manager._pending._handle.exception()  # type: ignore[union-attr]
+    sigterm()
+    with ends("step 2 is saved"):
+        manager.save(2, tree_of(2))
+    assert manager.steps() == [2]
+    manager.close()
+
+
+def test_a_last_save_that_failed_is_tried_again(place: Place):
+    def fail(verb: str, name: str) -> None:
+        if verb == "finish" and name.startswith("step_00000001"):
+            raise OSError(28, "No space left on device")
+
+    manager = Manager(FaultyStore(place, before=fail), every=100)
+    sigterm()
+    with pytest.raises(SaveFailed, match="No space left"):
+        manager.save(1, tree_of(1))
+    with ends("step 2 is saved"):
+        manager.save(2, tree_of(2))
+    assert manager.steps() == [2]
+    manager.close()
+
+
+def test_the_mirror_has_the_last_step_when_the_program_ends(place: Place):
+    with (
+        ends("step 2 is saved"),
+        Manager(place / "root", every=100, mirror=place / "mirror") as manager,
+    ):
+        sigterm()
+        manager.save(2, tree_of(2))
+    assert Manager(place / "mirror", read_only=True).steps() == [2]
+
+
+def test_a_mirror_that_refuses_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    mirror = FaultyStore(tmp_path / "mirror", fail={"create": OSError(28, "No space left")})
+    with (
+        ends("step 2 is saved"),
+        Manager(tmp_path / "root", every=100, mirror=mirror) as manager,
+    ):
+        sigterm()
+        manager.save(2, tree_of(2))
+    assert "lacks step 2" in caplog.text
+    assert Manager(tmp_path / "root", read_only=True).steps() == [2]
+
+
+# The loop decides
+
+
+def test_a_loop_that_goes_on_is_back_to_its_schedule(
+    place: Place, caplog: pytest.LogCaptureFixture
+):
+    saved: list[int] = []
+    reached: list[int] = []
+    blocks, go_on = threading.Event(), threading.Event()
+
+    def block(verb: str, name: str) -> None:
+        if verb == "finish" and name.startswith("step_00000012"):
+            blocks.set()
+            assert go_on.wait(100)
+
+    store = FaultyStore(place, before=block)
+    with Manager(store, every=4, keep=4, on_preemption="continue") as manager:
+        for step in range(1, 23):
+            if step == 6:
+                sigterm()
+            if manager.save(step, tree_of(step)):
+                saved.append(step)
+            if manager.reached_preemption(step):
+                reached.append(step)
+            if step == 6:
+                assert manager.steps() == [4, 6]  # on disk, not under way
+            if step == 12:
+                assert blocks.wait(100)  # `save` has returned while the step is being written
+                go_on.set()
+        assert saved == [4, 6, 8, 12, 16, 20]
+        assert reached == list(range(6, 23))
+    assert Manager(place, read_only=True).steps() == [8, 12, 16, 20]
+    (line,) = warnings_in(caplog)
+    assert "reached_preemption(6) is true" in line
+
+
+def test_a_step_that_is_due_anyway_is_saved_once(place: Place):
+    with Manager(place, every=10, on_preemption="continue") as manager:
+        manager.save(9, tree_of(9))
+        sigterm()
+        assert [step for step in range(10, 20) if manager.save(step, tree_of(step))] == [10]
+
+
+@pytest.mark.parametrize("value", ["stop", None, 1.5, "Exit"])
+def test_what_on_preemption_takes(tmp_path: Path, value: Any):
+    with pytest.raises(ValueError, match=r'on_preemption is .*; it must be "exit", "continue"'):
+        Manager(tmp_path, on_preemption=value)
+
+
+# A second SIGTERM, and a third
+
+
+@pytest.mark.usefixtures("each_counts")
+@pytest.mark.parametrize("mode", ["exit", "continue"])
+def test_a_second_sigterm_ends_a_program_that_never_saves(place: Place, mode: Any):
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        ends("SIGTERM came a second time"),
+        Manager(place, on_preemption=mode),
+    ):
+        sigterm()
+        sigterm()
+        pytest.fail("the program goes on")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterms_that_come_together_are_one(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """`timeout` sends one to the process, and one to its group."""
+    monkeypatch.setattr(_preempt, "SAME_NOTICE_S", 1000.0)
+    manager = Manager(place)
+    for _ in range(5):
+        sigterm()
+    with ends("step 1 is saved"):
+        manager.save(1, tree_of(1))
+    manager.close()
+
+
+@pytest.mark.usefixtures("each_counts")
+def test_a_second_sigterm_waits_for_the_save_that_is_under_way(place: Place):
+    blocks, go_on = threading.Event(), threading.Event()
+
+    def block(verb: str, name: str) -> None:
+        if verb == "finish":
+            blocks.set()
+            assert go_on.wait(100)
+
+    def let_go_on() -> None:
+        while manager._pending._handle is not None:  # until `with` waits for it
+            time.sleep(0.005)
+        go_on.set()
+
+    manager = Manager(FaultyStore(place, before=block))
+    with ends("a second time"), manager:
+        manager.save(1, tree_of(1))
+        assert blocks.wait(100)
+        threading.Thread(target=let_go_on, daemon=True).start()
+        sigterm()
+        sigterm()
+    assert Manager(place, read_only=True).steps() == [1]
+
+
+@pytest.mark.usefixtures("each_counts")
+def test_a_second_sigterm_while_the_first_is_answered(place: Place):
+    def interrupt(verb: str, name: str) -> None:
+        if verb == "finish" and not second:
+            second.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)  # to the main thread, which waits for the save
+            deadline_s = time.monotonic() + 100
+            while sigterms_of(manager) < 2 and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+
+    second: list[bool] = []
+    with (
+        ends("a second time"),
+        Manager(FaultyStore(place, before=interrupt)) as manager,
+    ):
+        sigterm()
+        manager.save(1, tree_of(1))
+    assert Manager(place, read_only=True).steps() == [1]  # which `with` has waited for
+
+
+@pytest.mark.usefixtures("each_counts")
+def test_the_programs_own_handler_hears_all_of_them(place: Place, own_handler: list[int]):
+    with ends("a second time"), Manager(place):
+        sigterm()
+        sigterm()
+    assert own_handler == [signal.SIGTERM] * 2
+
+
+def be_told_three_times(root: str) -> None:
+    _preempt.SAME_NOTICE_S = 0.0
+    with Manager(root):
+        sigterm()
+        try:
+            sigterm()
+        finally:
+            print("unwinding", flush=True)
+            sigterm()
+            print("still here", flush=True)
+
+
+def test_a_third_sigterm_has_its_default_action(tmp_path: Path):
+    (result,) = run_processes(be_told_three_times, str(tmp_path), processes=1, check=False)
+    assert (result.exit_code, result.stdout) == (-signal.SIGTERM, "unwinding\n")
+
+
+# SIGTERM that nobody answers
+
+
+def test_close_ends_a_program_that_was_not_told(place: Place):
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        ends("SIGTERM came after the last save") as caught,
+        Manager(place) as manager,
+    ):
+        manager.save(1, tree_of(1))
+        sigterm()
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert Manager(place, read_only=True).steps() == [1]
+    manager.close()  # a second time
+
+
+def test_close_does_not_end_a_program_that_was_told(place: Place):
+    with Manager(place, on_preemption="continue") as manager:
+        sigterm()
+        assert manager.reached_preemption(1)
+
+
+def test_close_does_not_end_a_program_with_a_handler(place: Place, own_handler: list[int]):
+    with Manager(place):
+        sigterm()
+    assert own_handler == [signal.SIGTERM]
+
+
+def test_close_does_not_end_a_program_that_ignores_sigterm(place: Place):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Manager(place):
+            sigterm()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_comes_before_sigterm(place: Place):
+    def fail() -> None:
+        with Manager(place):
+            sigterm()
+            raise KeyError("loss")
+
+    with pytest.raises(KeyError, match="loss"):
+        fail()
+
+
+@pytest.mark.parametrize("first_closed", [0, 1])
+def test_the_last_of_several_managers_tells(place: Place, first_closed: int):
+    managers = [Manager(place / "a"), Manager(place / "b")]
+    sigterm()
+    managers.pop(first_closed).close()
+    with ends("step 1 is saved"):
+        managers[0].save(1, tree_of(1))
+    managers[0].close()
+
+
+# SIGTERM at other times
+
+
+def open_a_manager(root: str) -> None:
+    def interrupt(verb: str, name: str) -> None:
+        if verb == "lock":
+            sigterm()
+
+    Manager(FaultyStore(root, before=interrupt))
+
+
+def test_sigterm_while_a_manager_opens_ends_the_program(tmp_path: Path):
+    (result,) = run_processes(open_a_manager, str(tmp_path), processes=1, check=False)
+    assert result.exit_code == -signal.SIGTERM
+    Manager(tmp_path).close()  # It was not left locked.
+
+
+def test_sigterm_during_a_restore_is_answered_by_the_next_save(place: Place):
+    def interrupt(verb: str, name: str) -> None:
+        if verb == "get" and is_restoring and threading.current_thread() is threading.main_thread():
+            is_restoring.pop()
+            sigterm()
+
+    is_restoring: list[bool] = []
+    with Manager(place) as manager:
+        manager.save(1, tree_of(1))
+    with (
+        ends("step 2 is saved"),
+        Manager(FaultyStore(place, before=interrupt), every=100) as manager,
+    ):
+        is_restoring.append(True)
+        assert manager.restore(like=tree_of(0))["step"] == 1
+        assert not is_restoring
+        manager.save(2, tree_of(2))
+    assert Manager(place, read_only=True).steps() == [1, 2]
+
+
+def test_sigterm_while_a_manager_closes(place: Place):
+    def interrupt(verb: str, name: str) -> None:
+        if verb == "finish":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with (
+        ends("after the last save"),
+        Manager(FaultyStore(place, before=interrupt)) as manager,
+    ):
+        manager.save(1, tree_of(1))
+    assert Manager(place, read_only=True).steps() == [1]
+
+
+@pytest.mark.usefixtures("each_counts")
+def test_a_program_that_watches_is_ended_by_the_second(place: Place):
+    with ends("a second time"), Manager(place) as manager:
+        sigterm()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        for _ in manager.watch():
+            pass
+
+
+# Whole programs
+
+TRAIN = """
+import sys
+import jax.numpy as jnp
+import ostraka
+
+state = {"w": jnp.zeros(4), "step": 0}
+with ostraka.Manager(sys.argv[1], every=1000, keep=3) as manager:
+    if manager.latest() is not None:
+        state = manager.restore(like=state)
+    print("from", manager.restored, flush=True)
+    for step in range((manager.restored or 0) + 1, 1_000_000):
+        state = {"w": state["w"] * 0.5 + 1, "step": step}
+        manager.save(step, state)
+        if step % 50 == 0:
+            print("at", step, flush=True)
+"""
+
+
+def test_a_program_that_does_nothing_about_it(tmp_path: Path):
+    """As `timeout 4 python train.py` runs it: two signals, one step, one line, exit code 143."""
+    train = [sys.executable, "-c", TRAIN, str(tmp_path / "run")]
+    popen = subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "from None\n"
+    assert popen.stdout.readline() == "at 50\n"
+    popen.send_signal(signal.SIGTERM)
+    popen.send_signal(signal.SIGTERM)
+    _, said = popen.communicate(timeout=100)
+    assert popen.returncode == 143
+    step = max(Manager(tmp_path / "run", read_only=True).steps())
+    assert step >= 50
+    assert said.splitlines() == [line for line in said.splitlines() if f"step {step} is" in line]
+    assert said.count("\n") == 1
+    resumed = ostraka.restore(tmp_path / "run" / f"step_{step:08d}")
+    assert resumed["step"] == step
+
+
+NEVER_CLOSES = """
+import sys, threading, time
+import numpy as np
+import ostraka
+from ostraka.manager import _preempt
+from ostraka.testing import FaultyStore
+
+_preempt.SAME_NOTICE_S = 0.0
+manager = ostraka.Manager(FaultyStore(sys.argv[1], lag_s=0.05))
+manager.save(1, {"w": np.ones(8)})
+print("at 1", flush=True)
+while not manager._preemption._sigterm.count:
+    time.sleep(0.01)
+print("told", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.soak
+def test_a_program_that_never_closes_its_manager_ends_with_its_save(tmp_path: Path):
+    program = [sys.executable, "-c", NEVER_CLOSES, str(tmp_path)]
+    popen = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "at 1\n"
+    popen.send_signal(signal.SIGTERM)
+    assert popen.stdout.readline() == "told\n"
+    popen.send_signal(signal.SIGTERM)
+    _, said = popen.communicate(timeout=100)
+    assert (popen.returncode, said) == (143, "")
+    assert Manager(tmp_path, read_only=True).steps() == [1]
+
+
+# Several processes
+
+STUCK = """
+import sys, time
+import jax
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+import ostraka
+from ostraka.manager import _preempt
+
+_preempt.SAME_NOTICE_S = 0.0
+with ostraka.Manager(sys.argv[3]) as manager:
+    manager.save(1, {"a": 1})
+    print("at 1", flush=True)
+    while not manager._preemption._sigterm.count:
+        time.sleep(0.01)
+    print("told", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.soak
+def test_a_process_that_is_ended_alone_does_not_wait_for_the_others(tmp_path: Path):
+    """JAX would have it wait for minutes, at the end of the program."""
+    port = str(free_port())
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", STUCK, port, str(index), str(tmp_path / "root")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for program in programs:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "at 1\n"
+    for program in reversed(programs):
+        assert program.stdout is not None
+        program.send_signal(signal.SIGTERM)
+        assert program.stdout.readline() == "told\n"
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=100)
+        assert program.returncode == 143
+    assert Manager(tmp_path / "root", read_only=True).steps() == [1]
+
+
+def train_together(root: str, is_stuck: bool) -> None:
+    _preempt.SAME_NOTICE_S = 0.0
+    process = jax.process_index()
+    with Manager(root, every=50, keep=2) as manager:
+        for step in range(1, 100_000):
+            time.sleep(0.002)
+            manager.save(step, tree_of(step))
+            if step == 20:
+                at(f"{root}.go{process}").touch()
+            while is_stuck and step == 20:
+                time.sleep(0.01)
+                if sigterms_of(manager):
+                    at(f"{root}.told{process}").touch()
+
+
+def signal_when_ready(
+    root: str, victims: list[int], times: int
+) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
+        for mark in ("go", "told")[:times]:
+            while not all(at(f"{root}.{mark}{n}").exists() for n in range(len(popens))):
+                time.sleep(0.005)
+            for victim in victims:
+                popens[victim].send_signal(signal.SIGTERM)
+
+    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+
+
+@pytest.mark.parametrize("victims", [[0, 1], [0], [1]])
+def test_all_processes_save_one_step_and_end(tmp_path: Path, victims: list[int]):
+    root = str(tmp_path / "root")
+    results = run_processes(
+        train_together, root, False, check=False, on_start=signal_when_ready(root, victims, 1)
+    )
+    assert [result.exit_code for result in results] == [143, 143]
+    assert results[0].error == results[1].error
+    *others, newest = Manager(root, read_only=True).steps()
+    assert f"step {newest} is saved" in str(results[0].error)
+    assert all(step % 50 == 0 for step in others)
+    assert results[0].stderr.count("is being preempted (SIGTERM)") == 1
+
+
+def test_processes_that_are_stuck_are_ended_by_the_second(tmp_path: Path):
+    """Under `jax.distributed` JAX has SIGTERM, and ignores all but the first."""
+    root = str(tmp_path / "root")
+    results = run_processes(
+        train_together, root, True, check=False, on_start=signal_when_ready(root, [0, 1], 2)
+    )
+    assert [result.exit_code for result in results] == [143, 143]
+    assert all("SIGTERM came a second time" in str(result.error) for result in results)
+
+
+def handler_in_c() -> int:
+    action = _preempt._Action()
+    ctypes.CDLL(None).sigaction(signal.SIGTERM, None, ctypes.byref(action))
+    return action.handler
+
+
+def share_sigterm_with_jax(root: str) -> dict[str, Any]:
+    """One process under `jax.distributed`."""
+    found: dict[str, Any] = {}
+    of_jax = handler_in_c()
+    manager = Manager(root, every=10_000)
+    found["ours"] = handler_in_c() != of_jax
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    os.kill(child, signal.SIGTERM)
+    found["child"] = os.waitpid(child, 0)[1]
+
+    # While the main thread is in C, as in a step that takes long, and Python can't call it.
+    is_told = threading.Event()
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    call = _preempt._NativeHandler.call
+
+    def tell(self: _preempt._NativeHandler, number: int) -> None:
+        found.setdefault("told by", threading.current_thread().name)
+        call(self, number)
+        is_told.set()
+
+    def release() -> None:
+        asleep = 0
+        while asleep < 20:  # The main thread waits for the mutex, and not for this one to start.
+            state = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2]
+            asleep = asleep + 1 if state.split()[0] == "S" else 0
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        found["told in time"] = is_told.wait(60)
+        libc.pthread_mutex_unlock(mutex)
+
+    _preempt._NativeHandler.call = tell
+    libc.pthread_mutex_lock(mutex)
+    threading.Thread(target=release).start()
+    libc.pthread_mutex_lock(mutex)
+    try:
+        for number in range(1, 10_000):
+            time.sleep(0.001)
+            manager.save(number, tree_of(number))
+    except Preempted as preempted:
+        found["code"] = preempted.code
+    manager.close()
+    found["after"] = signal.getsignal(signal.SIGTERM)
+    with Manager(root):
+        pass
+    return found
+
+
+def test_jax_still_gets_sigterm(tmp_path: Path):
+    (result,) = run_processes(share_sigterm_with_jax, str(tmp_path), processes=1, distributed=True)
+    assert result.value == {
+        "ours": True,
+        "child": signal.SIGTERM,
+        "told by": "ostraka-sigterm",
+        "told in time": True,
+        "code": 143,
+        "after": signal.SIG_DFL,
+    }
+
+
+def give_jax_its_handler_back(root: str) -> list[bool]:
+    of_jax = handler_in_c()
+    with Manager(root) as first:
+        with Manager(f"{root}/other"):
+            first.save(1, tree_of(1))
+        inside = handler_in_c() != of_jax
+    with_close = handler_in_c() == of_jax
+    manager = Manager(root)
+    del manager
+    gc.collect()
+    return [inside, with_close, handler_in_c() == of_jax]
+
+
+def test_jax_gets_its_handler_back(tmp_path: Path):
+    (result,) = run_processes(
+        give_jax_its_handler_back, str(tmp_path), processes=1, distributed=True
+    )
+    assert result.value == [True] * 3
+
+
+# Random trials
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training that is preempted, and how."""
+
+    every: int
+    keep: int | None
+    asynchronous: bool
+    mode: Literal["exit", "continue"]
+    processes: int
+    victims: tuple[int, ...]
+    pauses_s: tuple[float, ...]
+    """Before each SIGTERM, the first counted from when the manager watches."""
+    steps: int
+    pace_s: float
+
+
+def make_trial(rng: random.Random, number: int) -> Trial:
+    processes = 2 if number % 8 == 7 else 1
+    together = processes == 2
+    # As often one as several. Two at once are what `timeout` sends.
+    several = rng.choice([(), (), (), (0.0,), (rng.uniform(0.05, 0.3),), (0.1, 0.1)])
+    return Trial(
+        every=rng.choice([1, 7, 25, 1000]),
+        keep=rng.choice([None, 1, 2, 3]),
+        asynchronous=rng.random() < 0.8,
+        mode=rng.choice(["exit", "exit", "exit", "continue"]),
+        processes=processes,
+        victims=(0, 1)
+        if together and (several or rng.random() < 0.5)
+        else (rng.randrange(processes),),
+        pauses_s=(rng.uniform(0.0, 0.3), *several),
+        steps=3000 if together else 300,
+        pace_s=0.002,
+    )
+
+
+def train_and_be_told(root: str, trial: Trial, pace_s: float) -> tuple[int, str]:
+    """Train to the end, from where it was left; returns where that was, and what came out."""
+    _preempt.SAME_NOTICE_S = 0.03
+    process = jax.process_index()
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    spread = NamedSharding(mesh, PartitionSpec("x"))
+    start = np.arange(16, dtype=np.float32)
+    state: dict[str, Any] = {
+        "w": jax.make_array_from_callback((16,), spread, lambda index: start[index]),
+        "step": 0,
+    }
+    train = jax.jit(lambda w, noise: w * 0.99 + jnp.sin(w * noise))
+    said = Path(f"{root}.said.{process}")
+    manager = Manager(
+        root,
+        every=trial.every,
+        keep=trial.keep,
+        asynchronous=trial.asynchronous,
+        on_preemption=trial.mode,
+    )
+    with said.open("ab", buffering=0) as file, manager:
+        if manager.latest() is not None:
+            state = manager.restore(like=state)
+        begun = state["step"]
+        Path(f"{root}.watching.{process}").touch()
+        for step in range(begun + 1, trial.steps + 1):
+            time.sleep(pace_s)
+            state = {"w": train(state["w"], np.float32(step % 7)), "step": step}
+            file.write(f"trained {step}\n".encode())
+            if manager.save(step, state):
+                file.write(f"saved {step}\n".encode())
+            if manager.reached_preemption(step):
+                file.write(f"stopped {step}\n".encode())
+                break
+    Path(f"{root}.closed.{process}").touch()
+    shards = b"".join(np.asarray(s.data).tobytes() for s in state["w"].addressable_shards)
+    return begun, shards.hex()
+
+
+def tell_at(root: str, trial: Trial) -> Callable[[list[subprocess.Popen[bytes]]], None]:
+    def watch(popens: list[subprocess.Popen[bytes]]) -> None:
+        watching = [Path(f"{root}.watching.{n}") for n in range(trial.processes)]
+        while not all(path.exists() for path in watching):
+            time.sleep(0.001)
+        for pause_s in trial.pauses_s:
+            time.sleep(pause_s)
+            for victim in trial.victims:
+                if popens[victim].poll() is None:
+                    popens[victim].send_signal(signal.SIGTERM)
+
+    return lambda popens: threading.Thread(target=watch, args=(popens,), daemon=True).start()
+
+
+def check_trial(root: str, trial: Trial, results: list[ProcessResult]) -> str:
+    """That it ended as it must, and has lost nothing; returns how it ended."""
+    said = [line.split() for line in Path(f"{root}.said.0").read_text().splitlines()]
+    trained, saved, stopped = (
+        [int(step) for what, step in said if what == kind]
+        for kind in ("trained", "saved", "stopped")
+    )
+    reader = Manager(root, read_only=True)
+    there = reader.steps()
+    for step in there:
+        assert ostraka.verify(reader.path(step)).ok
+        assert ostraka.open(reader.path(step))["step"] == step
+    codes = {result.exit_code for result in results}
+    errors = [str(result.error) for result in results]
+    is_closed = Path(f"{root}.closed.0").exists()
+    by_save = re.fullmatch(r"Preempted: .*; step (\d+) is saved", errors[0])
+    several = len(trial.pauses_s) > 1
+    if by_save is not None:
+        how = "ended by save"
+        last = int(by_save[1])
+        assert trial.mode == "exit"
+        assert codes == {143} or (several and codes <= {143, -signal.SIGTERM}), codes
+        assert len(set(errors)) == 1 or several, errors
+        assert there[-1] == last == trained[-1], "not the last step, or trained after it"
+        saved.append(last)
+    elif stopped:
+        how = "stopped by the loop"
+        assert trial.mode == "continue"
+        assert there[-1] == stopped[0] == trained[-1]
+        assert codes == {0} or several, codes
+    elif codes == {0}:
+        how = "done before it was told"
+        assert trained[-1] == trial.steps
+    elif any("SIGTERM came a second time" in error for error in errors):
+        how = "ended by the second SIGTERM"
+        assert several
+        # The other process may learn of it from the save that they were at.
+        assert codes <= {143, -signal.SIGTERM, 1}, (codes, errors)
+        assert all("SIGTERM came" in error for error in errors if error != "None"), errors
+    elif any("after the last save" in error for error in errors):
+        how = "ended by close"
+        assert trained[-1] == trial.steps
+        assert codes <= {143, -signal.SIGTERM}, codes
+    else:
+        how = "killed"
+        assert several or is_closed, (codes, errors)
+        assert codes <= {143, -signal.SIGTERM}, (codes, errors)
+    # At most one step that the schedule does not ask for, and it is the newest.
+    assert [step for step in there if step % trial.every] in ([], there[-1:])
+    lost = [step for step in saved if not there or step > there[-1]]
+    assert len(lost) <= 1, "more than the save that was under way is lost"
+    # `save` may have been interrupted, and the save that it waited for be there.
+    committed = sorted({*saved, *there} - set(lost))
+    wanted = committed if trial.keep is None else committed[-trial.keep :]
+    assert set(wanted) <= set(there), f"{wanted} are not all in {there}"
+    return how
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_random_preemptions(tmp_path: Path, seed: int, figures: Figures):
+    rng = random.Random(seed)
+    undisturbed: dict[tuple[int, int], list[str]] = {}
+    for number in range(ROUNDS):
+        trial = make_trial(rng, number)
+        to_the_end = replace(trial, every=1000, keep=1, asynchronous=True)
+        n = trial.processes
+        key = n, trial.steps
+        if key not in undisturbed:
+            root = str(tmp_path / f"undisturbed{n}")
+            results = run_processes(train_and_be_told, root, to_the_end, 0.0, processes=n)
+            undisturbed[key] = [result.value[1] for result in results]
+        root = str(tmp_path / str(number))
+        results = run_processes(
+            *(train_and_be_told, root, trial, trial.pace_s),
+            processes=n,
+            check=False,
+            timeout_s=120,
+            on_start=tell_at(root, trial),
+        )
+        try:
+            how = check_trial(root, trial, results)
+            there = Manager(root, read_only=True).steps()
+            resumed = run_processes(train_and_be_told, root, to_the_end, 0.0, processes=n)
+            begun = {result.value[0] for result in resumed}
+            assert begun == {there[-1] if there else 0}
+            assert [result.value[1] for result in resumed] == undisturbed[key]
+        except BaseException as error:
+            ended = [(r.exit_code, r.error, r.stderr) for r in results]
+            error.add_note(f"round {number}: {trial}, {ended}, {os.listdir(root)}")
+            raise
+        figures.add("trainings preempted at a random moment, and resumed")
+        figures.add(f"preempted trainings {how}")
+        shutil.rmtree(root)

@@ -1,0 +1,892 @@
+"""Watching a run: which steps are seen, and that none is deleted while it is read."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostraka
+from ostraka import Manager
+from ostraka.errors import Busy, Damaged, UnsupportedFormat
+from ostraka.layout import shard_file
+from ostraka.manager._keep import check_keep
+from ostraka.manager.leases import ReaderLease, is_lease, remove_expired_leases
+from ostraka.manager.retain import Retention, remove_step
+from ostraka.manager.steps import Root
+from ostraka.manager.watch import Watch
+from ostraka.storage import MemoryStore, Store, _claim, _memory, open_store
+from ostraka.testing import FaultyStore, run_processes
+from places import place_of_kind
+from programs import run_quietly
+
+LONG_S = 120.0
+
+
+@pytest.fixture(params=["directory", "memory", "without locks", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return place_of_kind(request.param, "runs", request, tmp_path)
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"a": np.full(8, step), "step": step}
+
+
+def fill(root: Any, *steps: int, **options: Any) -> None:
+    with Manager(root, asynchronous=False, **options) as manager:
+        for step in steps:
+            manager.save(step, tree_of(step))
+
+
+def leases(root: Any) -> list[str]:
+    """What the leases in a root cover."""
+    names = filter(is_lease, open_store(root).list())
+    return sorted("-".join(name.split("-")[-2:]) for name in names)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Which steps
+
+
+def test_the_steps_that_are_there_then_new_ones(root: Any):
+    with Manager(root, asynchronous=False) as writer:
+        for step in (1, 2, 5):
+            writer.save(step, tree_of(step))
+        reader = Manager(root, read_only=True)
+        seen: list[int] = []
+        for step in reader.watch(timeout_s=0):
+            assert reader.restore(step)["step"] == step
+            assert leases(root) == [f"step-{step}"]
+            seen.append(step)
+            if 5 <= step < 8:
+                writer.save(step + 1, tree_of(step + 1))
+        assert seen == [1, 2, 5, 6, 7, 8]
+        assert leases(root) == []
+        assert list(reader.watch(after=6, timeout_s=0)) == [7, 8]
+        assert list(reader.watch(after=8, timeout_s=0)) == []
+
+
+def test_only_the_newest(root: Any):
+    with Manager(root, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        writer.save(2, tree_of(2))
+        seen: list[int] = []
+        for step in Manager(root, read_only=True).watch(newest_only=True, timeout_s=0):
+            seen.append(step)
+            if step < 6:
+                writer.save(step + 1, tree_of(step + 1))
+                writer.save(step + 2, tree_of(step + 2))
+    assert seen == [2, 4, 6]
+
+
+def test_waits_for_a_run_that_has_not_begun(root: Any):
+    reader = Manager(root, read_only=True)
+    begin = threading.Event()
+
+    def train() -> None:
+        assert begin.wait(LONG_S)
+        fill(root, 1, 2)
+
+    training = threading.Thread(target=train)
+    training.start()
+    watched = reader.watch()
+    begin.set()
+    assert [next(watched), next(watched)] == [1, 2]
+    training.join()
+    assert leases(root) == ["step-2"]
+    watched.close()
+    assert leases(root) == []
+
+
+def test_a_root_that_is_not_there_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    reader = Manager(tmp_path / "later", read_only=True)
+    with caplog.at_level(logging.INFO, "ostraka"):
+        assert list(reader.watch(timeout_s=0)) == []
+    assert f"waiting for {tmp_path / 'later'}, which is not there yet" in caplog.text
+    assert not (tmp_path / "later").exists()
+
+
+def test_ends_after_the_timeout(tmp_path: Path):
+    fill(tmp_path, 1)
+    began_s = time.monotonic()
+    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0.3)) == [1]
+    assert time.monotonic() - began_s >= 0.3
+
+
+def test_a_save_that_is_under_way_is_no_step(tmp_path: Path):
+    fill(tmp_path, 1)
+    (tmp_path / "step_00000002" / "shards-0123456789abcdef").mkdir(parents=True)
+    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == [1]
+
+
+def test_a_step_that_cannot_be_read_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    fill(tmp_path, 1, 2, 3)
+    (tmp_path / "step_00000002" / "_METADATA").write_text('{"format":"ostraka"')
+    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0.2)) == [1, 3]
+    assert caplog.text.count("step 2 is left out") == 1
+
+
+def test_damage_is_found_by_the_restore(tmp_path: Path):
+    fill(tmp_path, 1)
+    shard = next(tmp_path.glob("step_00000001/shards-*/*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    reader = Manager(tmp_path, read_only=True)
+    for step in reader.watch(timeout_s=0):
+        with pytest.raises(Damaged, match="step_00000001"):
+            reader.restore(step)
+
+
+def test_a_step_of_a_newer_version(tmp_path: Path):
+    fill(tmp_path, 1)
+    path = tmp_path / "step_00000001" / "_METADATA"
+    text = path.read_bytes().replace(b'"version":1,', b'"version":3,', 1)
+    text = text[: text.rindex(b',"digest":')]
+    path.write_bytes(text + b',"digest":"' + shard_file.digest(text).encode() + b'"}\n')
+    with pytest.raises(UnsupportedFormat, match="install a newer ostraka"):
+        next(Manager(tmp_path, read_only=True).watch())
+    assert leases(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"after": -1}, ValueError, "a step must be 0 or more, not -1"),
+        ({"after": "7"}, TypeError, "a step must be a whole number, not '7'"),
+        ({"timeout_s": -1}, ValueError, "timeout_s must be more than 0, not -1"),
+        ({"backlog": -1}, ValueError, "backlog must be 0 or more, not -1"),
+        ({"backlog": True}, TypeError, "backlog must be a whole number of steps, not True"),
+        ({"timeout_s": "1"}, TypeError, "timeout_s must be a number of seconds, not '1'"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, options: Any, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        Manager(tmp_path, read_only=True).watch(**options)
+
+
+# Leases
+
+
+def test_retention_leaves_what_is_read(root: Any):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        reader = Manager(root, read_only=True)
+        watched = reader.watch(timeout_s=0, backlog=0)
+        assert next(watched) == 1
+        writer.save(2, tree_of(2))
+        writer.save(3, tree_of(3))
+        assert writer.steps() == [1, 3]
+        assert reader.restore(1)["step"] == 1
+        assert next(watched) == 3
+        writer.save(4, tree_of(4))
+        assert writer.steps() == [3, 4]
+        watched.close()
+        writer.save(5, tree_of(5))
+        assert writer.steps() == [5]
+
+
+def test_one_who_waits_keeps_the_next_step(root: Any):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        lease = ReaderLease(open_store(root), backlog=0)
+        lease.wait_from(2)
+        for step in (2, 3, 4):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [2, 4]
+        lease.begin(4)  # Of the two leases that it has now only this one counts.
+        assert leases(root) == ["from-2", "step-4"]
+        writer.save(5, tree_of(5))
+        assert writer.steps() == [4, 5]
+        lease.take_back()
+        writer.save(6, tree_of(6))
+        assert writer.steps() == [4, 6]
+        lease.release()
+        writer.save(7, tree_of(7))
+        assert writer.steps() == [7]
+
+
+def test_each_reader_keeps_its_own(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        watched: list[Iterator[int]] = []
+        for step in (1, 2, 3):
+            writer.save(step, tree_of(step))
+            watched.append(Manager(tmp_path, read_only=True).watch(after=step - 1, backlog=0))
+            assert next(watched[-1]) == step
+        writer.save(4, tree_of(4))
+        writer.save(5, tree_of(5))
+        assert writer.steps() == [1, 2, 3, 5]
+
+
+def test_the_lease_of_a_dead_reader_ends(root: Any, monkeypatch: pytest.MonkeyPatch):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        store = open_store(root)
+        store.touch("_LEASE-there.7.0123-step-1", create=True)
+        writer.save(2, tree_of(2))
+        assert writer.steps() == [1, 2]
+        monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)  # instead of waiting for it
+        writer.save(3, tree_of(3))
+        assert writer.steps() == [3]
+        assert leases(root) == []
+
+
+def test_a_manager_that_opens_removes_dead_leases(root: Any, monkeypatch: pytest.MonkeyPatch):
+    fill(root, 1)
+    open_store(root).touch("_LEASE-there.7.0123-step-1", create=True)
+    Manager(root).close()
+    assert leases(root) == ["step-1"]
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
+    Manager(root).close()
+    assert leases(root) == []
+
+
+# A clock that ran ahead, and was set back
+
+
+def touch_ahead(path: Path) -> None:
+    path.touch()
+    ahead_s = time.time() + 3600
+    os.utime(path, (ahead_s, ahead_s))
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 0.1)
+
+
+LEASE_AHEAD = "_LEASE-there.7.0123-step-1"
+
+
+@pytest.mark.usefixtures("soon")
+def test_retention_watches_a_lease_from_the_future(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        touch_ahead(tmp_path / LEASE_AHEAD)
+        numbers = itertools.count(2)
+
+        def save_another() -> bool:
+            writer.save(next(numbers), tree_of(2))
+            return 1 not in writer.steps()
+
+        assert not save_another()
+        wait_until(save_another)
+        assert leases(tmp_path) == []
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_step_with_a_lease_from_the_future_is_deleted_by_hand(tmp_path: Path):
+    with Manager(tmp_path, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        touch_ahead(tmp_path / LEASE_AHEAD)
+        writer.delete(1)
+        assert writer.steps() == []
+
+
+@pytest.mark.usefixtures("soon")
+def test_leases_from_the_future_are_removed(tmp_path: Path):
+    fill(tmp_path, 1)
+    touch_ahead(tmp_path / LEASE_AHEAD)
+    assert remove_expired_leases(open_store(tmp_path)) == []
+    assert remove_expired_leases(open_store(tmp_path), wait=True) == [LEASE_AHEAD]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_claim_from_the_future_is_waited_for_no_longer_than_it_lives(tmp_path: Path):
+    fill(tmp_path, 1)
+    touch_ahead(tmp_path / "step_00000001" / f"_CLAIM-{'a' * 32}")
+    assert next(Manager(tmp_path, read_only=True).watch(timeout_s=LONG_S)) == 1
+
+
+def test_a_lease_is_renewed(root: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.05)
+    fill(root, 1)
+    store = open_store(root)
+    watched = Manager(root, read_only=True).watch()
+    assert next(watched) == 1
+    (name,) = filter(is_lease, store.list())
+    before = store.look(name)
+    wait_until(lambda: store.look(name) != before)
+    watched.close()
+    assert leases(root) == []
+
+
+def test_a_step_that_is_read_is_not_deleted_by_hand(root: Any):
+    with Manager(root, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        watched = Manager(root, read_only=True).watch(timeout_s=0)
+        assert next(watched) == 1
+        with pytest.raises(Busy, match=rf"step 1 of .* is being read by .*\.{os.getpid()}\."):
+            writer.delete(1)
+        assert writer.restore()["step"] == 1
+        assert list(watched) == []
+        writer.delete(1)
+        assert writer.steps() == []
+
+
+def test_a_step_may_be_saved_again_while_it_is_read(root: Any):
+    with Manager(root, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        reader = Manager(root, read_only=True)
+        watched = reader.watch(timeout_s=0)
+        assert next(watched) == 1
+        writer.save(1, tree_of(100), force=True)
+        assert reader.restore(1)["step"] == 100
+        assert list(watched) == []
+
+
+def test_without_permission_to_write_a_lease(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    refused = ostraka.errors.StoreError("can't write: Read-only file system")
+    store = FaultyStore(tmp_path, fail={"touch": refused})
+    with pytest.warns(UserWarning, match="may be deleted while they are read, .*: can't") as warned:
+        assert list(Manager(store, read_only=True).watch(timeout_s=0)) == [1, 2]
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
+
+
+def test_closing_the_manager_ends_the_lease(tmp_path: Path):
+    fill(tmp_path, 1)
+    with Manager(tmp_path, read_only=True) as reader:
+        watched = reader.watch()
+        assert next(watched) == 1
+    assert leases(tmp_path) == []
+    with pytest.raises(ValueError, match="is closed"):
+        next(watched)
+
+
+RAISE = """
+import sys
+from ostraka import Manager
+
+def evaluate():
+    for step in Manager(sys.argv[1], read_only=True).watch():
+        raise SystemExit(0) if step == 2 else None or KeyError(step)
+
+try:
+    evaluate()
+except KeyError as error:
+    kept = error  # and with it the generator
+"""
+
+
+def test_the_end_of_a_program_ends_the_lease(tmp_path: Path):
+    fill(tmp_path, 1)
+    assert run_quietly(RAISE, tmp_path) == ""
+    assert leases(tmp_path) == []
+
+
+FORK = """
+import gc, os, sys, warnings
+from ostraka import Manager
+
+manager = Manager(sys.argv[1], read_only=True)
+watched = manager.watch()
+assert next(watched) == 1
+warnings.simplefilter("ignore")  # JAX warns of forks
+child = os.fork()
+if not child:
+    manager.close()
+    del watched
+    gc.collect()
+    os._exit(0)
+os.waitpid(child, 0)
+print([name[-7:] for name in os.listdir(sys.argv[1]) if name.startswith("_LEASE")])
+"""
+
+
+def test_a_forked_child_does_not_end_the_lease(tmp_path: Path):
+    fill(tmp_path, 1)
+    assert run_quietly(FORK, tmp_path) == "['-step-1']\n"
+    assert leases(tmp_path) == []
+
+
+# A reader that is behind
+
+
+def test_what_waits_for_a_reader_is_kept(root: Any, caplog: pytest.LogCaptureFixture):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        reader = Manager(root, read_only=True)
+        watched = reader.watch(timeout_s=0, backlog=3)
+        assert next(watched) == 1
+        for step in range(2, 6):
+            writer.save(step, tree_of(step))
+        assert "are deleted before" not in caplog.text
+        for step in (6, 7):
+            writer.save(step, tree_of(step))
+        # 5 and 6 came when three were waiting for it already.
+        assert writer.steps() == [1, 2, 3, 4, 7]
+        assert leases(root) == ["step-1"]
+        missed = [r.getMessage() for r in caplog.records if "are deleted before" in r.getMessage()]
+        assert [text.partition("came to them: ")[2] for text in missed] == [
+            "5; its backlog is 3",
+            "6; its backlog is 3",
+        ]
+        assert all(f".{os.getpid()}." in text for text in missed)
+        for step in (2, 3, 4):
+            assert next(watched) == step
+            assert reader.restore(step)["step"] == step
+        writer.save(8, tree_of(8))
+        assert writer.steps() == [4, 7, 8]
+        assert list(watched) == [7, 8]
+        assert caplog.text.count("are deleted before") == 2
+        assert leases(root) == []
+        writer.save(9, tree_of(9))
+        assert writer.steps() == [9]
+
+
+def test_a_run_says_once_which_reader_is_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        watched = Manager(tmp_path, read_only=True).watch()
+        assert next(watched) == 1
+        for step in range(2, 6):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 2, 3, 4, 5]
+        assert caplog.text == ""  # Two are kept for it, and two by the run itself.
+        for step in range(6, 9):
+            writer.save(step, tree_of(step))
+        (record,) = caplog.records
+        assert f".{os.getpid()}." in record.getMessage()
+        assert "has fallen behind: 3 steps that would be deleted are kept" in record.getMessage()
+        assert "up to 64 may be" in record.getMessage()
+        watched.close()
+
+
+def test_two_readers_one_of_which_begins_in_the_middle(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        first = Manager(tmp_path, read_only=True).watch(timeout_s=0, backlog=2)
+        assert next(first) == 1
+        writer.save(2, tree_of(2))
+        writer.save(3, tree_of(3))
+        second = Manager(tmp_path, read_only=True).watch(timeout_s=0, after=2, backlog=1)
+        assert next(second) == 3
+        for step in (4, 5, 6):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 2, 3, 4, 6]
+        first.close()
+        writer.save(7, tree_of(7))
+        assert writer.steps() == [3, 4, 7]
+        assert list(second) == [4, 7]
+        assert leases(tmp_path) == []
+
+
+def test_nothing_waits_for_one_who_wants_only_the_newest(tmp_path: Path):
+    with Manager(tmp_path, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        watched = Manager(tmp_path, read_only=True).watch(newest_only=True, timeout_s=0)
+        assert next(watched) == 1
+        for step in (2, 3, 4):
+            writer.save(step, tree_of(step))
+        assert writer.steps() == [1, 4]
+        assert leases(tmp_path) == ["step-1"]
+        assert list(watched) == [4]
+
+
+def test_a_step_that_waits_is_deleted_by_hand_and_missed_aloud(
+    root: Any, caplog: pytest.LogCaptureFixture
+):
+    with Manager(root, asynchronous=False) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, tree_of(step))
+        watched = Manager(root, read_only=True).watch(timeout_s=0)
+        assert next(watched) == 1
+        writer.delete(3)
+        assert "came to them: 3; its backlog is 64" in caplog.text
+        assert leases(root) == ["step-1"]
+        assert list(watched) == [2]
+        assert leases(root) == []
+
+
+def test_a_reader_that_a_listing_has_missed_is_looked_for_again(tmp_path: Path):
+    """Names are listed one after the other, while a reader moves on."""
+    hides = False
+
+    class Hiding(FaultyStore):
+        def list(self) -> list[str]:
+            nonlocal hides
+            names = super().list()
+            if hides:
+                names, hides = [name for name in names if not is_lease(name)], False
+            return names
+
+    fill(tmp_path, 1, 2, 3)
+    keep = check_keep(1, None, None, None, None)
+    retention = Retention(Root(Hiding(tmp_path)), keep)
+    lease = ReaderLease(open_store(tmp_path), backlog=2)
+    lease.wait_from(1)
+    retention.run(just_saved=3)
+    assert [step.step for step in Root(tmp_path).steps()] == [1, 2, 3]
+    hides = True
+    retention.run(just_saved=3)
+    assert not hides
+    assert [step.step for step in Root(tmp_path).steps()] == [1, 2, 3]
+    lease.release()
+    retention.run(just_saved=3)
+    assert [step.step for step in Root(tmp_path).steps()] == [3]
+
+
+# A reader and a deletion at the same time
+
+
+def gated(store: Store, permits: threading.Semaphore, arrived: threading.Semaphore) -> FaultyStore:
+    """A store whose user stops before each verb until it gets a permit."""
+
+    def before(verb: str, name: str) -> None:
+        arrived.release()
+        assert permits.acquire(timeout=LONG_S)
+
+    return FaultyStore(store, before=before)
+
+
+def copy_of(store: Store) -> MemoryStore:
+    copy = MemoryStore(uuid.uuid4().hex)
+    for file in store.files(""):
+        copy.put(file.name, store.get(file.name))
+    return copy
+
+
+def race(store: Store, deletes_before: int, reads: int) -> tuple[int | None, bool, bool]:
+    """Retention makes some calls, then a reader some, then retention ends, then the reader.
+
+    Retention's calls count from when it begins to delete step 1. Returns the step that the reader
+    got, and whether retention and the reader came that far.
+    """
+    permits, arrived = threading.Semaphore(0), threading.Semaphore(0)
+    root = Root(gated(store, permits, arrived))
+    watch = Watch(root, after=None, newest_only=False, backlog=0, timeout_s=0.0, warn=pytest.fail)
+    got: list[int | None] = []
+
+    def read() -> None:
+        step = watch.wait()
+        got.append(None if step is None else step.step)
+        arrived.release()
+
+    reader = threading.Thread(target=read)
+    calls = itertools.count()
+    reached = [False, False]
+    has_begun = False
+    guard: Any = _memory._guard
+
+    def before(verb: str, name: str) -> None:
+        nonlocal has_begun
+        if guard._is_owned():
+            return  # The store in memory checks and removes under one lock: nobody comes between.
+        has_begun = has_begun or verb == "lock"
+        if has_begun and next(calls) == deletes_before:
+            reached[0] = True
+            reader.start()
+            for _ in range(reads):
+                assert arrived.acquire(timeout=LONG_S)
+                permits.release()
+            assert arrived.acquire(timeout=LONG_S)
+            reached[1] = not got
+
+    keep = check_keep(1, None, None, None, None)
+    retention = Retention(Root(FaultyStore(store, before=before)), keep)
+    retention.run(just_saved=2)
+    if not reached[0]:
+        return None, False, False
+    permits.release(1000)
+    reader.join(LONG_S)
+    if got[0] is not None:
+        assert ostraka.verify(store.at(f"step_{got[0]:08d}")).ok
+    watch.close()
+    return got[0], reached[0], reached[1]
+
+
+def test_a_reader_and_a_deletion_at_the_same_time():
+    """Wherever one interrupts the other: what the reader gets is whole, and stays."""
+    filled = MemoryStore(uuid.uuid4().hex)
+    fill(filled, 1, 2)
+    outcomes: set[int | None] = set()
+    deletes_before = 0
+    while race(copy_of(filled), deletes_before, 0)[1]:
+        for reads in itertools.count():
+            step, _, is_reading = race(copy_of(filled), deletes_before, reads)
+            outcomes.add(step)
+            if not is_reading:
+                break
+        deletes_before += 1
+    assert deletes_before > 8
+    assert {1, 2} <= outcomes
+
+
+def test_one_who_finds_a_claim_waits_until_the_step_is_spared_or_gone(tmp_path: Path):
+    fill(tmp_path, 1, 2)
+    has_turned_back = threading.Event()
+
+    def before(verb: str, name: str) -> None:
+        if verb == "delete" and name.endswith("-step-1"):
+            has_turned_back.set()
+
+    root = Root(FaultyStore(tmp_path, before=before))
+    watch = Watch(root, after=None, newest_only=False, backlog=0, timeout_s=None, warn=pytest.fail)
+    got: list[Any] = []
+    reader = threading.Thread(target=lambda: got.append(watch.wait()))
+
+    def look_for_leases(verb: str, name: str) -> None:
+        if verb == "look" and name == theirs and not reader.is_alive():
+            reader.start()
+            assert has_turned_back.wait(LONG_S)
+            assert not got
+
+    # Another reader has it, so it is spared.
+    other = ReaderLease(open_store(tmp_path), backlog=0)
+    other.begin(1)
+    (theirs,) = filter(is_lease, open_store(tmp_path).list())
+    with pytest.raises(Busy, match="is being read by"):
+        remove_step(Root(FaultyStore(tmp_path, before=look_for_leases)), 1)
+    other.release()
+    reader.join(LONG_S)
+    assert got[0].step == 1
+    watch.close()
+
+
+def test_the_claim_of_a_dead_one_is_waited_for_no_longer_than_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fill(tmp_path, 1)
+    (tmp_path / "step_00000001" / f"_CLAIM-{'a' * 32}").touch()
+    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == []
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
+    assert list(Manager(tmp_path, read_only=True).watch(timeout_s=0)) == [1]
+
+
+# Other processes
+
+TRAIN = """
+import sys
+import numpy as np
+from ostraka import Manager
+
+root, (done, first, last, ahead) = sys.argv[1], map(int, sys.argv[2:])
+with Manager(root, keep=2) as manager:
+    assert manager.latest() == (first - 1 or None), manager.steps()
+    for step in range(first, last + 1):
+        while done < step - ahead:
+            done = int(sys.stdin.readline())
+        manager.save(step, {"a": np.full(8, step), "step": step})
+        manager.wait()
+        assert len(manager.steps()) <= ahead, manager.steps()
+        print("saved", step, flush=True)
+"""
+
+
+class Run:
+    """A training run in another process, at most `ahead` steps ahead of its reader.
+
+    So what is seen does not depend on how this machine shares out its time. `done` is the last step
+    that the reader is through with when the run begins.
+    """
+
+    def __init__(self, root: Path, first: int, last: int, *, ahead: int = 3, done: int = 0):
+        self.first = first
+        self.last = last
+        numbers = map(str, (done, first, last, ahead))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(root), *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, step: int) -> None:
+        """The reader waits for the next after this step."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # It may have saved its last step, and ended.
+            os.write(self.process.stdin.fileno(), f"{step}\n".encode())
+
+    def check(self) -> None:
+        """One that has failed saves no more steps: a reader would wait for ever."""
+        assert self.process.poll() in (None, 0)
+
+    def wait_for(self, metadata: Path) -> None:
+        def is_there() -> bool:
+            self.check()
+            return metadata.exists()
+
+        wait_until(is_there)
+
+    def kill_after(self, step: int) -> None:
+        """Once it has saved this step and deleted what it does not keep: with no claim."""
+        assert self.process.stdout is not None
+        for saved in range(self.first, step + 1):
+            assert self.process.stdout.readline() == f"saved {saved}\n"
+        self.process.kill()
+        assert self.process.communicate()[0] == ""
+
+    def end(self) -> None:
+        saved = [f"saved {step}\n" for step in range(self.first, self.last + 1)]
+        assert self.process.communicate(timeout=LONG_S)[0] == "".join(saved)
+        assert self.process.returncode == 0
+
+
+class SlowReader:
+    """Restores each step when only its lease still keeps it: two later ones are there."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._told = self._done = 0
+        self.run: Run | None = None
+        self._manager = Manager(FaultyStore(root, before=self._tell), read_only=True)
+        self.watched = self._manager.watch()
+
+    def read_up_to(self, last: int) -> list[int]:
+        assert self.run is not None
+        seen: list[int] = []
+        while not seen or seen[-1] < last:
+            step = next(self.watched)
+            later = self._root / f"step_{min(step + 2, self.run.last):08d}" / "_METADATA"
+            self.run.wait_for(later)
+            assert self._manager.restore(step)["step"] == step
+            self._done = step
+            seen.append(step)
+        return seen
+
+    def _tell(self, verb: str, name: str) -> None:
+        if (verb, name) != ("list", "") or self.run is None:
+            return
+        self.run.check()
+        if self._told < self._done:  # It has its lease before it looks at the root.
+            self._told = self._done
+            self.run.tell(self._done)
+
+
+def test_every_step_of_a_long_run_is_seen(tmp_path: Path):
+    """With keep=2; the run itself checks that no more than three steps are ever there."""
+    reader = SlowReader(tmp_path)
+    reader.run = Run(tmp_path, 1, 200)
+    assert reader.read_up_to(200) == list(range(1, 201))
+    reader.watched.close()
+    reader.run.end()
+    # The last save may have found that 198 was being read.
+    left = set(os.listdir(tmp_path)) - {"step_00000198"}
+    assert left == {"step_00000199", "step_00000200"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "ahead"), [(100, 50), pytest.param(500, 500, marks=pytest.mark.soak)]
+)
+def test_a_run_that_does_not_wait_is_seen_whole(tmp_path: Path, steps: int, ahead: int):
+    """It saves as fast as it can, up to as many steps as the backlog has room for."""
+    manager = Manager(tmp_path, read_only=True)
+    run: Run | None = None
+    seen: list[int] = []
+
+    def tell(verb: str, name: str) -> None:
+        nonlocal run
+        if (verb, name) == ("list", "") and run is None:
+            run = Run(tmp_path, 1, steps, ahead=ahead)
+        elif (verb, name) == ("list", ""):
+            assert run is not None
+            run.check()
+            if seen:
+                run.tell(seen[-1])
+
+    watched = Manager(FaultyStore(tmp_path, before=tell), read_only=True).watch(backlog=ahead)
+    for step in watched:
+        if ahead < steps and step % ahead == 1:  # Else each is as fast as it can be.
+            assert run is not None
+            run.wait_for(tmp_path / f"step_{step + ahead - 1:08d}" / "_METADATA")
+        assert manager.restore(step)["step"] == step
+        seen.append(step)
+        if step == steps:
+            break
+    watched.close()
+    assert seen == list(range(1, steps + 1))
+    assert run is not None
+    run.end()
+    with Manager(tmp_path, keep=2, asynchronous=False) as writer:
+        writer.save(steps + 1, tree_of(steps + 1))
+    assert sorted(os.listdir(tmp_path)) == [f"step_{steps:08d}", f"step_{steps + 1:08d}"]
+
+
+def test_a_run_that_is_killed_and_goes_on(tmp_path: Path):
+    reader = SlowReader(tmp_path)
+    reader.run = Run(tmp_path, 1, 100)
+    assert reader.read_up_to(5) == [1, 2, 3, 4, 5]
+    # Having saved step 7, it waits until the reader asks for the next one.
+    reader.run.kill_after(7)
+    reader.run = Run(tmp_path, 8, 12, done=5)
+    assert reader.read_up_to(12) == [6, 7, 8, 9, 10, 11, 12]
+    reader.watched.close()
+    reader.run.end()
+    left = set(os.listdir(tmp_path)) - {"step_00000010"}
+    assert left == {"step_00000011", "step_00000012"}
+
+
+READ_AND_HANG = """
+import sys, time
+from ostraka import Manager
+
+for step in Manager(sys.argv[1], read_only=True).watch():
+    print(step, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("root", ["directory", "without locks", "bucket"], indirect=True)
+def test_a_reader_that_is_killed(root: Any, monkeypatch: pytest.MonkeyPatch):
+    with Manager(root, keep=1, asynchronous=False) as writer:
+        writer.save(1, tree_of(1))
+        command = [sys.executable, "-c", READ_AND_HANG, open_store(root).location]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "1\n"
+            writer.save(2, tree_of(2))
+            reader.send_signal(signal.SIGKILL)
+        writer.save(3, tree_of(3))
+        assert writer.steps() == [1, 2, 3]  # It is not known yet that it died.
+        monkeypatch.setattr(_claim, "DEAD_AFTER_S", -5.0)
+        writer.save(4, tree_of(4))
+        assert writer.steps() == [4]
+    assert leases(root) == []
+
+
+def evaluate_together(root: str) -> list[Any]:
+    import jax
+
+    reader = Manager(root, read_only=True)
+    seen: list[Any] = []
+    for step in reader.watch(timeout_s=LONG_S, after=1):
+        seen.append([step, reader.restore(step)["step"]])
+        if step == 5:
+            break
+    if jax.process_index() == 0:
+        seen.append(leases(root))
+    return seen
+
+
+def test_all_processes_of_an_evaluation_get_the_same_steps(tmp_path: Path):
+    fill(tmp_path, 1, 2, 3)
+
+    def train(_: object) -> None:
+        def save() -> None:
+            wait_until(lambda: leases(tmp_path) == ["from-4"])
+            fill(tmp_path, 4)
+            wait_until(lambda: leases(tmp_path) == ["from-5"])
+            fill(tmp_path, 5)
+
+        threading.Thread(target=save).start()
+
+    results = run_processes(evaluate_together, str(tmp_path), processes=2, on_start=train)
+    seen = [[step, step] for step in (2, 3, 4, 5)]
+    assert [result.value for result in results] == [[*seen, []], seen]
+    assert remove_expired_leases(open_store(tmp_path)) == []

@@ -1,0 +1,190 @@
+"""Numbers from plans: they add up, and agree with what is counted device by device."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ostraka.layout import box as _box
+from ostraka.layout import metadata as _metadata
+from ostraka.layout import shard_file
+from ostraka.layout.plan_write import plan_write
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
+from ostraka.planner import _account
+from ostraka.planner._account import Spread
+from ostraka.planner.time import Bandwidths, advise_interval
+
+MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
+PROCESS_OF = (0, 0, 1, 1, 2, 2, 3, 3)
+LEAVES = (
+    LeafSpec("cut", "jax", "float32", (64, 32), 0, (("data",), ("model",))),
+    LeafSpec("rows", "jax", "bfloat16", (64, 32), 0, (("data",),)),
+    LeafSpec("columns", "jax", "float32", (64, 32), 0, ((), ("model",))),
+    LeafSpec("whole", "jax", "float32", (40,), 0),
+    LeafSpec("host", "numpy", "int8", (100,)),
+    LeafSpec("own", "numpy", "int8", (4, 10), per_process=True),
+)
+PLAN = plan_write(LEAVES, [MESH], PROCESS_OF)
+
+
+def metadata_of(plan=PLAN):
+    indexes = _account.index_bytes(plan, range(4))
+    return _account.describe_metadata(
+        plan, tree=list(range(len(plan.leaves))), user={}, writer={}, indexes=indexes
+    )
+
+
+def test_bytes_add_up():
+    total = sum(leaf.nbytes for leaf in LEAVES)
+    assert sum(_account.bytes_by_device(PLAN)) == sum(PLAN.bytes_by_process()) == total
+    assert sum(_account.file_bytes_by_process(PLAN)) == sum(file.size for file in PLAN.files)
+
+
+def test_a_spread():
+    assert _account.spread_of([1, 2, 6]) == Spread(1, 3.0, 6)
+    assert Spread(1, 3.0, 6).skew == 1.0
+    assert _account.spread_of([]).skew == 0.0
+
+
+def test_what_processes_hold_is_what_their_devices_hold():
+    held, sole = _account.held_by_process(PLAN)
+    holders: dict[tuple[str, _box.Box], set[int]] = {}
+    for leaf in LEAVES:
+        if leaf.per_process:
+            boxes = [(p, ((p, p + 1), (0, 10))) for p in range(4)]
+        elif leaf.mesh == HOST_LOCAL:
+            boxes = [(p, _box.full(leaf.shape)) for p in range(4)]
+        else:
+            by_device = device_boxes(leaf.shape, MESH, leaf.partition)
+            boxes = [(PROCESS_OF[device], box) for device, box in by_device.items()]
+        for process, box in boxes:
+            holders.setdefault((leaf.path, box), set()).add(process)
+    sizes = {leaf.path: leaf.nbytes // int(np.prod(leaf.shape)) for leaf in LEAVES}
+    expected_held, expected_sole = [0] * 4, [0] * 4
+    for (path, box), processes in holders.items():
+        for process in processes:
+            expected_held[process] += sizes[path] * _box.count(box)
+            expected_sole[process] += sizes[path] * _box.count(box) * (len(processes) == 1)
+    assert (held, sole) == (expected_held, expected_sole)
+
+
+def test_what_a_loss_costs():
+    shard = _account.lost_shard(PLAN)
+    assert shard is not None
+    sizes = {file.name: file.size for file in PLAN.files}
+    assert shard.size_bytes == sizes[shard.file] == max(sizes.values())
+    entries = shard_file.entries_by_file(PLAN.leaves, PLAN.layouts)
+    named = {shard_file.shard_name(*key): found for key, found in entries.items()}[shard.file]
+    assert shard.leaves == len({entry.leaf for entry in named})
+    # Only `cut`, and what a process has of its own, are on one device alone.
+    alone = sum(e.nbytes for e in named if LEAVES[e.leaf].path in ("cut", "own"))
+    assert shard.held_elsewhere_bytes == sum(e.nbytes for e in named) - alone
+    process, disk = _account.lost_process(PLAN), _account.lost_disk(PLAN)
+    held, sole = _account.held_by_process(PLAN)
+    assert process.held_bytes == max(held)
+    assert disk.written_bytes == max(_account.file_bytes_by_process(PLAN))
+    written = PLAN.bytes_by_process()[disk.process]
+    assert disk.held_elsewhere_bytes == written - sole[disk.process]
+
+
+def test_nothing_to_lose():
+    empty = plan_write([], [], [0])
+    assert _account.lost_shard(empty) is None
+    assert _account.lost_process(empty).held_bytes == 0
+    assert _account.lost_disk(empty).written_bytes == 0
+    assert _account.staging_bytes(empty, writers=4, on_accelerators=True) == 0
+    assert _account.index_bytes(empty, {0}) == {}
+
+
+def test_all_processes_together_need_everything_once_or_more():
+    metadata = metadata_of()
+    numbered = list(enumerate(LEAVES))
+    seen = [np.zeros(leaf.shape, int) for leaf in LEAVES]
+    for process in range(4):
+        targets = _account.local_targets(numbered, [MESH], PROCESS_OF, process)
+        assert len(set(targets)) == len(targets)
+        for target in targets:
+            seen[target.leaf][tuple(slice(*pair) for pair in target.box)] += 1
+        account = _account.account_read(metadata, process, targets)
+        assert account.needed_bytes == _account.held_by_process(PLAN)[0][process]
+        assert account.over_read_bytes >= 0
+        assert account.over_read == account.over_read_bytes / account.needed_bytes
+        pieces = _account.count_pieces(metadata, targets)
+        assert pieces >= len(targets)
+    assert all((count >= 1).all() for count in seen)
+    assert (seen[0] == 1).all()
+
+
+def test_metadata_can_be_read_back():
+    metadata = metadata_of()
+    data = _metadata.encode_metadata(metadata)
+    assert _metadata.decode_metadata(data).leaves == PLAN.leaves
+    assert json.loads(data)["indexes"][0][1] == _account.index_bytes(PLAN, {0})[0]
+
+
+def test_staging_grows_with_what_is_staged():
+    def staged(shape, partition, *, accelerators=True):
+        plan = plan_write(
+            [LeafSpec("w", "jax", "float32", shape, 0, partition)], [MESH], PROCESS_OF
+        )
+        return _account.staging_bytes(plan, writers=4, on_accelerators=accelerators)
+
+    cut = (("data",), ("model",))
+    blocks = 2 * shard_file.BLOCK_BYTES
+    assert staged((1024, 1024), cut) == blocks + 2 * (4 << 20) // 8
+    assert staged((1024, 1024), cut, accelerators=False) == blocks
+    # Each holder of a whole array copies all of it, to write its share.
+    assert staged((1024, 1024), ()) == blocks + 2 * (4 << 20)
+
+
+# Times
+
+
+def test_the_slower_of_host_and_storage_decides():
+    both = Bandwidths(host_write=10, host_read=20, storage=100)
+    assert both.write_s(50, 200) == 5.0
+    assert both.write_s(50, 2000) == 20.0
+    assert both.read_s(50, 200) == 2.5
+    assert (both.peak_write(4), both.peak_write(40)) == (40, 100)
+    assert (both.peak_read(4), both.peak_read(40)) == (80, 100)
+    assert Bandwidths().write_s(1, 1) is None
+    assert Bandwidths().peak_write(3) is None
+
+
+def lost_share(interval_s: float, save_s: float, mtbf_s: float) -> float:
+    """Daly's exact expectation, restarts taken to be free: time needed for time worked."""
+    return mtbf_s * (np.exp((interval_s + save_s) / mtbf_s) - 1) / interval_s - 1
+
+
+@pytest.mark.parametrize("save_s", [1.0, 60.0, 600.0])
+def test_the_advised_interval_loses_the_least(save_s: float):
+    mtbf_s = 4 * 3600.0
+    advice = advise_interval(save_s, 0.0, 0.0, mtbf_s)
+    assert advice.young_s == pytest.approx(np.sqrt(2 * save_s * mtbf_s))
+    candidates = np.geomspace(10, mtbf_s, 5000)
+    best = min(lost_share(candidate, save_s, mtbf_s) for candidate in candidates)
+    assert lost_share(advice.daly_s, save_s, mtbf_s) <= best * 1.01
+
+
+def test_saves_that_take_longer_than_a_failure():
+    assert advise_interval(1000.0, 0.0, 0.0, 100.0).daly_s == 100.0
+    assert advise_interval(1000.0, 0.0, 0.0, 100.0).lost_share == 1.0
+
+
+def test_a_save_in_the_background_costs_only_what_it_blocks():
+    """By simulation: what is lost on the way to so many failures, with the advised interval."""
+    blocked_s, write_s, restore_s, mtbf_s = 2.0, 60.0, 30.0, 4 * 3600.0
+    advice = advise_interval(blocked_s, write_s, restore_s, mtbf_s)
+    assert advice.interval_s == advice.daly_s < advise_interval(write_s, 0, 0, mtbf_s).daly_s
+    fails = np.random.default_rng(0).exponential(mtbf_s, 20_000)
+    period = advice.interval_s + blocked_s
+    durable = np.floor(np.maximum(fails - blocked_s - write_s, 0) / period)
+    worked = durable * advice.interval_s
+    lost = 1 - worked.sum() / (fails.sum() + len(fails) * restore_s)
+    assert advice.lost_share == pytest.approx(lost, rel=0.05)
+
+
+def test_saves_in_the_background_do_not_come_faster_than_they_are_written():
+    advice = advise_interval(0.0, 60.0, 0.0, 4 * 3600.0)
+    assert (advice.daly_s, advice.interval_s) == (0.0, 60.0)
+    assert advice.lost_share == pytest.approx(90 / (4 * 3600))

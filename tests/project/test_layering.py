@@ -1,0 +1,80 @@
+"""Folders import only from the folders below them, and `_x` belongs to its folder alone."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
+# From the bottom to the top. Those between two bars know nothing of each other.
+LAYERS = (
+    "errors _version | common | tree | layout | storage | families processes | formats | reading",
+    "live | sharding | saving | restoring | integrity | transfer | planner exercises | manager",
+    "compat | cli testing | __init__",
+)
+HEIGHT = {
+    name: height
+    for height, line in enumerate(" | ".join(LAYERS).split("|"))
+    for name in line.split()
+}
+FILES = {
+    ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """The names below the package that a module reaches, but for those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node = ast.Module(node.orelse, [])
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = []
+        yield from (name.partition(".")[2] for name in names if name.split(".")[0] == "ostraka")
+        yield from imports_of(node)
+
+
+def violations(module: str, source: str) -> Iterator[str]:
+    own, folder = module.split(".")[0], f"{module.rpartition('.')[0]}."
+    for name in imports_of(ast.parse(source)):
+        parts = name.split(".")
+        there = parts[0] if parts[0] in HEIGHT else "__init__"
+        if there != own and HEIGHT[there] >= HEIGHT.get(own, -1):
+            yield f"{module} imports {name}, which is not below it"
+        for depth in range(1, len(parts)):
+            home, path = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+            if parts[depth][0] == "_" and path in FILES and not folder.startswith(f"{home}."):
+                yield f"{module} imports {name}, which belongs to {home}"
+
+
+def test_folders_import_from_those_below_and_keep_their_own():
+    found = [line for module in FILES for line in violations(module, FILES[module].read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("layout.box", "from ostraka.storage import open_store"),
+        ("layout.box", "def f():\n    import ostraka.saving.save"),
+        ("layout.box", "from ostraka import save"),
+        ("restoring.restore", "from ostraka.saving._commit import Commit"),
+    ],
+)
+def test_a_broken_rule_is_found(module: str, source: str):
+    assert len(list(violations(module, source))) == 1
+
+
+def test_no_modules_import_each_other():
+    graph = {module: {*imports_of(ast.parse(FILES[module].read_text()))} for module in FILES}
+    graph = {
+        m: {e for n in g for e in (n, n.rpartition(".")[0])} & {*FILES} - {m}
+        for m, g in graph.items()
+    }
+    TopologicalSorter(graph).prepare()

@@ -1,0 +1,483 @@
+"""The public surface: its names, what importing it costs, and lazy reading."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka.formats import open_source
+from ostraka.reading.lazy import Checkpoint
+from ostraka.storage import MOST_BYTES, open_store
+from places import Place
+
+HEAVY = ["jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "xxhash", "click", "rich"]
+OPTIONAL = ["orbax", "tensorstore", "obstore", "plotly", "torch", "safetensors", "grain"]
+
+
+def run_python(code: str, *arguments: str) -> Any:
+    """What a new interpreter prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+LOADED = """
+import json, sys
+names = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps(sorted(names)))
+"""
+
+
+# Names
+
+
+def test_the_public_names():
+    assert sorted(ostraka.__all__) == [
+        "Best",
+        "Checkpoint",
+        "ConvertReport",
+        "CopyReport",
+        "LazyArray",
+        "Manager",
+        "MergeReport",
+        "Plan",
+        "Record",
+        "RepairReport",
+        "Report",
+        "SaveHandle",
+        "__version__",
+        "convert",
+        "copy",
+        "errors",
+        "exercises",
+        "merge",
+        "open",
+        "plan",
+        "repair",
+        "restore",
+        "save",
+        "save_async",
+        "sharding",
+        "verify",
+    ]
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in ostraka.__all__:
+        value = getattr(ostraka, name)
+        if name != "__version__":
+            assert inspect.getdoc(value), name
+    assert dir(ostraka) == sorted(ostraka.__all__)
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="module 'ostraka' has no attribute 'sav'"):
+        ostraka.sav  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(ostraka, "tests")
+
+
+def test_a_star_import():
+    names = run_python("from ostraka import *\nimport json\nprint(json.dumps(dir()))")
+    assert set(ostraka.__all__) <= set(names)
+
+
+def test_the_type_checker_sees_the_same_names():
+    """What `__getattr__` finds is also imported under TYPE_CHECKING, by the same name."""
+    tree = ast.parse(files("ostraka").joinpath("__init__.py").read_text())
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(ostraka.__all__) <= seen
+
+
+def test_the_marker_for_type_checkers():
+    assert files("ostraka").joinpath("py.typed").is_file()
+
+
+def test_the_version():
+    assert ostraka.__version__.count(".") >= 1
+    assert ostraka.__version__[0].isdigit()
+
+
+# What an import costs
+
+
+def test_importing_imports_nothing_heavy():
+    loaded = run_python(f"import ostraka\n{LOADED}")
+    assert "ostraka" in loaded
+    assert not {*HEAVY, *OPTIONAL} & set(loaded)
+
+
+def test_reading_needs_no_jax(place: Place):
+    path = place / "checkpoint"
+    value = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    tree = {
+        "a": jax.device_put(
+            value, NamedSharding(Mesh(np.array(jax.devices()[:2]), "x"), P(None, "x"))
+        ),
+        "b": np.arange(4).astype(ml_dtypes.bfloat16),
+        "key": jax.random.key(3),
+        "step": 3,
+    }
+    ostraka.save(path, tree)
+    code = """
+import json, sys
+
+class NoJax:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "flax"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, NoJax())
+import ostraka
+path = sys.argv[1]
+checkpoint = ostraka.open(path)
+report = ostraka.verify(path)
+found = {
+    "a": checkpoint["a"][1:, ::2].tolist(),
+    "b": checkpoint["b"][...].astype("float32").tolist(),
+    "step": checkpoint["step"],
+    "prng": checkpoint["key"].prng,
+    "ok": report.ok,
+    "texts": [repr(checkpoint), repr(checkpoint["a"]), str(report)],
+    "bad": [name for name in sys.modules if name.partition(".")[0] in ("jax", "flax", "jaxlib")],
+}
+try:
+    ostraka.open(path + "-nothing")
+except ostraka.errors.CheckpointNotFound as error:
+    found["error"] = str(error)
+print(json.dumps(found))
+"""
+    found = run_python(code, str(path))
+    assert found["a"] == value[1:, ::2].tolist()
+    assert found["b"] == [0, 1, 2, 3]
+    assert found["step"] == 3
+    assert found["prng"] == "threefry2x32"
+    assert found["ok"]
+    assert found["bad"] == []
+    assert str(path) in found["error"]
+    for text in found["texts"]:
+        assert "object at 0x" not in text
+
+
+def test_saving_imports_no_optional_package(tmp_path: Path):
+    code = f"""
+import sys
+import numpy as np
+import ostraka
+ostraka.save(sys.argv[1], {{"a": np.arange(3)}})
+ostraka.restore(sys.argv[1])
+{LOADED}
+"""
+    loaded = run_python(code, str(tmp_path / "checkpoint"))
+    assert "jax" in loaded
+    assert not {*OPTIONAL, "flax", "optax", "click", "rich"} & set(loaded)
+
+
+# Lazy arrays
+
+
+def spread(value: np.ndarray, spec: P) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    return jax.device_put(value, NamedSharding(mesh, spec))
+
+
+@pytest.fixture(scope="module")
+def lazy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], Checkpoint]:
+    """Arrays of several ranks, dtypes and layouts, with a checkpoint of them."""
+    rng = np.random.default_rng(1)
+    values = {
+        "cube": rng.standard_normal((8, 6, 4)).astype(np.float32),
+        "turned": rng.integers(-9, 9, (6, 8), dtype=np.int16),
+        "half": rng.standard_normal((4, 2, 3, 2)).astype(ml_dtypes.bfloat16),
+        "packed": rng.integers(-8, 8, (8, 5)).astype(ml_dtypes.int4),
+        "packed odd": rng.integers(0, 4, (3, 3, 3)).astype(ml_dtypes.uint2),
+        "vector": rng.standard_normal(11) + 1j * rng.standard_normal(11),
+        "scalar": np.asarray(np.float32(2.5)),
+        "empty": np.empty((0, 3), np.int8),
+    }
+    tree = {
+        **values,
+        "cube": spread(values["cube"], P("x", "y")),
+        "turned": spread(values["turned"], P("y", "x")),
+        "half": spread(values["half"], P("x")),
+        "packed": spread(values["packed"], P(("x", "y"))),
+    }
+    path = tmp_path_factory.mktemp("lazy") / "checkpoint"
+    ostraka.save(path, tree)
+    return values, ostraka.open(path)
+
+
+NAMES = ["cube", "turned", "half", "packed", "packed odd", "vector", "scalar", "empty"]
+SHAPES = {
+    "cube": (8, 6, 4),
+    "turned": (6, 8),
+    "half": (4, 2, 3, 2),
+    "packed": (8, 5),
+    "packed odd": (3, 3, 3),
+    "vector": (11,),
+    "scalar": (),
+    "empty": (0, 3),
+}
+
+
+def assert_same(found: Any, expected: Any, index: Any) -> None:
+    assert type(found) is type(expected), index
+    assert found.shape == expected.shape, index
+    assert found.dtype == expected.dtype, index
+    assert found.tobytes() == expected.tobytes(), index
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+@pytest.mark.parametrize("name", NAMES)
+def test_lazy_indexing_is_that_of_numpy(lazy: Any, name: str, data: st.DataObject):
+    values, checkpoint = lazy
+    index = data.draw(hnp.basic_indices(SHAPES[name], allow_newaxis=False, allow_ellipsis=True))
+    assert_same(checkpoint[name][index], values[name][index], index)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(None, None, -1),
+        slice(7, 2, -2),
+        slice(100, 200),
+        slice(-100, 100),
+        slice(5, 2),
+        (Ellipsis, -1),
+        (-8, -6, -4),
+        (slice(None, None, 3), 1, slice(None, None, -3)),
+        np.int64(3),
+        (Ellipsis,),
+        (),
+        (1, 2, 3, Ellipsis),
+    ],
+    ids=str,
+)
+def test_lazy_indices(lazy: Any, index: Any):
+    values, checkpoint = lazy
+    assert_same(checkpoint["cube"][index], values["cube"][index], index)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (8, "index 8 is out of range for dimension 0"),
+        (-9, "index -9 is out of range for dimension 0"),
+        ((0, 0, 4), "index 4 is out of range for dimension 2"),
+        ((0, 0, 0, 0), "has 3 dimensions, not 4"),
+        ((Ellipsis, Ellipsis), "only one"),
+        (None, "integers, slices"),
+        ([0, 1], "integers, slices"),
+        (np.array([0, 1]), "integers, slices"),
+        (1.0, "integers, slices"),
+        ("a", "integers, slices"),
+    ],
+    ids=str,
+)
+def test_lazy_indices_that_are_wrong(lazy: Any, index: Any, message: str):
+    _, checkpoint = lazy
+    with pytest.raises(IndexError, match=message):
+        checkpoint["cube"][index]
+
+
+def test_a_boolean_is_no_index(lazy: Any):
+    """numpy would take it for a mask, and Python for 0 or 1."""
+    _, checkpoint = lazy
+    with pytest.raises(IndexError, match="integers, slices"):
+        checkpoint["cube"][True]
+
+
+def test_a_step_of_zero(lazy: Any):
+    _, checkpoint = lazy
+    with pytest.raises(ValueError, match="step cannot be zero"):
+        checkpoint["cube"][::0]
+
+
+def test_a_lazy_array_as_numpy(lazy: Any):
+    values, checkpoint = lazy
+    for name in NAMES:
+        leaf = checkpoint[name]
+        assert_same(np.asarray(leaf), values[name], name)
+        assert (leaf.shape, leaf.ndim, leaf.dtype) == (
+            values[name].shape,
+            values[name].ndim,
+            values[name].dtype,
+        )
+    assert np.asarray(checkpoint["turned"], dtype=np.float32).dtype == np.float32
+    assert len(checkpoint["cube"]) == 8
+    assert np.add(checkpoint["cube"], 1).shape == (8, 6, 4)
+    with pytest.raises(TypeError, match="no dimensions"):
+        len(checkpoint["scalar"])
+
+
+def test_a_lazy_array_tells_how_it_lay(lazy: Any):
+    _, checkpoint = lazy
+    assert checkpoint["cube"].spec == (("x",), ("y",))
+    assert str(checkpoint["cube"].mesh) == "x=4, y=2"
+    assert checkpoint["vector"].mesh is None
+    assert checkpoint["cube"].prng is None
+    assert "float32[8, 6, 4]" in repr(checkpoint["cube"])
+    assert checkpoint["cube"].nbytes == 8 * 6 * 4 * 4
+
+
+def test_what_is_read_is_the_callers_own(lazy: Any):
+    values, checkpoint = lazy
+    first = checkpoint["cube"][...]
+    first[:] = 0
+    assert_same(checkpoint["cube"][...], values["cube"], ...)
+
+
+def test_a_checkpoint_is_a_mapping(lazy: Any):
+    values, checkpoint = lazy
+    assert list(checkpoint) == list(values)
+    assert len(checkpoint) == len(values)
+    assert "cube" in checkpoint
+    assert "cub" not in checkpoint
+    assert checkpoint.get("cub") is None
+    assert "8 leaves" in repr(checkpoint)
+    with pytest.raises(KeyError, match="did you mean 'cube'"):
+        checkpoint["cub"]
+
+
+def test_what_wrote_a_checkpoint(place: Place):
+    ostraka.save(place / "c", {"a": 1}, metadata={"run": 7, "tags": ["x"]})
+    checkpoint = ostraka.open(place / "c")
+    assert checkpoint.metadata == {"run": 7, "tags": ["x"]}
+    assert checkpoint.writer["ostraka"] == ostraka.__version__
+    assert checkpoint.path == str(place / "c")
+    assert checkpoint.nbytes == 0
+
+
+# How much is read
+
+
+class CountingReader:
+    def __init__(self, reader: Any, store: "CountingStore"):
+        self.size = reader.size
+        self.close = reader.close
+        self._reader = reader
+        self._store = store
+
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> int:
+        count = self._reader.read_into(offset, buffers)
+        self._store.bytes_read += count
+        return count
+
+
+class CountingStore:
+    """A store that counts what is read through it."""
+
+    def __init__(self, path: Place):
+        self._store = open_store(path)
+        self.bytes_read = 0
+        self.gotten: list[str] = []
+        self.opened: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
+        self.gotten.append(name)
+        return self._store.get(name, most_bytes)
+
+    def open(self, name: str, first_bytes: int = 0) -> CountingReader:
+        self.opened.append(name)
+        return CountingReader(self._store.open(name, first_bytes), self)
+
+
+BLOCK = 4 << 20
+HEADER = 4096
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """64 MiB on eight devices, and as much in host memory."""
+    value = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)
+    path = tmp_path_factory.mktemp("large") / "checkpoint"
+    ostraka.save(
+        path, {"sharded": spread(value, P("x", "y")), "whole": value, "small": np.arange(9)}
+    )
+    return path
+
+
+def counting(path: Place) -> tuple[CountingStore, Checkpoint]:
+    store = CountingStore(path)
+    return store, Checkpoint(open_source(store))  # type: ignore[arg-type]
+
+
+def test_opening_reads_no_array(large: Place):
+    store, checkpoint = counting(large)
+    assert [checkpoint[name].shape for name in checkpoint] == [(4096, 4096), (4096, 4096), (9,)]
+    assert repr(checkpoint["whole"])
+    assert store.gotten == ["_METADATA"]
+    assert store.opened == []
+    assert store.bytes_read == 0
+
+
+@pytest.mark.parametrize("leaf", ["sharded", "whole"])
+@pytest.mark.parametrize(
+    ("index", "files", "blocks"),
+    [
+        (np.s_[0, 0], 1, 1),
+        (np.s_[:16], 2, 1),
+        (np.s_[-1], 2, 1),
+        (np.s_[100:101, 5:6], 1, 1),
+        (np.s_[5:5], 1, 0),
+    ],
+    ids=str,
+)
+def test_only_what_is_needed_is_read(large: Place, leaf: str, index: Any, files: int, blocks: int):
+    store, checkpoint = counting(large)
+    found = checkpoint[leaf][index]
+    expected = np.arange(16 << 20, dtype=np.float32).reshape(4096, 4096)[index]
+    assert np.array_equal(found, expected)
+    assert len(store.opened) <= files
+    # Headers are checked with what they describe, blocks are read whole.
+    assert store.bytes_read <= files * (HEADER + blocks * BLOCK)
+
+
+def test_a_whole_array_is_read_once(large: Place):
+    for leaf in ("sharded", "whole"):
+        store, checkpoint = counting(large)
+        found = checkpoint[leaf][...]
+        assert store.bytes_read - len(store.opened) * HEADER - found.nbytes < BLOCK
+        assert len(store.opened) == len(set(store.opened))
+
+
+def test_every_second_row_reads_no_block_twice(large: Place):
+    store, checkpoint = counting(large)
+    found = checkpoint["sharded"][::2, ::2]
+    assert found.shape == (2048, 2048)
+    assert store.bytes_read <= (64 << 20) + 8 * HEADER
+
+
+def test_a_small_leaf_beside_large_ones(large: Place):
+    store, checkpoint = counting(large)
+    assert checkpoint["small"][3:5].tolist() == [3, 4]
+    assert store.bytes_read <= HEADER + BLOCK

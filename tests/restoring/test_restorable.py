@@ -1,0 +1,612 @@
+"""What can be saved can be restored: what could not come back is refused before it is written."""
+
+import dataclasses
+import enum
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx, struct
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka import Manager
+from ostraka.errors import InvalidTree, Mismatch, OstrakaError, PartialRestore
+from places import Place
+from programs import run_quietly
+
+
+class Mode(enum.IntEnum):
+    FAST = 1
+
+
+class Name(str, enum.Enum):  # noqa: UP042
+    ADAM = "adam"
+
+
+def round_trips(path: Place, tree: Any) -> list[Any]:
+    ostraka.save(path, tree)
+    assert ostraka.verify(path).ok
+    return [ostraka.restore(path), ostraka.restore(path, like=tree)]
+
+
+# NNX objects and optimizers with keys that are no text
+
+
+@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_norms_that_key_their_state_by_tuples(place: Place, wrapper: Any):
+    def make(seed: int) -> Any:
+        return wrapper(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
+
+    model = make(0)
+    model(jnp.ones((2, 3)))
+    ostraka.save(place / "c", {"model": model})
+    assert ostraka.verify(place / "c").ok
+    changed = make(1)
+    ostraka.restore(place / "c", into={"model": changed})
+    found = [
+        ostraka.restore(place / "c", like={"model": make(2)})["model"],
+        ostraka.restore(place / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
+        changed,
+    ]
+    expected = model(jnp.ones((2, 3)))
+    for restored in found:
+        assert jnp.array_equal(restored(jnp.ones((2, 3))), expected)
+    plain = ostraka.restore(place / "c")["model"]
+    assert any(isinstance(key, tuple) for part in plain.values() for key in part)
+
+
+@pytest.mark.parametrize(
+    "labels", [(True, False), (Mode.FAST, 2), (Name.ADAM, "b"), (1.5, np.int8(2))]
+)
+def test_multi_transform_with_labels_of_any_kind(place: Place, labels: Any):
+    def make() -> Any:
+        model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        both = {labels[0]: optax.adam(1e-2), labels[1]: optax.sgd(1e-2, momentum=0.9)}
+
+        def pick(params: Any) -> Any:
+            return jax.tree.map(lambda x: labels[0] if x.ndim > 1 else labels[1], params)
+
+        return model, nnx.Optimizer(model, optax.multi_transform(both, pick), wrt=nnx.Param)
+
+    model, optimizer = make()
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    for restored in round_trips(place / "c", {"model": model, "optimizer": optimizer}):
+        assert set(ostraka_inner_states(restored["optimizer"])) == set(labels)
+
+
+def ostraka_inner_states(optimizer: Any) -> Any:
+    state = optimizer["opt_state"] if isinstance(optimizer, dict) else optimizer.opt_state
+    return state["inner_states"] if isinstance(state, dict) else state.inner_states
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict])
+def test_containers_with_keys_that_are_no_text(place: Place, kind: Any):
+    tree = {"x": kind({True: jnp.ones(2), False: jnp.zeros(3)})}
+    for restored in round_trips(place / "c", tree):
+        assert type(restored["x"]) is kind
+        assert {type(key) for key in restored["x"]} == {bool}
+        assert restored["x"][True].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("factory", [list, int, dict, None])
+def test_a_defaultdict_stays_one(place: Place, factory: Any):
+    tree = {"seen": defaultdict(factory, {True: 1, 2: jnp.ones(2)})}
+    for restored in round_trips(place / "c", tree):
+        assert type(restored["seen"]) is defaultdict
+        assert restored["seen"].default_factory is factory
+        assert list(restored["seen"]) == [True, 2]
+
+
+def test_a_defaultdict_with_a_function_is_refused(place: Place):
+    with pytest.raises(InvalidTree, match=r"defaultdict at 'a/b' has the default_factory .*dict\("):
+        ostraka.save(place / "c", {"a": {"b": defaultdict(lambda: 1)}})
+    with pytest.raises(InvalidTree, match="leaf 'a' is a collections.Counter"):
+        ostraka.save(place / "c", {"a": Counter("xy")})
+
+
+# Statics
+
+
+@struct.dataclass
+class Settings:
+    weight: Any
+    mode: Any = struct.field(pytree_node=False, default=Mode.FAST)
+    name: Any = struct.field(pytree_node=False, default=Name.ADAM)
+    rate: Any = struct.field(pytree_node=False, default=np.float32(0.1))
+    shape: Any = struct.field(pytree_node=False, default=(1, ("a", None)))
+    other: Any = struct.field(pytree_node=False, default=None)
+
+
+def test_statics_come_back(place: Place):
+    for restored in round_trips(place / "c", {"a": [Settings(jnp.ones(2))]}):
+        found = restored["a"][0]
+        assert type(found) is Settings
+        assert [type(x) for x in (found.mode, found.name, found.rate)] == [Mode, Name, np.float32]
+        assert (found.mode, found.name, found.shape) == (Mode.FAST, Name.ADAM, (1, ("a", None)))
+
+
+@pytest.mark.parametrize(
+    "static",
+    [len, object(), jnp.float32, {1}, lambda: 1],
+    ids=["function", "object", "class", "set", "lambda"],
+)
+def test_a_static_that_can_not_be_written_is_kept_by_the_template(place: Place, static: Any):
+    state = Settings(jnp.ones(2), other=static)
+    plain, like = round_trips(place / "c", {"a": state})
+    assert like["a"].other is static
+    assert list(plain["a"]) == ["weight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A dataclass with a constructor of its own, as every module of Equinox is."""
+
+    weight: jax.Array
+    bias: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def __init__(self, size: int, *, key: Any):
+        raise AssertionError("a restore must not call this")
+
+
+def put_together(size: int, parts: Any) -> Layer:
+    made = object.__new__(Layer)
+    for name, value in (("weight", parts[0]), ("bias", parts[1]), ("size", size)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def take_apart(layer: Layer) -> Any:
+    key = jax.tree_util.GetAttrKey
+    return [(key("weight"), layer.weight), (key("bias"), layer.bias)], layer.size
+
+
+jax.tree_util.register_pytree_with_keys(Layer, take_apart, put_together)
+
+
+def make_layer(size: int) -> Layer:
+    return put_together(size, [jnp.ones(size), jnp.zeros(size)])
+
+
+def test_constructors_are_not_called(place: Place):
+    for restored in round_trips(place / "c", {"layer": make_layer(3)}):
+        assert type(restored["layer"]) is Layer
+        assert restored["layer"].size == 3
+        assert restored["layer"].weight.tolist() == [1, 1, 1]
+    elsewhere = """
+import sys
+import ostraka
+print(sorted(ostraka.restore(sys.argv[1] + "/c")["layer"]))
+"""
+    assert run_quietly(elsewhere, place) == "['bias', 'weight']\n"
+
+
+# Functions and structure
+
+
+def make_model() -> None:
+    pass
+
+
+def train(model: Any) -> None:
+    pass
+
+
+class Activated(nnx.Module):
+    def __init__(self, activation: Any):
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.activation = activation
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Block:
+    """As a module of Equinox is: arrays and functions are its leaves."""
+
+    def __init__(self, weight: Any, activation: Any):
+        self.weight, self.activation = weight, activation
+
+    def tree_flatten_with_keys(self) -> Any:
+        key = jax.tree_util.GetAttrKey
+        return [(key("weight"), self.weight), (key("activation"), self.activation)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, parts: Any) -> "Block":
+        return cls(*parts)
+
+
+def test_functions_of_a_class_are_left_to_the_template(place: Place):
+    nested = {"inner": [jnp.zeros(1), jax.jit(jnp.sin)]}
+    tree = {"block": Block(jnp.ones(2), jax.nn.relu), "more": Block(nested, make_model)}
+    ostraka.save(place / "c", tree)
+    assert ostraka.verify(place / "c").ok
+    for restored in (
+        ostraka.restore(place / "c", like=tree),
+        ostraka.restore(place / "c", into=tree),
+    ):
+        assert restored["block"].activation is jax.nn.relu
+        assert restored["more"].activation is make_model
+        assert restored["more"].weight["inner"][1] is nested["inner"][1]
+    with pytest.warns(PartialRestore, match=r"left out 3 leaves whose value is a function \('bl"):
+        restored = ostraka.restore(place / "c")
+    assert set(restored["block"]) == {"weight"}
+    with pytest.raises(
+        Mismatch, match=r"'block/activation': the checkpoint has the function .*rel"
+    ):
+        ostraka.restore(place / "c", like={**tree, "block": Block(jnp.ones(2), 3)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TrainState.create(apply_fn=make_model, params=jnp.ones(2), tx=optax.adam(1e-3)),
+        lambda: (jnp.ones(2), optax.inject_hyperparams(optax.adam)(1e-3).init(jnp.ones(2))),
+        lambda: jax.tree_util.Partial(train, jnp.ones(2)),
+        lambda: Activated(jax.nn.relu),
+        lambda: nnx.Optimizer(Activated(make_model), optax.adam(1e-3), wrt=nnx.Param),
+        lambda: nnx.split(Activated(make_model)),
+        lambda: Settings({"f": make_model}, other=make_model),
+    ],
+    ids=["TrainState", "injected", "Partial", "module", "optimizer", "split", "struct"],
+)
+def test_structures_that_hold_functions_are_saved(place: Place, make: Any):
+    tree = {"state": make(), "w": jnp.ones(1)}
+    ostraka.save(place / "c", tree)
+    restored = ostraka.restore(place / "c", like=tree)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+# A slip: a function in place of its result, nothing in place of a model
+
+
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "none": (lambda: make_model, r"the function make_model \(did you mean make_model\(\)\?\); lea"),
+    "some": (lambda: train, r"the function train \(did you mean train\(…\)\?\)"),
+    "jit": (lambda: jax.jit(train), r"the function train \(did you mean train\(…\)\?\)"),
+    "partial": (lambda: partial(train, 1), r"a partial of the function train \(did you mean train"),
+    "lambda": (lambda: lambda: 1, r"a lambda \(did you mean its result\?\)"),
+    "method": (lambda: nn.Dense(3).init, r"the function init \(did you mean init\(…\)\?\)"),
+    "linen": (
+        lambda: nn.Dense(3),
+        r"a Dense, which holds no values \(did you mean its \.init\(…\)",
+    ),
+    "optax": (
+        lambda: optax.adamw(1e-3),
+        r"a named tuple of functions, Gradient\w+ \(did you mean tx.init",
+    ),
+    "chain": (
+        lambda: optax.chain(optax.clip(1.0), optax.adam(1e-3)),
+        r"a named tuple .* tx.init\(",
+    ),
+    "mock": (Mock, r"a unittest.mock.Mock, which can be called"),
+}
+
+
+def test_functions_in_place_of_their_results_are_refused(tmp_path: Path):
+    with Manager(tmp_path / "run", asynchronous=False) as manager:
+        for make, message in FUNCTIONS.values():
+            tree = {"w": np.ones(1), "m": [make()]}
+            for save in (
+                partial(ostraka.save, tmp_path / "c"),
+                partial(ostraka.save_async, tmp_path / "c"),
+                partial(manager.save, 1),
+                ostraka.plan,
+            ):
+                with pytest.raises(
+                    InvalidTree, match=f"functions can't be saved: 'm/0' is {message}"
+                ):
+                    save(tree)
+        assert manager.steps() == []
+    assert not (tmp_path / "c").exists()
+
+
+def test_functions_that_are_refused_are_listed(tmp_path: Path):
+    def refused(tree: Any) -> str:
+        with pytest.raises(InvalidTree, match="functions can't be saved: ") as caught:
+            ostraka.save(tmp_path / "c", tree)
+        return str(caught.value).removeprefix("functions can't be saved: ")
+
+    assert refused(make_model).startswith("'.' is the function make_model (did you mean")
+    assert refused(FrozenDict(f=make_model)).startswith("'f' is the function make_model")
+    several = refused([train, len, optax.sgd(1e-3), make_model, optax.sgd(1e-3)])
+    assert [part.split(" is ")[0] for part in several.split("?), ")] == ["'0'", "'1'", "'2'"]
+    assert several.endswith(
+        "(did you mean tx.init(params)?) and 2 more; leave functions out of the tree"
+    )
+
+
+class Bare(nnx.Module):
+    pass
+
+
+NOTHING: dict[str, Any] = {
+    "the tree is None; did you forget to return the state": lambda: None,
+    "the tree is empty; was it made before the model": dict,
+    "the tree is empty; .* or by a filter": list,
+    "the tree holds only None and empty containers, as at 'model'": lambda: {"model": {}},
+    "only None and empty containers, as at 'a/0'": lambda: {"a": [None], "b": ()},
+    "the tree is empty": Bare,
+    "only None and empty containers, as at 'm'": lambda: {"m": Bare()},
+    "the tree is empty;": lambda: nnx.state(Activated(len), nnx.BatchStat),
+    "the tree is a flax.*GraphDef alone; did you mean its state": lambda: nnx.split(Bare())[0],
+}
+
+
+def test_a_tree_without_values_is_refused(tmp_path: Path):
+    with Manager(tmp_path / "run", asynchronous=False) as manager:
+        for message, make in NOTHING.items():
+            for save in (
+                partial(ostraka.save, tmp_path / "c"),
+                partial(ostraka.save_async, tmp_path / "c"),
+                partial(manager.save, 1),
+                partial(manager.save, 1, force=True),
+            ):
+                with pytest.raises(InvalidTree, match=f"there is nothing to save: .*{message}"):
+                    save(make())
+        assert manager.steps() == []
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"model": {}, "more": [None, ()], "w": np.ones(1)},
+        {"model": {}, "step": 0},
+        {"model": {}, "name": ""},
+        {"opt": (optax.EmptyState(), optax.EmptyState())},
+        Settings(None),
+        0,
+    ],
+    ids=["array", "number", "text", "EmptyState", "static", "root"],
+)
+def test_empty_branches_are_kept_beside_a_value(place: Place, tree: Any):
+    for restored in round_trips(place / "c", tree):
+        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_a_function_in_a_template_is_no_value_to_keep(place: Place):
+    ostraka.save(place / "c", {"params": {"w": jnp.ones(2)}, "step": 3})
+    for like in (make_model, {"model": make_model, "step": 0}, {"params": make_model, "step": 0}):
+        for given in ({"like": like}, {"into": like}):
+            options: dict[str, Any] = given
+            with pytest.raises(Mismatch, match=r"did you mean make_model\(\)\?"):
+                ostraka.restore(place / "c", **options)
+    with pytest.raises(Mismatch, match=r"'opt' is a named tuple of.*did you mean tx.init\(par"):
+        ostraka.restore(place / "c", like={"step": 0, "opt": optax.adam(1e-3)})
+    with pytest.warns(PartialRestore, match=r"kept 1 leaf whose value is a function \('model'\)"):
+        ostraka.restore(place / "c", like={"model": make_model, "step": 0}, strict=False)
+    found = ostraka.restore(place / "c", like={"model": make_model, "step": 0}, only="step")
+    assert found == {"model": make_model, "step": 3}
+
+
+def test_a_template_that_has_nothing_of_the_checkpoint(place: Place):
+    state = optax.sgd(1e-3).init(jnp.ones(2))
+    ostraka.save(place / "c", {"params": jnp.ones(2), "opt": state})
+    for like in ({}, {"model": {}}):
+        with pytest.raises(Mismatch, match="'params' is in the checkpoint but not in `like`"):
+            ostraka.restore(place / "c", like=like)
+    assert ostraka.restore(place / "c", like={"opt": state}) == {"opt": state}
+
+
+def test_a_graphdef_is_left_to_the_template_and_never_lost_silently(place: Place):
+    graphdef, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tree = {"graphdef": graphdef, "state": state}
+    ostraka.save(place / "c", tree)
+    assert ostraka.restore(place / "c", like=tree)["graphdef"] == graphdef
+    with pytest.raises(Mismatch, match=r"'graphdef': it is a .*GraphDef, .* only='!graphdef'"):
+        ostraka.restore(place / "c")
+    assert list(ostraka.restore(place / "c", only="!graphdef")) == ["state"]
+
+
+# Refused at once, and nothing is written
+
+
+def deep(levels: int) -> Any:
+    tree: Any = jnp.ones(1)
+    for _ in range(levels):
+        tree = {"k": tree}
+    return tree
+
+
+def circle() -> Any:
+    tree: dict[str, Any] = {}
+    tree["a"] = [tree]
+    return tree
+
+
+class Mine(np.ndarray):
+    pass
+
+
+def unreduced() -> Any:
+    mesh = jax.make_mesh((8,), ("x",))
+    with jax.set_mesh(mesh):
+        array = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "x")))
+        other = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", None)))
+
+        @jax.jit
+        def product(a: Any, b: Any) -> Any:
+            return jnp.einsum(
+                "ab,bc->ac", a, b, out_sharding=P(None, None, unreduced=frozenset({"x"}))
+            )
+
+        return product(array, other)
+
+
+def on_odd_axes() -> Any:
+    mesh = jax.make_mesh((1, 2), (1, "1"), devices=jax.devices()[:2])  # pyright: ignore
+    return jax.device_put(jnp.ones(2), NamedSharding(mesh, P("1")))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: deep(330), "more than 200 containers deep at 'k/k/k"),
+        (circle, "does one of them contain itself"),
+        (lambda: {"a": {10**5000: 1}}, "the container at 'a' has a key, which can't be written"),
+        (lambda: {"a": np.zeros((1,) * 64)}, "leaf 'a' has 64 dimensions"),
+        (lambda: {"a": [np.zeros(2).view(Mine)]}, "leaf 'a/0' is a test_restorable.Mine"),
+        (lambda: {"a": np.zeros(2).view(np.recarray)}, "leaf 'a' is a numpy.*recarray"),
+        (lambda: {"a": on_odd_axes()}, "leaf 'a' is on a mesh with the axis 1"),
+        (lambda: {"a": unreduced()}, "leaf 'a' has the spec .*unreduced"),
+        (lambda: {"a": nnx.Linear}, "the class Linear itself at 'a'"),
+        (lambda: nnx.Linear, "the class Linear itself at '.'"),
+        (lambda: {"a": {frozenset(): 1}}, "the container at 'a' has the key frozenset"),
+    ],
+)
+def test_what_could_not_come_back_is_refused_at_once(place: Place, make: Any, message: str):
+    tree = make()
+    for save in (ostraka.save, ostraka.save_async):
+        with pytest.raises(InvalidTree, match=message):
+            save(place / "c", tree)
+    assert not (place / "c").exists()
+
+
+def test_metadata_of_a_variable_with_any_number(place: Place):
+    param = nnx.Param(jnp.ones(2), range=(0.0, float("nan")), tag=Mode.FAST, also=[1, "x"])
+    ostraka.save(place / "c", param)
+    again = ostraka.restore(place / "c", as_state=True)
+    assert repr(again.range) == "(0.0, nan)"
+    assert (again.tag, again.also) == (Mode.FAST, [1, "x"])
+
+
+def test_a_tree_as_deep_as_can_be_is_read_from_a_deep_stack(place: Place):
+    ostraka.save(place / "c", deep(199))
+
+    def at_depth(depth: int) -> Any:
+        return ostraka.open(place / "c") if depth == 0 else at_depth(depth - 1)
+
+    room = sys.getrecursionlimit() - 500
+    assert len(at_depth(room)) == 1
+
+
+# In place
+
+
+def test_into_takes_any_tree(place: Place):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    tree = {"model": model, "step": 7, "key": jax.random.key(3), "n": np.arange(2), "t": (1.5,)}
+    ostraka.save(place / "c", tree)
+    other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    given = {
+        "model": other,
+        "step": 0,
+        "key": jax.random.key(0),
+        "n": np.zeros(2, int),
+        "t": (0.0,),
+    }
+    restored = ostraka.restore(place / "c", into=given)
+    assert restored["model"] is other
+    assert jnp.array_equal(other.kernel[...], model.kernel[...])
+    assert (restored["step"], restored["t"]) == (7, (1.5,))
+    assert restored["n"].tolist() == [0, 1]
+    assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
+    assert given["step"] == 0
+    only = ostraka.restore(place / "c", into={**given, "step": -1}, only="!step")
+    assert only["step"] == -1
+
+
+class WithTuple(nnx.Module):
+    def __init__(self, value: float):
+        self.kernel = nnx.Param(jnp.full(2, value))
+        self.table = nnx.data((jnp.full(2, value),))
+
+
+def test_into_refuses_before_it_changes_anything(place: Place):
+    ostraka.save(place / "c", {"a": nnx.Param(jnp.zeros(2)), "m": WithTuple(0.0)})
+    first, module = nnx.Param(jnp.ones(2)), WithTuple(1.0)
+    with pytest.raises(InvalidTree, match="into= can't change the object at 'm' in place"):
+        ostraka.restore(place / "c", into={"a": first, "m": module})
+    assert first[...].tolist() == [1, 1]
+    assert module.kernel[...].tolist() == [1, 1]
+    restored = ostraka.restore(place / "c", like={"m": module})["m"]
+    assert restored.table[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("like", [nnx.Linear, [nnx.Linear], {"a": 3}, 7])
+def test_a_wrong_template_is_an_error_of_ours(place: Place, like: Any):
+    ostraka.save(place / "c", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(OstrakaError, match=r"(class Linear itself|does not fit)"):
+        ostraka.restore(place / "c", like=like)
+
+
+# What a template asks for beyond shape, dtype and sharding
+
+
+@struct.dataclass
+class Schedule:
+    weights: Any
+    rate: float = struct.field(pytree_node=False, default=0.1)
+    apply: Any = struct.field(pytree_node=False, default=None)
+
+
+def test_a_static_field_that_differs_is_reported(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"state": Schedule(jnp.ones(2), 0.1, jnp.sin), "x": 1})
+    like = {"state": Schedule(jnp.zeros(2), 0.2, jnp.cos), "x": 0}
+    with pytest.warns(PartialRestore, match=r"'state/rate' stays 0.2 \(saved: 0.1\)"):
+        restored = ostraka.restore(tmp_path / "c", like=like)
+    assert restored["state"].rate == 0.2
+    with pytest.warns(PartialRestore, match="'state/rate' stays 0.2"):
+        ostraka.restore(tmp_path / "c", like={"state": like["state"]})
+    # Equal ones, and those of parts that are not restored, are not reported.
+    ostraka.restore(tmp_path / "c", like={"state": Schedule(jnp.zeros(2), 0.1)})
+    ostraka.restore(tmp_path / "c", like=like, only="x")
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["array", "abstract"])
+def test_a_layout_is_restored_as_the_template_has_it(tmp_path: Path, abstract: bool):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    layout = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh, P("a", "b")))
+    values = np.arange(32, dtype=np.float32).reshape(8, 4)
+    ostraka.save(tmp_path / "c", {"w": jnp.asarray(values)})
+    like: Any = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout)
+    if not abstract:
+        like = jax.device_put(jnp.zeros((8, 4)), layout)
+    restored = ostraka.restore(tmp_path / "c", like={"w": like})["w"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    assert restored.sharding.is_equivalent_to(layout.sharding, 2)
+    np.testing.assert_array_equal(restored, values)
+    ostraka.save(tmp_path / "again", {"w": restored})
+    np.testing.assert_array_equal(ostraka.restore(tmp_path / "again")["w"], values)
+
+
+def test_a_layout_stays_in_place(tmp_path: Path):
+    layout = Format(Layout(major_to_minor=(1, 0)), jnp.zeros(1).sharding)
+    values = jnp.arange(6.0).reshape(2, 3)
+    variable = nnx.Param(jax.device_put(values, layout))
+    ostraka.save(tmp_path / "c", {"v": variable})
+    variable.set_value(jax.device_put(jnp.zeros((2, 3)), layout))
+    ostraka.restore(tmp_path / "c", into={"v": variable})
+    assert variable.get_value().format.layout.major_to_minor == (1, 0)
+    np.testing.assert_array_equal(variable.get_value(), values)
+
+
+def test_the_byte_order_of_a_template_is_kept(tmp_path: Path):
+    values = np.arange(3, dtype=">f4")
+    ostraka.save(tmp_path / "c", {"a": values, "s": values[1]})
+    restored = ostraka.restore(tmp_path / "c", like={"a": values, "s": values[1]})
+    assert restored["a"].dtype == np.dtype(">f4")
+    assert restored["a"].tolist() == [0.0, 1.0, 2.0]
+    assert restored["s"] == 1
+    # Without a template the values come back in the byte order of this machine.
+    assert ostraka.restore(tmp_path / "c")["a"].dtype == np.dtype("float32")
+
+
+def test_a_mismatch_names_into(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"w": nnx.Param(jnp.ones(2)), "old": 1})
+    into = {"w": nnx.Param(jnp.ones(3)), "old": 1}
+    with pytest.raises(Mismatch, match=r"^`into` does not fit .*`into` has \(3,\)$"):
+        ostraka.restore(tmp_path / "c", into=into)

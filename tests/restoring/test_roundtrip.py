@@ -1,0 +1,968 @@
+"""Bit for bit, from any sharding to any other, for every dtype, shape and kind of template."""
+
+import functools
+import itertools
+import math
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.random import define_prng_impl
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from ostraka import sharding as sharding_helpers
+from ostraka.common.dtypes import DTYPES, numpy_dtype
+from ostraka.errors import CheckpointNotFound, InvalidSharding, InvalidTree, Mismatch
+from ostraka.storage import open_store
+
+# Shardings
+
+
+def mesh_of(shape, names, order: Sequence[int] = range(8)):
+    devices = np.array(jax.devices())[list(order)][: math.prod(shape)]
+    return Mesh(devices.reshape(shape), names)
+
+
+def explicit_mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+PERMUTED = (5, 2, 7, 0, 3, 6, 1, 4)
+
+SHARDINGS = {
+    "single device": lambda: SingleDeviceSharding(jax.devices()[0]),
+    "another single device": lambda: SingleDeviceSharding(jax.devices()[5]),
+    "mesh of 1": lambda: NamedSharding(mesh_of((1,), ("x",)), P("x")),
+    "8 by rows": lambda: NamedSharding(mesh_of((8,), ("x",)), P("x")),
+    "explicit 8 by columns": lambda: NamedSharding(explicit_mesh((8,), ("m",)), P(None, "m")),
+    "4x2 replicated": lambda: NamedSharding(mesh_of((4, 2), ("x", "y")), P()),
+    "4x2": lambda: NamedSharding(mesh_of((4, 2), ("x", "y")), P("x", "y")),
+    "4x2 both on one": lambda: NamedSharding(mesh_of((4, 2), ("x", "y")), P(("x", "y"))),
+    "4x2 both, other order": lambda: NamedSharding(mesh_of((4, 2), ("x", "y")), P(("y", "x"))),
+    "2x4 partly replicated": lambda: NamedSharding(mesh_of((2, 4), ("data", "model")), P("data")),
+    "explicit 2x4": lambda: NamedSharding(explicit_mesh((2, 4), ("a", "b")), P("b", "a")),
+    "2x2x2": lambda: NamedSharding(mesh_of((2, 2, 2), ("a", "b", "c")), P("c", ("b", "a"))),
+    "permuted 2x4": lambda: NamedSharding(mesh_of((2, 4), ("p", "q"), PERMUTED), P("q", "p")),
+    "4 of 8": lambda: NamedSharding(mesh_of((4,), ("s",), (6, 2, 5, 1)), P(None, "s")),
+}
+
+
+def fit(sharding, shape):
+    """The sharding as far as a shape takes it: entries that do not divide are left out."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    sizes = dict(sharding.mesh.shape)
+    entries = []
+    for axes, extent in zip(sharding.spec, shape, strict=False):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        divides = extent % math.prod(sizes[name] for name in names) == 0
+        entries.append(axes if divides else None)
+    return NamedSharding(sharding.mesh, P(*entries))
+
+
+# Values
+
+JAX_DTYPES = sorted(set(DTYPES) - {"float6_e2m3fn", "float6_e3m2fn"})
+SPECIAL_BITS = {
+    "float16": [0x7E01, 0x7C01, 0xFE55, 0x8000, 0x0001, 0x7C00, 0xFC00],
+    "bfloat16": [0x7FC1, 0x7F81, 0xFFD5, 0x8000, 0x0001, 0x7F80, 0xFF80],
+    "float32": [0x7FC12345, 0x7F800001, 0xFFC00055, 0x80000000, 0x00000001, 0x7F800000, 0xFF800000],
+    "float64": [
+        0x7FF8123456789ABC,
+        0x7FF0000000000001,
+        0xFFF8000000000055,
+        1 << 63,
+        1,
+        0x7FF << 52,
+    ],
+}
+
+
+def random_bits(name, shape, seed=0) -> Any:
+    """An array of any bits that the dtype has: NaN payloads, denormals and all."""
+    dtype = numpy_dtype(name)
+    rng = np.random.default_rng([seed, *name.encode(), *shape])
+    if name == "bool":
+        return rng.integers(0, 2, shape, np.uint8).view(dtype)
+    if DTYPES[name].packed:
+        return rng.integers(0, 1 << DTYPES[name].bits, shape, np.uint8).view(dtype)
+    raw = rng.integers(0, 256, (math.prod(shape), dtype.itemsize), np.uint8)
+    array = raw.view(dtype).reshape(shape)
+    special = SPECIAL_BITS.get(name, [])[: array.size]
+    if special:
+        array.reshape(-1)[: len(special)].view(f"u{dtype.itemsize}")[:] = special
+    return array
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def assert_bits(found, expected):
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert np.array_equal(bits(found), bits(expected))
+
+
+def assert_placed(found, expected, sharding):
+    """Every shard, replicas too, has the right bits on the right device."""
+    assert isinstance(found, jax.Array)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert found.sharding == sharding
+    for shard in found.addressable_shards:
+        assert np.array_equal(bits(np.asarray(shard.data)), bits(expected[shard.index]))
+
+
+def mixed_values():
+    """All dtypes in one shape, and all kinds of shapes."""
+    values = {name: random_bits(name, (8, 16)) for name in JAX_DTYPES}
+    shapes = {
+        "0-d": (),
+        "one": (1,),
+        "odd": (7, 5),
+        "prime": (8191,),
+        "empty": (0,),
+        "empty rows": (8, 0),
+        "empty columns": (0, 16, 3),
+        "rank 1": (64,),
+        "rank 3": (8, 8, 3),
+        "rank 4": (16, 8, 1, 5),
+        "rank 5": (8, 16, 1, 3, 2),
+        "half odd": (8, 3),
+    }
+    for number, (label, shape) in enumerate(shapes.items()):
+        for name in ("float32", ["bfloat16", "int4", "bool", "uint2"][number % 4]):
+            values[f"{label} {name}"] = random_bits(name, shape)
+    return values
+
+
+@pytest.fixture(scope="module")
+def values():
+    return mixed_values()
+
+
+@pytest.fixture(scope="module")
+def saved(values, new_bucket):
+    """Makes a checkpoint of a source sharding, in memory or in a bucket."""
+
+    def save(where, source):
+        place = new_memory() if where == "memory" else str(new_bucket("moto"))
+        if (where, source) not in places:
+            sharding = SHARDINGS[source]()
+            with jax.enable_x64(True):
+                tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
+                ostraka.save(place, tree)
+            places[where, source] = place
+        return places[where, source]
+
+    places = {}
+    yield save
+    for (where, _), place in places.items():
+        if where == "memory":
+            clear(place)
+
+
+def new_memory():
+    return f"memory://roundtrip-{uuid.uuid4().hex}"
+
+
+def clear(place):
+    store = open_store(place)
+    for name in store.list():
+        store.delete(name)
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def place(request):
+    made = new_memory() if request.param == "memory" else request.getfixturevalue("bucket")
+    yield made
+    clear(made)
+
+
+def abstract(values, sharding):
+    return {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=fit(sharding, v.shape))
+        for k, v in values.items()
+    }
+
+
+# Source × destination
+
+
+FROM_EACH = [
+    *(("memory", source) for source in SHARDINGS),
+    *(("bucket", source) for source in SHARDINGS),
+]
+# In a bucket each sharding is once a source and once a destination.
+FROM_EACH_TO_EACH = [
+    *(("memory", *pair) for pair in itertools.product(SHARDINGS, SHARDINGS)),
+    *(
+        ("bucket", source, list(SHARDINGS)[(5 * number + 3) % len(SHARDINGS)])
+        for number, source in enumerate(SHARDINGS)
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "source", "destination"), FROM_EACH_TO_EACH)
+def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source, destination):
+    sharding = SHARDINGS[destination]()
+    with jax.enable_x64(True):
+        found = ostraka.restore(saved(where, source), like=abstract(values, sharding))
+    assert found.keys() == values.keys()
+    for key, value in values.items():
+        assert_placed(found[key], value, fit(sharding, value.shape))
+
+
+@pytest.mark.parametrize(("where", "source"), FROM_EACH)
+def test_without_a_template_arrays_go_back_where_they_were(saved, values, where, source):
+    sharding = SHARDINGS[source]()
+    with jax.enable_x64(True):
+        found = ostraka.restore(saved(where, source))
+    assert list(found) == list(values)
+    for key, value in values.items():
+        kept = fit(sharding, value.shape)
+        assert found[key].sharding.is_equivalent_to(kept, value.ndim)
+        assert isinstance(found[key].sharding, type(kept))
+        if isinstance(kept, NamedSharding):
+            assert found[key].sharding.mesh == kept.mesh
+        assert_placed(found[key], value, found[key].sharding)
+
+
+@pytest.mark.parametrize(("where", "source"), FROM_EACH)
+def test_as_numpy_arrays(saved, values, where, source):
+    like = {k: np.empty_like(v) for k, v in values.items()}
+    found = ostraka.restore(saved(where, source), like=like)
+    for key, value in values.items():
+        assert type(found[key]) is np.ndarray
+        assert found[key].flags.writeable
+        assert_bits(found[key], value)
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("memory", "4x2"),
+        ("memory", "permuted 2x4"),
+        ("memory", "single device"),
+        ("bucket", "permuted 2x4"),
+    ],
+)
+def test_verify_and_lazy_reading_agree(saved, values, where, source):
+    place = saved(where, source)
+    assert ostraka.verify(place).ok
+    checkpoint = ostraka.open(place)
+    for key, value in values.items():
+        assert_bits(np.asarray(checkpoint[key]), value)
+        if value.ndim:
+            assert_bits(checkpoint[key][1:], value[1:])
+        if value.ndim > 1:
+            assert_bits(checkpoint[key][::2, ::-1], value[::2, ::-1])
+
+
+@pytest.mark.parametrize("where", ["memory", "bucket"])
+@settings(max_examples=25)
+@given(
+    source=st.sampled_from(sorted(SHARDINGS)),
+    destination=st.sampled_from(sorted(SHARDINGS)),
+    leaves=st.lists(
+        st.tuples(
+            st.sampled_from(["float32", "int8", "bfloat16", "int4", "complex64"]),
+            st.lists(st.integers(0, 4) | st.sampled_from([8, 24]), max_size=4).map(tuple),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    cap=st.sampled_from([8192, 20_000, 1 << 32]),
+)
+def test_any_shapes_and_any_file_size(new_bucket, where, source, destination, leaves, cap):
+    place = new_memory() if where == "memory" else str(new_bucket("moto"))
+    sharding = SHARDINGS[source]()
+    arrays = [random_bits(name, shape, seed) for seed, (name, shape) in enumerate(leaves)]
+    tree = [jax.device_put(array, fit(sharding, array.shape)) for array in arrays]
+    ostraka.save(place, tree, max_file_bytes=cap)
+    wanted = SHARDINGS[destination]()
+    like = list(abstract(dict(enumerate(arrays)), wanted).values())
+    found = ostraka.restore(place, like=like)
+    clear(place)
+    for array, value in zip(found, arrays, strict=True):
+        assert_placed(array, value, fit(wanted, value.shape))
+
+
+# Sizes that take every way of reading
+
+
+def large_values():
+    return {
+        "boxes above 16 MiB": random_bits("float32", (1536, 4096)),
+        "rows above 8 MiB": random_bits("uint8", (2, 9 << 20)),
+        "rows of 1.5 MiB": random_bits("bfloat16", (16, 786_432)),
+        "packed": random_bits("int4", (4096, 4096)),
+        "odd": random_bits("float32", (2_500_009,)),
+        "deep": random_bits("int16", (2, 24, 8, 16, 512)),
+        "small": random_bits("float32", (3, 5)),
+    }
+
+
+LARGE = ["single device", "8 by rows", "explicit 8 by columns", "4x2 replicated", "4x2"]
+
+
+SERVERS = ["moto", "seaweed", "azurite"]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, new_bucket):
+    """The values, and what makes a checkpoint of a source sharding; one with small files."""
+    values = large_values()
+
+    def save(where, source):
+        folder = tmp_path_factory.mktemp("large") if where == "disk" else new_bucket(where)
+        if (where, source) not in places:
+            sharding = SHARDINGS[source]()
+            tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
+            cap = 5 << 20 if source == "4x2 replicated" else 4 << 30
+            ostraka.save(folder / "checkpoint", tree, max_file_bytes=cap)
+            places[where, source] = folder / "checkpoint"
+        return places[where, source]
+
+    places = {}
+    return values, save
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "destination"),
+    [
+        ("disk", "single device", "explicit 8 by columns"),
+        ("disk", "single device", "8 by rows"),
+        ("disk", "single device", "numpy"),
+        ("disk", "8 by rows", "explicit 8 by columns"),
+        ("disk", "8 by rows", "4x2"),
+        ("disk", "8 by rows", "4x2 replicated"),
+        ("disk", "explicit 8 by columns", "8 by rows"),
+        ("disk", "explicit 8 by columns", "numpy"),
+        ("disk", "explicit 8 by columns", "single device"),
+        ("disk", "4x2 replicated", "4x2"),
+        ("disk", "4x2 replicated", "explicit 8 by columns"),
+        ("disk", "4x2", "explicit 8 by columns"),
+        ("disk", "4x2", "4x2"),
+        *((server, "8 by rows", "explicit 8 by columns") for server in SERVERS),
+        *((server, "4x2 replicated", "4x2") for server in SERVERS),
+        ("seaweed", "single device", "numpy"),
+    ],
+)
+def test_large_arrays(large, where, source, destination):
+    values, save = large
+    place = save(where, source)
+    if destination == "numpy":
+        found = ostraka.restore(place, like={k: np.empty_like(values[k]) for k in values})
+        for key, value in values.items():
+            assert_bits(found[key], value)
+        return
+    sharding = SHARDINGS[destination]()
+    found = ostraka.restore(place, like=abstract(values, sharding))
+    for key, value in values.items():
+        assert_placed(found[key], value, fit(sharding, value.shape))
+
+
+@pytest.mark.parametrize("where", ["disk", *SERVERS])
+def test_small_files_are_small(large, where):
+    _, save = large
+    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
+    assert len(files) > 8
+    assert max(file.stat().st_size for file in files) <= 5 << 20
+
+
+@pytest.mark.parametrize(
+    ("where", "sources"),
+    [("disk", LARGE), *((server, ["8 by rows", "4x2 replicated"]) for server in SERVERS)],
+)
+def test_parts_of_large_arrays_are_read_lazily(large, where, sources):
+    values, save = large
+    for source in sources:
+        checkpoint = ostraka.open(save(where, source))
+        rows = values["boxes above 16 MiB"]
+        assert_bits(checkpoint["boxes above 16 MiB"][1000:1100, ::7], rows[1000:1100, ::7])
+        assert_bits(checkpoint["packed"][-3:, 17:3001], values["packed"][-3:, 17:3001])
+        assert_bits(checkpoint["odd"][2_499_999:], values["odd"][2_499_999:])
+
+
+# PRNG keys
+
+
+@functools.cache
+def some_keys():
+    return {
+        "threefry": jax.random.key(1, impl="threefry2x32"),
+        "rbg": jax.random.key(2, impl="rbg"),
+        "unsafe": jax.random.key(3, impl="unsafe_rbg"),
+        "many": jax.random.split(jax.random.key(4), 8),
+        "matrix": jax.random.split(jax.random.key(5, impl="rbg"), (8, 16)),
+        "none": jax.random.split(jax.random.key(6), 0),
+    }
+
+
+def key_trees(sharding):
+    return {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in some_keys().items()}
+
+
+def assert_keys(found, expected, sharding):
+    assert found.keys() == expected.keys()
+    for name, key in expected.items():
+        assert found[name].dtype == key.dtype
+        assert found[name].shape == key.shape
+        assert found[name].sharding.is_equivalent_to(fit(sharding, key.shape), key.ndim)
+        assert_bits(
+            np.asarray(jax.random.key_data(found[name])), np.asarray(jax.random.key_data(key))
+        )
+
+
+KEY_SHARDINGS = ["single device", "4x2", "explicit 2x4", "permuted 2x4", "4x2 replicated"]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [*itertools.permutations(KEY_SHARDINGS, 2), ("4x2", "4x2")]
+)
+def test_keys_from_any_sharding_to_any_other(place, source, destination):
+    keys = key_trees(SHARDINGS[source]())
+    ostraka.save(place, keys)
+    wanted = SHARDINGS[destination]()
+    assert_keys(ostraka.restore(place, like=key_trees(wanted)), keys, wanted)
+    shapes = {
+        name: jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=fit(wanted, key.shape))
+        for name, key in keys.items()
+    }
+    assert_keys(ostraka.restore(place, like=shapes), keys, wanted)
+
+
+@pytest.mark.parametrize("source", KEY_SHARDINGS)
+def test_keys_without_a_template(place, source):
+    sharding = SHARDINGS[source]()
+    keys = key_trees(sharding)
+    ostraka.save(place, keys)
+    found = ostraka.restore(place)
+    assert_keys(found, keys, sharding)
+    draws = [jax.random.normal(tree["threefry"], (4,)) for tree in (keys, found)]
+    assert_bits(np.asarray(draws[1]), np.asarray(draws[0]))
+
+
+def test_keys_are_not_their_data(place):
+    ostraka.save(place, {"k": jax.random.key(0)})
+    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has uint32"):
+        ostraka.restore(place, like={"k": np.zeros(2, np.uint32)})
+    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has a rbg key"):
+        ostraka.restore(place, like={"k": jax.random.key(0, impl="rbg")})
+    with pytest.raises(Mismatch, match=r"keys of shape \(\), `like` has \(2,\)"):
+        ostraka.restore(place, like={"k": jax.random.split(jax.random.key(0))})
+
+
+def test_raw_keys_are_plain_arrays(place):
+    key = jax.random.PRNGKey(3)
+    ostraka.save(place, {"k": key})
+    assert_placed(ostraka.restore(place)["k"], np.asarray(key), key.sharding)
+
+
+# numpy
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_numpy_arrays_of_every_dtype(place, name):
+    array = random_bits(name, (5, 7))
+    scalar = array[2, 3]
+    ostraka.save(place, {"array": array, "scalar": scalar, "0-d": np.array(scalar)})
+    for found in (
+        ostraka.restore(place),
+        ostraka.restore(place, like={"array": array, "scalar": scalar, "0-d": np.array(scalar)}),
+    ):
+        assert type(found["array"]) is np.ndarray
+        assert type(found["0-d"]) is np.ndarray
+        assert type(found["scalar"]) is type(scalar)
+        assert_bits(found["array"], array)
+        assert_bits(found["0-d"], np.array(scalar))
+        assert_bits(np.array(found["scalar"]), np.array(scalar))
+
+
+def test_numpy_arrays_in_any_memory_order(place):
+    array = random_bits("float32", (6, 8, 10))
+    views = {
+        "transposed": array.T,
+        "fortran": np.asfortranarray(array),
+        "strided": array[::2, 1:7:3, ::-1],
+        "broadcast": np.broadcast_to(array[0, 0], (3, 4, 10)),
+        "read-only": np.frombuffer(array.tobytes(), np.float32),
+        "packed strided": random_bits("int4", (9, 9))[::2, ::3],
+    }
+    ostraka.save(place, views)
+    found = ostraka.restore(place)
+    for key, view in views.items():
+        assert_bits(found[key], np.ascontiguousarray(view))
+
+
+def test_a_large_numpy_array_in_any_memory_order(place):
+    array = random_bits("uint16", (3000, 7001))
+    ostraka.save(place, {"t": array.T, "s": array[::-1, 1::2]})
+    found = ostraka.restore(place)
+    assert_bits(found["t"], np.ascontiguousarray(array.T))
+    assert_bits(found["s"], np.ascontiguousarray(array[::-1, 1::2]))
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">f4", ">i2", ">u8", ">c16", ">f2"])
+def test_big_endian_arrays_keep_their_values(place, dtype):
+    native = np.arange(-3, 9).reshape(3, 4).astype(np.dtype(dtype).newbyteorder("="))
+    swapped = native.astype(dtype)
+    ostraka.save(place, {"a": swapped, "s": swapped[1, 1], "view": swapped.T})
+    found = ostraka.restore(place)
+    assert_bits(found["a"], native)
+    assert_bits(found["view"], np.ascontiguousarray(native.T))
+    assert found["s"] == native[1, 1]
+    like = {"a": swapped, "s": native[0, 0], "view": native.T}
+    found = ostraka.restore(place, like=like)
+    assert_bits(found["a"], swapped)
+    assert_bits(found["view"], np.ascontiguousarray(native.T))
+
+
+def test_numpy_arrays_are_writable_and_share_nothing(place):
+    arrays = {f"a{n}": random_bits("float32", (n + 1, 3)) for n in range(20)}
+    arrays["large"] = random_bits("float32", (1500, 1000))
+    ostraka.save(place, arrays)
+    first, second = ostraka.restore(place), ostraka.restore(place)
+    for found in [*first.values(), *second.values()]:
+        assert found.flags.writeable
+        assert found.flags.c_contiguous
+    everything = [*first.values(), *second.values()]
+    for a, b in itertools.combinations(everything, 2):
+        assert not np.shares_memory(a, b)
+    for found in first.values():
+        found.reshape(-1).view(np.uint8)[:] = 0xAB
+    for key, array in arrays.items():
+        assert_bits(second[key], array)
+        assert_bits(ostraka.restore(place)[key], array)
+
+
+def test_saving_does_not_change_what_is_saved(place):
+    array = random_bits("float32", (8, 16))
+    sharded = jax.device_put(array, SHARDINGS["4x2"]())
+    kept = array.copy()
+    ostraka.save(place, {"n": array, "j": sharded})
+    assert_bits(array, kept)
+    assert_placed(sharded, kept, SHARDINGS["4x2"]())
+    assert array.flags.writeable
+
+
+# Templates
+
+
+@pytest.fixture
+def example(place):
+    """Sharded, replicated, single-device and host leaves in one checkpoint."""
+    mesh = mesh_of((4, 2), ("x", "y"))
+    tree = {
+        "w": jax.device_put(random_bits("float32", (8, 16)), NamedSharding(mesh, P("x", "y"))),
+        "b": {"c": jax.device_put(random_bits("float32", (16,)), NamedSharding(mesh, P("y")))},
+        "s": jax.device_put(random_bits("float32", ()), NamedSharding(mesh, P())),
+        "one": jax.device_put(random_bits("int32", (8,)), jax.devices()[3]),
+        "host": random_bits("float32", (8, 4)),
+    }
+    ostraka.save(place, tree)
+    return place, tree, mesh
+
+
+def test_a_live_template_gives_types_and_places(example):
+    place, tree, _ = example
+    found = ostraka.restore(place, like=tree)
+    for key in ("w", "s", "one"):
+        assert_placed(found[key], np.asarray(tree[key]), tree[key].sharding)
+    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), tree["b"]["c"].sharding)
+    assert type(found["host"]) is np.ndarray
+
+
+def test_a_donated_template_still_says_what_is_wanted(example):
+    place, tree, _ = example
+    expected = np.asarray(tree["w"]).copy()
+    sharding = tree["w"].sharding
+    jax.jit(lambda x: x + 1, donate_argnums=0)(tree["w"])
+    tree["one"].delete()
+    found = ostraka.restore(place, like=tree)
+    assert_placed(found["w"], expected, sharding)
+
+
+def test_a_template_may_turn_device_arrays_into_host_arrays_and_back(example):
+    place, tree, mesh = example
+    sharding = NamedSharding(mesh, P(("y", "x")))
+    like = {
+        "w": np.zeros((8, 16), np.float32),
+        "b": {"c": np.zeros(16, np.float32)},
+        "s": np.float32(0),
+        "one": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding),
+        "host": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding),
+    }
+    found = ostraka.restore(place, like=like)
+    assert_bits(found["w"], np.asarray(tree["w"]))
+    assert_bits(found["b"]["c"], np.asarray(tree["b"]["c"]))
+    assert type(found["s"]) is np.float32
+    assert_placed(found["one"], np.asarray(tree["one"]), sharding)
+    assert_placed(found["host"], tree["host"], sharding)
+
+
+def test_shapes_without_a_sharding_go_where_they_were(example):
+    place, tree, _ = example
+    found = ostraka.restore(place, like=jax.eval_shape(lambda: tree))
+    assert found["w"].sharding.is_equivalent_to(tree["w"].sharding, 2)
+    assert found["one"].sharding == tree["one"].sharding
+    assert isinstance(found["host"], jax.Array)
+    assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_the_default_device_takes_host_arrays(example):
+    place, tree, _ = example
+    like = {**tree, "host": jax.ShapeDtypeStruct((8, 4), np.float32)}
+    with jax.default_device(jax.devices()[6]):
+        found = ostraka.restore(place, like=like)
+    assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[6]))
+
+
+def test_a_part_of_several_things(place):
+    tree = {"model": {"w": np.arange(3)}, "optimizer": {"m": np.arange(4)}, "step": 7}
+    ostraka.save(place, tree)
+    found = ostraka.restore(place, like={"model": {"w": np.zeros(3, int)}})
+    assert found.keys() == {"model"}
+    assert_bits(found["model"]["w"], np.arange(3))
+    with pytest.raises(Mismatch, match="'model/w' is in the checkpoint but not in `like`"):
+        ostraka.restore(place, like={"model": {}, "step": 0, "optimizer": {"m": np.zeros(4, int)}})
+
+
+def test_nothing_is_cast_or_reshaped(example):
+    place, tree, _ = example
+    with pytest.raises(Mismatch, match=r"'w': saved with shape \(8, 16\), `like` has \(16, 8\)"):
+        ostraka.restore(place, like={**tree, "w": np.zeros((16, 8), np.float32)})
+    with pytest.raises(Mismatch, match="'w': saved as float32, `like` has bfloat16"):
+        ostraka.restore(place, like={**tree, "w": np.zeros((8, 16), ml_dtypes.bfloat16)})
+
+
+def test_64_bits_are_not_cut_to_32(place):
+    ostraka.save(place, {"a": np.arange(3), "b": np.float64(1.5)})
+    like = {"a": jax.ShapeDtypeStruct((3,), np.int64), "b": 0.0}
+    with pytest.raises(Mismatch, match="'a': saved as int64, which JAX would cut to 32 bits"):
+        ostraka.restore(place, like=like)
+    with jax.enable_x64(True):
+        assert ostraka.restore(place, like=like)["a"].dtype == np.int64
+
+
+# mesh= and specs=
+
+
+def test_saved_specs_go_onto_another_mesh(example):
+    place, tree, _ = example
+    mesh = mesh_of((2, 4), ("x", "y"), PERMUTED)
+    found = ostraka.restore(place, mesh=mesh)
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("x", "y")))
+    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("y")))
+    assert_placed(found["s"], np.asarray(tree["s"]), NamedSharding(mesh, P()))
+    assert found["one"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
+    assert type(found["host"]) is np.ndarray
+
+
+def test_specs_of_the_template_go_onto_another_mesh(example):
+    place, tree, mesh = example
+    other = explicit_mesh((2, 4), ("x", "y"))
+    like = {
+        **tree,
+        "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x"))),
+    }
+    found = ostraka.restore(place, like=like, mesh=other)
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(other, P(None, "x")))
+    assert found["b"]["c"].sharding == NamedSharding(other, P("y"))
+
+
+def test_an_abstract_mesh_is_bound_to_the_one_that_is_given(example):
+    place, tree, mesh = example
+    named = NamedSharding(mesh.abstract_mesh, P("y", "x"))
+    like = {**tree, "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=named)}
+    found = ostraka.restore(place, like=like, mesh=mesh)
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y", "x")))
+    with pytest.raises(
+        Mismatch, match="leaf 'w' .*abstract mesh, which has no devices: pass mesh="
+    ):
+        ostraka.restore(place, like=like)
+
+
+def test_one_spec_for_all(place):
+    mesh = mesh_of((4, 2), ("x", "y"))
+    values = {"a": random_bits("float32", (8, 3)), "b": [random_bits("int8", (16,))]}
+    ostraka.save(place, jax.device_put(values, jax.devices()[0]))
+    found = ostraka.restore(place, mesh=mesh, specs=P("x"))
+    assert_placed(found["a"], values["a"], NamedSharding(mesh, P("x")))
+    assert_placed(found["b"][0], values["b"][0], NamedSharding(mesh, P("x")))
+
+
+def test_specs_for_branches_and_for_leaves(example):
+    place, tree, _ = example
+    mesh = mesh_of((2, 2, 2), ("a", "b", "c"))
+    single = SingleDeviceSharding(jax.devices()[7])
+    specs = {"w": P("a", ("b", "c")), "b": P("c"), "s": None, "one": single, "host": P("a")}
+    found = ostraka.restore(place, mesh=mesh, specs=specs)
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("a", ("b", "c"))))
+    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("c")))
+    assert found["s"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 0)
+    assert_placed(found["one"], np.asarray(tree["one"]), single)
+    full = {"w": P(), "b": {"c": P(("a", "c"))}, "s": P(), "one": P("b"), "host": None}
+    found = ostraka.restore(place, mesh=mesh, specs=full)
+    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P(("a", "c"))))
+
+
+def test_specs_are_stronger_than_the_template(example):
+    place, tree, mesh = example
+    found = ostraka.restore(place, like=tree, mesh=mesh, specs={"w": P("y")})
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y")))
+    assert found["b"]["c"].sharding.is_equivalent_to(tree["b"]["c"].sharding, 1)
+    found = ostraka.restore(place, like=tree, specs={"w": P(None, "x")})
+    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P(None, "x")))
+
+
+@pytest.mark.parametrize(
+    ("specs", "sentence"),
+    [
+        ({"w": P("z")}, "leaf 'w', dimension 0: the mesh .*has no axis 'z'"),
+        ({"w": P("x", "x")}, "leaf 'w', dimension 1: axis 'x' is used twice"),
+        ({"w": P(("x", "x"))}, "leaf 'w', dimension 0: axis 'x' is used twice"),
+        ({"w": P(None, None, "x")}, "leaf 'w' has 2 dimensions .* has 3 entries"),
+        ({"one": P("x", None)}, "leaf 'one' has 1 dimensions .* has 2 entries"),
+        ({"s": P("x")}, r"leaf 's' has 0 dimensions \(\)"),
+        ({"v": P("x")}, "specs has 'v', which is no leaf"),
+        ({"b": {"d": P("x")}}, "specs has 'b/d', which is no leaf"),
+    ],
+)
+def test_specs_that_do_not_fit_are_named(example, specs, sentence):
+    place, tree, mesh = example
+    with pytest.raises(Mismatch, match=sentence):
+        ostraka.restore(place, mesh=mesh, specs=specs)
+    with pytest.raises(Mismatch, match=sentence):
+        ostraka.restore(place, like=tree, mesh=mesh, specs=specs)
+
+
+def test_sizes_that_do_not_divide_are_named(place):
+    mesh = mesh_of((4, 2), ("x", "y"))
+    ostraka.save(place, {"w": jnp.zeros((6, 3))})
+    sentence = "leaf 'w', dimension 0: 6 elements do not divide into 4 parts along x"
+    with pytest.raises(Mismatch, match=sentence):
+        ostraka.restore(place, mesh=mesh, specs=P("x"))
+    ostraka.save(place, {"w": jax.device_put(np.zeros((4, 3)), NamedSharding(mesh, P("x")))})
+    with pytest.raises(Mismatch, match="4 elements do not divide into 8 parts along x"):
+        ostraka.restore(place, mesh=mesh_of((8,), ("x",)))
+
+
+def test_saved_specs_need_their_axes_on_the_mesh(example):
+    place, _, _ = example
+    with pytest.raises(Mismatch, match="the mesh .*has no axis 'x'"):
+        ostraka.restore(place, mesh=mesh_of((8,), ("other",)))
+
+
+def test_a_spec_needs_a_mesh(example):
+    place, _, _ = example
+    with pytest.raises(Mismatch, match="leaf 'w' has a spec in `specs` but no mesh: pass mesh="):
+        ostraka.restore(place, specs={"w": P("x")})
+
+
+def test_specs_hold_nothing_but_specs(example):
+    place, _, mesh = example
+    with pytest.raises(InvalidSharding, match="leaf 'w' is given a str as its spec; it must be"):
+        ostraka.restore(place, mesh=mesh, specs={"w": "x"})
+
+
+def test_rules_and_presets_are_specs_too(place):
+    mesh = mesh_of((4, 2), ("fsdp", "tp"))
+    tree = {"a": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}, "n": np.ones(3), "s": 1}
+    ostraka.save(place, tree)
+    restored = ostraka.restore(place, mesh=mesh, specs={"**/kernel": P("fsdp", "tp")})
+    assert restored["a"]["kernel"].sharding == NamedSharding(mesh, P("fsdp", "tp"))
+    assert restored["a"]["bias"].sharding == NamedSharding(mesh, P())
+    restored = ostraka.restore(place, like=tree, mesh=mesh, specs=sharding_helpers.fsdp(min_size=1))
+    assert restored["a"]["kernel"].sharding.spec == P("fsdp", None)
+    with pytest.raises(Mismatch, match=r"specs=.* matches no leaf"):
+        ostraka.restore(place, mesh=mesh, specs={"**/kernal": P("fsdp")})
+
+
+# What happens to the arrays afterwards
+
+
+@pytest.mark.parametrize("shape", [(16,), (64, 64), (2048, 1024)])
+def test_restored_arrays_survive_donation_of_their_neighbours(place, shape):
+    values = {f"a{n}": random_bits("int32", shape, n) for n in range(12)}
+    sharding = SHARDINGS["8 by rows"]()
+    ostraka.save(place, {k: jax.device_put(v, fit(sharding, shape)) for k, v in values.items()})
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    first = ostraka.restore(place)
+    for _ in range(3):
+        for key in list(first)[::2]:
+            first[key] = step(first[key])
+    second = ostraka.restore(place)
+    for number, (key, value) in enumerate(values.items()):
+        assert_bits(np.asarray(first[key]), value + np.int32(0 if number % 2 else 3))
+        assert_bits(np.asarray(second[key]), value)
+
+
+def test_restored_arrays_outlive_the_checkpoint(new_place):
+    folder = new_place("outlived")
+    value = random_bits("float32", (512, 512))
+    ostraka.save(folder / "c", {"a": jax.device_put(value, SHARDINGS["4x2"]())})
+    found = ostraka.restore(folder / "c")["a"]
+    for file in (folder / "c").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert_placed(found, value, found.sharding)
+
+
+def test_a_restored_tree_can_be_saved_and_restored_again(place, values):
+    sharding = SHARDINGS["2x2x2"]()
+    with jax.enable_x64(True):
+        tree = {k: jax.device_put(v, fit(sharding, v.shape)) for k, v in values.items()}
+        for _ in range(3):
+            ostraka.save(place, tree)
+            tree = ostraka.restore(place)
+    for key, value in values.items():
+        assert_placed(tree[key], value, tree[key].sharding)
+
+
+def test_a_step_runs_on_restored_arrays(place):
+    mesh = mesh_of((4, 2), ("x", "y"))
+    value = np.arange(128, dtype=np.float32).reshape(8, 16)
+    ostraka.save(place, {"w": jax.device_put(value, NamedSharding(mesh, P("x", "y")))})
+    found = ostraka.restore(place)["w"]
+    assert float(jax.jit(lambda w: (w @ w.T).sum())(found)) == float((value @ value.T).sum())
+
+
+def test_a_run_with_fewer_devices_needs_no_template(new_place):
+    """Eight devices saved it, three restore it: onto one device, or onto any mesh of theirs."""
+    folder = new_place("fewer")
+    mesh = mesh_of((4, 2), ("x", "y"))
+    value = np.arange(96, dtype=np.int32).reshape(8, 12)
+    tree = {
+        "w": jax.device_put(value, NamedSharding(mesh, P("x", "y"))),
+        "one": jax.device_put(value, jax.devices()[7]),
+        "key": jax.device_put(jax.random.key(3), NamedSharding(mesh, P())),
+        "step": 7,
+    }
+    ostraka.save(folder / "c", tree)
+    script = """
+import sys
+import jax, numpy as np, ostraka
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+value = np.arange(96, dtype=np.int32).reshape(8, 12)
+devices = jax.devices()
+assert len(devices) == 3
+found = ostraka.restore(sys.argv[1])
+for name in ("w", "one"):
+    assert found[name].sharding.device_set == {devices[0]}, found[name].sharding
+    np.testing.assert_array_equal(found[name], value)
+assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
+assert found["step"] == 7
+mesh = Mesh(np.array(devices), ("m",))
+found = ostraka.restore(sys.argv[1], mesh=mesh, specs={"w": P(None, "m"), "one": P(), "key": P()})
+assert found["w"].sharding == NamedSharding(mesh, P(None, "m"))
+np.testing.assert_array_equal(found["w"], value)
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder / "c")],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"only": 5}, TypeError, "only must be a path pattern, or a list of them, not 5"),
+        ({"only": [5]}, TypeError, r"only must be a path pattern, or a list of them, not \[5\]"),
+        ({"only": []}, ValueError, "only is empty, and would leave out everything"),
+        ({"strict": "no"}, TypeError, "strict must be True or False, not 'no'"),
+        ({"on_record": 5}, TypeError, "on_record must be a function, not 5"),
+        ({"dtype": 5}, TypeError, "dtype is 5; it must be a dtype, as bfloat16 is"),
+    ],
+)
+def test_arguments_of_wrong_types(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+):
+    ostraka.save(tmp_path / "c", {"a": np.ones(3)})
+    with pytest.raises(kind, match=message):
+        ostraka.restore(tmp_path / "c", **options)
+
+
+# Keys of a generator that JAX does not have
+
+
+def generator(name: str, words: tuple[int, ...] = (3,)) -> Any:
+    """One that counts; as good as any to be saved."""
+    return define_prng_impl(
+        key_shape=words,
+        seed=lambda seed: jnp.full(words, seed, jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, *words)) + jnp.uint32(1),
+        random_bits=lambda key, _, shape: jnp.broadcast_to(key.ravel()[0], shape),
+        fold_in=lambda key, data: key + jnp.uint32(data),
+        name=name,
+        tag="test",
+    )
+
+
+def test_keys_of_a_generator_of_the_users_own_come_back_by_a_template(place: str):
+    mine = generator("counting")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    key = jax.random.key(7, impl=mine)
+    spread = jax.device_put(jax.random.split(key, 8), NamedSharding(mesh, P("x")))
+    tree = {"key": key, "rngs": nnx.Rngs(jax.random.key(3, impl=mine)), "keys": spread}
+    ostraka.save(place, tree)
+    assert ostraka.verify(place).ok
+    then = jax.random.key_data(tree["rngs"].default())
+
+    def fresh() -> Any:
+        other = jax.random.key(0, impl=mine)
+        keys = jax.device_put(jax.random.split(other, 8), spread.sharding)
+        return {"key": other, "rngs": nnx.Rngs(other), "keys": keys}
+
+    for found in (
+        ostraka.restore(place, like=fresh()),
+        ostraka.restore(place, into=fresh()),
+        ostraka.restore(place, like=fresh(), mesh=mesh, specs={"keys": P()}),
+        ostraka.restore(place, like={**fresh(), "key": jax.eval_shape(lambda: key)}),
+    ):
+        for name in ("key", "keys"):
+            assert found[name].dtype == tree[name].dtype
+            before, after = (jax.random.key_data(t[name]) for t in (tree, found))
+            assert np.array_equal(before, after)
+        assert np.array_equal(jax.random.key_data(found["rngs"].default()), then)
+    with pytest.raises(
+        Mismatch, match=r"'counting', which JAX does not have: define .* pass like="
+    ):
+        ostraka.restore(place)
+    for other, match in (
+        (generator("other"), "'counting', which JAX does not have"),
+        (generator("counting", (4,)), "have the shape"),
+        ("rbg", "'counting', which JAX does not have"),
+    ):
+        with pytest.raises(Mismatch, match=match):
+            ostraka.restore(place, like={"key": jax.random.key(0, impl=other)})
+
+
+@pytest.mark.parametrize(("name", "words"), [("<unnamed>", (3,)), ("rbg", (4,)), ("flat", (2, 2))])
+def test_keys_whose_generator_could_not_be_found_again_are_refused(
+    place: str, name: str, words: tuple[int, ...]
+):
+    key = jax.random.key(7, impl=generator(name, words))
+    with pytest.raises(InvalidTree, match="'key' has keys of the generator key<test>, which could"):
+        ostraka.save(place, {"key": key})
+    with pytest.raises(CheckpointNotFound, match="memory://"):
+        ostraka.open(place)

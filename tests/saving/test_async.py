@@ -1,0 +1,629 @@
+"""`save_async` in one process: the values are those at the call, and no error is lost."""
+
+import asyncio
+import collections
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ostraka
+from mounts import mounted
+from ostraka.errors import Busy, InvalidTree, PathInTheWay, SaveFailed
+from ostraka.saving import background
+from ostraka.testing import FaultyStore
+from places import Place, in_the_way
+
+
+@pytest.fixture(autouse=True)
+def _no_save_left() -> Iterator[None]:
+    yield
+    with suppress(Exception):
+        background.wait_for_background()
+
+
+@contextmanager
+def writes_held(path: Place) -> Generator[tuple[FaultyStore, threading.Event]]:
+    """A store in which no byte is written before the event is set, or the block is left."""
+    gate = threading.Event()
+
+    def wait(verb: str, name: str) -> None:
+        if verb == "write":
+            gate.wait()
+
+    try:
+        yield FaultyStore(path, before=wait), gate
+    finally:
+        gate.set()
+        with suppress(Exception):
+            background.wait_for_background()
+
+
+@contextmanager
+def set_when_waited_for(gate: threading.Event) -> Generator[None]:
+    """Set the event a moment after somebody has begun to wait for a save, and not before."""
+    real = ostraka.SaveHandle._wait_for_end
+
+    def wait_for_end(self: ostraka.SaveHandle, timeout: float | None = None) -> None:
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        real(self, timeout)
+        timer.join()
+
+    with patch.object(ostraka.SaveHandle, "_wait_for_end", wait_for_end):
+        yield
+
+
+def make_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+
+def put(value: Any, *axes: Any) -> jax.Array:
+    return jax.device_put(value, NamedSharding(make_mesh(), P(*axes)))
+
+
+def make_arrays(seed: int = 0) -> dict[str, jax.Array]:
+    """Every way in which an array can lie on devices."""
+    noise = np.random.default_rng(seed).standard_normal((64, 32), np.float32)
+    small = np.random.default_rng(seed).integers(-8, 8, (16, 8))
+    return {
+        "sharded": put(noise, "x", "y"),
+        "replicated": put(noise + 1),
+        "partly": put(noise + 2, None, "y"),
+        "bf16": put(noise.astype(jnp.bfloat16), "x"),
+        "int4": put(small.astype(jnp.int4), "x"),
+        "one_device": jax.device_put(noise + 3, SingleDeviceSharding(jax.devices()[3])),
+        "scalar": put(np.float32(seed)),
+    }
+
+
+def host(tree: Any) -> Any:
+    """Copies of all arrays in host memory."""
+    return jax.tree.map(lambda a: np.array(a, copy=True), tree)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    def check(g: Any, w: Any) -> None:
+        assert np.asarray(g).dtype == np.asarray(w).dtype
+        assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
+
+    jax.tree.map(check, got, want)
+
+
+_step_one = jax.jit(lambda a: a + a + 1, donate_argnums=0)
+
+
+def step(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """New values in the memory of the old ones."""
+    return jax.tree.map(_step_one, tree)
+
+
+def overwrite_freed_memory(like: Any) -> None:
+    """Allocate as much as was freed, several times over, and write to all of it."""
+    junk = [jax.tree.map(lambda a: jnp.full_like(a, 7), like) for _ in range(4)]
+    jax.block_until_ready(junk)
+
+
+# The values are those at the call
+
+
+def test_has_the_values_before_donating_steps(place: Place):
+    arrays = make_arrays()
+    want = host(arrays)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, arrays)
+        donated = arrays
+        for _ in range(3):
+            arrays = step(arrays)
+        jax.block_until_ready(arrays)
+        assert any(array.is_deleted() for array in donated.values())
+        assert not handle.done()
+    handle.wait()
+    assert_same(ostraka.restore(place / "c"), want)
+    assert ostraka.verify(place / "c").ok
+
+
+def test_has_the_values_of_arrays_that_are_deleted(place: Place):
+    arrays = make_arrays()
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    want = host(arrays)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, arrays)
+        for array in arrays.values():
+            array.delete()
+        overwrite_freed_memory(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like))
+    handle.wait()
+    assert_same(ostraka.restore(place / "c"), want)
+
+
+def test_has_the_values_of_keys_that_are_donated(place: Place):
+    key = jax.random.split(jax.random.key(5, impl="rbg"), 8)
+    want = np.array(jax.random.key_data(key))
+    fold = jax.jit(jax.vmap(lambda k: jax.random.fold_in(k, 1)), donate_argnums=0)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, {"key": key})
+        key = fold(key)
+        jax.block_until_ready(key)
+    handle.wait()
+    restored = ostraka.restore(place / "c")["key"]
+    assert np.array_equal(jax.random.key_data(restored), want)
+
+
+def test_casts_the_values_at_the_call(place: Place):
+    arrays = make_arrays()
+    want = np.asarray(arrays["sharded"]).astype(jnp.bfloat16)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, arrays, dtype="bfloat16")
+        jax.block_until_ready(step(arrays))
+    handle.wait()
+    assert_same(ostraka.restore(place / "c")["sharded"], want)
+
+
+def test_has_the_values_before_numpy_arrays_are_written_to(place: Place):
+    mutable: dict[str, Any] = {
+        "plain": np.arange(1000.0),
+        "fortran": np.asfortranarray(np.arange(64).reshape(8, 8)),
+        "big_endian": np.arange(10, dtype=">i4"),
+        "view": np.arange(100)[::3],
+        "int4": np.arange(-8, 8).astype(jnp.int4),
+    }
+    want = {name: array.copy() for name, array in mutable.items()}
+    metadata = {"tags": ["a"]}
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, mutable, metadata=metadata)
+        for array in mutable.values():
+            array[...] = 0
+        metadata["tags"].append("b")
+        mutable["more"] = np.ones(3)
+    handle.wait()
+    restored = ostraka.restore(place / "c")
+    assert restored.keys() == want.keys()
+    assert all(np.array_equal(restored[name], want[name]) for name in want)
+    assert ostraka.open(place / "c").metadata == {"tags": ["a"]}
+
+
+class Counter:
+    """An iterator whose state is its own dict, which it goes on changing."""
+
+    def __init__(self) -> None:
+        self.state = {"next": 0, "seen": [0]}
+
+    def __next__(self) -> int:
+        self.state["next"] += 1  # pyright: ignore[reportOperatorIssue]
+        self.state["seen"].append(1)  # pyright: ignore[reportAttributeAccessIssue]
+        return 0
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_has_the_values_of_large_numpy_arrays_that_several_threads_copy(place: Place):
+    numbers = np.arange(3 << 20)  # 24 MiB
+    mutable: dict[str, Any] = {
+        "one_dimension": numbers.copy(),
+        "rows": numbers.reshape(1024, -1).copy(),
+        "fortran": np.asfortranarray(numbers.reshape(512, 8, -1)),
+        "one_row": numbers.reshape(1, -1).copy(),
+        "every_second": np.repeat(numbers, 2)[::2],
+        "backwards": numbers.copy()[::-1],
+        "small": {str(n): np.full(n, n) for n in range(40)},
+    }
+    want = jax.tree.map(np.copy, mutable)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, mutable)
+        for array in jax.tree.leaves(mutable):
+            array[...] = -1
+    handle.wait()
+    assert_same(ostraka.restore(place / "c"), want)
+
+
+def test_has_the_state_of_an_iterator_before_it_moves_on(place: Place):
+    data = Counter()
+    next(data)
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, {"data": data, "x": jnp.ones(8)})
+        next(data)
+    handle.wait()
+    ostraka.restore(place / "c", like={"data": data, "x": jnp.ones(8)})
+    assert data.state == {"next": 1, "seen": [0, 1]}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(16, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.drop(nnx.relu(self.first(x))))
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train(model: Model, optimizer: nnx.Optimizer[Model], x: jax.Array) -> None:
+    grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+
+
+def test_has_the_values_before_steps_of_nnx(place: Place):
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    x = jnp.ones((8, 16))
+    train(model, optimizer, x)
+    ostraka.save(place / "want", {"model": model, "optimizer": optimizer})
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, {"model": model, "optimizer": optimizer})
+        for _ in range(3):
+            train(model, optimizer, x)
+        jax.block_until_ready(nnx.state(model))
+    handle.wait()
+    got, want = ostraka.restore(place / "c"), ostraka.restore(place / "want")
+    assert_same(*(jax.tree.map(_data, tree) for tree in (got, want)))
+    assert not np.array_equal(got["model"]["last"]["kernel"], model.last.kernel[...])
+
+
+def _data(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def test_donation_at_any_time_does_not_reach_the_file(place: Place):
+    rng = random.Random(4)
+    arrays = {f"w{n}": put(np.full((256, 256), n, np.float32), "x") for n in range(8)}
+    for _ in range(20):
+        want = host(arrays)
+        handle = ostraka.save_async(place / "c", arrays)
+        for _ in range(rng.randrange(1, 4)):
+            time.sleep(rng.random() * 0.01)
+            arrays = step(arrays)
+        handle.wait()
+        assert_same(ostraka.restore(place / "c"), want)
+
+
+# The handle
+
+
+def test_handle_tells_how_far_it_is(place: Place):
+    with writes_held(place / "c") as (store, gate):
+        handle = ostraka.save_async(store, make_arrays())
+        assert not handle.done()
+        assert handle.record is None
+        assert handle.bytes_written == 0
+        assert "under way" in repr(handle)
+        with pytest.raises(TimeoutError, match=r"the save to .*/c has not ended after 0.05 s"):
+            handle.wait(0.05)
+        with pytest.raises(TimeoutError, match="has not ended after 0 s"):
+            handle.exception(0)
+        gate.set()
+        handle.wait(60)
+    assert handle.done()
+    assert handle.exception() is None
+    assert "done" in repr(handle)
+    sizes = [file.stat().st_size for file in (place / "c").glob("*/*.safetensors")]
+    assert handle.bytes_written == handle.bytes_total == sum(sizes)
+    handle.wait()
+
+
+def test_nothing_shows_before_the_end(place: Place):
+    ostraka.save(place / "c", {"x": np.zeros(4)})
+    with writes_held(place / "c") as (store, _):
+        handle = ostraka.save_async(store, {"x": np.ones(4)})
+        assert np.array_equal(ostraka.restore(place / "c")["x"], np.zeros(4))
+    handle.wait()
+    assert np.array_equal(ostraka.restore(place / "c")["x"], np.ones(4))
+
+
+def test_what_can_not_be_saved_raises_at_the_call(place: Place):
+    with pytest.raises(InvalidTree, match="'bad'"):
+        ostraka.save_async(place / "c", {"bad": object()})
+    with pytest.raises(ValueError, match="max_file_bytes is 1"):
+        ostraka.save_async(place / "c", {}, max_file_bytes=1)
+    with pytest.raises(ValueError, match='if_busy is \'never\'; it must be "wait" or "refuse"'):
+        ostraka.save_async(place / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
+    ostraka.save_async(place / "c", {"good": 1}).wait()
+
+
+def fail_in_background(place: Place) -> ostraka.SaveHandle:
+    return ostraka.save_async(in_the_way(place / "file" / "c"), {"x": np.ones(4)})
+
+
+def test_error_is_raised_by_wait_and_not_again(place: Place, caplog: pytest.LogCaptureFixture):
+    handle = fail_in_background(place)
+    with pytest.raises(PathInTheWay, match="file/c"):
+        handle.wait()
+    with pytest.raises(PathInTheWay, match="file/c"):
+        handle.wait()
+    assert "failed" in repr(handle)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    ostraka.save(place / "next", {"x": 1})
+    ostraka.save_async(place / "next", {"x": 1}).wait()
+
+
+def test_error_is_returned_by_exception_and_not_raised(place: Place):
+    handle = fail_in_background(place)
+    assert isinstance(handle.exception(), PathInTheWay)
+    ostraka.save(place / "next", {"x": 1})
+
+
+@pytest.mark.parametrize("begin", [ostraka.save, ostraka.save_async], ids=["save", "save_async"])
+def test_error_that_nobody_saw_is_raised_by_the_next_save_once(
+    place: Place, begin: Callable[..., Any]
+):
+    fail_in_background(place)
+    with pytest.raises(PathInTheWay, match="file/c"):
+        begin(place / "next", {"x": 1})
+    assert not (place / "next").exists()
+    begin(place / "next", {"x": 1})
+    background.wait_for_background()
+    assert ostraka.restore(place / "next") == {"x": 1}
+
+
+def test_failed_save_lets_go_of_its_values(place: Place):
+    path = in_the_way(place / "file" / "c")
+    big = np.zeros(128 << 20, np.uint8)
+    big[:] = 1
+    before = resident()
+    handle = ostraka.save_async(path, {"big": big})
+    assert isinstance(handle.exception(), PathInTheWay)
+    assert resident() - before < 64 << 20
+
+
+# One at a time
+
+
+def test_second_save_waits_for_the_first(place: Place):
+    with writes_held(place / "a") as (store, gate):
+        first = ostraka.save_async(store, make_arrays())
+        with set_when_waited_for(gate):
+            second = ostraka.save_async(place / "b", make_arrays())
+        assert first.done()
+        second.wait()
+    assert second.record is not None
+    assert second.record.phases["wait"] > 0.1
+    assert second.record.blocked_s >= second.record.phases["wait"]
+
+
+def test_blocking_save_waits_for_one_in_the_background(place: Place):
+    with writes_held(place / "a") as (store, gate):
+        first = ostraka.save_async(store, make_arrays())
+        with set_when_waited_for(gate):
+            ostraka.save(place / "a", {"x": 2})
+        assert first.done()
+    assert ostraka.restore(place / "a") == {"x": 2}
+
+
+def test_second_save_is_refused_if_asked(place: Place):
+    with writes_held(place / "a") as (store, _):
+        first = ostraka.save_async(store, make_arrays())
+        with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
+            ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse")
+    first.wait()
+    assert not (place / "b").exists()
+    ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse").wait()
+
+
+def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Place):
+    with ThreadPoolExecutor(1) as pool, writes_held(place / "a") as (store, gate):
+        first = ostraka.save_async(store, make_arrays())
+        second = pool.submit(ostraka.save_async, place / "b", {"x": 1})
+        while background._background.turn.acquire(blocking=False):
+            background._background.turn.release()
+            time.sleep(0.001)
+        with pytest.raises(Busy, match="is still under way"):
+            ostraka.save_async(place / "c", {"x": 1}, if_busy="refuse")
+        assert not first.done()
+        gate.set()
+        second.result().wait()
+
+
+def test_from_several_threads_at_once(place: Place):
+    def save(number: int) -> None:
+        ostraka.save_async(place / str(number), {"x": np.full(100, number)}).wait()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(16)))
+    for number in range(16):
+        assert np.array_equal(ostraka.restore(place / str(number))["x"], np.full(100, number))
+
+
+def test_inside_a_running_event_loop(place: Place):
+    async def cell() -> None:
+        handle = ostraka.save_async(place / "c", make_arrays())
+        await asyncio.to_thread(handle.wait)
+        ostraka.save_async(place / "d", make_arrays()).wait()
+        ostraka.save(place / "e", make_arrays())
+
+    asyncio.run(cell())
+    assert_same(ostraka.restore(place / "c"), host(make_arrays()))
+    assert_same(ostraka.restore(place / "d"), host(make_arrays()))
+
+
+# Callbacks
+
+
+def test_on_commit_is_called_once_when_the_checkpoint_can_be_restored(place: Place):
+    seen: list[Any] = []
+    ostraka.save_async(
+        place / "c", {"x": 5}, on_commit=lambda: seen.append(ostraka.restore(place / "c"))
+    ).wait()
+    assert seen == [{"x": 5}]
+
+
+def test_on_commit_is_not_called_for_a_save_that_failed(place: Place):
+    path = in_the_way(place / "file" / "c")
+    seen: list[int] = []
+    handle = ostraka.save_async(path, {"x": 5}, on_commit=lambda: seen.append(1))
+    assert isinstance(handle.exception(), PathInTheWay)
+    assert seen == []
+
+
+def _raise(*_: Any) -> None:
+    raise OSError("of the callback's own")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "Ctrl-C"])
+@pytest.mark.parametrize("name", ["on_commit", "on_record"])
+def test_a_callback_that_exits_is_not_told_as_a_save_that_failed(
+    place: Place, name: str, error: BaseException, caplog: pytest.LogCaptureFixture
+):
+    def exit_here(*_: object) -> None:
+        raise error
+
+    callback: dict[str, Any] = {name: exit_here}
+    handle = ostraka.save_async(place / "c", {"x": 5}, **callback)
+    handle.wait()
+    assert handle.record is not None
+    assert "what it was told of is done all the same" in caplog.text
+    assert "in the background, " not in caplog.text  # as errors of a save are logged
+    assert ostraka.restore(place / "c") == {"x": 5}
+    ostraka.save(place / "d", {"x": 6})  # and the next one does not raise it
+
+
+@pytest.mark.parametrize("name", ["on_commit", "on_record"])
+def test_callback_that_raises_does_not_fail_what_is_committed(
+    place: Place, name: str, caplog: pytest.LogCaptureFixture
+):
+    callback: dict[str, Any] = {name: _raise}
+    ostraka.save_async(place / "c", {"x": 5}, **callback).wait()
+    assert ostraka.restore(place / "c") == {"x": 5}
+    assert "of the callback's own" in caplog.text
+
+
+def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(place: Place):
+    errors: list[str] = []
+    handles: list[ostraka.SaveHandle] = []
+
+    def call_back() -> None:
+        for work in (
+            lambda: ostraka.save(place / "d", {}),
+            lambda: ostraka.save_async(place / "d", {}, if_busy="refuse"),
+            handles[0].wait,
+        ):
+            with pytest.raises(RuntimeError, match="can't wait for itself") as caught:
+                work()
+            errors.append(str(caught.value))
+
+    with writes_held(place / "c") as (store, gate):
+        handles.append(ostraka.save_async(store, {"x": np.ones(3)}, on_commit=call_back))
+        gate.set()
+        handles[0].wait()
+    assert len(errors) == 3
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB."""
+    with mounted(tmp_path / "disk", options="size=4m", for_what="a disk that fills up") as disk:
+        yield disk
+
+
+def test_disk_that_fills_up_in_the_middle(small_disk: Path):
+    good = {"x": put(np.arange(1 << 17, dtype=np.float32), "x")}
+    large = {"x": put(np.ones(1 << 20, np.float32), "x")}
+    ostraka.save_async(small_disk / "step_1", good).wait()
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 << 20))
+    handle = ostraka.save_async(small_disk / "step_2", large)
+    while not handle.done():
+        time.sleep(0.01)
+    with pytest.raises(
+        SaveFailed,
+        match=r"can't write .*/step_2/.*/shard_0000\d.safetensors: No space left on device "
+        r"\(the file needs [\d,]+ bytes, [\d,]+ are free\)",
+    ):
+        ostraka.save_async(small_disk / "step_3", good)
+    assert not (small_disk / "step_2").exists()
+    assert_same(ostraka.restore(small_disk / "step_1"), host(good))
+    ballast.unlink()
+    ostraka.save_async(small_disk / "step_2", {"x": large["x"][: 1 << 18]}).wait()
+    assert ostraka.verify(small_disk / "step_2").ok
+
+
+def test_disk_without_room_for_a_tree_of_no_arrays(small_disk: Path):
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    with pytest.raises(
+        SaveFailed,
+        match=r"_METADATA: No space left on device \(the file needs [\d,]+ bytes, 0 are free\)",
+    ):
+        ostraka.save(small_disk / "step_1", {"step": 1})
+
+
+def test_disk_that_takes_no_more_files(tmp_path: Path):
+    options = "size=4m,nr_inodes=4"  # the root's, the checkpoint's, its directory's, and a file's
+    with (
+        mounted(tmp_path / "disk", options=options, for_what="a disk without inodes") as disk,
+        pytest.raises(SaveFailed, match=r"needs [\d,]+ bytes, and the file system takes no more"),
+    ):
+        ostraka.save(disk / "step_1", {"x": put(np.arange(64.0), "x")})
+
+
+# Nothing is left behind
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files() -> collections.Counter[str]:
+    found: collections.Counter[str] = collections.Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the list itself
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return found
+
+
+def threads_but(known: set[threading.Thread]) -> list[threading.Thread]:
+    """Those that are not `known`, and stay: a save is over a moment before its thread is."""
+    new = set(threading.enumerate()) - known
+    deadline = time.monotonic() + 60
+    for thread in new:
+        thread.join(max(0, deadline - time.monotonic()))
+    return [thread for thread in new if thread.is_alive()]
+
+
+def test_many_saves_leave_no_threads_files_or_memory(tmp_path: Path):
+    """What is new counts: other tests' threads and files may go meanwhile."""
+    arrays = {f"w{n}": put(np.full((64, 512), n, np.float32), "x") for n in range(8)}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    # What counts here is not the disk.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(tmp_path)
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        for number in range(200):
+            ostraka.save_async(Path(folder) / "c", arrays)
+            arrays = step(arrays)
+            if number == 49:
+                background.wait_for_background()
+                threads, files, before = set(threading.enumerate()), open_files(), resident()
+        background.wait_for_background()
+        assert len(os.listdir(folder)) == 1
+        after = resident()
+        assert threads_but(threads) == []  # pyright: ignore[reportPossiblyUnboundVariable]
+        new = open_files() - files  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert [name for name in new if name.startswith(folder)] == []
+        assert new.total() < 50, new  # others may open some; if each save left one, it would be 150
+    # If each save kept what it held, it would be 150 times this.
+    assert after - before < 50 * nbytes  # pyright: ignore[reportPossiblyUnboundVariable]

@@ -1,0 +1,671 @@
+"""Checkpoints with compressed blocks: written and read everywhere as others are."""
+
+import json
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import xxhash
+from click.testing import CliRunner
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+
+import ostraka
+from ostraka.cli import main
+from ostraka.common.dtypes import DTYPES, numpy_dtype
+from ostraka.errors import Damaged, SaveFailed, StoreError, UnsupportedFormat
+from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
+from ostraka.layout.metadata import decode_metadata
+from ostraka.layout.shard_file import Entry, StoredRange
+from ostraka.layout.spec import Target
+from ostraka.saving import _write_compressed
+from ostraka.saving._write_compressed import CompressedFile
+from ostraka.storage import open_store
+from ostraka.testing import FaultyStore, run_processes
+
+MIB = 1 << 20
+
+
+def weights(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+
+
+def on_one(array: Any) -> jax.Array:
+    """In one file, which the first device writes; others are shared out among all eight."""
+    return jax.device_put(array, jax.devices()[0])
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    paths = jax.tree_util.tree_flatten_with_path(expected)[0]
+    for (path, one), other in zip(paths, jax.tree.leaves(found), strict=True):
+        if jnp.issubdtype(getattr(one, "dtype", np.bool_), jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        a, b = np.asarray(one), np.asarray(other)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert a.tobytes() == b.tobytes(), path
+
+
+def open_at(path: Any) -> OstrakaSource:
+    source = open_ostraka(open_store(path))
+    assert source is not None
+    return source
+
+
+def stored_bytes(path: Any) -> dict[str, tuple[int, int]]:
+    """By leaf: the bytes of its boxes, and what is stored of them."""
+    source = open_at(path)
+    found: dict[str, tuple[int, int]] = {}
+    for number, leaf in enumerate(source.saved.leaves):
+        boxes = source.boxes_of(number)
+        found[leaf.path] = (sum(b.nbytes for b in boxes), sum(b.stored_bytes for b in boxes))
+    return found
+
+
+def is_compressed(path: Any) -> dict[str, bool]:
+    return {leaf: stored < nbytes for leaf, (nbytes, stored) in stored_bytes(path).items()}
+
+
+# There and back
+
+
+def every_dtype() -> dict[str, Any]:
+    numbers = np.random.default_rng(1)
+    tree: dict[str, Any] = {}
+    for name in DTYPES:
+        dtype = numpy_dtype(name)
+        per_element = DTYPES[name].bits / 8
+        count = int(1.3 * MIB / per_element) // 7 * 7
+        if name == "bool":
+            values = numbers.random(count) < 0.1
+        elif name.startswith(("int", "uint")):
+            values = numbers.integers(0, 2, count)
+        else:
+            values = numbers.standard_normal(count)
+        tree[name] = values.astype(dtype).reshape(-1, 7)
+    return tree
+
+
+def test_all_dtypes(tmp_path: Path):
+    tree = every_dtype()
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    assert_same(ostraka.restore(tmp_path / "c"), tree)
+    assert ostraka.verify(tmp_path / "c").ok
+    found = is_compressed(tmp_path / "c")
+    assert [name for name, compressed in found.items() if not compressed] == []
+
+
+def test_small_things_beside_large_ones(tmp_path: Path):
+    tree = {
+        "large": weights(700, 1000),
+        "empty": np.zeros((0, 5), np.float32),
+        "scalar": jnp.float32(3.5),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 70_000),
+        "small": [np.arange(n, dtype=np.int16) for n in (1, 7, 4096, 90_001)],
+        "noise": np.random.default_rng(0).integers(0, 256, 3 * MIB, np.uint8),
+        "int4": jnp.arange(3 * MIB).astype(jnp.int4),
+        "number": 7,
+        "text": "a",
+    }
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    assert_same(ostraka.restore(tmp_path / "c", like=tree), tree)
+    assert ostraka.verify(tmp_path / "c").ok
+    found = is_compressed(tmp_path / "c")
+    assert {path for path, compressed in found.items() if compressed} == {"large", "int4"}
+
+
+@pytest.mark.parametrize("rule", ["zstd", ("zstd", 1), ("zstd", 9)])
+def test_sharded_and_onto_another_mesh(tmp_path: Path, rule: Any):
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    tree = {
+        "rows": jax.device_put(weights(2048, 4096), NamedSharding(mesh, P(("x", "y")))),
+        "both": jax.device_put(
+            weights(2048, 8192, dtype=ml_dtypes.bfloat16), NamedSharding(mesh, P("x", "y"))
+        ),
+        "all": jax.device_put(weights(1031, 4096), NamedSharding(mesh, P())),
+    }
+    ostraka.save(tmp_path / "c", tree, compress=rule)
+    assert all(is_compressed(tmp_path / "c").values())
+    assert_same(ostraka.restore(tmp_path / "c", like=tree), tree)
+    other = jax.make_mesh((2, 4), ("x", "y"))
+    found = ostraka.restore(
+        tmp_path / "c", mesh=other, specs={"rows": P("y"), "both": P(None, "x"), "all": P()}
+    )
+    assert found["both"].sharding.mesh.shape == {"x": 2, "y": 4}
+    assert_same(found, tree)
+
+
+def test_arrays_that_are_not_contiguous_or_cast(tmp_path: Path):
+    base = weights(1200, 1100)
+    tree = {"f": np.asfortranarray(base), "t": base.T, "step": base[::2, ::-1]}
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    assert_same(ostraka.restore(tmp_path / "c"), tree)
+    ostraka.save(tmp_path / "b", {"a": jnp.asarray(base)}, dtype="bfloat16", compress="zstd")
+    found = ostraka.restore(tmp_path / "b")
+    assert_same(found, {"a": base.astype(ml_dtypes.bfloat16)})
+    assert is_compressed(tmp_path / "b") == {"a": True}
+
+
+def test_in_the_background(tmp_path: Path):
+    tree = {"a": weights(600, 1000)}
+    expected = {"a": tree["a"].copy()}
+    handle = ostraka.save_async(tmp_path / "c", tree, compress="zstd")
+    tree["a"][:] = 0
+    handle.wait()
+    assert handle.bytes_written == handle.bytes_total > tree["a"].nbytes
+    assert handle.record is not None
+    assert handle.record.bytes < tree["a"].nbytes  # what was written
+    assert_same(ostraka.restore(tmp_path / "c"), expected)
+    assert is_compressed(tmp_path / "c") == {"a": True}
+
+
+@pytest.mark.parametrize("place", ["memory", "bucket", "spooled to disk"])
+def test_other_stores(request: pytest.FixtureRequest, monkeypatch: Any, place: str):
+    path = "memory://compressed" if place == "memory" else request.getfixturevalue("bucket")
+    if place == "spooled to disk":
+        monkeypatch.setattr(_write_compressed, "_SPOOL_BYTES", 1000)
+    # In a bucket the file of the first device is an upload in parts.
+    large = on_one(weights(3000, 2048, seed=1))
+    tree = {"a": weights(2100, 1024), "b": large, "small": np.arange(9)}
+    ostraka.save(path, tree, compress={"a": "zstd"})
+    assert_same(ostraka.restore(path), tree)
+    assert ostraka.verify(path).ok
+    assert is_compressed(path) == {"a": True, "b": False, "small": False}
+    ostraka.save(path, tree, compress="zstd")
+    assert_same(ostraka.restore(path), tree)
+    assert is_compressed(path) == {"a": True, "b": True, "small": False}
+
+
+def save_with_others(path: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+    whole = weights(2048, 2048)
+    sharding = NamedSharding(mesh, P("x", "y"))
+    ostraka.save(
+        path,
+        {
+            "sharded": jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i]),
+            "same": weights(800, 1000),
+            "own": np.full((MIB,), jax.process_index(), np.int16),
+        },
+        compress="zstd",
+    )
+
+
+def test_several_processes(tmp_path: Path):
+    run_processes(save_with_others, str(tmp_path / "c"), processes=2, devices_per_process=2)
+    assert all(is_compressed(tmp_path / "c").values())
+    assert ostraka.verify(tmp_path / "c").ok
+    found = ostraka.open(tmp_path / "c")
+    assert_same(found["sharded"][...], weights(2048, 2048))
+    assert_same(found["same"][...], weights(800, 1000))
+    assert_same(found["own"][...], np.repeat(np.array([[0], [1]], np.int16), MIB, axis=1))
+
+
+def save_otherwise(path: str) -> str:
+    rule = "zstd" if jax.process_index() == 0 else None
+    with pytest.raises(SaveFailed, match="process 1.*metadata and options must be the same"):
+        ostraka.save(path, {"a": weights(600, 1000)}, compress=rule)
+    return "raised"
+
+
+def test_processes_that_do_not_agree(tmp_path: Path):
+    results = run_processes(save_otherwise, str(tmp_path / "c"), processes=2)
+    assert [result.value for result in results] == ["raised", "raised"]
+    assert not (tmp_path / "c" / "_METADATA").exists()
+
+
+# What is asked for
+
+
+def test_patterns(tmp_path: Path):
+    tree = {"model": {"a": weights(600, 1000), "b": weights(600, 1000)}, "mu": weights(600, 1000)}
+    rule = {"model/b": None, "model": "zstd"}
+    ostraka.save(tmp_path / "c", tree, compress=rule)
+    assert is_compressed(tmp_path / "c") == {"model/a": True, "model/b": False, "mu": False}
+    assert_same(ostraka.restore(tmp_path / "c"), tree)
+    with pytest.raises(ValueError, match=r"compress=.'modle/\*': .* \(did you mean 'model'\?\)"):
+        ostraka.save(tmp_path / "d", tree, compress={"modle/*": "zstd"})
+    with pytest.raises(ValueError, match="compress is 'gzip'; it must be None, 'zstd'"):
+        ostraka.save_async(tmp_path / "d", tree, compress="gzip")
+    assert not (tmp_path / "d").exists()
+
+
+def test_only_what_is_compressed_has_a_new_version(tmp_path: Path):
+    for name, rule in (("a", None), ("b", "zstd")):
+        ostraka.save(tmp_path / name, {"a": np.arange(1000)}, compress=rule)
+        assert json.loads((tmp_path / name / "_METADATA").read_bytes())["version"] == 1
+    ostraka.save(tmp_path / "c", {"a": weights(600, 1000)}, compress="zstd")
+    assert json.loads((tmp_path / "c" / "_METADATA").read_bytes())["version"] == 2
+
+
+def test_a_manager(tmp_path: Path):
+    tree = {"a": weights(600, 1000)}
+    with pytest.raises(ValueError, match="compress is 'lz4'"):
+        ostraka.Manager(tmp_path / "run", compress="lz4")
+    with ostraka.Manager(tmp_path / "run", compress="zstd", keep=3) as manager:
+        manager.save(1, tree)
+        manager.save(2, tree, compress=None)
+        manager.save(3, tree, compress=("zstd", 2))
+        manager.wait()
+        assert_same(manager.restore(1), tree)
+        found = [is_compressed(manager.path(step))["a"] for step in (1, 2, 3)]
+    assert found == [True, False, True]
+
+
+def test_replacing_one_another(tmp_path: Path):
+    trees = [{"a": weights(600, 1000, seed=seed)} for seed in range(4)]
+    for tree, rule in zip(trees, (None, "zstd", "zstd", None), strict=True):
+        ostraka.save(tmp_path / "c", tree, compress=rule)
+        assert_same(ostraka.restore(tmp_path / "c"), tree)
+        assert len(list((tmp_path / "c").iterdir())) == 2
+
+
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tree = {"a": weights(600, 1000), "b": np.arange(5)}
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    wanted = r"compression needs zstandard, .*; pip install zstandard"
+    with pytest.raises(UnsupportedFormat, match=wanted):
+        ostraka.save(tmp_path / "d", tree, compress="zstd")
+    assert not (tmp_path / "d").exists()
+    for read in (ostraka.restore, ostraka.verify):
+        with pytest.raises(UnsupportedFormat, match=wanted):
+            read(tmp_path / "c")
+    assert ostraka.open(tmp_path / "c")["b"][2] == 2  # of a block that is not compressed
+    ostraka.copy(tmp_path / "c", "memory://copied without the extra")
+    monkeypatch.undo()
+    assert_same(ostraka.restore("memory://copied without the extra"), tree)
+
+
+def test_safetensors_opens_the_files(tmp_path: Path):
+    tree = {
+        "a": weights(600, 1000),
+        "b/c": weights(1200, 1000, dtype=ml_dtypes.bfloat16),
+        "plain": weights(700, 800),
+        "small": np.arange(5, dtype=np.int16),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    tree = jax.tree.map(on_one, tree)
+    ostraka.save(tmp_path / "c", tree, compress={"a": "zstd", "b~1c": "zstd"})
+    (file,) = (tmp_path / "c").glob("shards-*/*.safetensors")
+    with safe_open(file, "numpy") as opened:
+        metadata = opened.metadata()
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert metadata["ostraka"] == "2"
+    assert json.loads(metadata["ostraka_codecs"]) == {
+        "a": {"codec": "zstd", "dtype": "float32", "shape": [600, 1000], "saved_offsets": [0, 0]},
+        "b~1c": {
+            "codec": "zstd",
+            "dtype": "bfloat16",
+            "shape": [1200, 1000],
+            "saved_offsets": [0, 0],
+        },
+    }
+    stored = stored_bytes(tmp_path / "c")
+    for name in ("a", "b~1c"):
+        assert found[name].dtype == np.uint8
+        assert found[name].shape == (stored[name][1],)
+    for name in ("plain", "small", "empty"):
+        assert_same(found[name], tree[name])
+
+
+# Plans
+
+
+def test_a_plan_estimates(tmp_path: Path):
+    mesh = jax.make_mesh((8,), ("x",))
+    tree = {
+        "bf16": jax.device_put(
+            weights(2048, 1024, dtype=ml_dtypes.bfloat16), NamedSharding(mesh, P("x"))
+        ),
+        "f32": jax.device_put(weights(2048, 1024), NamedSharding(mesh, P("x"))),
+        "cut small": jax.device_put(weights(100, 1024), NamedSharding(mesh, P(None, "x"))),
+    }
+    planned = ostraka.plan(tree, compress="zstd")
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    assert planned.compressed is not None
+    assert planned.compressed.is_estimate
+    found = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file())
+    assert planned.compressed.total_bytes == pytest.approx(found, rel=0.02)
+    source = open_at(tmp_path / "c")
+    assert [file.header_bytes for file in planned._write.files] == [
+        file.header_bytes for file in source.metadata.files
+    ]
+    assert ostraka.plan(tree).compressed is None
+    one = ostraka.plan(tree, compress={"f32": "zstd"})
+    assert one.compressed is not None
+    assert one.total_bytes - one.compressed.total_bytes == round(8 * MIB * 0.16)
+    with pytest.raises(ValueError, match=r"compress=.'f23': .* \(did you mean 'f32'\?\)"):
+        ostraka.plan(tree, compress={"f23": "zstd"})
+
+
+def test_the_plan_of_a_compressed_checkpoint(tmp_path: Path):
+    tree = {"a": weights(2048, 1024), "b": np.arange(7)}
+    ostraka.save(tmp_path / "plain", tree)
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    plain, planned = ostraka.plan(str(tmp_path / "plain")), ostraka.plan(str(tmp_path / "c"))
+    found = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*") if file.is_file())
+    assert planned.compressed is not None
+    assert (planned.compressed.total_bytes, planned.compressed.is_estimate) == (found, False)
+    assert planned.lost_disk().held_elsewhere_bytes >= 0
+    assert planned.restore().read_bytes == plain.restore().read_bytes
+    assert plain.compressed is None
+
+
+# Parts of it
+
+
+def test_a_part_takes_only_the_blocks_it_needs(tmp_path: Path):
+    array = weights(8192, 1024)  # 32 MiB, in 8 blocks of 1,024 rows
+    ostraka.save(tmp_path / "c", {"a": on_one(array)}, compress="zstd")
+    source = open_at(tmp_path / "c")
+    whole = stored_bytes(tmp_path / "c")["a"][1]
+
+    def read(*box: tuple[int, int]) -> int:
+        counts: list[int] = []
+        ((_, found),) = source.read([Target(0, box)], on_bytes=counts.append)
+        assert_same(found, array[tuple(slice(*pair) for pair in box)])
+        return sum(counts) - 4096  # the header
+
+    assert 0.1 < read((5000, 5003), (7, 9)) / whole < 0.15  # one of eight
+    assert 0.2 < read((1023, 1025), (0, 1024)) / whole < 0.3  # two
+    assert read((0, 8192), (0, 1024)) == whole
+
+
+def test_blocks_do_not_need_each_other(tmp_path: Path):
+    array = weights(8192, 1024)
+    ostraka.save(tmp_path / "c", {"a": on_one(array)}, compress="zstd")
+    (file,) = (tmp_path / "c").glob("shards-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[4096 + (len(data) - 4096) * 3 // 16] ^= 1  # in the second block
+    file.write_bytes(data)
+    found = ostraka.open(tmp_path / "c")["a"]
+    assert_same(found[:1024], array[:1024])
+    assert_same(found[2048:], array[2048:])
+    with pytest.raises(Damaged, match="'a'"):
+        found[1024]
+
+
+# Damage
+
+
+def test_any_flipped_byte_is_found(tmp_path: Path):
+    tree = {"a": weights(600, 1000), "b": np.arange(MIB, dtype=np.int32), "c": np.arange(3)}
+    tree = jax.tree.map(on_one, tree)
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    stored = open_at(tmp_path / "c")
+    places = {leaf.path: stored.boxes_of(n)[0] for n, leaf in enumerate(stored.saved.leaves)}
+    numbers = np.random.default_rng(0)
+    found = [p for p in (tmp_path / "c").rglob("*") if p.is_file()]
+    # The second copy of `_METADATA` is read by nobody but a repair.
+    for file in sorted(p for p in found if p.name != "metadata.json"):
+        intact = file.read_bytes()
+        spots = {0, 9, len(intact) - 2, *numbers.integers(0, len(intact), 40).tolist()}
+        spots |= {place.offset for place in places.values()}
+        for spot in sorted(spot for spot in spots if spot < len(intact)):
+            changed = bytearray(intact)
+            changed[spot] ^= 1 << int(numbers.integers(8))
+            file.write_bytes(changed)
+            leaves = [
+                path
+                for path, place in places.items()
+                if place.offset <= spot < place.offset + place.stored_bytes
+            ]
+            for read in (ostraka.restore, ostraka.verify):
+                with pytest.raises((Damaged, ostraka.errors.OstrakaError), match=".*") as raised:
+                    read(tmp_path / "c")
+                if file.suffix == ".safetensors":
+                    assert isinstance(raised.value, Damaged)
+                    (problem,) = raised.value.problems
+                    assert problem.file.endswith(file.name)
+                    assert set(leaves) <= set(problem.leaves)
+        file.write_bytes(intact)
+    assert_same(ostraka.restore(tmp_path / "c"), tree)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99, 1.01])
+def test_files_of_another_size(tmp_path: Path, kept: float):
+    tree = {"a": on_one(weights(600, 1000)), "b": on_one(weights(600, 1000, seed=1))}
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    (file,) = (tmp_path / "c").glob("shards-*/*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes((data + bytes(len(data)))[: int(len(data) * kept)])
+    with pytest.raises(Damaged, match=r"bytes where .* were written") as raised:
+        ostraka.restore(tmp_path / "c")
+    (problem,) = raised.value.problems
+    # What was added to a file is no leaf's.
+    assert problem.leaves == (("a", "b") if kept < 0.5 else ("b",) if kept < 1 else ())
+
+
+class Forger:
+    """Changes a checkpoint of one compressed block, and all digests with it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        (self.file,) = path.glob("shards-*/*.safetensors")
+        (self.index,) = path.glob("shards-*/process_*.json")
+        self.data = bytearray(self.file.read_bytes())
+
+    def put_block(self, stored: bytes) -> None:
+        """Let the second block be other bytes of the same length."""
+        described = json.loads(self.index.read_bytes())
+        file = described["files"][self.file.name]
+        start = file["blocks"][0][0]
+        assert len(stored) == len(self.data) - start
+        self.data[start:] = stored
+        self.file.write_bytes(self.data)
+        file["digests"] = file["digests"][:16] + xxhash.xxh3_64_hexdigest(stored)
+        self.put_index(described)
+
+    def block(self) -> bytes:
+        return bytes(self.data[4096:])
+
+    def change_index(self, change: Callable[[dict[str, Any]], None]) -> None:
+        described = json.loads(self.index.read_bytes())
+        change(described["files"][self.file.name])
+        self.put_index(described)
+
+    def put_index(self, described: Mapping[str, Any]) -> None:
+        data = json.dumps(described, separators=(",", ":")).encode()
+        self.index.write_bytes(data)
+        metadata = self.path / "_METADATA"
+        body = json.loads(metadata.read_bytes())
+        body["indexes"] = [[0, len(data), xxhash.xxh3_128_hexdigest(data)]]
+        del body["digest"]
+        text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+        digest = xxhash.xxh3_128_hexdigest(text).encode()
+        metadata.write_bytes(text + b',"digest":"%b"}\n' % digest)
+        decode_metadata(metadata.read_bytes())
+
+
+@pytest.fixture
+def forger(tmp_path: Path) -> Forger:
+    ostraka.save(tmp_path / "c", {"a": on_one(weights(512, 1024))}, compress="zstd")
+    return Forger(tmp_path / "c")
+
+
+def refuse(path: Path, found: str) -> None:
+    for read in (ostraka.restore, ostraka.verify, lambda path: ostraka.open(path)["a"][3]):
+        with pytest.raises(Damaged, match=found):
+            read(path)
+
+
+def test_the_forger_can_forge(forger: Forger):
+    forger.put_block(forger.block())
+    assert_same(ostraka.restore(forger.path), {"a": weights(512, 1024)})
+
+
+def test_a_block_whose_result_is_another(forger: Forger):
+    block = bytearray(forger.block())
+    block[100] ^= 1  # of a group that is kept as it is
+    forger.put_block(bytes(block))
+    refuse(forger.path, r"'a'.*do not decompress to what was saved|do not decompress(?s:.*)'a'")
+
+
+def test_a_result_of_another_digest(forger: Forger):
+    forger.change_index(lambda file: file.update(results="0123456789abcdef"))
+    refuse(forger.path, "do not decompress to what was saved")
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [(0, 0), (0, 3), (0, 200), (1, 5), (1, 2**32 - 1), (4, 2**31), (4, 77)]
+)
+def test_blocks_that_lie_about_lengths(forger: Forger, number: int, value: int):
+    block = bytearray(forger.block())
+    if number == 0:
+        block[0] = value
+    else:
+        struct.pack_into("<I", block, 1 + 4 * (number - 1), value)
+    forger.put_block(bytes(block))
+    refuse(forger.path, "can't be decompressed")
+
+
+@pytest.mark.parametrize("length", [1 << 40, 2 * MIB + 4, 2 * MIB - 4])
+def test_indexes_that_lie_about_lengths(forger: Forger, length: int):
+    forger.change_index(lambda file: file.update(data=[[4096, 0, 1], [length, 0, 1]]))
+    refuse(forger.path, r"process_00000\.json: it (can't be read|does not describe)")
+
+
+def test_the_file_table_may_not_claim_more_than_there_is_data(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": on_one(weights(512, 1024))}, compress="zstd")
+    path = tmp_path / "c" / "_METADATA"
+    body = json.loads(path.read_bytes())
+    body["files"]["size"] = [[2 * MIB + 4097, 0, 1]]
+    del body["digest"]
+    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    digest = xxhash.xxh3_128_hexdigest(text).encode()
+    path.write_bytes(text + b',"digest":"%b"}\n' % digest)
+    with pytest.raises(Damaged, match="the file table and the layouts disagree"):
+        ostraka.restore(tmp_path / "c")
+
+
+# The command
+
+
+def test_the_command_says_both_sizes(tmp_path: Path):
+    tree = {"a": on_one(weights(2048, 1024)), "b": np.arange(7)}
+    ostraka.save(tmp_path / "c", tree, compress="zstd")
+    path = str(tmp_path / "c")
+    assert " 8.0 MiB compressed to 6.7 MiB in " in run("show", path)
+    document = json.loads(run("show", path, "a", "--json"))
+    assert document["bytes"] == 8 * MIB
+    (box,) = document["boxes"]
+    assert box["bytes"] == 8 * MIB
+    assert (8 * MIB, box["stored_bytes"]) == stored_bytes(path)["a"]
+    assert f"{box['stored_bytes']:,}" in run("show", path, "a")
+    assert "no difference in 2 leaves" in run("diff", path, path)
+    assert "intact" in run("verify", path)
+    assert "before compression" in run("plan", path)
+    assert "an estimate: 0.84, for normal weights" in run("plan", "gpt2", "--compress", "zstd")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# Failures while it is written
+
+
+@pytest.mark.parametrize("verb", ["create", "write", "finish", "put"])
+def test_a_save_that_fails_leaves_what_was_there(verb: str):
+    tree = {"a": weights(600, 1000), "b": weights(4000, 1000)}
+    place = f"memory://compressed and failing/{verb}"
+    ostraka.save(place, tree, compress="zstd")
+    before = [file.name for file in open_store(place).files("")]
+
+    def fail(called: str, name: str) -> None:
+        if called == verb and "shards-" in name:
+            raise StoreError("the disk is gone")
+
+    faulty = FaultyStore(open_store(place), before=fail)
+    with pytest.raises(SaveFailed, match="the disk is gone"):
+        ostraka.save(faulty, {"a": tree["b"]}, compress="zstd")
+    assert [file.name for file in open_store(place).files("")] == before
+    assert_same(ostraka.restore(place), tree)
+
+
+def test_no_room_for_temporary_files(bucket: str, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.setattr(_write_compressed, "_SPOOL_BYTES", 1000)
+    with pytest.raises(SaveFailed, match=r"directory for temporary files, .*gone: No such file"):
+        ostraka.save(bucket, {"a": weights(600, 1000)}, compress="zstd")
+    assert not open_store(bucket).exists()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.written: dict[int, bytes] = {}
+        self.is_finished = False
+
+    def write(self, offset: int, buffers: Any) -> None:
+        self.written[offset] = b"".join(bytes(buffer) for buffer in buffers)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def abandon(self) -> None:
+        raise AssertionError
+
+
+class GivenUp(Exception):
+    pass
+
+
+def give_up() -> None:
+    raise GivenUp("while it waits")
+
+
+def small_file(blocks: int, check: Callable[[], None]) -> tuple[CompressedFile, Recorder]:
+    recorder = Recorder()
+
+    def header(stored: Mapping[int, StoredRange]) -> bytes:
+        return b"header"
+
+    entries = [Entry(0, ((0, 4 * blocks),), 0, 4 * blocks)]
+    lengths = [6, *[4] * blocks]
+    return CompressedFile(entries, lengths, (), {}, header, lambda: recorder, check), recorder
+
+
+def test_blocks_are_placed_in_order_whoever_is_first():
+    file, recorder = small_file(3, give_up)
+    data = [np.full(4, number, np.uint8) for number in range(4)]
+    file.write(3, [data[3]])
+    file.write(2, [data[2]])
+    assert recorder.written == {}
+    file.write(1, [data[1]])
+    assert recorder.written == {6: b"\1" * 4, 10: b"\2" * 4, 14: b"\3" * 4, 0: b"header"}
+    assert recorder.is_finished
+    assert file.digests().size == 18
+
+
+def test_no_more_blocks_than_a_few_wait_for_one_before_them():
+    data = [np.zeros(4, np.uint8)]
+    file, recorder = small_file(20, give_up)
+    for number in range(2, 9):
+        file.write(number, data)
+    with pytest.raises(GivenUp, match="while it waits"):
+        file.write(9, data)
+    assert recorder.written == {}
+    # As threads do it: the ninth goes on once the first is there.
+    waiting = threading.Event()
+    file, recorder = small_file(9, waiting.set)
+    ninth = threading.Thread(target=file.write, args=(9, data))
+    ninth.start()
+    assert waiting.wait(60)
+    for number in range(8, 0, -1):
+        file.write(number, data)
+    ninth.join(60)
+    assert recorder.is_finished
+    assert sorted(recorder.written) == [0, *range(6, 42, 4)]

@@ -1,0 +1,388 @@
+"""Parity as a save writes it: by one process and by four, from memory or read back, and killed."""
+
+import json
+import os
+import pickle
+import signal
+import warnings
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+
+import ostraka
+from figures import Figures
+from ostraka.errors import Damaged, DegradedRead, SaveFailed, StoreError
+from ostraka.formats.ostraka.source import open_ostraka
+from ostraka.saving._write_parity import ParityCompanion
+from ostraka.storage import Traits, open_store
+from ostraka.testing import FaultyStore, run_processes
+from places import BucketPath, Place, copy_tree, remove_tree
+from test_kill import forked, look, make_tree, number_in, outcome_of
+
+
+def tree_on_all(rows: int = 512) -> dict[str, Any]:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    value = np.random.default_rng(5).standard_normal((rows, 300), np.float32)
+
+    def place(value: np.ndarray, *axes: str) -> jax.Array:
+        sharding = NamedSharding(mesh, P(*axes))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return {
+        "sharded": place(value, "x"),
+        "replicated": place(value[:31]),
+        "own": np.full(50, jax.process_index()),
+        "step": 3,
+    }
+
+
+def files_in(path: Any) -> dict[str, bytes]:
+    """All but the copy of `_METADATA`, which has the time in it."""
+    files = path.glob("shards-*/*")
+    return {file.name: file.read_bytes() for file in files if file.name != "metadata.json"}
+
+
+# From memory, or read back: the same bytes
+
+
+def saved_files(path: Path, store: Any) -> dict[str, bytes]:
+    """Parity files of several blocks, in several groups of the same sizes."""
+    tree = {"a": tree_on_all(8 * 4000), "b": tree_on_all(8 * 4000)["sharded"]}
+    ostraka.save(store, tree, parity=2, max_file_bytes=5 << 20)
+    return {name: data for name, data in files_in(path).items() if "parity" in name}
+
+
+def test_read_back_or_from_memory_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostraka.saving.agree.secrets.token_hex", lambda n: "ab" * n)
+    from_memory = FaultyStore(tmp_path / "a")
+    first = saved_files(tmp_path / "a", from_memory)
+    assert not any(verb == "read_into" for verb, _ in from_memory.calls)
+    assert sum(len(data) > 4 << 20 for data in first.values()) == 4
+    in_order = FaultyStore(tmp_path / "b", traits=Traits(in_any_order=False))
+    assert saved_files(tmp_path / "b", in_order) == first
+    monkeypatch.setattr(ParityCompanion, "take_blocks", lambda *_: [])
+    read_back = FaultyStore(tmp_path / "c")
+    assert saved_files(tmp_path / "c", read_back) == first
+    assert any(verb == "read_into" and "shard_" in name for verb, name in read_back.calls)
+    in_order = FaultyStore(tmp_path / "d", traits=Traits(in_any_order=False))
+    assert saved_files(tmp_path / "d", in_order) == first
+
+
+def test_what_was_not_written_as_it_should_be_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParityCompanion, "take_blocks", lambda *_: [])
+
+    def spoil(verb: str, name: str) -> None:
+        if verb == "put" and "process_" in name:
+            file = next((tmp_path / "c").glob("shards-*/shard_00004*"))
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+
+    ostraka.save(tmp_path / "c", {"a": 1})
+    with pytest.raises(SaveFailed, match=r"can't read back .*shard_00004.*not as they were"):
+        ostraka.save(FaultyStore(tmp_path / "c", before=spoil), tree_on_all(9000), parity=1)
+    assert ostraka.restore(tmp_path / "c") == {"a": 1}
+
+
+def test_parity_files_are_safetensors(tmp_path: Path) -> None:
+    ostraka.save(tmp_path / "c", tree_on_all(), parity=1)
+    shards = next((tmp_path / "c").glob("shards-*"))
+    with safe_open(shards / "parity_00000.safetensors", "numpy") as file:
+        about = json.loads(file.metadata()["ostraka_parity"])
+        parity, index = file.get_tensor("parity"), file.get_tensor("process_00000.json")
+    assert index.tobytes() == (shards / "process_00000.json").read_bytes()
+    expected = np.zeros_like(parity)
+    for name, size in about["members"]:
+        data = np.fromfile(shards / name, np.uint8)
+        assert len(data) == size
+        expected[: len(data)] ^= data
+    assert np.array_equal(parity, expected)
+
+
+def test_small_and_odd_trees(tmp_path: Path) -> None:
+    for number, tree in enumerate(
+        (
+            {"only": "values"},
+            {"a": np.arange(3)},
+            {"empty": np.zeros((0, 3))},
+            {"keys": jax.random.key(3), "int4": jnp.ones((5, 3), jnp.int4)},
+            [np.full((100, 100), n, np.float32) for n in range(9)],
+        )
+    ):
+        path = tmp_path / str(number)
+        ostraka.save(path, tree, parity=2)
+        assert ostraka.verify(path).ok
+        for file in path.glob("shards-*/shard_00000*"):
+            file.unlink()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DegradedRead)
+            found = ostraka.restore(path)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+            if hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                one, other = jax.random.key_data(one), jax.random.key_data(other)
+            assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_a_save_without_parity_has_none_of_it(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "c")
+    ostraka.save(store, tree_on_all())
+    assert not any("parity" in name or verb == "read_into" for verb, name in store.calls)
+    assert b"parity" not in (tmp_path / "c" / "_METADATA").read_bytes()
+
+
+def test_in_the_background_and_by_a_manager(tmp_path: Path) -> None:
+    live = {"weights": np.arange(1_000_000), "large": np.zeros(3_000_000, np.uint8)}
+    handle = ostraka.save_async(tmp_path / "c", live, parity=1)
+    live["weights"][:] = -1
+    handle.wait()
+    for file in (tmp_path / "c").glob("shards-*/shard_00000*"):
+        file.unlink()
+    with pytest.warns(DegradedRead):
+        assert np.array_equal(ostraka.restore(tmp_path / "c")["weights"], np.arange(1_000_000))
+    with ostraka.Manager(tmp_path / "runs", parity=1, keep=1, mirror=tmp_path / "mirror") as runs:
+        runs.save(1, live)
+        runs.save(2, live, parity=2)
+    assert len(list((tmp_path / "runs").glob("*/shards-*/parity_*"))) == 2
+    assert len(list((tmp_path / "mirror").glob("step_00000002/shards-*/parity_*"))) == 2
+    assert ostraka.verify(tmp_path / "mirror").ok
+    with pytest.raises(ValueError, match="parity is 3; it must be 0, 1 or 2"):
+        ostraka.save(tmp_path / "d", live, parity=3)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_failed_parity_file_fails_the_save(tmp_path: Path) -> None:
+    ostraka.save(tmp_path / "c", {"a": 1})
+
+    def refuse(verb: str, name: str) -> None:
+        if verb == "finish" and "parity" in name:
+            raise StoreError("no room for parity")
+
+    with pytest.raises(SaveFailed, match="no room for parity"):
+        ostraka.save(FaultyStore(tmp_path / "c", before=refuse), tree_on_all(), parity=1)
+    assert ostraka.restore(tmp_path / "c") == {"a": 1}
+    assert len(list((tmp_path / "c").iterdir())) == 1  # no shards are left
+
+
+def test_a_power_failure_after_the_save_loses_nothing(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path / "c")
+    ostraka.save(store, tree_on_all(), parity=2)
+    store.lose_unsynced()
+    assert ostraka.verify(tmp_path / "c").ok
+
+
+# Four processes
+
+
+def save_and_restore_among_four(path: str) -> list[tuple[dict[str, int], list[int]]]:
+    tree = tree_on_all()
+    ostraka.save(f"{path}/one", tree, parity=1)
+    ostraka.save(f"{path}/two", tree, parity=2)
+    ostraka.save(f"{path}/packed", tree_on_all(8 * 600), parity=1, compress="zstd")
+    multihost_utils.sync_global_devices("saved")
+    if jax.process_index() == 0:
+        copy_tree(Path(path) / "one", Path(path) / "lost")
+        lose_process(Path(path) / "lost", 2)
+    multihost_utils.sync_global_devices("lost")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegradedRead)
+        found = ostraka.restore(f"{path}/lost", like=tree)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        if isinstance(one, jax.Array):
+            for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
+                assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        else:
+            assert np.array_equal(one, other)
+    planned: list[tuple[dict[str, int], list[int]]] = []
+    alike = {name: tree[name] for name in ("sharded", "replicated")}
+    for count in (1, 2):
+        ostraka.save(f"{path}/planned_{count}", alike, parity=count)
+        plan = ostraka.plan(alike, parity=count)
+        planned.append((plan.files, plan.bytes_by_process))
+    return planned
+
+
+def read_all(path: Any) -> dict[str, bytes]:
+    """What each process had alone is not for a single one to restore: read by name."""
+    opened = ostraka.open(path)
+    return {name: opened[name][...].tobytes() for name in ("sharded", "replicated", "own")}
+
+
+def files_of_process(path: Any, process: int) -> list[str]:
+    source = open_ostraka(open_store(path))
+    assert source is not None
+    files = [file.name for file in source.files() if file.process == process]
+    return [*files, source.shards.name_of_index(process)]
+
+
+def lose_process(path: Place, *processes: int) -> None:
+    for name in [name for process in processes for name in files_of_process(path, process)]:
+        (path / name).unlink()
+
+
+def test_all_files_of_a_process_may_be_lost(tmp_path: Path) -> None:
+    results = run_processes(
+        save_and_restore_among_four, str(tmp_path), processes=4, devices_per_process=2
+    )
+    for result in results:
+        for count, (files, by_process) in enumerate(result.value, 1):
+            path = tmp_path / f"planned_{count}"
+            assert files == {name: len(data) for name, data in files_in(path).items()}
+            for process, size in enumerate(by_process):
+                names = files_of_process(path, process)
+                assert size == sum((path / name).stat().st_size for name in names)
+    for name, count in (("one", 1), ("two", 2), ("packed", 1)):
+        expected = read_all(tmp_path / name)
+        assert ostraka.verify(tmp_path / name).ok
+        for lost in combinations(range(4), count):
+            copy = tmp_path / "copy"
+            copy_tree(tmp_path / name, copy)
+            lose_process(copy, *lost)
+            with pytest.warns(DegradedRead):
+                assert read_all(copy) == expected
+            remove_tree(copy)
+        copy_tree(tmp_path / name, tmp_path / "copy")
+        lose_process(tmp_path / "copy", *range(count + 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DegradedRead)
+            with pytest.raises(
+                Damaged, match=r"process_0000\d.json: it is missing|because more is lost"
+            ):
+                read_all(tmp_path / "copy")
+        remove_tree(tmp_path / "copy")
+
+
+def save_in_bucket(path: str) -> None:
+    ostraka.save(path, tree_on_all(8 * 600), parity=1)
+
+
+def test_two_processes_in_a_bucket(bucket: str) -> None:
+    path = BucketPath(bucket)
+    run_processes(save_in_bucket, str(path), processes=2, devices_per_process=2)
+    expected = read_all(path)
+    lose_process(path, 1)
+    with pytest.warns(DegradedRead):
+        assert read_all(path) == expected
+
+
+def save_other_parity(path: str) -> str:
+    with pytest.raises(SaveFailed, match="process 1.*metadata and options must be the same"):
+        ostraka.save(path, {"a": np.arange(9)}, parity=jax.process_index())
+    return "raised"
+
+
+@pytest.mark.soak
+def test_processes_that_do_not_agree(tmp_path: Path) -> None:
+    results = run_processes(save_other_parity, str(tmp_path / "c"), processes=2)
+    assert [result.value for result in results] == ["raised", "raised"]
+
+
+# kill -9
+
+
+def save_and_die(path: str, number: int, at: int, pipe: int) -> None:
+    """Be killed at the moment number `at` of those that concern parity files, or follow them."""
+    moments = 0
+
+    def die(verb: str, name: str) -> None:
+        nonlocal moments
+        if "parity" in name or (moments and verb in ("put", "publish", "sync")):
+            moments += 1
+            if moments == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    ostraka.save(FaultyStore(path, before=die), make_tree(number, 12 << 20), parity=2)
+    os.write(pipe, pickle.dumps("saved"))
+
+
+def save_whole(path: str, number: int, pipe: int) -> None:
+    ostraka.save(path, make_tree(number, 12 << 20), parity=1)
+    os.write(pipe, pickle.dumps(sorted(name.split("-")[0] for name in os.listdir(path))))
+
+
+def run_trials(path: str, moments: list[int]) -> list[int]:
+    # Imported before the forks, not in each of them.
+    assert ostraka.save
+    assert ostraka.verify
+    killed: list[int] = []
+    for number, at in enumerate(moments):
+        outcome_of(save_whole, path, 2 * number)
+        pid, pipe = forked(save_and_die, path, 2 * number + 1, at)
+        _, status = os.waitpid(pid, 0)
+        os.close(pipe)
+        found = outcome_of(look, path)
+        if os.WIFSIGNALED(status):
+            killed.append(at)
+            assert found in (2 * number, 2 * number + 1), f"killed at {at}: {found}"
+        else:
+            assert found == 2 * number + 1
+        assert outcome_of(save_whole, path, 2 * number) == ["_METADATA", "shards"]
+    return killed
+
+
+MOMENTS = 14
+"""At most as many as there are with two parity files of a block each."""
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [[2, 9, 12], pytest.param([*range(1, MOMENTS + 1)] * 3, marks=pytest.mark.soak)],
+    ids=["few", "42"],
+)
+def test_killed_while_parity_is_written(
+    tmp_path: Path, moments: list[int], figures: Figures
+) -> None:
+    (result,) = run_processes(
+        run_trials,
+        str(tmp_path / "c"),
+        moments,
+        processes=1,
+        devices_per_process=4,
+        timeout_s=600,
+    )
+    assert result.value == moments
+    figures.add("saves killed while parity is written", len(moments))
+
+
+def save_while_one_dies(path: str) -> str:
+    from ostraka.processes import operation
+
+    operation.DEAD_AFTER_S = 5.0
+
+    def die(verb: str, name: str) -> None:
+        if verb == "create" and "parity" in name and jax.process_index() > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        ostraka.save(FaultyStore(path, before=die), make_tree(1, 4 << 20), parity=1)
+    except SaveFailed as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.soak
+def test_a_process_is_killed_while_it_writes_parity(tmp_path: Path) -> None:
+    ostraka.save(tmp_path / "c", make_tree(0, 4 << 20))
+    results = run_processes(
+        save_while_one_dies, str(tmp_path / "c"), processes=4, devices_per_process=2, check=False
+    )
+    said = {result.process: result.value for result in results if result.value is not None}
+    killed = {0, 1, 2, 3} - said.keys()
+    assert killed
+    assert 0 in said
+    for text in said.values():
+        assert any(f"on process {p}: it has ended, or was killed" in text for p in killed)
+    assert number_in(str(tmp_path / "c")) == 0
+    assert len(list((tmp_path / "c").iterdir())) == 2

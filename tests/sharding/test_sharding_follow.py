@@ -1,0 +1,65 @@
+"""Which parameter an optimizer's array belongs to, and which of its dimensions it has."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostraka.sharding.leaves import ShapedLeaf, cut_as, follow, kept_dimensions
+
+
+def leaf(path: str, *shape: int) -> ShapedLeaf:
+    return ShapedLeaf(path, shape, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "dimensions"),
+    [
+        ("mu", (4, 8), (0, 1)),
+        ("v_row", (4,), (0,)),
+        ("v_col", (8,), (1,)),
+        ("sum", (4, 1), (0, None)),
+        ("count", (), ()),
+        ("other", (5,), None),
+        ("other", (8, 4), None),
+    ],
+)
+def test_the_dimensions_that_are_kept(path: str, shape: tuple[int, ...], dimensions: object):
+    assert kept_dimensions(path, shape, (4, 8)) == dimensions
+
+
+def test_square_kernels_are_factored_as_optax_does():
+    """The mean over the later dimension is `v_row`; each value tells which one is left."""
+    kernel = np.broadcast_to(np.arange(1, 257, dtype=np.float32)[:, None], (256, 256))
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=128)
+    state = optimizer.init({"w": kernel})
+    _, state = optimizer.update({"w": kernel}, state, {"w": kernel})
+    factored = next(
+        part
+        for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "v_row"))
+        if hasattr(part, "v_row")
+    )
+    varies = {name: np.ptp(getattr(factored, name)["w"]) > 0 for name in ("v_row", "v_col")}
+    assert varies == {"v_row": True, "v_col": False}  # rows differ: dimension 0 is in v_row
+    assert kept_dimensions("v_row/w", (256,), (256, 256)) == (0,)
+    assert kept_dimensions("v_col/w", (256,), (256, 256)) == (1,)
+
+
+def test_the_longest_name_at_the_end_counts():
+    parameters = [leaf("w", 4, 8), leaf("layer/w", 4, 8), leaf("layer/b", 8)]
+    arrays = [leaf("mu/layer/w", 4, 8), leaf("nu/w/value", 4), leaf("count"), leaf("mu/layer/c", 8)]
+    assert follow(arrays, parameters) == {
+        "mu/layer/w": (parameters[1], (0, 1)),
+        "nu/w/value": (parameters[0], (0,)),
+    }
+
+
+@given(st.permutations(range(3)), st.integers(0, 3))
+def test_a_leaf_is_cut_as_its_dimensions_are(dimensions: list[int], length: int):
+    partition = tuple((f"axis{number}",) for number in range(length))
+    cut = cut_as(partition, (*dimensions, None))
+    assert cut[-1] == ()
+    for axes, dimension in zip(cut, dimensions, strict=False):
+        assert axes == (partition[dimension] if dimension < length else ())

@@ -1,0 +1,276 @@
+"""Deletions in a bucket end with the claim of who makes them."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import obstore
+import pytest
+
+import ostraka
+from ostraka.errors import Busy
+from ostraka.manager.retain import remove_step
+from ostraka.manager.steps import Root
+from ostraka.saving import place as _place
+from ostraka.storage import Claim, _claim, _expiring, claimed, is_claim, open_store
+from ostraka.storage._object import ObjectStore
+from ostraka.testing import FaultyStore
+
+LONG_S = 60.0
+BUCKETS = pytest.mark.parametrize("bucket", ["moto", "seaweed"], indirect=True)
+TREE = {"w": np.arange(100), "v": np.ones(3)}
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fast as signed requests allow, which end at whole seconds."""
+    monkeypatch.setattr(_claim, "RENEW_EVERY_S", 0.3)
+    monkeypatch.setattr(_claim, "DEAD_AFTER_S", 4.5)
+    monkeypatch.setattr(_place, "GONE_AFTER_S", 0.0)
+    monkeypatch.setattr(ObjectStore, "traits", replace(ObjectStore.traits, look_every_s=0.05))
+
+
+class Suspended:
+    """Work in a thread that stops before a verb on a name, and whose claim is not renewed then."""
+
+    def __init__(self, work: Callable[[FaultyStore], Any], path: str, verb: str, name: str):
+        self.outcome: Any = None
+        self._verb, self._name = verb, name
+        self._stopped, self._go_on = threading.Event(), threading.Event()
+        store = FaultyStore(path, before=self._before)
+        self._thread = threading.Thread(target=self._run, args=(work, store))
+        self._thread.start()
+        assert self._stopped.wait(LONG_S), self.outcome
+
+    def finish(self) -> None:
+        self._go_on.set()
+        self._thread.join(LONG_S)
+        assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        assert self._go_on.wait(LONG_S)
+
+    def _run(self, work: Callable[[FaultyStore], Any], store: FaultyStore) -> None:
+        try:
+            self.outcome = work(store)
+        except Exception as error:
+            self.outcome = error
+        finally:
+            self._stopped.set()
+
+    def _before(self, verb: str, name: str) -> None:
+        if verb == self._verb and re.fullmatch(self._name, name):
+            self.stop()
+        elif verb == "touch" and self._stopped.is_set():
+            assert self._go_on.wait(LONG_S)
+
+
+def remove(store: FaultyStore) -> None:
+    remove_step(Root(store), 7, even_if_read=True)
+
+
+def make_again(path: str, beside: str, *, without: str) -> None:
+    """Take the place over, and make the very checkpoint that was there.
+
+    `without` is what is lost before, so that there is something to do.
+    """
+    store = open_store(path)
+    if without:
+        store.delete(next(file.name for file in store.files("") if without in file.name))
+    if without == ".safetensors":
+        ostraka.repair(path, from_=beside)
+    else:
+        ostraka.copy(beside, path)
+
+
+@BUCKETS
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("_METADATA", "_METADATA"), ("_METADATA", ".safetensors"), ("shards-[0-9a-f]+", "")],
+)
+def test_a_removal_that_stood_still_deletes_nothing_of_a_copy_of_the_same_save(
+    bucket: str, name: str, without: str, hurried: None, caplog: pytest.LogCaptureFixture
+):
+    """Between the check of its claim and the request: the copy has the same names and bytes."""
+    ostraka.save(f"{bucket}/run/7", TREE)
+    ostraka.copy(f"{bucket}/run/7", f"{bucket}/beside")
+    removal = Suspended(remove, f"{bucket}/run", "remove", f"7/{name}")
+    make_again(f"{bucket}/run/7", f"{bucket}/beside", without=without)
+    removal.finish()
+    assert isinstance(removal.outcome, Busy), removal.outcome
+    assert ostraka.verify(f"{bucket}/run/7").ok
+    assert "put back" not in caplog.text  # It was there all the time.
+
+
+@BUCKETS
+def test_a_request_that_was_signed_in_time_and_sent_too_late_deletes_nothing(
+    bucket: str, hurried: None, monkeypatch: pytest.MonkeyPatch
+):
+    ostraka.save(f"{bucket}/run/7", TREE)
+    ostraka.copy(f"{bucket}/run/7", f"{bucket}/beside")
+    send = _expiring.send
+    late: list[str] = []
+
+    def send_late(urls: Any, e_tag: Any) -> Any:
+        if urls and "_METADATA?" in urls[0] and not late:
+            late.extend(urls)
+            removal.stop()
+        return send(urls, e_tag)
+
+    monkeypatch.setattr(_expiring, "send", send_late)
+    removal: Any = object.__new__(Suspended)
+    removal.__init__(remove, f"{bucket}/run", "no verb", "")
+    assert late
+    make_again(f"{bucket}/run/7", f"{bucket}/beside", without=".safetensors")
+    removal.finish()
+    assert isinstance(removal.outcome, Busy), removal.outcome
+    assert ostraka.verify(f"{bucket}/run/7").ok
+
+
+@BUCKETS
+def test_a_signed_deletion_ends_at_its_time(bucket: str):
+    store = open_store(bucket)
+    assert isinstance(store, ObjectStore)
+    for name in ("in time", "late"):
+        store.put(name, b"data")
+    prefix = bucket.rpartition("/")[2]
+    keys = [f"{prefix}/{name}" for name in ("in time", "late")]
+    client = store._contact.client
+    in_time, late = _expiring.sign(client, keys, time.time() + 2)
+    assert _expiring.send([in_time], None)[0].is_gone
+    time.sleep(2.5)
+    (answer,) = _expiring.send([late], None)
+    assert answer.is_refused
+    assert not answer.is_gone
+    assert store.list() == ["late"]
+    assert _expiring.sign(client, keys, time.time() + 0.9) == []
+
+
+@BUCKETS
+def test_a_deletion_by_version_is_conditional(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    """What is replaced after the last look stays."""
+    store = open_store(bucket)
+    store.put("_METADATA", b"old")
+    seen = store.look("_METADATA")
+    assert seen is not None
+    send = _expiring.send
+
+    def replace_and_send(urls: Any, e_tag: Any) -> Any:
+        store.put("_METADATA", b"new")
+        return send(urls, e_tag)
+
+    with claimed(store) as claim:
+        with monkeypatch.context() as patched:
+            patched.setattr(_expiring, "send", replace_and_send)
+            with pytest.raises(Busy, match="another save has replaced"):
+                claim.delete("_METADATA", version=seen.version)
+        assert store.get("_METADATA") == b"new"
+        now = store.look("_METADATA")
+        assert now is not None
+        claim.delete("_METADATA", version=now.version)
+        claim.delete("_METADATA", version=now.version)  # Gone is as good as deleted.
+        assert store.look("_METADATA") is None
+
+
+@BUCKETS
+def test_a_marker_that_is_renewed_at_the_last_moment_is_not_taken(bucket: str, hurried: None):
+    """Its owner may have signed deletions by the new time."""
+    other = Claim(open_store(bucket))
+    stands_still = threading.Event()
+
+    def before(verb: str, name: str) -> None:
+        if verb == "touch" and stands_still.is_set():
+            raise OSError("stands still")
+
+    owner = Claim(FaultyStore(bucket, before=before))
+    owner.take(wait=True)
+    stands_still.set()
+
+    def renew(verb: str, name: str) -> None:
+        # The other has found the marker too old, and is about to remove it.
+        if verb in ("put", "delete") and owner._marker.name in name and stands_still.is_set():
+            stands_still.clear()
+            owner.check()
+
+    other = Claim(FaultyStore(bucket, before=renew))
+    with pytest.raises(Busy, match="is under way"):
+        other.take(wait=True)
+    owner.check()
+    owner.release()
+    other.take(wait=True)
+    other.release()
+    assert not list(filter(is_claim, open_store(bucket).list()))
+
+
+def test_a_marker_that_another_has_ended_is_not_renewed(bucket: str):
+    store = open_store(bucket)
+    claim = Claim(store)
+    claim.take(wait=True)
+    (marker,) = filter(is_claim, store.list())
+    store.put(marker, b"")
+    with pytest.raises(Busy, match="took this one for dead"):
+        claim.check()
+    assert store.get(marker) == b""
+
+
+def test_a_store_that_can_not_sign_deletes_nevertheless(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: Any) -> Any:
+        raise obstore.exceptions.GenericError("no key to sign with")
+
+    store = open_store(bucket)
+    assert isinstance(store, ObjectStore)
+    monkeypatch.setattr(store._contact, "can_sign", True)
+    monkeypatch.setattr(obstore, "sign", refuse)
+    for name in ("a", "b/c", "b/d"):
+        store.put(name, b"data")
+    with claimed(store) as claim:
+        claim.delete("a")
+        claim.delete("b")
+    assert store.list() == []
+    (record,) = caplog.records  # It is said once.
+    assert "can't be fenced: no key to sign with" in record.getMessage()
+
+
+@pytest.mark.parametrize("ahead_s", [-500.0, 15.0, 3600.0])
+def test_a_machine_whose_clock_is_wrong_deletes_in_time(
+    bucket: str, ahead_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The end of a request is a time of the store; only a clock far ahead leaves none."""
+    store = open_store(bucket)
+    store.put("file", b"data")
+    lifetimes_s: list[float] = []
+    sign, now = obstore.sign, time.time
+
+    def sign_then(bucket: Any, method: Any, keys: Any, lifetime: Any) -> Any:
+        lifetimes_s.append(lifetime.total_seconds())
+        return sign(bucket, method, keys, lifetime)
+
+    with claimed(store) as claim, monkeypatch.context() as patched:
+        patched.setattr(obstore, "sign", sign_then)
+        patched.setattr(_expiring.time, "time", lambda: now() + ahead_s)
+        claim.delete("file")
+    assert store.list() == []
+    if ahead_s > 20:
+        assert not lifetimes_s
+        assert "clock is ahead" in caplog.text
+    else:
+        assert 20 - ahead_s - 3 <= lifetimes_s[0] <= 20 - ahead_s
+        assert not caplog.records
+
+
+def test_a_large_directory_is_deleted_in_time(bucket: str):
+    store = open_store(bucket)
+    names = [f"many/{number}" for number in range(60)]
+    for name in names:
+        store.put(name, os.urandom(4))
+    with claimed(store) as claim:
+        claim.delete("many")
+    assert store.files("many") == []

@@ -1,0 +1,492 @@
+"""Real processes: each run below starts one interpreter a process."""
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostraka import testing
+from ostraka.testing import (
+    ProcessesFailed,
+    _processes,
+    free_port,
+    kill_when,
+    preloaded,
+    run_processes,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh() -> Iterator[None]:
+    """Processes that start from nothing; `test_testing_preload.py` has those that don't."""
+    with preloaded():
+        yield
+
+
+@dataclass
+class Point:
+    x: int
+
+
+class Odd(Exception):
+    pass
+
+
+# --- what the processes run --------------------------------------------------------------
+
+
+def look_around(point: Point, array: np.ndarray):
+    import jax
+
+    print("out of", jax.process_index())
+    print("err of", jax.process_index(), file=sys.stderr)
+    counts = (jax.process_index(), jax.process_count(), jax.local_device_count())
+    return counts, Point(point.x + jax.process_index()), array * 2
+
+
+def add_up():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((jax.device_count(),), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    array = jax.make_array_from_callback((4,), sharding, lambda index: np.arange(4.0)[index])
+    spec = PartitionSpec("d")
+    psum = jax.shard_map(
+        lambda x: jax.lax.psum(jnp.sum(x), "d"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+    )
+    return float(jax.jit(psum)(array))
+
+
+def fail_on(process: int):
+    import jax
+
+    if jax.process_index() == process:
+        raise Odd(f"no luck on {process}")
+    return jax.process_index()
+
+
+def fail_everywhere():
+    """Process 0 fails first, the other so much later that JAX would end it were 0 gone."""
+    import jax
+
+    from ostraka.testing import _child
+
+    if jax.process_index() == 0:
+        _child._COORDINATOR_LINGER_S = 100.0  # the other may be slow to come to its own error
+    else:
+        while not Path(sys.argv[1], "raised.0").exists():
+            time.sleep(0.01)
+        time.sleep(2.0)
+    raise Odd(f"no luck on {jax.process_index()}")
+
+
+def run_alone(what: str, *args):
+    """For runs with `distributed=False`, which need no JAX and start at once."""
+    if what == "raise":
+        raise Odd(*args)
+    if what == "exit":
+        sys.exit(3)
+    if what == "leave":
+        os._exit(*args)
+    if what == "lambda":
+        return lambda: 0
+    if what == "many lines":
+        print("\n".join(f"line {n}" for n in range(1000)))
+        raise Odd(*args)
+    if what == "environment":
+        return [os.environ.get(name) for name in args]
+    if what == "jax":
+        return "jax" in sys.modules
+    if what == "grandchild":
+        return subprocess.Popen(["sleep", "1000"]).pid
+    return what
+
+
+def hang(*marks: str):
+    """Once a mark is there, this process has printed its line and hangs."""
+    print("about to hang")
+    for mark in marks:
+        write_at_once(Path(mark), str(os.getpid()))
+    time.sleep(1000)
+
+
+def hang_and_mark(folder: str):
+    hang(f"{folder}/{os.getpid()}")
+
+
+def hang_unless_named(name: str):
+    """Of two processes one makes the file first and fails, once the other hangs."""
+    try:
+        Path(name).touch(exist_ok=False)
+    except FileExistsError:
+        hang(f"{name}.hangs")
+    while not Path(f"{name}.hangs").exists():
+        time.sleep(0.01)
+    raise Odd("the other hangs")
+
+
+def write_at_once(file: Path, text: str) -> None:
+    """A file that is there has all of its text."""
+    partial = file.with_name(f"{file.name}.partial{os.getpid()}")
+    partial.write_text(text)
+    partial.rename(file)
+
+
+def outlive_the_other(name: str):
+    """Process 1 waits to be killed; process 0 sees it gone and goes on."""
+    import jax
+
+    if jax.process_index() == 1:
+        hang(name)
+    while not Path(name).exists() or is_running(int(Path(name).read_text())):
+        time.sleep(0.01)
+    return "survived"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
+# --- with JAX ----------------------------------------------------------------------------
+
+
+def test_values_output_and_counts_come_back():
+    results = run_processes(look_around, Point(5), np.arange(3), devices_per_process=3)
+    assert [r.value[0] for r in results] == [(0, 2, 3), (1, 2, 3)]
+    assert [r.value[1] for r in results] == [Point(5), Point(6)]
+    for index, result in enumerate(results):
+        assert result.process == index
+        assert result.exit_code == 0
+        assert result.error is None
+        assert result.traceback is None
+        assert result.stdout == f"out of {index}\n"
+        assert f"err of {index}" in result.stderr
+        assert 0 < result.time_s < 240
+        np.testing.assert_array_equal(result.value[2], [0, 2, 4])
+
+
+def test_a_sum_over_all_processes():
+    results = run_processes(add_up, devices_per_process=2)
+    assert [r.value for r in results] == [6.0, 6.0]
+
+
+def test_an_exception_names_its_process_and_does_not_stop_the_others():
+    results = run_processes(fail_on, 1, check=False)
+    assert [(r.exit_code, r.value) for r in results] == [(0, 0), (1, None)]
+    assert results[1].error == "Odd: no luck on 1"
+    assert results[1].traceback is not None
+    assert "in fail_on" in results[1].traceback
+
+
+def test_when_all_fail_each_reports_its_own_error():
+    # Were process 0 gone at once, JAX would abort process 1.
+    with pytest.raises(
+        ProcessesFailed, match=r"^test_testing:fail_everywhere: process 0 failed: Odd"
+    ) as caught:
+        run_processes(fail_everywhere, grace_s=100)
+    assert [r.error for r in caught.value.results] == ["Odd: no luck on 0", "Odd: no luck on 1"]
+    assert [r.exit_code for r in caught.value.results] == [1, 1]
+
+
+def test_a_killed_process_and_its_survivor(tmp_path: Path):
+    mark = tmp_path / "here"
+    results = run_processes(
+        outlive_the_other, str(mark), check=False, on_start=kill_when(1, appears=mark, after_s=0.1)
+    )
+    assert [(r.exit_code, r.value) for r in results] == [(0, "survived"), (-9, None)]
+    assert results[1].error is None
+    assert "about to hang" in results[1].stdout
+
+
+# --- how things fail, without JAX --------------------------------------------------------
+
+
+def test_a_single_process_does_not_import_jax():
+    assert run_processes(run_alone, "jax", processes=1)[0].value is False
+
+
+def test_check_raises_with_the_error_and_the_tail_of_the_output():
+    with pytest.raises(ProcessesFailed, match="process 0 failed: Odd: bad luck") as caught:
+        run_processes(run_alone, "many lines", "bad luck", processes=1)
+    message = str(caught.value)
+    assert "line 999" in message
+    assert "line 900" not in message
+    assert "the last 40 lines of 1000" in message
+    assert "in run_alone" in message
+    assert len(caught.value.results[0].stdout.splitlines()) == 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "match"),
+    [
+        (("exit",), 3, "process 0 failed: SystemExit: 3"),
+        (("leave", 4), 4, "process 0 ended with exit code 4 before the function returned"),
+        (("leave", 0), 0, "ended with exit code 0 before the function returned"),
+        (("lambda",), 1, "TypeError: The function returned a function that can't be pickled"),
+    ],
+)
+def test_other_ways_to_fail(args: tuple, exit_code: int, match: str):
+    with pytest.raises(ProcessesFailed, match=match) as caught:
+        run_processes(run_alone, *args, processes=1)
+    assert [r.exit_code for r in caught.value.results] == [exit_code]
+
+
+def test_a_timeout_shows_the_stacks_and_ends_every_process(tmp_path: Path):
+    def wait_until_they_hang(popens: list[subprocess.Popen[bytes]]):
+        while not all((tmp_path / str(popen.pid)).exists() for popen in popens):
+            time.sleep(0.01)
+
+    with pytest.raises(ProcessesFailed, match="processes 0, 1 did not end within 1 s") as caught:
+        run_processes(
+            hang_and_mark,
+            str(tmp_path),
+            distributed=False,
+            timeout_s=1,
+            check=False,
+            on_start=wait_until_they_hang,  # the time counts from here
+        )
+    message = str(caught.value)
+    assert message.count("in hang\n") == 2
+    assert message.count("about to hang") == 2
+    assert [r.exit_code for r in caught.value.results] == [-9, -9]
+    pids = [int(mark.name) for mark in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert all(map(wait_until_gone, pids))
+
+
+def test_after_a_failure_the_others_have_some_grace(tmp_path: Path):
+    with pytest.raises(
+        ProcessesFailed, match=r"still ran 0\.5 s after the first failure"
+    ) as caught:
+        run_processes(hang_unless_named, str(tmp_path / "first"), distributed=False, grace_s=0.5)
+    assert "failed: Odd: the other hangs" in str(caught.value).splitlines()[0]
+    assert "in hang\n" in str(caught.value)
+
+
+def test_a_signal_counts_as_the_cause():
+    with pytest.raises(ProcessesFailed, match="process 0 was ended by SIGTERM before") as caught:
+        run_processes(
+            hang, processes=1, on_start=kill_when(0, after_s=0.3, signal_number=signal.SIGTERM)
+        )
+    assert caught.value.results[0].exit_code == -15
+
+
+def test_what_a_process_started_ends_with_it():
+    pid = run_processes(run_alone, "grandchild", processes=1)[0].value
+    assert wait_until_gone(pid)
+
+
+def test_processes_end_when_the_caller_is_killed(tmp_path: Path):
+    mark = tmp_path / "pid"
+    code = "import sys; from ostraka.testing import run_processes as r\n"
+    code += "r('test_testing:hang', sys.argv[1], processes=1)"
+    # What a killed caller leaves behind is left where it is cleaned up.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code, str(mark)], env=env) as caller:
+        while not mark.exists():
+            assert caller.poll() is None
+            time.sleep(0.02)
+        caller.kill()
+    assert wait_until_gone(int(mark.read_text()))
+
+
+def test_an_exception_in_on_start_ends_the_processes():
+    started: list[subprocess.Popen[bytes]] = []
+
+    def refuse(popens: list[subprocess.Popen[bytes]]):
+        started.extend(popens)
+        raise Odd("not today")
+
+    with pytest.raises(Odd, match="not today"):
+        run_processes(hang, distributed=False, on_start=refuse)
+    assert [popen.returncode for popen in started] == [-9, -9]
+
+
+# --- which functions ---------------------------------------------------------------------
+
+
+def test_a_function_by_name():
+    assert run_processes("os.path:join", "a", "b", processes=1)[0].value == "a/b"
+
+
+def test_a_function_of_a_test_file_that_no_import_finds(tmp_path: Path):
+    folder = tmp_path / "some" / "checks"
+    folder.mkdir(parents=True)
+    (folder / "helper.py").write_text("size = 7\n")
+    (folder / "test_lonely.py").write_text(
+        textwrap.dedent(
+            """
+            from ostraka.testing import run_processes
+
+            class Box:
+                pass
+
+            def make(box):
+                from . import helper
+
+                box.size = helper.size
+                return box
+
+            def test_make():
+                assert __name__ == "some.checks.test_lonely"
+                box = run_processes(make, Box(), processes=1)[0].value
+                assert isinstance(box, Box)
+                assert box.size == 7
+            """
+        )
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    python_path = str(Path(testing.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_function_of_the_script_being_run(tmp_path: Path, as_module: bool):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "other.py").write_text("factor = 2\n")
+    script = tmp_path / "package" / "script.py"
+    how = "from .other import factor" if as_module else "from other import factor"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from dataclasses import dataclass
+            from ostraka.testing import run_processes
+            {how}
+
+            @dataclass
+            class Point:
+                x: int
+
+            def double(point):
+                return Point(point.x * factor)
+
+            if __name__ == "__main__":
+                print(run_processes(double, Point(4), processes=1)[0].value)
+            """
+        )
+    )
+    command = ["-m", "package.script"] if as_module else [str(script)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("Point(x=8)\n", "")
+
+
+def test_a_script_without_guard_does_not_start_processes_forever(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from ostraka.testing import run_processes\ndef f(): pass\nrun_processes(f, processes=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert 'Put the call under `if __name__ == "__main__":`' in done.stderr
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: 0, functools.partial(run_alone, "jax"), Point(1).__eq__]
+)
+def test_a_function_that_no_other_process_finds(function):
+    with pytest.raises(TypeError, match="can't be found again by another process"):
+        run_processes(function)
+
+
+@pytest.mark.parametrize("name", ["os.path", "os.path:", ":join"])
+def test_a_name_without_module_or_function(name: str):
+    with pytest.raises(ValueError, match=r'must read "package\.module:name"'):
+        run_processes(name)
+
+
+def test_counts_start_at_one():
+    with pytest.raises(ValueError, match="^processes must be at least 1, not 0"):
+        run_processes(run_alone, processes=0)
+    with pytest.raises(ValueError, match="devices_per_process must be at least 1, not 0"):
+        run_processes(run_alone, devices_per_process=0)
+
+
+# --- settings ----------------------------------------------------------------------------
+
+
+def test_the_environment_of_a_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "5")
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("OSTRAKA_A", "inherited")
+    names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "OSTRAKA_A", "OSTRAKA_B")
+    results = run_processes(
+        run_alone,
+        "environment",
+        *names,
+        processes=1,
+        devices_per_process=3,
+        env={"OSTRAKA_B": "given"},
+    )
+    flags = "--a=1 --xla_force_host_platform_device_count=3"
+    assert results[0].value == ["cpu", None, flags, "inherited", "given"]
+
+
+def test_a_proxy_is_not_asked_for_the_coordinator():
+    assert "no_grpc_proxy" not in _processes._child_environment({}, 1)
+    env = _processes._child_environment({"https_proxy": "http://proxy"}, 1)
+    assert env["no_grpc_proxy"] == "127.0.0.1"
+
+
+def test_a_reserved_port_is_given_to_nobody_else():
+    with _processes._reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        for address in ("127.0.0.1", "0.0.0.0"):
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind((address, port))
+        assert port not in {free_port() for _ in range(100)}
+
+
+def test_kill_when_leaves_a_process_alone_that_has_ended(tmp_path: Path):
+    before = threading.active_count()
+    on_start = kill_when(0, appears=tmp_path / "never")
+    assert run_processes(run_alone, "x", processes=1, on_start=on_start)[0].exit_code == 0
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

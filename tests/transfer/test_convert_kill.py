@@ -1,0 +1,302 @@
+"""A conversion that is killed, interrupted or runs out of room; and how much memory it takes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import ostraka
+from figures import Figures
+from mounts import mounted
+from orbax_cases import ocp, quiet
+from ostraka.errors import Busy, OstrakaError
+from replacing import TARGETS
+
+
+def tree(leaves: int = 24, elements: int = 1 << 16) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {f"w{n}": rng.normal(size=(16, elements // 16)) for n in range(leaves)}
+
+
+def arrays_in(path: Path, to: str) -> dict[str, np.ndarray[Any, Any]]:
+    """What the program that a format belongs to reads."""
+    if to == "ostraka":
+        assert ostraka.verify(path).ok
+        return ostraka.restore(path)
+    if to == "orbax":
+        with quiet():
+            return ocp.PyTreeCheckpointer().restore(path)
+    if to == "npz":
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+    return load_file(path / "model.safetensors" if to == "hf" else path)
+
+
+def check(path: Path, to: str, wanted: dict[str, Any]) -> None:
+    found = arrays_in(path, to)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+    left = [name for name in os.listdir(path.parent) if name not in ("a", path.name)]
+    assert left == []
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from ostraka.transfer import _streamed
+from ostraka.transfer.convert import _write_orbax, _write_ostraka, convert, work
+work._TOGETHER_BYTES = _write_orbax._TOGETHER_BYTES = 1 << 16
+work.BAND_BYTES = 1 << 17
+_write_ostraka.MAX_FILE_BYTES = 1 << 20
+_streamed._SMALL_BYTES = 0
+work.SLAB_BYTES, work._LEAST_RUN_BYTES = 1 << 19, 64
+source, target, to, kill_at, transposed = sys.argv[1:]
+def name(path, shape):
+    return {{"path": path, "transpose": True}}
+sent = []
+def tell(done, total):
+    # Half of it is writing, the other half reading back. Once: a second Ctrl-C does not wait for
+    # threads any more, and TensorStore aborts a program that ends while one is in a call of it.
+    if 100 * done >= int(kill_at) * total and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), signal.{signal})
+try:
+    report = convert(
+        source, target, to=to, names=name if transposed == "yes" else None, on_bytes=tell
+    )
+except KeyboardInterrupt:
+    sys.exit(130)
+print(report.bytes_kept)
+"""
+
+
+NEVER = 1000
+
+
+def run(
+    source: Path,
+    target: Path,
+    to: str,
+    kill_at: int,
+    how: str = "SIGKILL",
+    *,
+    transposed: bool = False,
+) -> int | None:
+    """Convert in a process that dies when so many hundredths are done; else, what was kept."""
+    program = PROGRAM.format(tests=str(Path(__file__).parent), signal=how)
+    arguments = [str(source), str(target), to, str(kill_at), "yes" if transposed else "no"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 130, -signal.SIGKILL), done.stderr
+    return None if done.returncode else int(done.stdout)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_conversion_that_was_killed_goes_on(tmp_path: Path, to: str):
+    wanted = tree()
+    ostraka.save(tmp_path / "a", wanted, max_file_bytes="1MB")
+    target = tmp_path / TARGETS[to]
+    for kill_at in (1, 20, 45):
+        assert run(tmp_path / "a", target, to, kill_at) is None
+        assert not target.exists() or not (target / "_METADATA").exists()
+    kept = run(tmp_path / "a", target, to, NEVER)
+    assert kept is not None
+    assert kept > 0
+    check(target, to, wanted)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_conversion_that_transposes_goes_on(tmp_path: Path, to: str):
+    """Its pieces are parts of all rows of a file."""
+    rng = np.random.default_rng(0)
+    wanted = {f"w{n}": rng.random((4096, 1000), np.float32) for n in range(3)}
+    ostraka.save(tmp_path / "a", wanted)
+    target = tmp_path / TARGETS[to]
+    for kill_at in (20, 45):
+        assert run(tmp_path / "a", target, to, kill_at, transposed=True) is None
+        assert not target.exists() or not (target / "_METADATA").exists()
+    kept = run(tmp_path / "a", target, to, NEVER, transposed=True)
+    assert kept is not None
+    assert kept > 0
+    check(target, to, {name: array.T for name, array in wanted.items()})
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_interrupt(tmp_path: Path, to: Any):
+    wanted = tree(8)
+    ostraka.save(tmp_path / "a", wanted)
+    target = tmp_path / TARGETS[to]
+    assert run(tmp_path / "a", target, to, 10, "SIGINT") is None
+    assert not target.exists() or not (target / "_METADATA").exists()
+    ostraka.convert(tmp_path / "a", target, to=to)
+    check(target, to, wanted)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("to", TARGETS)
+def test_killed_at_random(tmp_path: Path, to: str, figures: Figures):
+    """Killed by a clock, so that it dies anywhere: in a write, a commit, a sync, a rename."""
+    wanted = tree()
+    ostraka.save(tmp_path / "a", wanted, max_file_bytes="1MB")
+    target = tmp_path / TARGETS[to]
+    program = PROGRAM.format(tests=str(Path(__file__).parent), signal="SIGKILL")
+    program = program.replace("convert\n", "convert\nprint('ready', flush=True)\n", 1)
+    told_to = [str(tmp_path / "a"), str(target), to, str(NEVER), "no"]
+    arguments = [sys.executable, "-c", program, *told_to]
+    rng = random.Random(to)
+    kills = 0
+    for _ in range(12):
+        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(rng.uniform(0, 0.6))
+        child.kill()
+        _, told = child.communicate()
+        assert child.returncode in (0, -signal.SIGKILL, 2) or b"PathInTheWay" in told, told
+        kills += child.returncode == -signal.SIGKILL
+        if target.exists() and (to != "ostraka" or (target / "_METADATA").exists()):
+            check_finished(target, to, wanted)
+            if rng.random() < 0.5:
+                subprocess.run(["rm", "-r", str(target)], check=True)
+    if not target.exists() or (to == "ostraka" and not (target / "_METADATA").exists()):
+        run(tmp_path / "a", target, to, NEVER)
+    check_finished(target, to, wanted)
+    figures.add("conversions killed with -9", kills)
+
+
+def check_finished(path: Path, to: str, wanted: dict[str, Any]) -> None:
+    found = arrays_in(path, to)
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], array) for name, array in wanted.items())
+
+
+@pytest.mark.parametrize("to", ["ostraka", "orbax", "safetensors", "npz"])
+def test_what_a_killed_conversion_left_is_not_believed(tmp_path: Path, to: str):
+    """Bytes of a killed conversion that were lost or changed since then are written again."""
+    wanted = tree()
+    ostraka.save(tmp_path / "a", wanted)
+    target = tmp_path / TARGETS[to]
+    assert run(tmp_path / "a", target, to, 40) is None
+    place = target if to == "ostraka" else tmp_path / f"{target.name}.converting" / "files"
+    files = [file for file in place.rglob("*") if file.is_file() and "_CLAIM" not in file.name]
+    assert files
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
+        file.write_bytes(data)
+    run(tmp_path / "a", target, to, NEVER)
+    check(target, to, wanted)
+
+
+def test_a_conversion_of_something_else_begins_anew(tmp_path: Path):
+    wanted = tree(8)
+    ostraka.save(tmp_path / "a", wanted)
+    target = tmp_path / "out.npz"
+    assert run(tmp_path / "a", target, "npz", 20) is None
+    other = {name: array + 1 for name, array in wanted.items()}
+    ostraka.save(tmp_path / "a", other)
+    assert run(tmp_path / "a", target, "npz", NEVER) == 0
+    check(target, "npz", other)
+
+
+def test_two_at_the_same_time(tmp_path: Path):
+    ostraka.save(tmp_path / "a", tree(8))
+    inside: list[Exception] = []
+
+    def once(done: int, total: int) -> None:
+        if not inside:
+            inside.append(ValueError("none was raised"))
+            try:
+                ostraka.convert(tmp_path / "a", tmp_path / "out", to="hf")
+            except Busy as error:
+                inside[0] = error
+
+    ostraka.convert(tmp_path / "a", tmp_path / "out", to="hf", on_bytes=once)
+    assert isinstance(inside[0], Busy)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_full_disk(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch):
+    for name in (
+        "convert.work._TOGETHER_BYTES",
+        "convert._write_orbax._TOGETHER_BYTES",
+        "convert._write_ostraka.MAX_FILE_BYTES",
+    ):
+        monkeypatch.setattr(f"ostraka.transfer.{name}", 1 << 20)
+    wanted = tree()
+    ostraka.save(tmp_path / "a", wanted)
+    options, why = "size=8M", "converting to a disk that is full"
+    with mounted(tmp_path / "small", options=options, for_what=why) as small:
+        target = small / TARGETS[to]
+        with pytest.raises(OstrakaError, match=r"No space left on device|RESOURCE_EXHAUSTED"):
+            ostraka.convert(tmp_path / "a", target, to=to)
+        assert not target.exists() or not (target / "_METADATA").exists()
+        subprocess.run(["mount", "-o", "remount,size=64M", str(small)], check=True)
+        report = ostraka.convert(tmp_path / "a", target, to=to)
+        assert report.bytes_kept > 0
+        check(target, to, wanted)
+
+
+# Memory
+
+MEASURE = """
+import sys
+import numpy as np
+import ostraka
+from ostraka.transfer.convert import convert
+source, target, to, transposed = sys.argv[1:]
+def name(path, shape):
+    return {"path": path, "transpose": True}
+def most_kib():
+    # Not getrusage: a process begins with the most that the one which started it has ever had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+before = most_kib()
+convert(source, target, to=to, names=name if transposed == "yes" else None)
+print(most_kib() - before)
+"""
+
+
+def measure(tmp_path: Path, to: str, *, transposed: bool) -> int:
+    """How many KiB a conversion takes beyond what its program has before."""
+    target = tmp_path / TARGETS[to]
+    arguments = [str(tmp_path / "a"), str(target), to, "yes" if transposed else "no"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["rm", "-r", str(target)], check=True)
+    return int(done.stdout)
+
+
+def save_large(path: Path, total_bytes: int, leaves: int) -> None:
+    rows = total_bytes // leaves // 4 // 8192
+    array = np.random.default_rng(0).random((rows, 8192), np.float32)
+    ostraka.save(path, {f"w{n}": array for n in range(leaves)})
+
+
+@pytest.mark.parametrize(("to", "transposed"), [("orbax", False), ("npz", True)])
+def test_memory_is_less_than_the_array(tmp_path: Path, to: str, transposed: bool):
+    save_large(tmp_path / "a", 640 << 20, 1)
+    assert 16 << 10 < measure(tmp_path, to, transposed=transposed) < 512 << 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("leaves", [1, 16])
+@pytest.mark.parametrize("to", TARGETS)
+def test_memory_is_bounded(tmp_path: Path, to: str, leaves: int, figures: Figures):
+    """No more than 512 MiB for 2 GiB: in one array, in several, transposed too."""
+    save_large(tmp_path / "a", 2 << 30, leaves)
+    for transposed in (False, True):
+        assert 16 << 10 < measure(tmp_path, to, transposed=transposed) < 512 << 10
+    figures.add("conversions of 2 GiB measured", 2)
