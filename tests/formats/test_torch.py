@@ -1,7 +1,6 @@
 """PyTorch's distributed checkpoint reader on our shards: the right bytes, or an error."""
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -85,20 +84,18 @@ def test_four_ranks_with_another_sharding_read_every_dtype_that_both_have(tmp_pa
         file = tmp_path / f"{number}.npy"
         np.save(file, np.frombuffer(expected.tobytes(), np.uint8))
         task["arrays"][path] = (leaf.shape, str(leaf.dtype), str(file))
-    answers = run_ranks(task)
+    answers = run_ranks(task, tmp_path / "meeting")
     assert [answer["wrong"] for answer in answers] == [[]] * RANKS
     for answer in answers:
         assert answer["raised"].keys() == {*FOREIGN, "complex128", "compressed"}
         assert all("Size mismatch" in message for message in answer["raised"].values())
 
 
-def run_ranks(task: dict[str, Any]) -> list[dict[str, Any]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def run_ranks(task: dict[str, Any], meeting: Path) -> list[dict[str, Any]]:
     program = [str(PYTHON), "-W", "ignore", str(ROOT / "tests" / "support" / "torch_rank.py")]
     ranks = [
         subprocess.Popen(
-            [*program, str(rank), str(RANKS), str(port)],
+            [*program, str(rank), str(RANKS), str(meeting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,5 +109,6 @@ def run_ranks(task: dict[str, Any]) -> list[dict[str, Any]]:
         rank.stdin.close()
         rank.stdin = None
     outputs = [rank.communicate(timeout=600) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs[0][1][-3000:]
+    failed = {n: outputs[n][1][-3000:] for n, rank in enumerate(ranks) if rank.returncode}
+    assert not failed
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]

@@ -10,6 +10,7 @@ compares its part with what is expected, and prints a line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -22,11 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-def main(rank: int, ranks: int, port: int) -> None:
+def main(rank: int, ranks: int, meeting: str) -> None:
     task = json.load(sys.stdin)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     reader = HuggingFaceStorageReader(task["directory"])
     state: dict[str, Any] = {}
@@ -48,8 +47,10 @@ def main(rank: int, ranks: int, port: int) -> None:
             dcp.load(target, storage_reader=HuggingFaceStorageReader(task["directory"]))
         except BaseException as error:  # DCP's own error is none of Exception's.
             raised[path] = str(error).strip().splitlines()[-1]
-    print(json.dumps({"rank": rank, "wrong": wrong, "raised": raised}))
-    dist.destroy_process_group()
+    dist.barrier()
+    print(json.dumps({"rank": rank, "wrong": wrong, "raised": raised}), flush=True)
+    # Without PyTorch's own shutdown, which aborts now and then when the machine is busy.
+    os._exit(0)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -57,4 +58,4 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
