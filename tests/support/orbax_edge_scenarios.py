@@ -326,6 +326,10 @@ def handlers_that_save_in_the_background(ocp: Any, d: Path) -> None:
 
         async def async_save(self, directory: Any, args: Any) -> Any:
             futures = await super().async_save(directory, args=args)
+            for _ in range(1000):  # Orbax makes the directory in the background.
+                if directory.exists():
+                    break
+                await asyncio.sleep(0.01)
             (directory / "note.txt").write_text("kept")
             return futures
 
