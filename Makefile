@@ -25,7 +25,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test buckets check format bench torch azurite soak shake world newest clean
+.PHONY: help venv demo test quick buckets check format bench torch azurite soak shake world newest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ demo: $(LIGHT) ## a short tour, on this machine's CPU
 
 test: $(FULL) torch ## the test suite (TESTS=tests/layout, PYTEST_ARGS=-x)
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+# The folders that need no store, no device and no process.
+quick: $(FULL) ## the tests of the pure folders, in seconds
+	@$(BIN)/python -m pytest -q -n 0 $(PYTEST_ARGS) tests/common tests/tree tests/layout
 
 buckets: $(FULL) ## all tests in buckets: the suite has a part of them there, and all on disk
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -k "bucket or seaweed or azurite" -m "not soak" \

@@ -21,6 +21,7 @@ from figures import figures as figures
 from ostraka.testing import preloaded
 from places import BucketPath, Place
 from servers import KINDS, Server
+from times import TimesPlugin
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -51,6 +52,8 @@ settings.load_profile("ostraka")
 
 def pytest_configure(config: pytest.Config) -> None:
     """OSTRAKA_FIGURES names the file for what soak tests count (`make soak`)."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TimesPlugin())
     file = os.environ.get("OSTRAKA_FIGURES")
     config.pluginmanager.register(FiguresPlugin(Path(file) if file else None))
 
