@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import PurePosixPath
 
 import pytest
@@ -12,7 +12,7 @@ class TimesPlugin:
     """Adds up the seconds of setup, call and teardown. With xdist, of all workers together."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._tests: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -23,6 +23,6 @@ class TimesPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self._seconds) > 1:
             terminalreporter.section("seconds by folder")
-            for folder, seconds in self._seconds.most_common():
+            for folder, seconds in sorted(self._seconds.items(), key=lambda item: -item[1]):
                 count = self._tests[folder]
                 terminalreporter.write_line(f"{seconds:8.1f}s {count:6} tests  {folder}")
