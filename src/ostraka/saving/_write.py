@@ -60,7 +60,6 @@ class BlockTarget(Protocol):
 
     def abandon(self) -> None:
         """Give up an unfinished file."""
-        ...
 
 
 _Task = tuple[BlockTarget, Iterable[tuple[int, Any]]]

@@ -23,7 +23,6 @@ from ostraka.storage._claim import (
     is_overdue,
     refuse_claimed,
 )
-from ostraka.storage._directory import A_LINK
 from ostraka.storage._local import LocalStore
 from ostraka.storage._memory import MemoryStore
 from ostraka.storage._open import (
@@ -36,6 +35,7 @@ from ostraka.storage._open import (
     refuse_overlap,
     refuse_swapped,
 )
+from ostraka.storage.file import A_LINK
 from ostraka.storage.requests import opening_bytes
 
 __all__ = [

@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
@@ -23,40 +22,15 @@ from ostraka.common.threads import StopSignal, run_all
 
 _AT_ONCE = 16
 _TIMEOUT_S = 30.0
-_NO_ANSWER = 0
+OTHER_VERSION = 412
+"""The status for an object that has other bytes than the request names, or is gone."""
+NO_CONDITIONS = 501
+"""The status of a store without conditional deletions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of the store to one deletion."""
-
-    status: int
-    text: str
-
-    @property
-    def is_gone(self) -> bool:
-        """Return True if the object is not there any more."""
-        return 200 <= self.status < 300 or self.status == 404
-
-    @property
-    def is_other_version(self) -> bool:
-        """Return True if the object has other bytes than the request names, or is gone."""
-        return self.status == 412
-
-    @property
-    def knows_no_condition(self) -> bool:
-        """Return True if the store has no conditional deletions."""
-        return self.status == 501
-
-    @property
-    def is_refused(self) -> bool:
-        """Return True if the URL has expired, or the credentials don't allow it."""
-        return 400 <= self.status < 500 and self.status not in (408, 429)
-
-    @property
-    def was_given(self) -> bool:
-        """Return True if there was an answer at all."""
-        return self.status != _NO_ANSWER
+def is_gone(status: int) -> bool:
+    """Return True if the object of a deletion with this answer is not there any more."""
+    return 200 <= status < 300 or status == 404
 
 
 def sign(bucket: Any, keys: Sequence[str], until_s: float) -> Sequence[str]:
@@ -75,20 +49,22 @@ def sign(bucket: Any, keys: Sequence[str], until_s: float) -> Sequence[str]:
             return urls
 
 
-def send(urls: Sequence[str], e_tag: str | None) -> list[Answer]:
-    """Send deletions. With an `e_tag`, only an object that has it is deleted."""
+def send(urls: Sequence[str], e_tag: str | None) -> list[int]:
+    """Send deletions. Returns the status of each answer, 0 if there was none.
+
+    With an `e_tag`, only an object that has it is deleted.
+    """
     headers = {} if e_tag is None else {"If-Match": e_tag}
     return run_all(partial(_send, headers=headers), urls, threads=_AT_ONCE, stop=StopSignal())
 
 
-def _send(url: str, headers: dict[str, str]) -> Answer:
+def _send(url: str, headers: dict[str, str]) -> int:
     request = urllib.request.Request(url, method="DELETE", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return Answer(answer.status, "")
+            return answer.status
     except urllib.error.HTTPError as error:
         with error:
-            body = error.read(1000).decode(errors="replace")
-            return Answer(error.code, f"status code: {error.code} {error.reason}: {body}")
-    except (OSError, HTTPException) as error:
-        return Answer(_NO_ANSWER, f"error sending request: {error}")
+            return error.code
+    except (OSError, HTTPException):
+        return 0

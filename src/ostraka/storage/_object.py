@@ -296,12 +296,11 @@ class ObjectStore:
                 log.warning("deletions in %s can't be fenced: %s", self._url, error)
                 return names
             answers = _expiring.send(urls, e_tag)
-            other = any(answer.is_other_version for answer in answers)
-            if other and not self._has_version(names[0], version):
+            if _expiring.OTHER_VERSION in answers and not self._has_version(names[0], version):
                 return []
-            if any(answer.knows_no_condition for answer in answers):
+            if _expiring.NO_CONDITIONS in answers:
                 e_tag = None
-            gone = {name for name, answer in zip(names, answers, strict=False) if answer.is_gone}
+            gone = {name for name, a in zip(names, answers, strict=False) if _expiring.is_gone(a)}
             names = [name for name in names if name not in gone]
             if not names:
                 return []
