@@ -20,7 +20,6 @@ from ostraka.storage._claim import (
     Marker,
     claimed,
     is_claim,
-    is_overdue,
     refuse_claimed,
 )
 from ostraka.storage._local import LocalStore
@@ -60,7 +59,6 @@ __all__ = [
     "is_claim",
     "is_fence",
     "is_inside",
-    "is_overdue",
     "is_temporary",
     "is_text",
     "may_be_path",

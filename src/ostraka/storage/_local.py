@@ -219,10 +219,8 @@ class LocalStore:
     def sync(self, directory: str) -> None:
         try:
             if not directory:
-                held = None if self._lock is None else self._lock.directory
-                _file.sync_directory(
-                    self.location if held is None or held.file is None else held.file
-                )
+                place = _file.BY_PATH if self._lock is None else self._lock.directory
+                _file.sync_directory(self.location if place.file is None else place.file)
                 return
             above, leaf = self._find(directory)
             file = os.open(leaf, _file.READ, dir_fd=above.file)
