@@ -12,38 +12,33 @@ from typing import Any
 import jax
 
 from ostraka._version import __version__
-from ostraka.common.record import Stopwatch, summarize, timeline
+from ostraka.common.record import summarize, timeline
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import TooLarge
 from ostraka.layout import shard_file
 from ostraka.layout.metadata import IndexEntry, Metadata, encode_metadata
 from ostraka.layout.plan_write import WritePlan
 from ostraka.layout.runs import encode_runs
-from ostraka.processes.operation import Operation, ProcessFailed
+from ostraka.processes.operation import ProcessFailed
 from ostraka.saving._write import Companion, WrittenFiles
-from ostraka.saving.agree import Agreed
-from ostraka.saving.place import Place
+from ostraka.saving.agree import Agreed, RunningSave
 from ostraka.storage import Store
 
 _LOOKERS = 16
 
 
 def commit(
-    operation: Operation,
-    place: Place,
+    save: RunningSave,
     agreed: Agreed,
     plan: WritePlan,
     written: WrittenFiles,
     companions: Sequence[Companion],
-    beside: Mapping[str, Sequence[Any]],
-    user: Mapping[str, Any],
-    watch: Stopwatch,
 ) -> list[float]:
-    """Report this process's files, and commit if every process has reported well.
+    """Finish the companions, report this process's files, and commit if all have reported well.
 
-    `beside` has the files of each companion by its name. Returns the bytes and seconds of all
-    processes, summarized.
+    Returns the bytes and seconds of all processes, summarized.
     """
+    operation, place, watch = save.operation, save.place, save.watch
 
     def decide(reports: list[Any]) -> list[float]:
         indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
@@ -68,7 +63,7 @@ def commit(
             leaves=plan.leaves,
             files=plan.stored_files(map(itemgetter("sizes"), reports)),
             indexes=indexes,
-            user=user,
+            user=save.options.metadata or {},
             version=plan.version,
         )
         for companion in companions:
@@ -85,10 +80,11 @@ def commit(
         "index": written.index and astuple(written.index),
         "sizes": encode_runs(written.sizes) if plan.codecs else [],
     }
-    for name, files in beside.items():
-        mine[name] = list(map(astuple, files))
+    for companion in companions:
+        files = companion.finish(operation, place.store, agreed.save_id, written)
+        seconds += watch.lap(companion.name)
+        mine[companion.name] = list(map(astuple, files))
         nbytes += sum(file.size for file in files)
-        seconds += watch.phases[name]
     mine["written"] = [nbytes, seconds]
     return operation.exchange("commit", mine, decide, is_last=True)
 

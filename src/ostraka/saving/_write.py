@@ -31,7 +31,7 @@ from ostraka.layout.spec import StoredLeaf
 from ostraka.live.values import Value
 from ostraka.processes.operation import Operation
 from ostraka.saving._write_compressed import CompressedFile, SpooledFile
-from ostraka.saving.agree import Agreed
+from ostraka.saving.agree import Agreed, RunningSave
 from ostraka.storage import FileWriter, Store
 
 Array = np.ndarray[Any, Any]
@@ -127,17 +127,13 @@ class WrittenFiles:
 
 
 def write_shards(
-    operation: Operation,
-    store: Store,
-    agreed: Agreed,
-    plan: WritePlan,
-    companions: Sequence[Companion],
-    progress: Count,
+    save: RunningSave, agreed: Agreed, plan: WritePlan, companions: Sequence[Companion]
 ) -> WrittenFiles:
     """Write the files of this process, and last its index.
 
     It checks the operation between blocks, and stops if the save has failed.
     """
+    operation, store, progress = save.operation, save.place.store, save.progress
     files = plan.files_of(operation.process)
     if not files:
         return WrittenFiles()
@@ -342,12 +338,8 @@ class _PlainFile:
             self._writer.abandon()
 
     def digests(self) -> FileDigests:
-        return FileDigests(
-            self._offsets[-1],
-            tuple(self._lengths),
-            tuple(self._digests),
-            identity=self._identity,
-        )
+        size, lengths = self._offsets[-1], tuple(self._lengths)
+        return FileDigests(size, lengths, tuple(self._digests), identity=self._identity)
 
 
 def _tasks(

@@ -146,11 +146,11 @@ class GroupOfViews:
         ]
         return enumerate(map(list, zip_longest(*cut, fillvalue=[])))
 
-    def write(self, number: int, members: list[list[Array]]) -> int:
-        """Sum a block up and write it. Returns 0, since no shard file has these bytes."""
+    def write(self, number: int, pieces: list[list[Array]]) -> int:
+        """Write the sum of a block of all members. Returns 0: no shard file has these bytes."""
         length = min(BLOCK_BYTES, self._parity_bytes - number * BLOCK_BYTES)
         sums = [take(length) for take in self._take_memory]
-        parity_code.encode(members, sums)
+        parity_code.encode(pieces, sums)
         for file, data in zip(self._files, sums, strict=True):
             file.write(number, data)
         return 0
