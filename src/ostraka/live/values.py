@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.common.lifetime import RenewedLock
+from ostraka.common.threads import RenewedLock
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.plan_write import BAND_BYTES

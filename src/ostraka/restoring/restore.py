@@ -16,8 +16,8 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.common.lifetime import paused_gc
 from ostraka.common.record import OnRecord, Stopwatch, report, summarize
+from ostraka.common.threads import paused_gc
 from ostraka.errors import Damaged, RestoreFailed, SourceChanged
 from ostraka.formats.buffers import detached
 from ostraka.formats.source import OnBytes, Source

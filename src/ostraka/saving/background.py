@@ -1,6 +1,6 @@
 """Saves in the background: one at a time, and some call raises each error.
 
-`common.lifetime` lists what may happen to them: interrupts, signal handlers, forks, the program's
+`common.threads` lists what may happen to them: interrupts, signal handlers, forks, the program's
 end.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from ostraka.common.lifetime import Ending, after_fork, at_exit
 from ostraka.common.progress import Count
 from ostraka.common.record import Record, logger
+from ostraka.common.threads import Ending, after_fork, at_exit
 from ostraka.errors import Busy, describe
 from ostraka.processes.operation import Operation, ProcessFailed
 

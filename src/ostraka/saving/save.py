@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from ostraka.common.lifetime import paused_gc
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
+from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
 from ostraka.errors import Damaged, InvalidTree, SaveFailed, SourceChanged, describe
 from ostraka.layout.casts import DtypeRule, check_dtype_rule

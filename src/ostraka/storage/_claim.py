@@ -41,8 +41,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ostraka.common.lifetime import after_fork
 from ostraka.common.record import logger as log
+from ostraka.common.threads import after_fork
 from ostraka.errors import Busy
 from ostraka.storage._base import ANYTHING, FileInfo, PlaceLock, Store, is_fence
 

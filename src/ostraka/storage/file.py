@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from ostraka.common.lifetime import after_fork
+from ostraka.common.threads import after_fork
 from ostraka.errors import Busy, PathInTheWay, StoreError, TooLarge, Unreadable, store_error
 from ostraka.storage._base import ANYTHING, FileInfo, byte_views
 
