@@ -12,46 +12,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from ostraka.errors import InvalidTree
 from ostraka.live.parse import BUILTIN, text_at
+from ostraka.live.values import check_savable
 from ostraka.tree.json_values import class_name, mro_lookup
 from ostraka.tree.nodes import ROOT, Branch, Kept, Leaf, Node, branches_of, has_values, leaves_of
-
-_MOST_DIMENSIONS = 63
-"""One fewer than numpy has, for the dimension of processes that a per-process array gets."""
-
-
-def check_savable(leaf: Leaf) -> None:
-    """Raise InvalidTree for arrays without values to save."""
-    value = leaf.value
-    if isinstance(value, Tracer):
-        raise InvalidTree(
-            f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
-        )
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            raise InvalidTree(
-                f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the "
-                "arrays that the step returned"
-            )
-    elif isinstance(value, np.ndarray):
-        if value.ndim > _MOST_DIMENSIONS:
-            raise InvalidTree(
-                f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can "
-                "be saved"
-            )
-        if type(value) not in (np.ndarray, np.memmap):
-            raise InvalidTree(
-                f"leaf {leaf.path!r} is a {'.'.join(class_name(type(value)))}, which would come "
-                "back as a plain numpy array: save np.asarray(…) of it"
-            )
-    elif isinstance(value, jax.ShapeDtypeStruct):
-        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
 
 
 def refuse_inside_jit(call: str, leaves: Sequence[Leaf] = ()) -> None:

@@ -9,12 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.common.threads import RenewedLock
+from ostraka.errors import InvalidTree
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.plan_write import BAND_BYTES
+from ostraka.tree.json_values import class_name
+from ostraka.tree.nodes import Leaf
 
 Array = np.ndarray[Any, Any]
 Copy = tuple[Array, Array]
@@ -30,6 +34,36 @@ _CUT_BYTES = 8 << 20
 """Parts of larger shards are sliced on their device."""
 _PATIENCE_S = 5.0
 """The time that a thread of the program may take to list the shards of an array."""
+_MOST_DIMENSIONS = 63
+"""One fewer than numpy has, for the dimension of processes that a per-process array gets."""
+
+
+def check_savable(leaf: Leaf) -> None:
+    """Raise InvalidTree for arrays without values to save."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        raise InvalidTree(
+            f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
+        )
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the "
+                "arrays that the step returned"
+            )
+    elif isinstance(value, np.ndarray):
+        if value.ndim > _MOST_DIMENSIONS:
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can "
+                "be saved"
+            )
+        if type(value) not in (np.ndarray, np.memmap):
+            raise InvalidTree(
+                f"leaf {leaf.path!r} is a {'.'.join(class_name(type(value)))}, which would come "
+                "back as a plain numpy array: save np.asarray(…) of it"
+            )
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
 
 
 class HostValue:

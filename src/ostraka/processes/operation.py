@@ -93,6 +93,10 @@ class Operation:
         own_errors: bool = False,
         member: Member | None = None,
     ):
+        if member is None and not alone:
+            import jax  # A process that is alone may do without it.
+
+            alone = jax.process_count() == 1
         self._member = member or (ALONE if alone else this_member())
         self.process = self._member.process
         self.count = self._member.count

@@ -156,7 +156,7 @@ def _with_path(error: BaseException, path: str) -> str:
     return said if path in said else f"saving {path} failed: {said}"
 
 
-class _Background:
+class _Slot:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
@@ -186,15 +186,15 @@ class _Background:
                 _raise_together(error)
 
 
-_background = _Background()
-after_fork(_background.forget_after_fork)
+slot = _Slot()
+after_fork(slot.forget_after_fork)
 
 
 def wait_for_background() -> None:
     """Wait for the background save, and raise its error if nobody has seen it."""
-    _background.refuse_own_thread()
-    with _background.turn:  # Another thread may be beginning one.
-        _background.wait_for_current()
+    slot.refuse_own_thread()
+    with slot.turn:  # Another thread may be beginning one.
+        slot.wait_for_current()
 
 
 @contextmanager
@@ -206,9 +206,9 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     """
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
-    _background.refuse_own_thread()
-    with _background.turn if if_busy == "wait" else _turn_or_refusal():
-        _background.wait_for_current()
+    slot.refuse_own_thread()
+    with slot.turn if if_busy == "wait" else _turn_or_refusal():
+        slot.wait_for_current()
         yield
 
 
@@ -216,9 +216,9 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
 def _turn_or_refusal() -> Generator[None]:
     is_mine = False
     try:
-        is_mine = _background.turn.acquire(blocking=False)
+        is_mine = slot.turn.acquire(blocking=False)
         mine = None if is_mine else "a save that another thread has begun"
-        current = _background.current
+        current = slot.current
         if current is not None and not current.done():
             mine = f"a save to {current.path}"
         with Operation("check for a save under way") as operation:
@@ -230,7 +230,7 @@ def _turn_or_refusal() -> Generator[None]:
         yield
     finally:
         if is_mine:
-            _background.turn.release()
+            slot.turn.release()
 
 
 def _raise_together(error: BaseException) -> None:
@@ -260,8 +260,8 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
 
     After an interrupt the thread may be at work all the same: `give_back` tells.
     """
-    _background.wait_for_current()  # one that a signal handler has begun since
-    _background.current = handle
+    slot.wait_for_current()  # one that a signal handler has begun since
+    slot.current = handle
     if Ending.has_begun:
         # The program would not wait for a thread any more, nor ask how it went.
         handle._run(work)
@@ -272,7 +272,7 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the save before the program ends. Ctrl-C or SIGTERM meanwhile gives it up."""
-    current = _background.current
+    current = slot.current
     if current is None or current.done():
         return
     try:
@@ -284,4 +284,4 @@ def _wait_at_exit() -> None:
             current._wait_for_end()
 
 
-at_exit(_wait_at_exit, lambda: _background.current and _background.current._take_unseen())
+at_exit(_wait_at_exit, lambda: slot.current and slot.current._take_unseen())

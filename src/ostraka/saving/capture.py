@@ -16,7 +16,7 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition, device_boxes
 from ostraka.live.parse import is_array, is_key, is_object, parse
-from ostraka.live.refuse import check_savable, refuse_empty, refuse_functions, refuse_inside_jit
+from ostraka.live.refuse import refuse_empty, refuse_functions, refuse_inside_jit
 from ostraka.live.shardings import (
     Devices,
     describe_sharding,
@@ -24,7 +24,14 @@ from ostraka.live.shardings import (
     memory_kind,
     savable_dtype,
 )
-from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
+from ostraka.live.values import (
+    CapturedValue,
+    HostValue,
+    Placement,
+    ShardedValue,
+    check_savable,
+    shards_of,
+)
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
 

@@ -35,7 +35,7 @@ from ostraka.saving.background import (
     give_back,
     one_at_a_time,
     run_in_background,
-    wait_for_background,
+    slot,
 )
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
@@ -168,7 +168,11 @@ def run_save(
     `take_apart` returns the tree as data. It runs once the other processes would hear of an error.
     """
     watch = Stopwatch()
-    wait_for_background()
+    if slot.current is not None:
+        slot.refuse_own_thread()
+    with slot.turn:  # Another thread may be beginning one.
+        if slot.current is not None:
+            slot.wait_for_current()
     with paused_gc(), _entered(path, options, hooks, watch) as running:
         summary = _write_and_commit(running, _capture(running, take_apart))
     _report(running, summary, in_background=False)
