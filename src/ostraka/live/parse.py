@@ -38,7 +38,6 @@ from ostraka.tree.nodes import (
 )
 
 _NUMPY = (np.ndarray, np.generic)
-_OBJECTS = (jax.Array, np.ndarray)
 _PLAIN = frozenset((type(None), *SCALARS))
 BUILTIN: Mapping[type, BranchKind] = {
     dict: "dict",
@@ -63,7 +62,7 @@ def is_array(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """True for arrays that a tree may share: the same object at two paths is saved once."""
-    return isinstance(value, _OBJECTS)
+    return isinstance(value, jax.Array | np.ndarray)
 
 
 def is_key(value: Any) -> bool:
@@ -111,14 +110,12 @@ def _parse_registered(value: Any, path: str, depth: int) -> Node:
     if len(pairs) == 1 and pairs[0][1] is value:
         return _parse_unknown(value, path)
     names = [_key_of(keys[0]) for keys, _ in pairs]
-    children = tuple(
-        [
-            _parse(child, join(path, segment(name, path)), depth + 1)
-            for name, (_, child) in zip(names, pairs, strict=True)
-        ]
-    )
-
-    if _is_linen_box(value) and isinstance(children[0], Leaf):
+    paths = [join(path, segment(name, path)) for name in names]
+    below = zip(paths, pairs, strict=True)
+    children = tuple([_parse(child, inner, depth + 1) for inner, (_, child) in below])
+    meta: Any = sys.modules.get("flax.core.meta")
+    is_linen_box = meta is not None and isinstance(value, meta.Partitioned)
+    if is_linen_box and isinstance(children[0], Leaf):  # It names the axes of its value.
         about = {"sharding": value.names, "sharding_rules": getattr(value, "rules", None)}
         children = (replace(children[0], spec=named_spec(about)),)
 
@@ -164,14 +161,6 @@ def text_at(value: Any, name: str) -> str | None:
     return None
 
 
-def _is_linen_box(value: Any) -> bool:
-    """True for a Linen box that names the axes of its value."""
-    meta: Any = sys.modules.get("flax.core.meta")
-    return meta is not None and isinstance(value, meta.Partitioned)
-
-
 def _key_of(key: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
+    found = [getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)]
+    return found[0] if found else str(key)

@@ -22,10 +22,9 @@ class Devices:
         self._numbers = dict(zip(self.all, range(len(self.all)), strict=True))
 
     def number(self, device: Any) -> int:
-        found = self._numbers.get(device)
-        if found is None:
+        found = self._numbers.setdefault(device, len(self.all))
+        if found == len(self.all):
             # Of another backend than the default one, such as host memory beside accelerators.
-            found = self._numbers[device] = len(self.all)
             self.all.append(device)
         return found
 
@@ -117,14 +116,10 @@ def spec_entries(path: str, spec: Any) -> Partition:
     """A PartitionSpec as data, just as long as it is."""
     entries: list[tuple[str, ...]] = []
     for axes in spec:
-        if axes is None:
-            entries.append(())
-        elif isinstance(axes, str):
-            entries.append((axes,))
-        elif isinstance(axes, tuple):
-            entries.append(tuple(str(axis) for axis in cast("tuple[Any, ...]", axes)))
-        else:
+        several = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        if not isinstance(several, tuple):
             raise InvalidTree(
                 f"leaf {path!r} has the spec {spec}, which leaves a dimension open ({axes})"
             )
+        entries.append(tuple(map(str, cast("tuple[Any, ...]", several))))
     return tuple(entries)

@@ -160,7 +160,7 @@ class ShardedValue:
         """Begin to bring from an accelerator what `hold` will wait for."""
         if not self._at.gives_views:
             shards = self._shards or self._list_shards()
-            for device in self._device_of_box().values():
+            for device in self.held_boxes().values():
                 shards[self._at.index_of[device]].copy_to_host_async()
 
     def hold(self) -> Sequence[Copy]:
@@ -184,18 +184,15 @@ class ShardedValue:
 
     def held_boxes(self) -> dict[Box, int]:
         """Each box on this process's devices, and the number of one device that has it."""
-        return self._device_of_box()
+        return {self._at.boxes[device]: device for device in self._at.index_of}
 
     def _by_box(self) -> dict[Box, Array]:
-        return {box: self.read(device, box) for box, device in self._device_of_box().items()}
+        return {box: self.read(device, box) for box, device in self.held_boxes().items()}
 
     def _list_shards(self) -> Sequence[jax.Array]:
         assert self._array is not None
         self._shards = shards_of(self._array, self._at.devices)
         return self._shards
-
-    def _device_of_box(self) -> dict[Box, int]:
-        return {self._at.boxes[device]: device for device in self._at.index_of}
 
 
 class CastValue:
@@ -204,7 +201,7 @@ class CastValue:
     in_host_memory = False
     may_change = False
 
-    def __init__(self, value: HostValue | ShardedValue, dtype: str):
+    def __init__(self, value: Value, dtype: str):
         self._value = value
         self._dtype = numpy_dtype(dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import accumulate, chain, compress, count, repeat
 from operator import attrgetter
 from typing import Any, Protocol
@@ -24,8 +24,9 @@ from ostraka.layout import header as _header
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
-from ostraka.layout.metadata import IndexEntry
+from ostraka.layout.metadata import IndexEntry, Metadata
 from ostraka.layout.plan_write import STAGING_BYTES, WritePlan
+from ostraka.layout.runs import encode_runs
 from ostraka.layout.shard_file import Entry, FileDigests, FileEntry, StoredRange
 from ostraka.layout.spec import StoredLeaf
 from ostraka.live.values import Value
@@ -124,6 +125,28 @@ class WrittenFiles:
     index: IndexEntry | None = None
     """None if it has nothing to write."""
     index_data: bytes = b""
+
+    def report(self, plan: WritePlan) -> list[Any]:
+        """The index and the sizes, as JSON for `metadata_of`."""
+        index = self.index and astuple(self.index)
+        return [index, encode_runs(self.sizes) if plan.codecs else []]
+
+
+def metadata_of(
+    plan: WritePlan, save_id: str, reports: Sequence[Sequence[Any]], **others: Any
+) -> Metadata:
+    """The `_METADATA` for the files of all processes, from their reports and the other fields."""
+    return Metadata(
+        id=save_id,
+        process_of=plan.process_of,
+        meshes=plan.meshes,
+        layouts=plan.layouts,
+        leaves=plan.leaves,
+        files=plan.stored_files(sizes for _, sizes in reports),
+        indexes={p: IndexEntry(*index) for p, (index, _) in enumerate(reports) if index},
+        version=plan.version,
+        **others,
+    )
 
 
 def write_shards(

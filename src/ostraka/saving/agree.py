@@ -118,19 +118,16 @@ def agree(save: RunningSave, captured: Captured) -> Agreed:
     if several:
         mine["path"] = place.store.location
         mine["tree"] = _fingerprint(captured, options)
-        mine["sole"] = [
-            (
-                number,
-                owner,
-                shard_file.digest(to_bytes(captured.values[number].whole()))
-                if owner == operation.process
-                else None,
-            )
-            for number, owner in captured.sole_process.items()
-        ]
+        sole = captured.sole_process.items()
+        digests = {
+            number: shard_file.digest(to_bytes(captured.values[number].whole()))
+            for number, owner in sole
+            if owner == operation.process
+        }
+        mine["sole"] = [(number, owner, digests.get(number)) for number, owner in sole]
     answer = operation.exchange("begin", mine, decide)
     leaves, meshes = captured.leaves, captured.meshes
-    captured_values = list(captured.values)
+    values: list[Value] = list(captured.values)
     if several:
         leaves = list(leaves)
         for number, own in answer["joined"]:
@@ -139,17 +136,14 @@ def agree(save: RunningSave, captured: Captured) -> Agreed:
             leaves[number] = replace(
                 leaves[number], mesh=HOST_LOCAL, partition=(), shape=shape, per_process=own
             )
-            value = captured_values[number]
-            captured_values[number] = HostValue(
-                value.whole(), may_change=value.may_change, of_process=own
-            )
+            value = captured.values[number]
+            values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
         leaves, meshes = number_meshes(leaves, meshes)
-    values: list[Value] = list(captured_values)
     if options.dtype is not None:
         leaves = [cast_leaf(leaf, options.dtype) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if leaf.cast_from is not None:
-                values[number] = CastValue(captured_values[number], leaf.dtype)
+                values[number] = CastValue(values[number], leaf.dtype)
     return Agreed(
         answer["id"],
         with_states(captured.tree, states) if states else captured.tree,

@@ -93,7 +93,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
             states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
         is_jax = isinstance(leaf.value, jax.Array)
         if not is_jax and not is_array(leaf.value):
-            has_functions = has_functions or isinstance(leaf.value, Kept)
+            has_functions |= isinstance(leaf.value, Kept)
             continue
         number = numbers[leaf.path] = len(specs)
         spec, value = _jax_array(leaf, described) if is_jax else _host_array(leaf)
@@ -114,15 +114,11 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     return Captured(encoded, specs, values, meshes, process_of, sole, states)
 
 
-class _Kind(NamedTuple):
-    """The description that all arrays of one sharding, shape and dtype share."""
+_Kind = tuple[str, int, Partition, bool, str | None, Placement]
+"""Dtype, mesh, partition, True if on one device, memory and placement.
 
-    dtype: str
-    mesh: int
-    partition: Partition
-    is_on_one: bool
-    memory: str | None
-    placement: Placement
+All arrays of one sharding, shape and dtype share them.
+"""
 
 
 class _Described(NamedTuple):
@@ -145,21 +141,12 @@ def _jax_array(leaf: Leaf, described: _Described) -> tuple[LeafSpec, CapturedVal
     found = described.kinds.get(key)
     if found is None:
         found = described.kinds[key] = _describe(leaf.path, array, described)
+    dtype, mesh, partition, is_on_one, memory, placement = found
+    is_free, weak = is_on_one and not array.committed, array.weak_type
     spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
-        leaf.path,
-        kind,
-        found.dtype,
-        shape,
-        found.mesh,
-        found.partition,
-        prng,
-        None,
-        False,
-        found.is_on_one and not array.committed,
-        array.weak_type,
-        found.memory,
+        leaf.path, kind, dtype, shape, mesh, partition, prng, None, False, is_free, weak, memory
     )
-    return spec, ShardedValue(array, found.placement)
+    return spec, ShardedValue(array, placement)
 
 
 def _describe(path: str, array: jax.Array, described: _Described) -> _Kind:
@@ -171,20 +158,16 @@ def _describe(path: str, array: jax.Array, described: _Described) -> _Kind:
     devices = [all_devices.all[number] for number in here]
     if [shard.device for shard in shards_of(array, devices)] != devices:
         raise RuntimeError(f"JAX lists the shards of leaf {path!r} not in the mesh's order")
-    return _Kind(
-        dtype,
-        meshes.setdefault(mesh, len(meshes)),
-        partition,
-        isinstance(sharding, SingleDeviceSharding),
-        memory_kind(sharding),
-        Placement(
-            array.shape,
-            devices,
-            {number: index for index, number in enumerate(here)},
-            device_boxes(array.shape, mesh, partition),
-            gives_views=array.platform() == "cpu" and not DTYPES[dtype].packed,
-        ),
+    placement = Placement(
+        array.shape,
+        devices,
+        {number: index for index, number in enumerate(here)},
+        device_boxes(array.shape, mesh, partition),
+        gives_views=array.platform() == "cpu" and not DTYPES[dtype].packed,
     )
+    number = meshes.setdefault(mesh, len(meshes))
+    is_on_one = isinstance(sharding, SingleDeviceSharding)
+    return dtype, number, partition, is_on_one, memory_kind(sharding), placement
 
 
 def _host_array(leaf: Leaf) -> tuple[LeafSpec, CapturedValue]:

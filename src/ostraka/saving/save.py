@@ -30,13 +30,7 @@ from ostraka.saving._commit import commit
 from ostraka.saving._write import write_shards
 from ostraka.saving._write_parity import ParityCompanion
 from ostraka.saving.agree import RunningSave, SaveHooks, SaveOptions, agree
-from ostraka.saving.background import (
-    SaveHandle,
-    give_back,
-    one_at_a_time,
-    run_in_background,
-    slot,
-)
+from ostraka.saving.background import SaveHandle, give_back, one_at_a_time, run_in_background, slot
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike, open_store, refuse_swapped

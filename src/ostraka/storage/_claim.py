@@ -302,7 +302,14 @@ class Claim:
                 return
             if left and time.monotonic() >= log_at:
                 log_at = float("inf")
-                _log_waiting(self._store, left[0])
+                log.warning(
+                    "waiting for %s, which holds the lock on %s (%s): if it has ended without a "
+                    "word, it is taken over %g s after it was last active",
+                    owner_of(self._store, left[0].name),
+                    self._store.location,
+                    left[0].name,
+                    DEAD_AFTER_S,
+                )
             if left:
                 time.sleep(self._store.traits.look_every_s)
             self.check()
@@ -431,17 +438,6 @@ def owner_of(store: Store, marker: str) -> str:
     if match is None:
         return "a process of an unknown host"
     return f"process {match[2].decode()} of the host {match[1].decode()}"
-
-
-def _log_waiting(store: Store, marker: FileInfo) -> None:
-    log.warning(
-        "waiting for %s, which holds the lock on %s (%s): if it has ended without a word, it is "
-        "taken over %g s after it was last active",
-        owner_of(store, marker.name),
-        store.location,
-        marker.name,
-        DEAD_AFTER_S,
-    )
 
 
 def _removed(store: Store) -> Busy:

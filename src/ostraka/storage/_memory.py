@@ -103,11 +103,11 @@ class MemoryStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> _MemoryWriter:
+    ) -> MemoryWriter:
         data = bytearray(size)
         if not replace:
             self._add(name, data)
-        return _MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
+        return MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
 
     def open(self, name: str, first_bytes: int = 0) -> _MemoryReader:
         return _MemoryReader(self._find(name).data)
@@ -197,8 +197,10 @@ class _MemoryLock:
             self._lock.release()
 
 
-class _MemoryWriter:
-    def __init__(self, data: bytearray, publish: Callable[[], None] | None):
+class MemoryWriter:
+    """A file in memory. `publish` is called when it is finished, and returns its identity."""
+
+    def __init__(self, data: bytearray, publish: Callable[[], str | None] | None):
         self._data = data
         self._end = 0
         self._publish = publish
@@ -210,10 +212,9 @@ class _MemoryWriter:
         with _guard:
             self._end = max(self._end, offset)
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         del self._data[self._end :]
-        if self._publish is not None:
-            self._publish()
+        return None if self._publish is None else self._publish()
 
     def abandon(self) -> None:
         pass

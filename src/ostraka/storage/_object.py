@@ -27,6 +27,7 @@ from ostraka.common.record import logger as log
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
 from ostraka.storage import _expiring
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
+from ostraka.storage._memory import MemoryWriter
 from ostraka.storage._refusals import (
     broke_off,
     is_missing,
@@ -136,7 +137,7 @@ class ObjectStore:
         elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
 
-    def upload(self, name: str, data: memoryview) -> str | None:
+    def _upload(self, name: str, data: memoryview) -> str | None:
         """Write a file as one object. Returns its identity."""
         _refuse_after_fork()
         try:
@@ -188,10 +189,11 @@ class ObjectStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> _Upload | _SmallFile:
+    ) -> _Upload | MemoryWriter:
         # With `replace` or without: an upload appears when it is complete, whatever was there.
         if size <= PART_BYTES:
-            return _SmallFile(self, name, size)
+            data = bytearray(size)
+            return MemoryWriter(data, lambda: self._upload(name, memoryview(data)))
         part_bytes = part_bytes_of(size)
         at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
         return _Upload(
@@ -231,9 +233,8 @@ class ObjectStore:
     def look(self, name: str) -> FileInfo | None:
         key = self._start + name
         try:
-            return _info(
-                name, self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
-            )
+            meta = self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
+            return _info(name, meta)
         except FileNotFoundError:
             return None
 
@@ -364,26 +365,6 @@ class ObjectStore:
                     raise refusal(action, self._path(name), error) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
-
-
-class _SmallFile:
-    """A file that is one `put`."""
-
-    def __init__(self, store: ObjectStore, name: str, size: int):
-        self._store = store
-        self._name = name
-        self._data = bytearray(size)
-
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        for view in byte_views(buffers):
-            self._data[offset : offset + view.nbytes] = view
-            offset += view.nbytes
-
-    def finish(self) -> str | None:
-        return self._store.upload(self._name, memoryview(self._data))
-
-    def abandon(self) -> None:
-        pass
 
 
 class _Upload:
