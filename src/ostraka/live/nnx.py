@@ -180,15 +180,11 @@ def named_spec(metadata: Mapping[str, Any]) -> Any:
         if isinstance(names, NamedSharding):
             names = names.spec
         if isinstance(names, tuple | list | PartitionSpec):
-            rules = {**_rules_in_force(), **dict(metadata.get("sharding_rules") or ())}
+            spmd: Any = sys.modules.get("flax.core.spmd")
+            rules: dict[str, Any] = {} if spmd is None else dict(spmd.get_logical_axis_rules())
+            rules.update(metadata.get("sharding_rules") or ())
             return PartitionSpec(*physical_axes(names, rules)) if rules else PartitionSpec(*names)
     return None
-
-
-def _rules_in_force() -> dict[str, Any]:
-    """The rules that `nnx.logical_axis_rules` has set."""
-    spmd: Any = sys.modules.get("flax.core.spmd")
-    return dict(spmd.get_logical_axis_rules()) if spmd is not None else {}
 
 
 def physical_axes(names: Iterable[Any], rules: Mapping[str, Any]) -> list[Any]:

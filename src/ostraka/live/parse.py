@@ -38,6 +38,7 @@ from ostraka.tree.nodes import (
 )
 
 _NUMPY = (np.ndarray, np.generic)
+_OBJECTS = (jax.Array, np.ndarray)
 _PLAIN = frozenset((type(None), *SCALARS))
 BUILTIN: Mapping[type, BranchKind] = {
     dict: "dict",
@@ -62,7 +63,7 @@ def is_array(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """True for arrays that a tree may share: the same object at two paths is saved once."""
-    return isinstance(value, jax.Array | np.ndarray)
+    return isinstance(value, _OBJECTS)
 
 
 def is_key(value: Any) -> bool:

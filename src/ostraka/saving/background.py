@@ -113,7 +113,10 @@ class SaveHandle:
             self.record = work()
         except BaseException as error:
             self._error = error
-            logger.error("in the background, %s", _with_path(error, self.path))
+            said = describe(error)
+            if self.path not in said:
+                said = f"saving {self.path} failed: {said}"
+            logger.error("in the background, %s", said)
         finally:
             self._thread = None
             self._ended.set()
@@ -150,12 +153,6 @@ class SaveHandle:
         return self._error
 
 
-def _with_path(error: BaseException, path: str) -> str:
-    """The text of an error, with the path once."""
-    said = describe(error)
-    return said if path in said else f"saving {path} failed: {said}"
-
-
 class _Slot:
     """The one save that may be under way in this process."""
 
@@ -183,7 +180,11 @@ class _Slot:
                 self.current = None
             error = current._take_unseen()
             if error is not None:
-                _raise_together(error)
+                # The other processes may begin the next save, and would wait for this one in vain.
+                operation = Operation("save after one that failed", own_errors=True)
+                with suppress(ProcessFailed), operation:
+                    raise error
+                raise error
 
 
 slot = _Slot()
@@ -231,17 +232,6 @@ def _turn_or_refusal() -> Generator[None]:
     finally:
         if is_mine:
             slot.turn.release()
-
-
-def _raise_together(error: BaseException) -> None:
-    """Raise the error of an earlier save.
-
-    The other processes may begin the next save, and would wait for this one in vain. So this tells
-    them.
-    """
-    with suppress(ProcessFailed), Operation("save after one that failed", own_errors=True):
-        raise error
-    raise error
 
 
 def give_back(handle: SaveHandle) -> bool:

@@ -22,8 +22,9 @@ owner makes it first, then checks. The next owner removes the marker first, then
 such a name, and only then looks at the place. So an event happens before that look, or it fails.
 
 A bucket has no renames. A commit there is a conditional request. A deletion is a request that the
-bucket itself refuses after some time (`_expiring`). An owner reads the time of its marker, renews
-the marker, and then signs deletions that end before anyone may take a marker of that time for dead.
+bucket itself refuses after some time (`_object.sign_deletions`). An owner reads the time of its
+marker, renews the marker, and then signs deletions that end before anyone may take a marker of that
+time for dead.
 Whoever takes over first replaces the dead marker by an empty one, by a conditional request that
 fails if the owner has renewed it meanwhile. So all deletions of an owner happen before a takeover.
 This holds as long as the bucket's clock is not set back by more than a third of `DEAD_AFTER_S`.

@@ -204,15 +204,6 @@ class LocalStore:
             raise store_error("list", self._start + directory, error) from error
         return [_file.info_of(*file) for file in sorted(found, key=itemgetter(0))]
 
-    def refuse_other_kinds(self) -> None:
-        """Raise Unreadable for anything in this place that is neither a file nor a directory."""
-        try:
-            _file.refuse_other_kinds_below(self.location)
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("list", self.location, error) from error
-
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._start + name)
 

@@ -14,9 +14,14 @@ import errno
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from http.client import HTTPException
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,8 +29,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ostraka.common.record import logger as log
+from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
-from ostraka.storage import _expiring
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
 from ostraka.storage._memory import MemoryWriter
 from ostraka.storage._refusals import (
@@ -46,6 +51,13 @@ _KEYS_AT_ONCE = 1000
 """The most keys that one request can delete."""
 _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
+
+_SENT_AT_ONCE = 16
+_TIMEOUT_S = 30.0
+_OTHER_VERSION = 412
+"""The status for an object that has other bytes than the request names, or is gone."""
+_NO_CONDITIONS = 501
+"""The status of a store without conditional deletions."""
 
 T = TypeVar("T")
 _NO_BYTES = np.empty(0, np.uint8)
@@ -288,7 +300,7 @@ class ObjectStore:
             if until_s is None:
                 return names
             try:
-                urls = _expiring.sign(
+                urls = sign_deletions(
                     self._contact.client, [self._start + name for name in names], until_s
                 )
             except (BaseError, ValueError) as error:
@@ -296,12 +308,12 @@ class ObjectStore:
                 redact(error)
                 log.warning("deletions in %s can't be fenced: %s", self._url, error)
                 return names
-            answers = _expiring.send(urls, e_tag)
-            if _expiring.OTHER_VERSION in answers and not self._has_version(names[0], version):
+            answers = send_deletions(urls, e_tag)
+            if _OTHER_VERSION in answers and not self._has_version(names[0], version):
                 return []
-            if _expiring.NO_CONDITIONS in answers:
+            if _NO_CONDITIONS in answers:
                 e_tag = None
-            gone = {name for name, a in zip(names, answers, strict=False) if _expiring.is_gone(a)}
+            gone = {name for name, a in zip(names, answers, strict=False) if is_gone(a)}
             names = [name for name in names if name not in gone]
             if not names:
                 return []
@@ -542,3 +554,52 @@ def _refuse_after_fork() -> None:
             "this process was forked from one that uses object stores, and connections to them do "
             "not survive a fork: start it with the method 'spawn' or 'forkserver'"
         )
+
+
+# Deletions that the bucket itself refuses after some time. A signed URL has a time after which the
+# store refuses it, by its own clock. So a process may stand still at any moment before it sends
+# one: it deletes in time, or not at all. Amazon, Google and Azure document this, and SeaweedFS and
+# MinIO do the same.
+
+
+def is_gone(status: int) -> bool:
+    """Return True if the object of a deletion with this answer is not there any more."""
+    return 200 <= status < 300 or status == 404
+
+
+def sign_deletions(bucket: Any, keys: Sequence[str], until_s: float) -> Sequence[str]:
+    """Return URLs that delete keys until a time of the store's clock, or none after that time.
+
+    Raises what obstore does if it can't sign.
+    """
+    while True:
+        now_s = time.time()
+        lifetime_s = int(until_s - now_s)
+        if lifetime_s < 1:
+            return []
+        # It begins now, by this machine's clock: wherever that is, `until_s` is the end.
+        urls = obstore.sign(bucket, "DELETE", list(keys), timedelta(seconds=lifetime_s))
+        if 0 <= time.time() - now_s < 1:  # Else the clock was set, or this process stood still.
+            return urls
+
+
+def send_deletions(urls: Sequence[str], e_tag: str | None) -> list[int]:
+    """Send deletions. Returns the status of each answer, 0 if there was none.
+
+    With an `e_tag`, only an object that has it is deleted.
+    """
+    headers = {} if e_tag is None else {"If-Match": e_tag}
+    work = partial(_send, headers=headers)
+    return run_all(work, urls, threads=_SENT_AT_ONCE, stop=StopSignal())
+
+
+def _send(url: str, headers: dict[str, str]) -> int:
+    request = urllib.request.Request(url, method="DELETE", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except (OSError, HTTPException):
+        return 0

@@ -126,14 +126,19 @@ def refuse_other_kinds_below(top: str) -> None:
     For what another library opens: it would follow links, and wait for pipes.
     """
     waiting = [top]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                elif not entry.is_file(follow_symlinks=False):
-                    mode = entry.stat(follow_symlinks=False).st_mode
-                    raise Unreadable(entry.path, _describe(mode))
+    try:
+        while waiting:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif not entry.is_file(follow_symlinks=False):
+                        mode = entry.stat(follow_symlinks=False).st_mode
+                        raise Unreadable(entry.path, _describe(mode))
+    except Unreadable:
+        raise
+    except OSError as error:
+        raise store_error("list", top, error) from error
 
 
 def _describe(mode: int) -> str:
@@ -603,17 +608,11 @@ class DirectoryLock:
         self.scope = _scope(os.fstat(file).st_dev)
         _locks.add(self)
 
-    def take(self) -> bool:
-        """Return True if there are locks. Raises BlockingIOError if another has it."""
+    def take(self) -> None:
+        """Raise BlockingIOError if another has it, another OSError if there are no locks."""
         if fcntl is None:  # pragma: no cover
-            return False
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            return False  # Some network file systems can't lock.
-        return True
+            raise OSError
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_in_place(self) -> bool:
         try:
@@ -654,15 +653,15 @@ def lock_directory(directory: str, *, follow: bool) -> DirectoryLock | None:
             raise link_in_the_way(directory) from error
         raise store_error("lock", directory, error) from error
     try:
-        if lock.take():
-            return lock
-    except BlockingIOError as error:
+        lock.take()
+    except OSError as error:
         lock.close()
-        raise Busy(
-            f"another save to {directory} is under way; wait for it, or save elsewhere"
-        ) from error
-    lock.close()
-    return None
+        if isinstance(error, BlockingIOError):
+            raise Busy(
+                f"another save to {directory} is under way; wait for it, or save elsewhere"
+            ) from error
+        return None  # Some network file systems can't lock.
+    return lock
 
 
 def link_in_the_way(directory: str) -> PathInTheWay:
