@@ -84,12 +84,10 @@ def _parse(value: Any, path: str, depth: int) -> Node:
         return _parse_builtin(value, path, depth)
     if kind in _PLAIN or is_array(value) or isinstance(value, jax.ShapeDtypeStruct):
         return Leaf(path or ROOT, value)
-    found = parse_nnx(value, path, depth, _parse)
-    if found is not None:
+    if (found := parse_nnx(value, path, depth, _parse)) is not None:
         return found
     # On the type: asking the value itself may run any code, or be answered whatever the name.
-    kind_has = partial(mro_lookup, kind)
-    if callable(kind_has("get_state")) and callable(kind_has("set_state")):
+    if all(callable(mro_lookup(kind, name)) for name in ("get_state", "set_state")):
         return Leaf(path or ROOT, Stateful(value))
     return _parse_registered(value, path, depth)
 

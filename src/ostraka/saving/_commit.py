@@ -59,9 +59,8 @@ def commit(
         for companion in companions:
             rows = [row for report in reports for row in report[companion.name]]
             metadata = replace(metadata, **{companion.name: companion.describe(rows)})
-        copy = ""
-        if metadata.files:
-            copy = f"{shard_file.shards_directory(metadata.id)}/{shard_file.METADATA_COPY}"
+        directory = shard_file.shards_directory(metadata.id)
+        copy = f"{directory}/{shard_file.METADATA_COPY}" if metadata.files else ""
         place.commit(encode_metadata(metadata), metadata.file_sizes(), copy)
         return summary
 

@@ -106,9 +106,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
         refuse_functions(parsed)
     if not specs and not may_be_empty:
         refuse_empty(parsed)
-    for path, first in shared.arrays.items():
-        if first in numbers:
-            numbers[path] = numbers[first]
+    numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode_checked(parsed, leaves, numbers, shared.variables)
     meshes, process_of = list(described.meshes), described.devices.process_of
     return Captured(encoded, specs, values, meshes, process_of, sole, states)

@@ -232,19 +232,17 @@ def _entered(
             yield RunningSave(path, options, hooks, operation, place, watch)
     except BaseException as error:
         is_begun = place is not None and place.is_ready
-        try:
-            if place is not None and is_begun:
-                operation.wait_until_left()
-                place.discard()
-        finally:
-            if place is not None:
-                place.release()
+        if place is not None and is_begun:
+            operation.wait_until_left()
+            place.discard()
         if isinstance(error, ProcessFailed):
             raise SaveFailed(str(path), error.process, error.reason) from error.__cause__
         if isinstance(error, OSError) and is_begun and not isinstance(error, _SOURCE_ERRORS):
             raise SaveFailed(str(path), None, describe(error)) from error
         raise
-    place.release()
+    finally:
+        if place is not None:
+            place.release()
 
 
 def _check_options(options: SaveOptions, hooks: SaveHooks) -> SaveOptions:
@@ -297,8 +295,8 @@ def _write_and_commit(running: RunningSave, captured: Captured) -> Sequence[floa
                 compress=options.compress,
                 grids=options.grids,
             )
-            count, hosts = options.parity, agreed.hosts
-            companions = [ParityCompanion(count, plan, hosts)] if count else []
+            parity = options.parity
+            companions = [ParityCompanion(parity, plan, agreed.hosts)] if parity else []
         watch.lap("plan")
         written = write_shards(running, agreed, plan, companions)
         watch.lap("write")

@@ -46,9 +46,6 @@ class Traits:
 
     at_once: int = USUAL_WRITERS
     """How many threads of one process may write at the same time."""
-    size_bytes: int = 0
-    """The least that a thread writes of a file in order, before another thread writes what follows.
-    0 if the store does not care."""
     in_any_order: bool = True
     """True if a file may be written in any order. Else it is written from start to end."""
     reads_at_once: int = USUAL_READERS
