@@ -24,7 +24,7 @@ from ostraka.formats.source import OnBytes, Source
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.live.parse import parse
-from ostraka.live.refuse import refuse_inside_jit
+from ostraka.live.values import refuse_inside_jit
 from ostraka.processes.operation import Operation, ProcessFailed
 from ostraka.reading.locate import ATTEMPTS, open_at, overwritten
 from ostraka.reading.names.given import NamesLike

@@ -15,8 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition, device_boxes
+from ostraka.live import values as _values
 from ostraka.live.parse import is_array, is_key, is_object, parse
-from ostraka.live.refuse import refuse_empty, refuse_functions, refuse_inside_jit
 from ostraka.live.shardings import (
     Devices,
     describe_sharding,
@@ -24,14 +24,7 @@ from ostraka.live.shardings import (
     memory_kind,
     savable_dtype,
 )
-from ostraka.live.values import (
-    CapturedValue,
-    HostValue,
-    Placement,
-    ShardedValue,
-    check_savable,
-    shards_of,
-)
+from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
 
@@ -74,7 +67,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     parsed = parse(tree)
     leaves = list(leaves_of(parsed))
     if not trace_state_clean():
-        refuse_inside_jit("save", leaves)
+        _values.refuse_inside_jit("save", leaves)
     check_unique(leaves)
     shared = find_shared(parsed, is_object)
     described = _Described(Devices(), {}, {})
@@ -86,7 +79,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     several = jax.process_count() > 1
     has_functions = False
     for leaf in leaves:
-        check_savable(leaf)
+        _values.check_savable(leaf)
         if leaf.path in shared.arrays:
             continue
         if isinstance(leaf.value, Stateful):
@@ -103,9 +96,9 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
         specs.append(spec)
         values.append(value)
     if has_functions:
-        refuse_functions(parsed)
+        _values.refuse_functions(parsed)
     if not specs and not may_be_empty:
-        refuse_empty(parsed)
+        _values.refuse_empty(parsed)
     numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode_checked(parsed, leaves, numbers, shared.variables)
     meshes, process_of = list(described.meshes), described.devices.process_of

@@ -57,7 +57,10 @@ def open_url(url: str) -> ObjectStore:
     if "\\" in url:
         raise ValueError(f"{url!r} has a backslash, which some stores take for '/'; write '/'")
     root = f"{parts.scheme}://{parts.netloc}"
-    contact = _open_bucket(root, _settings_of(parts.scheme))
+    start = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(parts.scheme, "AZURE_")
+    # The part of the environment that decides which store it is.
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
+    contact = _open_bucket(root, settings)
     discard = partial(_discard_uploads, contact.lasting)
     return ObjectStore(contact, root, parts.path, discard, is_named=True)
 
@@ -72,12 +75,6 @@ def open_bucket(bucket: Any) -> ObjectStore:
     url = f"{scheme}://{name}" if scheme and name else f"{kind}://"
     name = f"{url}/{prefix}" if prefix else url
     return ObjectStore(Contact(bucket), name, "", partial(_discard_uploads, bucket), is_named=False)
-
-
-def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
-    """The part of the environment that decides which store it is."""
-    start = "AWS_" if scheme in ("s3", "s3a") else "GOOGLE_" if scheme == "gs" else "AZURE_"
-    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
 
 
 @lru_cache(maxsize=32)

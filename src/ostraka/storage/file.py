@@ -222,7 +222,7 @@ def remove_tree(name: str, above: int | None, depth: int = 0) -> None:
     Unlike `shutil.rmtree`, it can't be made to wait for a pipe that is put in a directory's place.
     """
     _refuse_depth(depth)
-    try:
+    with suppress(FileNotFoundError):
         directory = Directory(os.open(name, BELOW, dir_fd=above))
         for attempt in range(_ATTEMPTS):
             with os.scandir(directory.file) as entries:
@@ -239,8 +239,6 @@ def remove_tree(name: str, above: int | None, depth: int = 0) -> None:
             except OSError as error:  # Another process has put something in meanwhile.
                 if error.errno != errno.ENOTEMPTY or attempt == _ATTEMPTS - 1:
                     raise
-    except FileNotFoundError:
-        return
 
 
 def find_files(
