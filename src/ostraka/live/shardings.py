@@ -41,8 +41,7 @@ def generator_name(path: str, dtype: Any) -> str:
         known: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name)).dtype
     except ValueError:  # A generator that the user has defined: JAX does not know it by name.
         known = dtype
-    is_named = known == dtype and name != "<unnamed>"
-    if not is_named or len(dtype._impl.key_shape) != 1:
+    if known != dtype or name == "<unnamed>" or len(dtype._impl.key_shape) != 1:
         raise InvalidTree(
             f"leaf {path!r} has keys of the generator {dtype}, which could not be restored: "
             "define it with a name of its own and a key_shape of one dimension"
@@ -95,13 +94,10 @@ def describe_sharding(path: str, sharding: Any, devices: Devices) -> tuple[MeshS
 
 
 def describe_mesh(mesh: Any, devices: Devices) -> MeshSpec:
+    names, numbers = tuple(map(str, mesh.axis_names)), tuple(map(devices.number, mesh.devices.flat))
+    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
     types = tuple(axis_type.name.lower() for axis_type in mesh.axis_types)
-    return MeshSpec(
-        axis_names=tuple(str(name) for name in mesh.axis_names),
-        axis_sizes=tuple(mesh.shape[name] for name in mesh.axis_names),
-        devices=tuple(devices.number(device) for device in mesh.devices.flat),
-        axis_types=() if set(types) <= {"auto"} else types,
-    )
+    return MeshSpec(names, sizes, numbers, () if set(types) <= {"auto"} else types)
 
 
 def describe_spec(path: str, spec: Any) -> Partition:

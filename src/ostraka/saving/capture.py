@@ -15,15 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition, device_boxes
+from ostraka.live import shardings as _shardings
 from ostraka.live import values as _values
 from ostraka.live.parse import is_array, is_key, is_object, parse
-from ostraka.live.shardings import (
-    Devices,
-    describe_sharding,
-    generator_name,
-    memory_kind,
-    savable_dtype,
-)
 from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
@@ -70,7 +64,7 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
         _values.refuse_inside_jit("save", leaves)
     check_unique(leaves)
     shared = find_shared(parsed, is_object)
-    described = _Described(Devices(), {}, {})
+    described = _Described(_shardings.Devices(), {}, {})
     specs: list[LeafSpec] = []
     values: list[CapturedValue] = []
     numbers: dict[str, int] = {}
@@ -115,7 +109,7 @@ All arrays of one sharding, shape and dtype share them.
 class _Described(NamedTuple):
     """The devices, and the meshes and kinds of arrays so far."""
 
-    devices: Devices
+    devices: _shardings.Devices
     meshes: dict[MeshSpec, int]
     kinds: dict[Any, _Kind]
 
@@ -125,7 +119,7 @@ def _jax_array(leaf: Leaf, described: _Described) -> tuple[LeafSpec, CapturedVal
     kind: LeafKind = "jax"
     prng = None
     if is_key(array):
-        kind, prng = "key", generator_name(leaf.path, array.dtype)
+        kind, prng = "key", _shardings.generator_name(leaf.path, array.dtype)
         array = jax.random.key_data(array)
     shape = array.shape
     key = (array.sharding, shape, array.dtype)
@@ -142,8 +136,8 @@ def _jax_array(leaf: Leaf, described: _Described) -> tuple[LeafSpec, CapturedVal
 
 def _describe(path: str, array: jax.Array, described: _Described) -> _Kind:
     sharding, (all_devices, meshes) = array.sharding, described[:2]
-    dtype = savable_dtype(path, array.dtype)
-    mesh, partition = describe_sharding(path, sharding, all_devices)
+    dtype = _shardings.savable_dtype(path, array.dtype)
+    mesh, partition = _shardings.describe_sharding(path, sharding, all_devices)
     process = jax.process_index()
     here = [n for n in mesh.devices if all_devices.all[n].process_index == process]
     devices = [all_devices.all[number] for number in here]
@@ -158,13 +152,13 @@ def _describe(path: str, array: jax.Array, described: _Described) -> _Kind:
     )
     number = meshes.setdefault(mesh, len(meshes))
     is_on_one = isinstance(sharding, SingleDeviceSharding)
-    return dtype, number, partition, is_on_one, memory_kind(sharding), placement
+    return dtype, number, partition, is_on_one, _shardings.memory_kind(sharding), placement
 
 
 def _host_array(leaf: Leaf) -> tuple[LeafSpec, CapturedValue]:
     kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
     array = np.asarray(leaf.value)
-    dtype = savable_dtype(leaf.path, array.dtype)
+    dtype = _shardings.savable_dtype(leaf.path, array.dtype)
     native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
     return LeafSpec(leaf.path, kind, dtype, array.shape), HostValue(native, may_change=True)
 

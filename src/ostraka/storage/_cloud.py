@@ -18,9 +18,8 @@ from urllib.parse import urlsplit
 from obstore.store import S3Store, from_url
 
 from ostraka.errors import StoreError
-from ostraka.storage._object import ObjectStore
+from ostraka.storage._object import Contact, ObjectStore
 from ostraka.storage._refusals import refusal
-from ostraka.storage.requests import Contact
 
 _RETRY: dict[str, Any] = {
     "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.

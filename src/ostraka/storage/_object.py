@@ -31,17 +31,10 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from ostraka.common.record import logger as log
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
+from ostraka.storage import _refusals
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
 from ostraka.storage._memory import MemoryWriter
-from ostraka.storage._refusals import (
-    broke_off,
-    is_missing,
-    is_past_the_end,
-    is_transient,
-    redact,
-    refusal,
-)
-from ostraka.storage.requests import AHEAD_BYTES, PART_BYTES, Contact, part_bytes_of
+from ostraka.storage.requests import AHEAD_BYTES, PART_BYTES, part_bytes_of
 
 _PARTS_IN_FLIGHT = 24
 """The most parts in memory, of all uploads of a process."""
@@ -63,6 +56,32 @@ T = TypeVar("T")
 _NO_BYTES = np.empty(0, np.uint8)
 _user: list[int] = []
 """The process that has used obstore, whose threads don't survive a fork."""
+
+
+class Contact:
+    """Two clients: `lasting` retries for long, `first` gives up soon and may be None."""
+
+    def __init__(self, lasting: Any, first: Any = None):
+        self.lasting = lasting
+        self._first = first
+        self.can_sign = not dict(getattr(lasting, "config", None) or {}).get("skip_signature")
+        """True if URLs can be signed, as far as is known."""
+
+    @property
+    def client(self) -> Any:
+        """For what may be asked twice."""
+        return self.lasting if self._first is None else self._first
+
+    def is_made(self) -> None:
+        """The store has answered."""
+        self._first = None
+
+    def may_ask_longer(self, error: Exception) -> bool:
+        """After an error: whether `client` is now one that asks for longer, and should be asked."""
+        if self._first is None or _refusals.never_connected(error):
+            return False
+        self._first = None
+        return _refusals.is_transient(error)
 
 
 class ObjectStore:
@@ -155,7 +174,7 @@ class ObjectStore:
         try:
             done = obstore.put(self._contact.lasting, self._start + name, data, use_multipart=False)
         except (BaseError, FileNotFoundError) as error:
-            raise refusal("write", self._path(name), error) from error
+            raise _refusals.refusal("write", self._path(name), error) from error
         return _identity(done)
 
     def _put(self, name: str, data: bytes, mode: Any) -> bool:
@@ -167,10 +186,10 @@ class ObjectStore:
         except (AlreadyExistsError, PreconditionError):
             return self._holds(name, data)
         except (BaseError, FileNotFoundError) as error:
-            if is_missing(error):
+            if _refusals.is_missing(error):
                 return False
-            refused = refusal("write", self._path(name), error)
-            if is_transient(error) and mode != "overwrite":
+            refused = _refusals.refusal("write", self._path(name), error)
+            if _refusals.is_transient(error) and mode != "overwrite":
                 if self._holds(name, data):
                     return True
                 raise OutcomeUnknown(refused.message, errno=refused.errno) from error
@@ -222,7 +241,7 @@ class ObjectStore:
                 found = obstore.get(self._contact.client, key, options={"range": (0, stop)})
                 return found, found.meta["size"]
             except BaseError as error:
-                if is_past_the_end(error):  # It is empty.
+                if _refusals.is_past_the_end(error):  # It is empty.
                     return None, obstore.head(self._contact.client, key)["size"]
                 raise
 
@@ -236,7 +255,7 @@ class ObjectStore:
             try:
                 return obstore.get_range(self._contact.client, key, start=start, end=stop)
             except BaseError as error:
-                if is_past_the_end(error):
+                if _refusals.is_past_the_end(error):
                     return b""
                 raise
 
@@ -305,7 +324,7 @@ class ObjectStore:
                 )
             except (BaseError, ValueError) as error:
                 self._contact.can_sign = False
-                redact(error)
+                _refusals.redact(error)
                 log.warning("deletions in %s can't be fenced: %s", self._url, error)
                 return names
             answers = send_deletions(urls, e_tag)
@@ -367,14 +386,14 @@ class ObjectStore:
                 self._contact.is_made()
                 return answer
             except (BaseError, FileNotFoundError) as error:
-                if is_missing(error):
+                if _refusals.is_missing(error):
                     self._contact.is_made()
-                    redact(error)
+                    _refusals.redact(error)
                     raise _not_found(self._path(name)) from error
                 if self._contact.may_ask_longer(error):
                     continue
-                if not broke_off(error) or time.monotonic() + pause_s > end_s:
-                    raise refusal(action, self._path(name), error) from error
+                if not _refusals.broke_off(error) or time.monotonic() + pause_s > end_s:
+                    raise _refusals.refusal(action, self._path(name), error) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
 
@@ -432,7 +451,7 @@ class _Upload:
     def _raise_error(self) -> None:
         error = self._error
         if isinstance(error, BaseError | FileNotFoundError):
-            raise refusal("write", self._path, error) from error
+            raise _refusals.refusal("write", self._path, error) from error
         if error is not None:
             raise error
 
