@@ -305,7 +305,13 @@ def at_exit(wait: Callable[[], None], take_error: Callable[[], BaseException | N
         Ending.has_begun = True
         error = take_error()
         if error is not None:
-            _make_exit_status_nonzero()
+            # Have Python end with status 120, its own for an error while it ends. It prints what a
+            # function registered with `atexit` raises, but would still end with 0, and a scheduler
+            # would take the run for a success. What it does look at is the last flush.
+            stream = cast(TextIO | None, sys.stderr)
+            if stream is None or stream.closed:
+                stream = open(os.devnull, "w")  # noqa: SIM115 - until the end of the program
+            sys.stderr = cast(TextIO, _FailsLastFlush(stream))
             raise error
 
     atexit.register(tell)
@@ -314,18 +320,6 @@ def at_exit(wait: Callable[[], None], take_error: Callable[[], BaseException | N
         getattr(threading, "_register_atexit", atexit.register)(wait)
     except RuntimeError:  # The program has already begun to end, and calls nobody that comes now.
         Ending.has_begun = True
-
-
-def _make_exit_status_nonzero() -> None:
-    """Have Python end with status 120, its own for an error while it ends.
-
-    It prints what a function registered with `atexit` raises, but would still end with 0, and a
-    scheduler would take the run for a success. What it does look at is the last flush.
-    """
-    stream = cast(TextIO | None, sys.stderr)
-    if stream is None or stream.closed:
-        stream = open(os.devnull, "w")  # noqa: SIM115 - until the end of the program
-    sys.stderr = cast(TextIO, _FailsLastFlush(stream))
 
 
 class _FailsLastFlush:

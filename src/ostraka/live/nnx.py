@@ -90,7 +90,11 @@ class _Parser:
 
     def variable(self, variable: Any, path: str, depth: int) -> Branch:
         metadata = variable.get_metadata()
-        child = self._parse(_value_of(variable), path, depth + 1)
+        # What is stored, not what a class of the user's makes of it on the way in and out. If it is
+        # a reference: what it refers to.
+        is_reference = variable.hijax or variable.ref
+        value = variable.get_value() if is_reference else variable.get_raw_value()
+        child = self._parse(value, path, depth + 1)
         about: Mapping[str, Any] = _NOTHING
         if not metadata.keys() <= _FLAX_INTERNAL:
             about = {"about": _describe(metadata)}
@@ -144,14 +148,6 @@ def _split(nnx: Any, value: Any) -> tuple[Any, Any]:
         return blank
 
     return nnx.split(nnx.recursive_map(fill_in, value))
-
-
-# What is stored, not what a class of the user's makes of it on the way in and out; where the stored
-# thing is a reference, what it refers to.
-
-
-def _value_of(variable: Any) -> Any:
-    return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
 
 
 def put_value(variable: Any, value: Any) -> None:

@@ -67,9 +67,10 @@ def is_object(value: Any) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    dtype: Any = getattr(value, "dtype", None)
-    is_of_numpy = dtype is None or isinstance(dtype, np.dtype)
-    return not is_of_numpy and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(dtype, np.dtype):
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _parse(value: Any, path: str, depth: int) -> Node:

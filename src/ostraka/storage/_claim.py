@@ -287,7 +287,6 @@ class Claim:
             left: list[FileInfo] = []
             for other in files.values():
                 before = first_seen.setdefault(other.name, other)
-                age_s = mine.changed_s - other.changed_s
                 expired = expiry.has_expired(other, now_s=mine.changed_s, asked_s=asked_s)
                 if expired or self._is_unlocked(other.name):
                     self._remove(other)
@@ -297,7 +296,13 @@ class Claim:
                 # would not help.
                 is_watched = wait or is_from_future(other, mine.changed_s)
                 if not is_watched or before.version != other.version:
-                    raise Busy(_explain_busy(self._store, age_s, before, other))
+                    text = f"another save to {self._store.location} is under way"
+                    if before.version != other.version:
+                        raise Busy(f"{text}; wait for it, or save elsewhere")
+                    left_s = max(DEAD_AFTER_S - mine.changed_s + other.changed_s, 0) + 1
+                    raise Busy(
+                        f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
+                    )
                 left.append(other)
             if not files:
                 return
@@ -420,14 +425,6 @@ def _forget_after_fork() -> None:
 
 
 after_fork(_forget_after_fork)
-
-
-def _explain_busy(store: Store, age_s: float, before: FileInfo, now: FileInfo) -> str:
-    text = f"another save to {store.location} is under way"
-    if before.version != now.version:
-        return f"{text}; wait for it, or save elsewhere"
-    left_s = max(DEAD_AFTER_S - age_s, 0) + 1
-    return f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
 
 
 def owner_of(store: Store, marker: str) -> str:

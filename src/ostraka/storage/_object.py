@@ -525,7 +525,11 @@ class _ObjectReader:
             return None
         with self._lock:
             if self._arriving is not None:
-                self._first, self._arriving = self._receive(self._arriving), None
+                try:
+                    data = self._arriving.bytes()
+                except BaseError:  # The answer broke off.
+                    data = self._store.read(self._name, 0, self._first_stop)
+                self._first, self._arriving = np.frombuffer(data, np.uint8), None
             first = self._first
             if stop > first.size:
                 return None
@@ -534,13 +538,6 @@ class _ObjectReader:
                 self._first = first[:AHEAD_BYTES].copy()
                 self._first_stop = AHEAD_BYTES
             return first[start:stop]
-
-    def _receive(self, arriving: Any) -> Any:
-        try:
-            data = arriving.bytes()
-        except BaseError:  # The answer broke off.
-            data = self._store.read(self._name, 0, self._first_stop)
-        return np.frombuffer(data, np.uint8)
 
     def close(self) -> None:
         self._arriving, self._first, self._first_stop = None, _NO_BYTES, 0

@@ -295,7 +295,10 @@ def make_place(path: str, *, follow: bool) -> bool:
     if not follow and os.path.islink(path):
         raise link_in_the_way(path)
     if not os.access(path, os.W_OK | os.X_OK):
-        reason = errno.EROFS if _is_read_only(path) else errno.EACCES
+        reason = errno.EACCES
+        with suppress(OSError):  # Root's own permissions don't tell.
+            if os.statvfs(path).f_flag & os.ST_RDONLY:
+                reason = errno.EROFS
         refused = OSError(reason, os.strerror(reason))
         raise store_error("write to the directory", path, refused)
     return is_new
@@ -321,13 +324,6 @@ def _make_directories(path: str) -> bool:
         return False  # another process was faster
     sync_directory(parent)
     return True
-
-
-def _is_read_only(path: str) -> bool:
-    """Return True if the file system is, which root's own permissions don't tell."""
-    with suppress(OSError):
-        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    return False
 
 
 def sync_directory(directory: int | str) -> None:
