@@ -171,11 +171,10 @@ class Claim:
                 raise _removed(self._store)
             if self._lock is None or not rely_on_lock or any(map(is_claim, self._store.list())):
                 self._mark(wait=wait)
-        except FileNotFoundError as error:
+        except BaseException as error:
             self.release()
-            raise _removed(self._store) from error
-        except BaseException:
-            self.release()
+            if isinstance(error, FileNotFoundError):
+                raise _removed(self._store) from error
             raise
 
     def _mark(self, *, wait: bool) -> None:

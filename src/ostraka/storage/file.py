@@ -352,9 +352,7 @@ def give_name(temporary: str, name: str, above: int | None, path: str, replaces:
         if replaces is None:
             _create(temporary, name, above)
             return
-        there = os.stat(name, dir_fd=above, follow_symlinks=False)
-        if info_of(name, there).version != replaces:
-            raise _replaced_meanwhile(path)
+        refuse_other_version(name, above, path, replaces)
         os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
     except (FileExistsError, FileNotFoundError) as error:
         # Not found: the next writer, which took this one for dead, has deleted `temporary`.
@@ -578,9 +576,7 @@ def write_new(name: str, above: int | None, data: bytes, *, durable: bool = True
     """Write a small file, durable but for its name."""
     file = os.open(name, CREATE, 0o666, dir_fd=above)
     try:
-        written = os.pwritev(file, [data], 0)
-        if written < len(data):
-            write_all(file, written, [memoryview(data)[written:]])
+        write_all(file, 0, [data])
         if durable:
             os.fsync(file)
     finally:
