@@ -162,6 +162,7 @@ def run_save(
     `take_apart` returns the tree as data. It runs once the other processes would hear of an error.
     """
     watch = Stopwatch()
+    # As `wait_for_background`, but most saves have none to wait for.
     if slot.current is not None:
         slot.refuse_own_thread()
     with slot.turn:  # Another thread may be beginning one.

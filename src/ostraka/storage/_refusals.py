@@ -87,14 +87,15 @@ def refusal(action: str, path: str, error: Exception) -> StoreError:
     redact(error)
     text = str(error)
     known = next((known for known in _KNOWN if re.search(known[0], text)), None)
-    if known is None and is_transient(error):
+    if known is not None:
+        _, number, sentence = known
+        credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
+        sentence = sentence.format(credentials=credentials)
+    elif is_transient(error):
+        number = errno.EAGAIN
         sentence = f"the store is overloaded or in trouble, try again later; it said: {_said(text)}"
-        return StoreError(f"can't {action} {path}: {sentence}", errno=errno.EAGAIN)
-    if known is None:
-        return StoreError(f"can't {action} {path}: {_said(text)}", errno=errno.EPROTO)
-    credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
-    _, number, sentence = known
-    sentence = sentence.format(credentials=credentials)
+    else:
+        number, sentence = errno.EPROTO, _said(text)
     return StoreError(f"can't {action} {path}: {sentence}", errno=number)
 
 
