@@ -30,7 +30,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from difflib import get_close_matches
 from math import prod
@@ -107,7 +107,15 @@ class OstrakaError(Exception):
     """
 
     def __str__(self) -> str:
-        return printable_lines(without_secrets(super().__str__()))
+        # Not that of OSError, which would add the number and the file.
+        return printable_lines(without_secrets(BaseException.__str__(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # All attributes, as few classes take their message as the only argument.
+        state = {**vars(self), "args": self.args}
+        if isinstance(self, OSError):
+            state |= {"errno": self.errno, "filename": self.filename}
+        return type(self).__new__, (type(self), *self.args), state
 
 
 class InvalidTree(OstrakaError, TypeError):
@@ -121,9 +129,6 @@ class Mismatch(OstrakaError, ValueError):
         self.subject = subject
         self.differences = tuple(differences)
         super().__init__(headed_list(subject, self.differences))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.subject, self.differences)
 
 
 class InvalidSharding(OstrakaError, ValueError):
@@ -162,12 +167,6 @@ class StoreError(OstrakaError, OSError):
             return None
         return f"it can't be read: {os.strerror(self.errno)}"
 
-    def __str__(self) -> str:
-        return printable_lines(without_secrets(self.message))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message,), {"errno": self.errno, "filename": self.filename}
-
 
 class Unreadable(StoreError):
     """Raised, before any read, for a link, a pipe or a device in place of a file: remove it."""
@@ -180,9 +179,6 @@ class Unreadable(StoreError):
     def loss(self) -> str | None:
         return self.found
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.filename, self.found)
-
 
 class TooLarge(Unreadable):
     """Raised, before any read, for a file that is larger than the format allows: remove it."""
@@ -190,10 +186,6 @@ class TooLarge(Unreadable):
     def __init__(self, path: str, size: int, most_bytes: int):
         super().__init__(path, f"it has {size:,} bytes, and may have {most_bytes:,} at most")
         self.size = size
-        self.most_bytes = most_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.filename, self.size, self.most_bytes)
 
 
 class OutcomeUnknown(StoreError):
@@ -284,7 +276,7 @@ class Problem:
         """As `str`, with the box of each leaf, its share of the leaf, and who wrote the file."""
         leaves = name_few(self.leaves)
         if self.boxes:
-            leaves = _few([f"{box}{_share_of(box)}" for box in self.boxes])
+            leaves = name_few([f"{box}{_share_of(box)}" for box in self.boxes], show=str)
         where = f" (leaf {leaves})" if leaves else ""
         by = f", written by {self.writer}" if self.process is not None else ""
         return f"{self.file}{where}{by}: {self.found}"
@@ -297,23 +289,12 @@ def problems_to_json(problems: Sequence[Problem]) -> list[Any]:
 
 def problems_from_json(sent: Sequence[Any]) -> tuple[Problem, ...]:
     """Return the problems that other processes sent, each once."""
-
-    def box_from(leaf: str, box: list[list[int]], shape: list[int]) -> LostBox:
-        return LostBox(leaf, tuple((start, stop) for start, stop in box), tuple(shape))
-
-    problems = (
-        Problem(
-            file,
-            found,
-            tuple(leaves),
-            tuple(box_from(*box) for box in boxes),
-            None if span is None else (span[0], span[1]),
-            process,
-            host,
-        )
-        for file, found, leaves, boxes, span, process, host in sent
-    )
-    return tuple(dict.fromkeys(problems))
+    found: dict[Problem, None] = {}
+    for file, what, leaves, sent_boxes, span, *writer in sent:
+        boxes = [LostBox(n, tuple((a, b) for a, b in box), tuple(s)) for n, box, s in sent_boxes]
+        span = None if span is None else (span[0], span[1])
+        found[Problem(file, what, tuple(leaves), tuple(boxes), span, *writer)] = None
+    return tuple(found)
 
 
 class Damaged(OstrakaError, ValueError):
@@ -325,10 +306,6 @@ class Damaged(OstrakaError, ValueError):
         super().__init__(
             headed_list(f"checkpoint {path} is damaged", [str(p) for p in self.problems])
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # With `args`, what was added to the message later, such as a remedy.
-        return type(self), (self.path, self.problems), {"args": self.args}
 
 
 class _ProcessFailure(OstrakaError, RuntimeError):
@@ -342,9 +319,6 @@ class _ProcessFailure(OstrakaError, RuntimeError):
         self.cause = cause
         who = "" if process is None else f" on process {process}"
         super().__init__(f"{self.verb} {path} failed{who}: {cause}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.process, self.cause)
 
 
 class SaveFailed(_ProcessFailure):
@@ -440,14 +414,10 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def name_few(names: Sequence[str], limit: int = 3) -> str:
+def name_few(names: Sequence[str], limit: int = 3, show: Callable[[str], str] = repr) -> str:
     """The first names in quotes, and the number of further ones."""
-    return _few([repr(name) for name in names], limit)
-
-
-def _few(texts: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(texts[:limit])
-    return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
+    shown = ", ".join(map(show, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _share_of(box: LostBox) -> str:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ostraka.common.lifetime import paused_gc
+from ostraka.common.threads import paused_gc
 
 
 def test_collection_is_paused_and_comes_back():
@@ -56,7 +56,7 @@ def test_collection_comes_back_when_the_last_of_several_threads_is_done():
 
 FORK_IN_A_PAUSE = """
 import gc, os, threading
-from ostraka.common.lifetime import paused_gc
+from ostraka.common.threads import paused_gc
 
 entered, leave = threading.Event(), threading.Event()
 

@@ -49,7 +49,6 @@ def test_an_extra_is_imported_nowhere_but_in_functions():
     assert at_top <= {
         "planner/_factory.py",
         "storage/_cloud.py",
-        "storage/_expiring.py",
         "storage/_object.py",
     }
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ostraka.common.record import Stopwatch
 from ostraka.layout.casts import cast_leaf
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.processes.operation import Operation, ProcessFailed
-from ostraka.saving.agree import SaveHooks, agree, number_meshes
+from ostraka.saving.agree import RunningSave, SaveHooks, SaveOptions, agree, number_meshes
 from ostraka.saving.capture import capture
 from ostraka.saving.place import Place
 from ostraka.storage import MemoryStore
@@ -28,8 +29,9 @@ def agree_alone(tree: Any, *, dtype: Any = None, check_place: Any = None) -> tup
     captured = capture(tree)
     place = Place(MemoryStore(secrets.token_hex(4)))
     with Operation("test", alone=True) as operation:
-        hooks = SaveHooks(check_place=check_place)
-        agreed = agree(operation, captured, place, hooks, dtype=dtype)
+        options, hooks = SaveOptions(dtype=dtype), SaveHooks(check_place=check_place)
+        save = RunningSave("test", options, hooks, operation, place, Stopwatch())
+        agreed = agree(save, captured)
     assert place.is_ready
     return captured, agreed
 

@@ -425,8 +425,8 @@ def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Pla
     with ThreadPoolExecutor(1) as pool, writes_held(place / "a") as (store, gate):
         first = ostraka.save_async(store, make_arrays())
         second = pool.submit(ostraka.save_async, place / "b", {"x": 1})
-        while background._background.turn.acquire(blocking=False):
-            background._background.turn.release()
+        while background.slot.turn.acquire(blocking=False):
+            background.slot.turn.release()
             time.sleep(0.001)
         with pytest.raises(Busy, match="is still under way"):
             ostraka.save_async(place / "c", {"x": 1}, if_busy="refuse")

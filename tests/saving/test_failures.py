@@ -31,7 +31,8 @@ from ostraka.processes import operation as _coordinate
 from ostraka.processes import service
 from ostraka.saving import _commit, _write
 from ostraka.saving import save as _save
-from ostraka.storage import _claim, _local, claimed, open_store
+from ostraka.storage import _claim, claimed, open_store
+from ostraka.storage import file as _file
 from ostraka.testing import FaultyStore, run_processes
 from places import BucketPath, Place, at, copy_tree, flip
 
@@ -1059,7 +1060,7 @@ def test_every_directory_sync_may_fail(tmp_path: Path):
     path = tmp_path / "checkpoint"
     ostraka.save(path, make_tree(1))
     for after in range(8):
-        with broken(_local, "sync_directory", eio(), after=after) as raised_at:
+        with broken(_file, "sync_directory", eio(), after=after) as raised_at:
             if after == 0:
                 with pytest.raises(SaveFailed, match="Input/output error"):
                     ostraka.save(path, make_tree(2))

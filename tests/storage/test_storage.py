@@ -561,7 +561,7 @@ def test_a_store_may_stand_where_a_path_may(store):
 
 
 def test_the_writer_keeps_to_what_the_store_likes(tmp_path):
-    """In order, and no more than so many bytes apart."""
+    """In order, each file by one thread."""
     written = {}
 
     class Writer:
@@ -589,26 +589,7 @@ def test_the_writer_keeps_to_what_the_store_likes(tmp_path):
     for order in written.values():
         assert [offset for offset, _, _ in order] == sorted(offset for offset, _, _ in order)
         assert len({thread for _, _, thread in order}) == 1
-    written.clear()
-    size = 16 << 20
-    store = Watched(tmp_path / "in-parts", traits=Traits(at_once=2, size_bytes=size))
-    ostraka.save(store, tree)
-    for order in written.values():
-        parts = parts_of(sorted(order))
-        assert all(nbytes >= size for nbytes in parts[:-1])
     assert ostraka.verify(tmp_path / "in-order").ok
-    assert ostraka.verify(tmp_path / "in-parts").ok
-
-
-def parts_of(order):
-    """The bytes that one thread wrote before another went on; the least that there can be."""
-    parts, before = [], None
-    for _, nbytes, thread in order:
-        if thread != before:
-            parts.append(0)
-        parts[-1] += nbytes
-        before = thread
-    return parts
 
 
 # One writer at a time

@@ -34,7 +34,8 @@ from ostraka.errors import (
 )
 from ostraka.saving import place as saving_place
 from ostraka.saving.place import collect_garbage
-from ostraka.storage import LocalStore, _directory, _local, open_store
+from ostraka.storage import LocalStore, open_store
+from ostraka.storage import file as _file
 
 CALLS = (
     "open",
@@ -330,7 +331,7 @@ def test_a_file_with_holes_is_not_read(tmp_path: Path):
 
 
 def test_a_large_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_directory, "_READ_BYTES", 1000)
+    monkeypatch.setattr(_file, "_READ_BYTES", 1000)
     data = os.urandom(12_345)
     (tmp_path / "file").write_bytes(data)
     assert open_store(tmp_path).get("file") == data
@@ -514,7 +515,7 @@ def test_each_call_of_other_work_may_be_refused(folder: Path, what: str):
 def syncs_of_directories_fail() -> Generator[None]:
     """But for the first, before the commit."""
     seen: list[int] = []
-    real = _local.sync_directory
+    real = _file.sync_directory
 
     def sync(directory: int | str) -> None:
         seen.append(1)
@@ -523,7 +524,7 @@ def syncs_of_directories_fail() -> Generator[None]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_local, "sync_directory", sync)
+        patched.setattr(_file, "sync_directory", sync)
         yield
 
 

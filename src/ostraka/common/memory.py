@@ -24,11 +24,7 @@ LEAST_BYTES = 1 << 20
 _STEP_BYTES = 1 << 20
 _SLACK = 4
 """A piece is reused for data of at least 3/4 of its size."""
-_FLAGS = (
-    getattr(mmap, "MAP_PRIVATE", 0)
-    | getattr(mmap, "MAP_ANONYMOUS", 0)
-    | getattr(mmap, "MAP_POPULATE", 0)
-)
+_FLAGS = sum(getattr(mmap, f"MAP_{name}", 0) for name in ("PRIVATE", "ANONYMOUS", "POPULATE"))
 """Private, since by default a forked process would share the memory, and mapped at once."""
 
 

@@ -90,7 +90,11 @@ class _Parser:
 
     def variable(self, variable: Any, path: str, depth: int) -> Branch:
         metadata = variable.get_metadata()
-        child = self._parse(_value_of(variable), path, depth + 1)
+        # What is stored, not what a class of the user's makes of it on the way in and out. If it is
+        # a reference: what it refers to.
+        is_reference = variable.hijax or variable.ref
+        value = variable.get_value() if is_reference else variable.get_raw_value()
+        child = self._parse(value, path, depth + 1)
         about: Mapping[str, Any] = _NOTHING
         if not metadata.keys() <= _FLAX_INTERNAL:
             about = {"about": _describe(metadata)}
@@ -146,14 +150,6 @@ def _split(nnx: Any, value: Any) -> tuple[Any, Any]:
     return nnx.split(nnx.recursive_map(fill_in, value))
 
 
-# What is stored, not what a class of the user's makes of it on the way in and out; where the stored
-# thing is a reference, what it refers to.
-
-
-def _value_of(variable: Any) -> Any:
-    return variable.get_value() if variable.hijax or variable.ref else variable.get_raw_value()
-
-
 def put_value(variable: Any, value: Any) -> None:
     """Give a variable another value."""
     write = variable.set_value if variable.hijax or variable.ref else variable.set_raw_value
@@ -180,15 +176,11 @@ def named_spec(metadata: Mapping[str, Any]) -> Any:
         if isinstance(names, NamedSharding):
             names = names.spec
         if isinstance(names, tuple | list | PartitionSpec):
-            rules = {**_rules_in_force(), **dict(metadata.get("sharding_rules") or ())}
+            spmd: Any = sys.modules.get("flax.core.spmd")
+            rules: dict[str, Any] = {} if spmd is None else dict(spmd.get_logical_axis_rules())
+            rules.update(metadata.get("sharding_rules") or ())
             return PartitionSpec(*physical_axes(names, rules)) if rules else PartitionSpec(*names)
     return None
-
-
-def _rules_in_force() -> dict[str, Any]:
-    """The rules that `nnx.logical_axis_rules` has set."""
-    spmd: Any = sys.modules.get("flax.core.spmd")
-    return dict(spmd.get_logical_axis_rules()) if spmd is not None else {}
 
 
 def physical_axes(names: Iterable[Any], rules: Mapping[str, Any]) -> list[Any]:

@@ -84,12 +84,10 @@ def _parse(value: Any, path: str, depth: int) -> Node:
         return _parse_builtin(value, path, depth)
     if kind in _PLAIN or is_array(value) or isinstance(value, jax.ShapeDtypeStruct):
         return Leaf(path or ROOT, value)
-    found = parse_nnx(value, path, depth, _parse)
-    if found is not None:
+    if (found := parse_nnx(value, path, depth, _parse)) is not None:
         return found
     # On the type: asking the value itself may run any code, or be answered whatever the name.
-    kind_has = partial(mro_lookup, kind)
-    if callable(kind_has("get_state")) and callable(kind_has("set_state")):
+    if all(callable(mro_lookup(kind, name)) for name in ("get_state", "set_state")):
         return Leaf(path or ROOT, Stateful(value))
     return _parse_registered(value, path, depth)
 
@@ -111,14 +109,12 @@ def _parse_registered(value: Any, path: str, depth: int) -> Node:
     if len(pairs) == 1 and pairs[0][1] is value:
         return _parse_unknown(value, path)
     names = [_key_of(keys[0]) for keys, _ in pairs]
-    children = tuple(
-        [
-            _parse(child, join(path, segment(name, path)), depth + 1)
-            for name, (_, child) in zip(names, pairs, strict=True)
-        ]
-    )
-
-    if _is_linen_box(value) and isinstance(children[0], Leaf):
+    paths = [join(path, segment(name, path)) for name in names]
+    below = zip(paths, pairs, strict=True)
+    children = tuple([_parse(child, inner, depth + 1) for inner, (_, child) in below])
+    meta: Any = sys.modules.get("flax.core.meta")
+    is_linen_box = meta is not None and isinstance(value, meta.Partitioned)
+    if is_linen_box and isinstance(children[0], Leaf):  # It names the axes of its value.
         about = {"sharding": value.names, "sharding_rules": getattr(value, "rules", None)}
         children = (replace(children[0], spec=named_spec(about)),)
 
@@ -164,14 +160,6 @@ def text_at(value: Any, name: str) -> str | None:
     return None
 
 
-def _is_linen_box(value: Any) -> bool:
-    """True for a Linen box that names the axes of its value."""
-    meta: Any = sys.modules.get("flax.core.meta")
-    return meta is not None and isinstance(value, meta.Partitioned)
-
-
 def _key_of(key: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
+    found = [getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)]
+    return found[0] if found else str(key)

@@ -22,10 +22,9 @@ class Devices:
         self._numbers = dict(zip(self.all, range(len(self.all)), strict=True))
 
     def number(self, device: Any) -> int:
-        found = self._numbers.get(device)
-        if found is None:
+        found = self._numbers.setdefault(device, len(self.all))
+        if found == len(self.all):
             # Of another backend than the default one, such as host memory beside accelerators.
-            found = self._numbers[device] = len(self.all)
             self.all.append(device)
         return found
 
@@ -42,8 +41,7 @@ def generator_name(path: str, dtype: Any) -> str:
         known: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name)).dtype
     except ValueError:  # A generator that the user has defined: JAX does not know it by name.
         known = dtype
-    is_named = known == dtype and name != "<unnamed>"
-    if not is_named or len(dtype._impl.key_shape) != 1:
+    if known != dtype or name == "<unnamed>" or len(dtype._impl.key_shape) != 1:
         raise InvalidTree(
             f"leaf {path!r} has keys of the generator {dtype}, which could not be restored: "
             "define it with a name of its own and a key_shape of one dimension"
@@ -96,13 +94,10 @@ def describe_sharding(path: str, sharding: Any, devices: Devices) -> tuple[MeshS
 
 
 def describe_mesh(mesh: Any, devices: Devices) -> MeshSpec:
+    names, numbers = tuple(map(str, mesh.axis_names)), tuple(map(devices.number, mesh.devices.flat))
+    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
     types = tuple(axis_type.name.lower() for axis_type in mesh.axis_types)
-    return MeshSpec(
-        axis_names=tuple(str(name) for name in mesh.axis_names),
-        axis_sizes=tuple(mesh.shape[name] for name in mesh.axis_names),
-        devices=tuple(devices.number(device) for device in mesh.devices.flat),
-        axis_types=() if set(types) <= {"auto"} else types,
-    )
+    return MeshSpec(names, sizes, numbers, () if set(types) <= {"auto"} else types)
 
 
 def describe_spec(path: str, spec: Any) -> Partition:
@@ -117,14 +112,10 @@ def spec_entries(path: str, spec: Any) -> Partition:
     """A PartitionSpec as data, just as long as it is."""
     entries: list[tuple[str, ...]] = []
     for axes in spec:
-        if axes is None:
-            entries.append(())
-        elif isinstance(axes, str):
-            entries.append((axes,))
-        elif isinstance(axes, tuple):
-            entries.append(tuple(str(axis) for axis in cast("tuple[Any, ...]", axes)))
-        else:
+        several = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        if not isinstance(several, tuple):
             raise InvalidTree(
                 f"leaf {path!r} has the spec {spec}, which leaves a dimension open ({axes})"
             )
+        entries.append(tuple(map(str, cast("tuple[Any, ...]", several))))
     return tuple(entries)

@@ -1,20 +1,33 @@
-"""Handles to the bytes of a tree's leaves: of JAX arrays by shard, of host memory by any box."""
+"""The values of a tree's leaves: handles to their bytes, and refusals of unsavable ones.
+
+The bytes of a JAX array come by shard, those in host memory by any box. Each refusal raises
+InvalidTree with the leaf and the probable intention.
+"""
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.common.lifetime import RenewedLock
+from ostraka.common.threads import RenewedLock
+from ostraka.errors import InvalidTree
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.plan_write import BAND_BYTES
+from ostraka.live.parse import BUILTIN, text_at
+from ostraka.tree.json_values import class_name, mro_lookup
+from ostraka.tree.nodes import ROOT, Branch, Kept, Leaf, Node, branches_of, has_values, leaves_of
 
 Array = np.ndarray[Any, Any]
 Copy = tuple[Array, Array]
@@ -30,6 +43,36 @@ _CUT_BYTES = 8 << 20
 """Parts of larger shards are sliced on their device."""
 _PATIENCE_S = 5.0
 """The time that a thread of the program may take to list the shards of an array."""
+_MOST_DIMENSIONS = 63
+"""One fewer than numpy has, for the dimension of processes that a per-process array gets."""
+
+
+def check_savable(leaf: Leaf) -> None:
+    """Raise InvalidTree for arrays without values to save."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        raise InvalidTree(
+            f"leaf {leaf.path!r} is a traced value: call save outside of jit and other transforms"
+        )
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has been deleted or donated: its values are gone; save the "
+                "arrays that the step returned"
+            )
+    elif isinstance(value, np.ndarray):
+        if value.ndim > _MOST_DIMENSIONS:
+            raise InvalidTree(
+                f"leaf {leaf.path!r} has {value.ndim} dimensions; at most {_MOST_DIMENSIONS} can "
+                "be saved"
+            )
+        if type(value) not in (np.ndarray, np.memmap):
+            raise InvalidTree(
+                f"leaf {leaf.path!r} is a {'.'.join(class_name(type(value)))}, which would come "
+                "back as a plain numpy array: save np.asarray(…) of it"
+            )
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        raise InvalidTree(f"leaf {leaf.path!r} is abstract ({value}): it has no values to save")
 
 
 class HostValue:
@@ -126,7 +169,7 @@ class ShardedValue:
         """Begin to bring from an accelerator what `hold` will wait for."""
         if not self._at.gives_views:
             shards = self._shards or self._list_shards()
-            for device in self._device_of_box().values():
+            for device in self.held_boxes().values():
                 shards[self._at.index_of[device]].copy_to_host_async()
 
     def hold(self) -> Sequence[Copy]:
@@ -150,18 +193,15 @@ class ShardedValue:
 
     def held_boxes(self) -> dict[Box, int]:
         """Each box on this process's devices, and the number of one device that has it."""
-        return self._device_of_box()
+        return {self._at.boxes[device]: device for device in self._at.index_of}
 
     def _by_box(self) -> dict[Box, Array]:
-        return {box: self.read(device, box) for box, device in self._device_of_box().items()}
+        return {box: self.read(device, box) for box, device in self.held_boxes().items()}
 
     def _list_shards(self) -> Sequence[jax.Array]:
         assert self._array is not None
         self._shards = shards_of(self._array, self._at.devices)
         return self._shards
-
-    def _device_of_box(self) -> dict[Box, int]:
-        return {self._at.boxes[device]: device for device in self._at.index_of}
 
 
 class CastValue:
@@ -170,7 +210,7 @@ class CastValue:
     in_host_memory = False
     may_change = False
 
-    def __init__(self, value: HostValue | ShardedValue, dtype: str):
+    def __init__(self, value: Value, dtype: str):
         self._value = value
         self._dtype = numpy_dtype(dtype)
 
@@ -265,3 +305,124 @@ def _host_copy(array: Any) -> Array:
     """
     copy = getattr(array, "_single_device_array_to_np_array_did_copy", None)
     return np.asarray(array) if copy is None else copy()[0]
+
+
+# Refusals of trees that trace, have no value, or have functions
+
+
+def refuse_inside_jit(call: str, leaves: Sequence[Leaf] = ()) -> None:
+    """Raise InvalidTree where JAX traces a function, naming a traced leaf if there is one.
+
+    There, `call` would run once, when the function is compiled, and values are not known.
+    """
+    if not isinstance(jnp.zeros(()), Tracer):  # in grad and vmap alone, values are known
+        return
+    for leaf in leaves:
+        check_savable(leaf)
+    raise InvalidTree(
+        f"{call} is called inside jit, or inside another transform that traces a function: call "
+        "it outside, and pass arrays to the function as arguments"
+    )
+
+
+# Trees that a save refuses because they are hardly what was meant
+
+
+def refuse_empty(tree: Node) -> None:
+    """Raise InvalidTree for a tree that has no value at all."""
+    if has_values(tree):
+        return
+    if isinstance(tree, Leaf):
+        is_none = tree.value is None
+        found = "the tree is None" if is_none else f"the tree is a {tree.value.name} alone"
+        intent = "did you forget to return the state?" if is_none else "did you mean its state?"
+        raise InvalidTree(f"there is nothing to save: {found}; {intent}")
+    empty = next(
+        node.path
+        for node in (*leaves_of(tree), *branches_of(tree))
+        if isinstance(node, Leaf) or not node.children
+    )
+    found = f"holds only None and empty containers, as at {empty!r}" if empty else "is empty"
+    raise InvalidTree(
+        f"there is nothing to save: the tree {found}; was it made before the model was "
+        "initialised, or by a filter that matches nothing?"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LooseFunctions:
+    """A function, or a named tuple of functions, outside of any class."""
+
+    paths: tuple[str, ...]
+    """The paths of its leaves."""
+    where: str
+    what: str
+    intent: str
+
+    def __str__(self) -> str:
+        return f"{self.where!r} is {self.what} ({self.intent})"
+
+
+def refuse_functions(tree: Node) -> None:
+    """Raise InvalidTree for functions that are not part of a module or of another class.
+
+    A class with functions in it (a module of Equinox, a registered dataclass) comes back by a
+    template that has them. In a dict or a list they are a slip: a function in place of its result,
+    an optimizer in place of its state.
+    """
+    found = list(loose_functions(tree))
+    if not found:
+        return
+    few = ", ".join(map(str, found[:3]))
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    raise InvalidTree(f"functions can't be saved: {few}{rest}; leave functions out of the tree")
+
+
+def loose_functions(node: Node) -> Iterator[LooseFunctions]:
+    """The functions in plain containers, and named tuples of functions."""
+    if isinstance(node, Leaf):
+        if isinstance(node.value, Kept) and not node.value.is_structure:
+            yield LooseFunctions((node.path,), node.path, *_describe_function(node.value.value))
+    elif _is_plain(node):
+        below = [found for child in node.children for found in loose_functions(child)]
+        init = next((key for key in node.keys if str(key).startswith("init")), None)
+        if node.kind != "namedtuple" or init is None or len(below) < len(node.children):
+            yield from below
+            return
+        is_optax = init == "init" and "update" in node.keys
+        intent = f"did you mean {'tx.init(params)' if is_optax else f'its .{init}(…)'}?"
+        paths = tuple(path for found in below for path in found.paths)
+        what = f"a named tuple of functions, {node.cls[1] if node.cls else ''}"
+        yield LooseFunctions(paths, node.path or ROOT, what, intent)
+
+
+def _is_plain(branch: Branch) -> bool:
+    """True for Python's containers and mappings, False for other classes."""
+    if branch.kind != "node":
+        return branch.kind in ("namedtuple", *BUILTIN.values())
+    rebuild: Any = branch.rebuild  # as `_parse_registered` makes it
+    kind, _ = rebuild.args[0].node_data()
+    return issubclass(kind, Mapping)
+
+
+def _describe_function(function: Any) -> tuple[str, str]:
+    """A description of a callable, and of the value that was probably meant."""
+    kind = type(function)
+    has = partial(mro_lookup, kind)
+    if callable(has("init")) and callable(has("apply")):
+        return f"a {kind.__qualname__}, which holds no values", "did you mean its .init(…)?"
+    if kind is partial:
+        what, intent = _describe_function(function.func)
+        return f"a partial of {what}", intent
+    name = text_at(function, "__name__")
+    if name is None:
+        return f"a {'.'.join(class_name(kind))}, which can be called", "did you mean its values?"
+    if not name.isidentifier():
+        return "a lambda", "did you mean its result?"
+    return f"the function {name}", f"did you mean {name}({_arguments_of(function)})?"
+
+
+def _arguments_of(function: Any) -> str:
+    with suppress(Exception):
+        return "…" if inspect.signature(function).parameters else ""
+    return "…"

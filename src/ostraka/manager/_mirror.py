@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ostraka.common.lifetime import at_exit
 from ostraka.common.record import OnRecord
 from ostraka.common.record import logger as log
+from ostraka.common.threads import at_exit
 from ostraka.errors import Busy, OstrakaError, PathInTheWay, StoreError, describe
 from ostraka.layout.file_names import list_steps
 from ostraka.manager._mirror_copy import CopyingEnded, Status, StepCopier

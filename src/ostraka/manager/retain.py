@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ostraka.common.lifetime import at_exit
 from ostraka.common.record import logger as log
+from ostraka.common.threads import at_exit
 from ostraka.errors import Busy
 from ostraka.layout import shard_file
 from ostraka.manager._keep import Keep, find_counted, find_superfluous

@@ -16,9 +16,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ostraka.common.lifetime import RenewedLock
 from ostraka.common.record import logger as log
-from ostraka.common.threads import StopSignal, run_all
+from ostraka.common.threads import RenewedLock, StopSignal, run_all
 from ostraka.errors import (
     Busy,
     CheckpointNotFound,

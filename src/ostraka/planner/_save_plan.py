@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from ostraka._version import __version__
 from ostraka.common.dtypes import DTYPES, is_floating
-from ostraka.common.lifetime import paused_gc
 from ostraka.common.record import Stopwatch, summarize, timeline
+from ostraka.common.threads import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
 from ostraka.formats.ostraka.damage import damage_on_contradiction
 from ostraka.formats.ostraka.source import OstrakaSource

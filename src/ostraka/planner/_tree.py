@@ -22,7 +22,6 @@ from ostraka.errors import InvalidTree, Mismatch
 from ostraka.layout.casts import cast_leaf, check_dtype_rule
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition
 from ostraka.live.parse import is_array, is_key, is_object, parse
-from ostraka.live.refuse import check_savable, refuse_empty, refuse_functions
 from ostraka.live.shardings import (
     Devices,
     describe_sharding,
@@ -31,6 +30,7 @@ from ostraka.live.shardings import (
     memory_kind,
     savable_dtype,
 )
+from ostraka.live.values import check_savable, refuse_empty, refuse_functions
 from ostraka.planner.state import (
     PlanOptions,
     State,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ostraka.common.lifetime import paused_gc
+from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
 from ostraka.errors import InvalidSharding, nearest, store_error
 from ostraka.families.catalog import MODELS

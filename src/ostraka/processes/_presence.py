@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ostraka.common.lifetime import after_fork
+from ostraka.common.threads import after_fork
 
 SWITCH = "OSTRAKA_PRESENCE"
 """The environment variable that turns connections off if it is "off"."""

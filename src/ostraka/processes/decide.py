@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ostraka.errors import (
-    Busy,
-    CheckpointNotFound,
-    OstrakaError,
-    PathInTheWay,
-    StoreError,
-    UnsupportedFormat,
-)
+from ostraka import errors
 from ostraka.processes.operation import Operation, ProcessFailed
 
-_SHARED_ERRORS: tuple[type[OstrakaError], ...] = (
-    Busy,
-    CheckpointNotFound,
-    PathInTheWay,
-    StoreError,
-    UnsupportedFormat,
+_SHARED_ERRORS: tuple[type[errors.OstrakaError], ...] = (
+    errors.Busy,
+    errors.CheckpointNotFound,
+    errors.PathInTheWay,
+    errors.StoreError,
+    errors.UnsupportedFormat,
 )
 """Errors that every process can raise alike, since they need only their message."""
 
@@ -74,7 +67,7 @@ def agree(
     except ProcessFailed as failure:
         if isinstance(failure.__cause__, Exception):
             raise failure.__cause__ from None
-        raise OstrakaError(f"{what} failed on {failure}") from None
+        raise errors.OstrakaError(f"{what} failed on {failure}") from None
     if "error" in answered:
         kinds = {kind.__name__: kind for kind in _SHARED_ERRORS}
         raise kinds[answered["error"]](answered["message"])

@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from ostraka.errors import OstrakaError, describe
-from ostraka.processes.service import ALONE, Member, this_member
+from ostraka.processes.service import ALONE, Keys, Member, this_member
 
 DEAD_AFTER_S = 30.0
 """A process that does not answer process 0 for this long is considered dead."""
@@ -93,13 +93,18 @@ class Operation:
         own_errors: bool = False,
         member: Member | None = None,
     ):
+        if member is None and not alone:
+            import jax  # A process that is alone may do without it.
+
+            alone = jax.process_count() == 1
         self._member = member or (ALONE if alone else this_member())
         self.process = self._member.process
         self.count = self._member.count
         self._name = name
         self._own_errors = own_errors
         if self.count > 1:
-            self._keys = self._member.begin_operation()
+            member = self._member
+            self._keys = Keys(member.client, f"{member.prefix}/{next(member.numbers)}")
         self._verdict: ProcessFailed | None = None
         self._is_closed = False
         self._listener: threading.Thread | None = None

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 from ostraka.processes._presence import SWITCH, Connection, Door
 
@@ -21,20 +21,10 @@ _NO_LIMIT_MS = 2**31 - 1
 _A_MOMENT_S = 0.001
 
 
-class Client(Protocol):
-    """The methods of JAX's client that Ostraka uses."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_increment(self, key: str, increment: int) -> int: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def key_value_delete(self, key: str) -> None: ...
-
-
 class Connections:
     """The connections to process 0, which show it when a process ends: see `_presence`."""
 
-    def __init__(self, client: Client, host: str):
+    def __init__(self, client: Any, host: str):
         self.client = client
         self._host = host
         self._door: Door | None = None
@@ -74,16 +64,13 @@ class Member:
 
     process: int
     count: int
-    client: Client
+    client: Any
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers of operations: all processes begin them in the same order."""
     ended: deque[str] = field(default_factory=deque[str])
     """On process 0: the prefixes of operations that it has left, oldest first."""
     prefix: str = "ostraka"
     connections: Connections | None = None
-
-    def begin_operation(self) -> Keys:
-        return Keys(self.client, f"{self.prefix}/{next(self.numbers)}")
 
     def aside(self, name: str) -> Member:
         """Return the same process for operations with numbers of their own.
@@ -108,8 +95,8 @@ class Member:
             self.client.key_value_delete(f"{oldest}/")
 
 
-ALONE = Member(0, 1, cast(Client, None))
-_this = Member(0, 1, cast(Client, None))
+ALONE = Member(0, 1, None)
+_this = Member(0, 1, None)
 
 
 def this_member() -> Member:
@@ -139,7 +126,7 @@ def this_member() -> Member:
 class Keys:
     """The keys of one operation, with JSON values. Each method is one call of the service."""
 
-    def __init__(self, client: Client, prefix: str):
+    def __init__(self, client: Any, prefix: str):
         self._client = client
         self.prefix = prefix
 

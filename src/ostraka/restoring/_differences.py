@@ -19,7 +19,7 @@ from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Source
 from ostraka.layout.casts import DtypeRule, may_cast
 from ostraka.live.parse import is_object
-from ostraka.live.refuse import loose_functions
+from ostraka.live.values import loose_functions
 from ostraka.restoring.destinations import MissingAxes
 from ostraka.tree.json_values import decode_plain
 from ostraka.tree.nodes import (

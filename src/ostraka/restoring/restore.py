@@ -16,15 +16,15 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.common.lifetime import paused_gc
 from ostraka.common.record import OnRecord, Stopwatch, report, summarize
+from ostraka.common.threads import paused_gc
 from ostraka.errors import Damaged, RestoreFailed, SourceChanged
 from ostraka.formats.buffers import detached
 from ostraka.formats.source import OnBytes, Source
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.live.parse import parse
-from ostraka.live.refuse import refuse_inside_jit
+from ostraka.live.values import refuse_inside_jit
 from ostraka.processes.operation import Operation, ProcessFailed
 from ostraka.reading.locate import ATTEMPTS, open_at, overwritten
 from ostraka.reading.names.given import NamesLike

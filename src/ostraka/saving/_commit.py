@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -12,43 +12,34 @@ from typing import Any
 import jax
 
 from ostraka._version import __version__
-from ostraka.common.record import Stopwatch, summarize, timeline
+from ostraka.common.record import summarize, timeline
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import TooLarge
 from ostraka.layout import shard_file
-from ostraka.layout.metadata import IndexEntry, Metadata, encode_metadata
+from ostraka.layout.metadata import Metadata, encode_metadata
 from ostraka.layout.plan_write import WritePlan
-from ostraka.layout.runs import encode_runs
-from ostraka.processes.operation import Operation, ProcessFailed
-from ostraka.saving._write import Companion, WrittenFiles
-from ostraka.saving.agree import Agreed
-from ostraka.saving.place import Place
+from ostraka.processes.operation import ProcessFailed
+from ostraka.saving._write import Companion, WrittenFiles, metadata_of
+from ostraka.saving.agree import Agreed, RunningSave
 from ostraka.storage import Store
 
 _LOOKERS = 16
 
 
 def commit(
-    operation: Operation,
-    place: Place,
+    save: RunningSave,
     agreed: Agreed,
     plan: WritePlan,
     written: WrittenFiles,
     companions: Sequence[Companion],
-    beside: Mapping[str, Sequence[Any]],
-    user: Mapping[str, Any],
-    watch: Stopwatch,
 ) -> list[float]:
-    """Report this process's files, and commit if every process has reported well.
+    """Finish the companions, report this process's files, and commit if all have reported well.
 
-    `beside` has the files of each companion by its name. Returns the bytes and seconds of all
-    processes, summarized.
+    Returns the bytes and seconds of all processes, summarized.
     """
+    operation, place, watch = save.operation, save.place, save.watch
 
     def decide(reports: list[Any]) -> list[float]:
-        indexes = {p: IndexEntry(*r["index"]) for p, r in enumerate(reports) if r["index"]}
-        if operation.count > 1:
-            _check_visible(place.store, indexes, agreed.save_id)
         summary = summarize(list(map(itemgetter("written"), reports)))
         writer = {
             "ostraka": __version__,
@@ -58,49 +49,40 @@ def commit(
             "hosts": list(agreed.host_names),
             "timeline": timeline(watch, summary),
         }
-        metadata = Metadata(
-            id=agreed.save_id,
-            writer=writer,
-            process_of=plan.process_of,
-            tree=agreed.tree,
-            meshes=plan.meshes,
-            layouts=plan.layouts,
-            leaves=plan.leaves,
-            files=plan.stored_files(map(itemgetter("sizes"), reports)),
-            indexes=indexes,
-            user=user,
-            version=plan.version,
+        files = list(map(itemgetter("files"), reports))
+        user = save.options.metadata or {}
+        metadata = metadata_of(
+            plan, agreed.save_id, files, writer=writer, tree=agreed.tree, user=user
         )
+        if operation.count > 1:
+            _check_visible(place.store, metadata)
         for companion in companions:
             rows = [row for report in reports for row in report[companion.name]]
             metadata = replace(metadata, **{companion.name: companion.describe(rows)})
-        copy = ""
-        if metadata.files:
-            copy = f"{shard_file.shards_directory(metadata.id)}/{shard_file.METADATA_COPY}"
+        directory = shard_file.shards_directory(metadata.id)
+        copy = f"{directory}/{shard_file.METADATA_COPY}" if metadata.files else ""
         place.commit(encode_metadata(metadata), metadata.file_sizes(), copy)
         return summary
 
     nbytes, seconds = sum(written.sizes), watch.phases["write"]
-    mine: dict[str, Any] = {
-        "index": written.index and astuple(written.index),
-        "sizes": encode_runs(written.sizes) if plan.codecs else [],
-    }
-    for name, files in beside.items():
-        mine[name] = list(map(astuple, files))
+    mine: dict[str, Any] = {"files": written.report(plan)}
+    for companion in companions:
+        files = companion.finish(operation, place.store, agreed.save_id, written)
+        seconds += watch.lap(companion.name)
+        mine[companion.name] = list(map(astuple, files))
         nbytes += sum(file.size for file in files)
-        seconds += watch.phases[name]
     mine["written"] = [nbytes, seconds]
     return operation.exchange("commit", mine, decide, is_last=True)
 
 
-def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str) -> None:
+def _check_visible(store: Store, metadata: Metadata) -> None:
     """Process 0 must see what the others wrote, or the checkpoint would be in pieces."""
 
     def look(process: int) -> None:
-        name = f"{shard_file.shards_directory(save_id)}/{shard_file.index_name(process)}"
+        expected = metadata.indexes[process]
+        name = f"{shard_file.shards_directory(metadata.id)}/{shard_file.index_name(process)}"
         try:
-            data = store.get(name, indexes[process].size)
-            seen = shard_file.digest(data) == indexes[process].digest
+            seen = shard_file.digest(store.get(name, expected.size)) == expected.digest
         except (FileNotFoundError, TooLarge):
             seen = False
         if not seen:
@@ -110,5 +92,5 @@ def _check_visible(store: Store, indexes: Mapping[int, IndexEntry], save_id: str
                 "processes must save to one shared file system",
             )
 
-    others = [process for process in indexes if process != 0]
+    others = [process for process in metadata.indexes if process != 0]
     run_all(look, others, threads=_LOOKERS, stop=StopSignal())

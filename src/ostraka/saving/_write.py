@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import accumulate, chain, compress, count, repeat
 from operator import attrgetter
 from typing import Any, Protocol
@@ -24,20 +24,18 @@ from ostraka.layout import header as _header
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
-from ostraka.layout.metadata import IndexEntry
+from ostraka.layout.metadata import IndexEntry, Metadata
 from ostraka.layout.plan_write import STAGING_BYTES, WritePlan
+from ostraka.layout.runs import encode_runs
 from ostraka.layout.shard_file import Entry, FileDigests, FileEntry, StoredRange
 from ostraka.layout.spec import StoredLeaf
 from ostraka.live.values import Value
 from ostraka.processes.operation import Operation
 from ostraka.saving._write_compressed import CompressedFile, SpooledFile
-from ostraka.saving.agree import Agreed
+from ostraka.saving.agree import Agreed, RunningSave
 from ostraka.storage import FileWriter, Store
 
 Array = np.ndarray[Any, Any]
-NumberedBlock = tuple[int, list[Array]]
-"""A block's number in its file, and its bytes in pieces."""
-
 _OPEN_FILES = 64
 _COPY_BYTES = 4 << 20
 """The size of a band, for boxes that have gaps in memory."""
@@ -60,7 +58,6 @@ class BlockTarget(Protocol):
 
     def abandon(self) -> None:
         """Give up an unfinished file."""
-        ...
 
 
 _Task = tuple[BlockTarget, Iterable[tuple[int, Any]]]
@@ -126,19 +123,37 @@ class WrittenFiles:
     """None if it has nothing to write."""
     index_data: bytes = b""
 
+    def report(self, plan: WritePlan) -> list[Any]:
+        """The index and the sizes, as JSON for `metadata_of`."""
+        index = self.index and astuple(self.index)
+        return [index, encode_runs(self.sizes) if plan.codecs else []]
+
+
+def metadata_of(
+    plan: WritePlan, save_id: str, reports: Sequence[Sequence[Any]], **others: Any
+) -> Metadata:
+    """The `_METADATA` for the files of all processes, from their reports and the other fields."""
+    return Metadata(
+        id=save_id,
+        process_of=plan.process_of,
+        meshes=plan.meshes,
+        layouts=plan.layouts,
+        leaves=plan.leaves,
+        files=plan.stored_files(sizes for _, sizes in reports),
+        indexes={p: IndexEntry(*index) for p, (index, _) in enumerate(reports) if index},
+        version=plan.version,
+        **others,
+    )
+
 
 def write_shards(
-    operation: Operation,
-    store: Store,
-    agreed: Agreed,
-    plan: WritePlan,
-    companions: Sequence[Companion],
-    progress: Count,
+    save: RunningSave, agreed: Agreed, plan: WritePlan, companions: Sequence[Companion]
 ) -> WrittenFiles:
     """Write the files of this process, and last its index.
 
     It checks the operation between blocks, and stops if the save has failed.
     """
+    operation, store, progress = save.operation, save.place.store, save.progress
     files = plan.files_of(operation.process)
     if not files:
         return WrittenFiles()
@@ -160,7 +175,7 @@ def write_shards(
     try:
         for companion in companions:
             targets += companion.take_blocks(job, shards)
-        _write_all(job, shards, targets[len(shards) :], progress)
+        _write_all(job, targets, progress, in_threads=len(files) > 1)
         digests = {shard.name: shard.digests() for shard in shards}
         # Companions may have copies of the index, whose length must be known before: identities
         # have any length.
@@ -179,10 +194,10 @@ def write_shards(
 
 
 def _write_all(
-    job: WriteJob, shards: Sequence[ShardWriter], beside: Sequence[BlockTarget], progress: Count
+    job: WriteJob, targets: Sequence[BlockTarget], progress: Count, *, in_threads: bool
 ) -> None:
-    if len(shards) == 1 and progress.total <= _SMALL_BYTES:
-        for target in (*shards, *beside):
+    if not in_threads and progress.total <= _SMALL_BYTES:
+        for target in targets:
             for number, pieces in target.blocks():
                 target.write(number, pieces)
         progress.done = progress.total
@@ -194,8 +209,7 @@ def _write_all(
             job.check()
             progress.add(target.write(number, pieces))
 
-    tasks = _tasks(job, shards, beside)
-    run_all(write, tasks, threads=job.store.traits.at_once, stop=job.stop)
+    run_all(write, _tasks(job, targets), threads=job.store.traits.at_once, stop=job.stop)
 
 
 class ShardWriter:
@@ -250,8 +264,11 @@ class ShardWriter:
             memory = scratch.memory = np.empty(_format.BLOCK_BYTES, np.uint8)
         return self._target.write(number, [np.concatenate(pieces, out=memory[:nbytes])])
 
-    def blocks(self) -> Iterator[NumberedBlock]:
-        """The blocks of the file in order, without the header of a compressed file."""
+    def blocks(self) -> Iterator[tuple[int, list[Array]]]:
+        """Each block of the file, in order: its number, and its bytes in pieces.
+
+        The header of a compressed file is left out.
+        """
         if self._is_compressed:
             return enumerate(_format.regroup(self._stream(), self._lengths[1:]), 1)
         return enumerate(_format.regroup(self.stream(), self._lengths))
@@ -343,54 +360,30 @@ class _PlainFile:
             self._writer.abandon()
 
     def digests(self) -> FileDigests:
-        return FileDigests(
-            self._offsets[-1],
-            tuple(self._lengths),
-            tuple(self._digests),
-            identity=self._identity,
-        )
+        size, lengths = self._offsets[-1], tuple(self._lengths)
+        return FileDigests(size, lengths, tuple(self._digests), identity=self._identity)
 
 
-def _tasks(
-    job: WriteJob, shards: Sequence[ShardWriter], beside: Sequence[BlockTarget]
-) -> Iterator[_Task]:
+def _tasks(job: WriteJob, targets: Sequence[BlockTarget]) -> Iterator[_Task]:
     """The work that a thread takes at a time: some blocks of a file, or all of them.
 
     One thread writes a whole file in order if the file has values to copy (from an accelerator, to
     another dtype). So only the next ones are copied ahead. It does so too if the store wants files
-    in order. Blocks of the other files come in turn, one by one or as many as the store likes, to
-    take the shards of one leaf together.
+    in order. Blocks of the other files come in turn, one by one, to take the shards of one leaf
+    together.
     """
-    traits = job.store.traits
     of_views: list[Iterator[_Task]] = []
-    for shard in shards:
-        if traits.in_any_order and job.copied.isdisjoint(entry.leaf for entry in shard.entries):
-            of_views.append(_in_parts(shard, traits.size_bytes))
-        else:
-            yield shard, shard.blocks()
-    for target in beside:
-        if traits.in_any_order:
-            # After as many shards as it is made of, whose blocks are then in a cache still.
-            of_views.append(zip(repeat(target), ([block] for block in target.blocks())))
-        else:
+    # What is beside comes after as many shards as it is made of: their blocks are in a cache still.
+    for target in targets:
+        entries = target.entries if isinstance(target, ShardWriter) else ()
+        is_copied = not job.copied.isdisjoint(entry.leaf for entry in entries)
+        if is_copied or not job.store.traits.in_any_order:
             yield target, target.blocks()
+        else:
+            of_views.append(zip(repeat(target), ([block] for block in target.blocks())))
     for task in in_turn(of_views, at_a_time=_OPEN_FILES):
         job.check()
         yield task
-
-
-def _in_parts(shard: ShardWriter, least_bytes: int) -> Iterator[_Task]:
-    """Consecutive blocks, as few as have `least_bytes` together."""
-    part: list[NumberedBlock] = []
-    nbytes = 0
-    for block in shard.blocks():
-        part.append(block)
-        nbytes += sum(piece.nbytes for piece in block[1]) if least_bytes else 0
-        if nbytes >= least_bytes:
-            yield shard, part
-            part, nbytes = [], 0
-    if part:
-        yield shard, part
 
 
 def _read(value: Value, leaf: StoredLeaf, device: int, box: Box, nbytes: int) -> Array:

@@ -66,7 +66,12 @@ class CompressedFile:
         self, leaves: Sequence[StoredLeaf], codecs: Mapping[int, Codec]
     ) -> Iterator[tuple[int, tuple[int, Codec]]]:
         """The numbers of the blocks to compress, with the bytes of an element and the codec."""
-        large = {e.offset: e for e in self._entries if _has_own_blocks(e, codecs)}
+        compressed, gathered = _format.LEAST_COMPRESSED_BYTES, _format.GATHER_BYTES
+        large = {  # Smaller boxes share their blocks with others.
+            entry.offset: entry
+            for entry in self._entries
+            if entry.nbytes >= (compressed if entry.leaf in codecs else gathered)
+        }
         start, entry = 0, None
         for number, length in enumerate(self._data_lengths[1:], 1):
             entry = large.get(start, entry)
@@ -150,14 +155,6 @@ class CompressedFile:
             tuple(filter(None, self._results)),
             self._identity,
         )
-
-
-def _has_own_blocks(entry: Entry, compressed: Mapping[int, Codec]) -> bool:
-    """True if a box shares its blocks with no other. `compressed` has the leaves to compress."""
-    is_compressed = entry.leaf in compressed
-    return entry.nbytes >= (
-        _format.LEAST_COMPRESSED_BYTES if is_compressed else _format.GATHER_BYTES
-    )
 
 
 class SpooledFile:

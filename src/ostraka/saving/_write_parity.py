@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -25,7 +25,6 @@ from ostraka.formats.ostraka.shards import Shards
 from ostraka.layout import parity_code
 from ostraka.layout import shard_file as _format
 from ostraka.layout.index import encode_index
-from ostraka.layout.metadata import IndexEntry, Metadata
 from ostraka.layout.parity_file import (
     Parity,
     ParityFile,
@@ -36,11 +35,10 @@ from ostraka.layout.parity_file import (
 )
 from ostraka.layout.plan_parity import GROUPS_AT_ONCE, plan_parity, planned_digests
 from ostraka.layout.plan_write import WritePlan
-from ostraka.layout.runs import encode_runs
 from ostraka.layout.shard_file import BLOCK_BYTES, FileEntry
 from ostraka.live.values import HostValue
 from ostraka.processes.operation import Operation
-from ostraka.saving._write import ShardWriter, WriteJob, WrittenFiles
+from ostraka.saving._write import ShardWriter, WriteJob, WrittenFiles, metadata_of
 from ostraka.storage import FileWriter, Store
 
 Array = np.ndarray[Any, Any]
@@ -69,8 +67,7 @@ class _Writing:
         self._target = target
         self._number = number
         self._process = process
-        layout = target.layout
-        self._digests = [""] * (1 + layout.blocks)
+        self._digests = [""] * (1 + target.layout.blocks)
         self._writer: FileWriter | None = None
         self._lock = threading.Lock()
 
@@ -87,8 +84,7 @@ class _Writing:
         digests = [*self._digests, *(_format.block_digest([copy]) for copy in copies)]
         table = "".join(digests).encode()
         writer = self._open()
-        end = b"".join([*copies, table])
-        writer.write(layout.header_bytes + layout.parity_bytes, [end])
+        writer.write(layout.header_bytes + layout.parity_bytes, [b"".join([*copies, table])])
         writer.finish()
         self._writer = None
         digest = _format.block_digest([table])
@@ -141,16 +137,16 @@ class GroupOfViews:
     def blocks(self) -> Iterator[tuple[int, list[list[Array]]]]:
         """Each block of parity: its number, and the pieces of each member to sum up."""
         cut = [
-            _format.regroup(stream(), _lengths(size))
-            for stream, size in zip(self._streams, self._sizes, strict=True)
+            _format.regroup(stream(), [min(BLOCK_BYTES, n - at) for at in range(0, n, BLOCK_BYTES)])
+            for stream, n in zip(self._streams, self._sizes, strict=True)
         ]
         return enumerate(map(list, zip_longest(*cut, fillvalue=[])))
 
-    def write(self, number: int, members: list[list[Array]]) -> int:
-        """Sum a block up and write it. Returns 0, since no shard file has these bytes."""
+    def write(self, number: int, pieces: list[list[Array]]) -> int:
+        """Write the sum of a block of all members. Returns 0: no shard file has these bytes."""
         length = min(BLOCK_BYTES, self._parity_bytes - number * BLOCK_BYTES)
         sums = [take(length) for take in self._take_memory]
-        parity_code.encode(members, sums)
+        parity_code.encode(pieces, sums)
         for file, data in zip(self._files, sums, strict=True):
             file.write(number, data)
         return 0
@@ -162,11 +158,6 @@ class GroupOfViews:
     def abandon(self) -> None:
         for file in self._files:
             file.abandon()
-
-
-def _lengths(size: int) -> Iterator[int]:
-    for start in range(0, size, BLOCK_BYTES):
-        yield min(BLOCK_BYTES, size - start)
 
 
 class ParityCompanion:
@@ -236,12 +227,8 @@ class ParityCompanion:
         finished = {(file.group, file.number) for file in done}
         mine: list[tuple[_Target, list[int]]] = []
         for target, group in zip(targets, parity.groups, strict=True):
-            numbers = [
-                number
-                for number, writer in enumerate(group.writers)
-                if writer == operation.process and (target.group, number) not in finished
-            ]
-            if numbers:
+            own = [n for n, writer in enumerate(group.writers) if writer == operation.process]
+            if numbers := [number for number in own if (target.group, number) not in finished]:
                 mine.append((target, numbers))
         try:
             read_back = run_all(
@@ -267,25 +254,9 @@ class ParityCompanion:
         self, operation: Operation, store: Store, save_id: str, written: WrittenFiles
     ) -> Shards:
         """Wait until all have written, and return all shard files with their real sizes."""
-        plan = self._plan
-        mine = [
-            written.index and astuple(written.index),
-            encode_runs(written.sizes) if plan.codecs else [],
-        ]
-        answer = operation.exchange("parity", mine, lambda posted: posted)
-        metadata = Metadata(
-            id=save_id,
-            writer={},
-            process_of=plan.process_of,
-            tree=None,
-            meshes=plan.meshes,
-            layouts=plan.layouts,
-            leaves=plan.leaves,
-            files=plan.stored_files(sizes for _, sizes in answer),
-            indexes={p: IndexEntry(*index) for p, (index, _) in enumerate(answer) if index},
-            user={},
-            version=plan.version,
-        )
+        mine = written.report(self._plan)
+        reports = operation.exchange("parity", mine, lambda posted: posted)
+        metadata = metadata_of(self._plan, save_id, reports, writer={}, tree=None, user={})
         return Shards(store, metadata)
 
     def _targets(

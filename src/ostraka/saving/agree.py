@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 from ostraka.common.dtypes import to_bytes
-from ostraka.common.record import OnRecord
+from ostraka.common.progress import Count
+from ostraka.common.record import OnRecord, Stopwatch
 from ostraka.layout import shard_file
 from ostraka.layout.casts import DtypeRule, cast_leaf
+from ostraka.layout.codec import CompressRule
+from ostraka.layout.plan_write import MAX_FILE_BYTES
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.live.values import CastValue, HostValue, Value
 from ostraka.processes.operation import Operation, ProcessFailed, refuse_different_paths
 from ostraka.saving.capture import Captured
 from ostraka.saving.place import Place
+from ostraka.storage import PathLike
 from ostraka.tree.json_tree import with_states
 
 
@@ -35,6 +39,35 @@ class SaveHooks:
     """Called on process 0 before the first write. It may refuse the save."""
     check_no_arrays: Callable[[], None] | None = None
     """As `check_place`, for a tree that has no arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The options of a save that are the same on all processes."""
+
+    dtype: DtypeRule = None
+    compress: CompressRule = None
+    parity: int = 0
+    metadata: Mapping[str, Any] | None = None
+    max_file_bytes: int | str = MAX_FILE_BYTES
+    save_id: str | None = None
+    """The id, if this process saves alone, or None for a random id of all processes."""
+    grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By number, the grid of a leaf on no mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSave:
+    """A save that this process has entered."""
+
+    path: PathLike
+    options: SaveOptions
+    """Checked, and with `max_file_bytes` as a number."""
+    hooks: SaveHooks
+    operation: Operation
+    place: Place
+    watch: Stopwatch
+    progress: Count = field(default_factory=Count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +88,13 @@ class Agreed:
     """The host name of each process, on process 0."""
 
 
-def agree(
-    operation: Operation,
-    captured: Captured,
-    place: Place,
-    hooks: SaveHooks,
-    *,
-    dtype: DtypeRule = None,
-    alike: object = None,
-    save_id: str | None = None,
-) -> Agreed:
+def agree(save: RunningSave, captured: Captured) -> Agreed:
     """Have all processes agree on the tree, the place and the save's id.
 
-    Process 0 first compares the trees, then takes the place. `alike` must have the same repr on all
-    processes. Raises ProcessFailed on all processes, naming one that differs.
+    Process 0 first compares the trees, then takes the place. The options must have the same repr on
+    all processes. Raises ProcessFailed on all processes, naming one that differs.
     """
+    operation, place, hooks, options = save.operation, save.place, save.hooks, save.options
     several = operation.count > 1
     states: dict[str, list[Any]] = {}
     host_names: list[str] = []
@@ -84,7 +109,7 @@ def agree(
         if hooks.check_place is not None:
             hooks.check_place()
         place.take()
-        chosen = save_id or secrets.token_hex(8)
+        chosen = options.save_id or secrets.token_hex(8)
         place.make_room(shard_file.shards_directory(chosen))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(host_names))}
         return {"id": chosen, "joined": joined, "hosts": [numbers[name] for name in host_names]}
@@ -92,20 +117,17 @@ def agree(
     mine: dict[str, Any] = {"states": captured.states, "host": socket.gethostname()}
     if several:
         mine["path"] = place.store.location
-        mine["tree"] = _fingerprint(captured, alike)
-        mine["sole"] = [
-            (
-                number,
-                owner,
-                shard_file.digest(to_bytes(captured.values[number].whole()))
-                if owner == operation.process
-                else None,
-            )
-            for number, owner in captured.sole_process.items()
-        ]
+        mine["tree"] = _fingerprint(captured, options)
+        sole = captured.sole_process.items()
+        digests = {
+            number: shard_file.digest(to_bytes(captured.values[number].whole()))
+            for number, owner in sole
+            if owner == operation.process
+        }
+        mine["sole"] = [(number, owner, digests.get(number)) for number, owner in sole]
     answer = operation.exchange("begin", mine, decide)
     leaves, meshes = captured.leaves, captured.meshes
-    captured_values = list(captured.values)
+    values: list[Value] = list(captured.values)
     if several:
         leaves = list(leaves)
         for number, own in answer["joined"]:
@@ -114,17 +136,14 @@ def agree(
             leaves[number] = replace(
                 leaves[number], mesh=HOST_LOCAL, partition=(), shape=shape, per_process=own
             )
-            value = captured_values[number]
-            captured_values[number] = HostValue(
-                value.whole(), may_change=value.may_change, of_process=own
-            )
+            value = captured.values[number]
+            values[number] = HostValue(value.whole(), may_change=value.may_change, of_process=own)
         leaves, meshes = number_meshes(leaves, meshes)
-    values: list[Value] = list(captured_values)
-    if dtype is not None:
-        leaves = [cast_leaf(leaf, dtype) for leaf in leaves]
+    if options.dtype is not None:
+        leaves = [cast_leaf(leaf, options.dtype) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if leaf.cast_from is not None:
-                values[number] = CastValue(captured_values[number], leaf.dtype)
+                values[number] = CastValue(values[number], leaf.dtype)
     return Agreed(
         answer["id"],
         with_states(captured.tree, states) if states else captured.tree,
@@ -137,13 +156,13 @@ def agree(
     )
 
 
-def _fingerprint(captured: Captured, alike: object) -> str:
+def _fingerprint(captured: Captured, options: SaveOptions) -> str:
     leaves: list[Any] = []
     for number, leaf in enumerate(captured.leaves):
         leaves.append((leaf.path, leaf.kind, leaf.dtype, leaf.shape, leaf.prng))
         if number not in captured.sole_process:
             leaves.append((captured.meshes[leaf.mesh], leaf.partition))
-    return shard_file.digest(repr((captured.tree, leaves, alike)).encode())
+    return shard_file.digest(repr((captured.tree, leaves, options)).encode())
 
 
 def _compare(described: list[Any], leaves: Sequence[LeafSpec]) -> list[tuple[int, bool]]:

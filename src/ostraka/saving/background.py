@@ -1,6 +1,6 @@
 """Saves in the background: one at a time, and some call raises each error.
 
-`common.lifetime` lists what may happen to them: interrupts, signal handlers, forks, the program's
+`common.threads` lists what may happen to them: interrupts, signal handlers, forks, the program's
 end.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from ostraka.common.lifetime import Ending, after_fork, at_exit
 from ostraka.common.progress import Count
 from ostraka.common.record import Record, logger
+from ostraka.common.threads import Ending, after_fork, at_exit
 from ostraka.errors import Busy, describe
 from ostraka.processes.operation import Operation, ProcessFailed
 
@@ -113,7 +113,10 @@ class SaveHandle:
             self.record = work()
         except BaseException as error:
             self._error = error
-            logger.error("in the background, %s", _with_path(error, self.path))
+            said = describe(error)
+            if self.path not in said:
+                said = f"saving {self.path} failed: {said}"
+            logger.error("in the background, %s", said)
         finally:
             self._thread = None
             self._ended.set()
@@ -150,13 +153,7 @@ class SaveHandle:
         return self._error
 
 
-def _with_path(error: BaseException, path: str) -> str:
-    """The text of an error, with the path once."""
-    said = describe(error)
-    return said if path in said else f"saving {path} failed: {said}"
-
-
-class _Background:
+class _Slot:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
@@ -183,18 +180,22 @@ class _Background:
                 self.current = None
             error = current._take_unseen()
             if error is not None:
-                _raise_together(error)
+                # The other processes may begin the next save, and would wait for this one in vain.
+                operation = Operation("save after one that failed", own_errors=True)
+                with suppress(ProcessFailed), operation:
+                    raise error
+                raise error
 
 
-_background = _Background()
-after_fork(_background.forget_after_fork)
+slot = _Slot()
+after_fork(slot.forget_after_fork)
 
 
 def wait_for_background() -> None:
     """Wait for the background save, and raise its error if nobody has seen it."""
-    _background.refuse_own_thread()
-    with _background.turn:  # Another thread may be beginning one.
-        _background.wait_for_current()
+    slot.refuse_own_thread()
+    with slot.turn:  # Another thread may be beginning one.
+        slot.wait_for_current()
 
 
 @contextmanager
@@ -206,9 +207,9 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
     """
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
-    _background.refuse_own_thread()
-    with _background.turn if if_busy == "wait" else _turn_or_refusal():
-        _background.wait_for_current()
+    slot.refuse_own_thread()
+    with slot.turn if if_busy == "wait" else _turn_or_refusal():
+        slot.wait_for_current()
         yield
 
 
@@ -216,9 +217,9 @@ def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
 def _turn_or_refusal() -> Generator[None]:
     is_mine = False
     try:
-        is_mine = _background.turn.acquire(blocking=False)
+        is_mine = slot.turn.acquire(blocking=False)
         mine = None if is_mine else "a save that another thread has begun"
-        current = _background.current
+        current = slot.current
         if current is not None and not current.done():
             mine = f"a save to {current.path}"
         with Operation("check for a save under way") as operation:
@@ -230,18 +231,7 @@ def _turn_or_refusal() -> Generator[None]:
         yield
     finally:
         if is_mine:
-            _background.turn.release()
-
-
-def _raise_together(error: BaseException) -> None:
-    """Raise the error of an earlier save.
-
-    The other processes may begin the next save, and would wait for this one in vain. So this tells
-    them.
-    """
-    with suppress(ProcessFailed), Operation("save after one that failed", own_errors=True):
-        raise error
-    raise error
+            slot.turn.release()
 
 
 def give_back(handle: SaveHandle) -> bool:
@@ -260,8 +250,8 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
 
     After an interrupt the thread may be at work all the same: `give_back` tells.
     """
-    _background.wait_for_current()  # one that a signal handler has begun since
-    _background.current = handle
+    slot.wait_for_current()  # one that a signal handler has begun since
+    slot.current = handle
     if Ending.has_begun:
         # The program would not wait for a thread any more, nor ask how it went.
         handle._run(work)
@@ -272,7 +262,7 @@ def run_in_background(handle: SaveHandle, work: Callable[[], Record]) -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the save before the program ends. Ctrl-C or SIGTERM meanwhile gives it up."""
-    current = _background.current
+    current = slot.current
     if current is None or current.done():
         return
     try:
@@ -284,4 +274,4 @@ def _wait_at_exit() -> None:
             current._wait_for_end()
 
 
-at_exit(_wait_at_exit, lambda: _background.current and _background.current._take_unseen())
+at_exit(_wait_at_exit, lambda: slot.current and slot.current._take_unseen())

@@ -15,15 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition, device_boxes
+from ostraka.live import shardings as _shardings
+from ostraka.live import values as _values
 from ostraka.live.parse import is_array, is_key, is_object, parse
-from ostraka.live.refuse import check_savable, refuse_empty, refuse_functions, refuse_inside_jit
-from ostraka.live.shardings import (
-    Devices,
-    describe_sharding,
-    generator_name,
-    memory_kind,
-    savable_dtype,
-)
 from ostraka.live.values import CapturedValue, HostValue, Placement, ShardedValue, shards_of
 from ostraka.tree.json_tree import encode_checked, encode_state
 from ostraka.tree.nodes import Kept, Leaf, Stateful, check_unique, find_shared, leaves_of
@@ -67,10 +61,10 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     parsed = parse(tree)
     leaves = list(leaves_of(parsed))
     if not trace_state_clean():
-        refuse_inside_jit("save", leaves)
+        _values.refuse_inside_jit("save", leaves)
     check_unique(leaves)
     shared = find_shared(parsed, is_object)
-    described = _Described(Devices(), {}, {})
+    described = _Described(_shardings.Devices(), {}, {})
     specs: list[LeafSpec] = []
     values: list[CapturedValue] = []
     numbers: dict[str, int] = {}
@@ -79,14 +73,14 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
     several = jax.process_count() > 1
     has_functions = False
     for leaf in leaves:
-        check_savable(leaf)
+        _values.check_savable(leaf)
         if leaf.path in shared.arrays:
             continue
         if isinstance(leaf.value, Stateful):
             states[leaf.path] = encode_state(leaf.path, leaf.value.owner.get_state())
         is_jax = isinstance(leaf.value, jax.Array)
         if not is_jax and not is_array(leaf.value):
-            has_functions = has_functions or isinstance(leaf.value, Kept)
+            has_functions |= isinstance(leaf.value, Kept)
             continue
         number = numbers[leaf.path] = len(specs)
         spec, value = _jax_array(leaf, described) if is_jax else _host_array(leaf)
@@ -96,32 +90,26 @@ def capture(tree: Any, *, may_be_empty: bool = False) -> Captured:
         specs.append(spec)
         values.append(value)
     if has_functions:
-        refuse_functions(parsed)
+        _values.refuse_functions(parsed)
     if not specs and not may_be_empty:
-        refuse_empty(parsed)
-    for path, first in shared.arrays.items():
-        if first in numbers:
-            numbers[path] = numbers[first]
+        _values.refuse_empty(parsed)
+    numbers |= {path: numbers[first] for path, first in shared.arrays.items() if first in numbers}
     encoded = encode_checked(parsed, leaves, numbers, shared.variables)
     meshes, process_of = list(described.meshes), described.devices.process_of
     return Captured(encoded, specs, values, meshes, process_of, sole, states)
 
 
-class _Kind(NamedTuple):
-    """The description that all arrays of one sharding, shape and dtype share."""
+_Kind = tuple[str, int, Partition, bool, str | None, Placement]
+"""Dtype, mesh, partition, True if on one device, memory and placement.
 
-    dtype: str
-    mesh: int
-    partition: Partition
-    is_on_one: bool
-    memory: str | None
-    placement: Placement
+All arrays of one sharding, shape and dtype share them.
+"""
 
 
 class _Described(NamedTuple):
     """The devices, and the meshes and kinds of arrays so far."""
 
-    devices: Devices
+    devices: _shardings.Devices
     meshes: dict[MeshSpec, int]
     kinds: dict[Any, _Kind]
 
@@ -131,59 +119,46 @@ def _jax_array(leaf: Leaf, described: _Described) -> tuple[LeafSpec, CapturedVal
     kind: LeafKind = "jax"
     prng = None
     if is_key(array):
-        kind, prng = "key", generator_name(leaf.path, array.dtype)
+        kind, prng = "key", _shardings.generator_name(leaf.path, array.dtype)
         array = jax.random.key_data(array)
     shape = array.shape
     key = (array.sharding, shape, array.dtype)
     found = described.kinds.get(key)
     if found is None:
         found = described.kinds[key] = _describe(leaf.path, array, described)
+    dtype, mesh, partition, is_on_one, memory, placement = found
+    is_free, weak = is_on_one and not array.committed, array.weak_type
     spec = LeafSpec(  # Without keywords, which would cost a fifth of a leaf's time.
-        leaf.path,
-        kind,
-        found.dtype,
-        shape,
-        found.mesh,
-        found.partition,
-        prng,
-        None,
-        False,
-        found.is_on_one and not array.committed,
-        array.weak_type,
-        found.memory,
+        leaf.path, kind, dtype, shape, mesh, partition, prng, None, False, is_free, weak, memory
     )
-    return spec, ShardedValue(array, found.placement)
+    return spec, ShardedValue(array, placement)
 
 
 def _describe(path: str, array: jax.Array, described: _Described) -> _Kind:
     sharding, (all_devices, meshes) = array.sharding, described[:2]
-    dtype = savable_dtype(path, array.dtype)
-    mesh, partition = describe_sharding(path, sharding, all_devices)
+    dtype = _shardings.savable_dtype(path, array.dtype)
+    mesh, partition = _shardings.describe_sharding(path, sharding, all_devices)
     process = jax.process_index()
     here = [n for n in mesh.devices if all_devices.all[n].process_index == process]
     devices = [all_devices.all[number] for number in here]
     if [shard.device for shard in shards_of(array, devices)] != devices:
         raise RuntimeError(f"JAX lists the shards of leaf {path!r} not in the mesh's order")
-    return _Kind(
-        dtype,
-        meshes.setdefault(mesh, len(meshes)),
-        partition,
-        isinstance(sharding, SingleDeviceSharding),
-        memory_kind(sharding),
-        Placement(
-            array.shape,
-            devices,
-            {number: index for index, number in enumerate(here)},
-            device_boxes(array.shape, mesh, partition),
-            gives_views=array.platform() == "cpu" and not DTYPES[dtype].packed,
-        ),
+    placement = Placement(
+        array.shape,
+        devices,
+        {number: index for index, number in enumerate(here)},
+        device_boxes(array.shape, mesh, partition),
+        gives_views=array.platform() == "cpu" and not DTYPES[dtype].packed,
     )
+    number = meshes.setdefault(mesh, len(meshes))
+    is_on_one = isinstance(sharding, SingleDeviceSharding)
+    return dtype, number, partition, is_on_one, _shardings.memory_kind(sharding), placement
 
 
 def _host_array(leaf: Leaf) -> tuple[LeafSpec, CapturedValue]:
     kind: LeafKind = "numpy" if isinstance(leaf.value, np.ndarray) else "scalar"
     array = np.asarray(leaf.value)
-    dtype = savable_dtype(leaf.path, array.dtype)
+    dtype = _shardings.savable_dtype(leaf.path, array.dtype)
     native = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
     return LeafSpec(leaf.path, kind, dtype, array.shape), HostValue(native, may_change=True)
 

@@ -165,17 +165,14 @@ def remove_leftovers(store: Store, claim: Claim, seen: PlaceListing) -> None:
     """Delete the files of interrupted saves. Raises PathInTheWay for files of other programs."""
     foreign = [name for name in seen.names if not is_of_a_save(name)]
     if seen.version is None and foreign:
-        few = ", ".join(map(_readable, foreign[:3])) + (", …" if len(foreign) > 3 else "")
+        shown = [name if name.isprintable() else ascii(name) for name in foreign[:3]]
+        few = ", ".join(shown) + (", …" if len(foreign) > 3 else "")
         raise PathInTheWay(
             f"{store.location} is a directory with other things in it ({few}); save to a path of "
             "its own"
         )
     if store.traits.deletes_fence and seen.leftovers:
         _delete_all(store, claim, seen.leftovers)
-
-
-def _readable(name: str) -> str:
-    return name if name.isprintable() else ascii(name)
 
 
 def _delete_all(store: Store, claim: Claim, leftovers: Sequence[str]) -> None:
@@ -262,9 +259,9 @@ def committed_directory(store: Store, names: Sequence[str] | None = None) -> str
             if looks_like_ours(store, data):
                 return UNKNOWN
             raise NotACheckpoint(f"its {shard_file.METADATA_NAME} was not written by Ostraka")
-        head = _HEAD.match(data)
-        if head is not None and shard_file.shards_directory(head[1].decode()) in names:
-            return shard_file.shards_directory(head[1].decode())
+        save_id = id_in(data)
+        if save_id is not None and shard_file.shards_directory(save_id) in names:
+            return shard_file.shards_directory(save_id)
         metadata = _metadata.decode_metadata(data)
     except NotACheckpoint as error:
         raise PathInTheWay(

@@ -11,16 +11,14 @@ bytes go into a directory with this save's random id in its name.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from ostraka.common.lifetime import paused_gc
-from ostraka.common.progress import Count
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
+from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
 from ostraka.errors import Damaged, InvalidTree, SaveFailed, SourceChanged, describe
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
@@ -31,14 +29,8 @@ from ostraka.processes.operation import Operation, ProcessFailed
 from ostraka.saving._commit import commit
 from ostraka.saving._write import write_shards
 from ostraka.saving._write_parity import ParityCompanion
-from ostraka.saving.agree import SaveHooks, agree
-from ostraka.saving.background import (
-    SaveHandle,
-    give_back,
-    one_at_a_time,
-    run_in_background,
-    wait_for_background,
-)
+from ostraka.saving.agree import RunningSave, SaveHooks, SaveOptions, agree
+from ostraka.saving.background import SaveHandle, give_back, one_at_a_time, run_in_background, slot
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike, open_store, refuse_swapped
@@ -46,21 +38,6 @@ from ostraka.storage import PathLike, open_store, refuse_swapped
 _SOURCE_ERRORS = (Damaged, SourceChanged)
 """Errors of the checkpoints that a conversion or a merge reads, not of the save."""
 _NO_HOOKS = SaveHooks()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """The options of a save that are the same on all processes."""
-
-    dtype: DtypeRule = None
-    compress: CompressRule = None
-    parity: int = 0
-    metadata: Mapping[str, Any] | None = None
-    max_file_bytes: int | str = MAX_FILE_BYTES
-    save_id: str | None = None
-    """The id, if this process saves alone, or None for a random id of all processes."""
-    grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """By number, the grid of a leaf on no mesh."""
 
 
 def save(
@@ -113,15 +90,8 @@ def save(
     Example:
         >>> ostraka.save("runs/7", {"params": params, "step": 100})
     """
-    if not isinstance(path, str | os.PathLike):
-        refuse_swapped("save(path, tree)", path, tree)
-    options = SaveOptions(
-        dtype=dtype,
-        compress=compress,
-        parity=parity,
-        metadata=metadata,
-        max_file_bytes=max_file_bytes,
-    )
+    refuse_swapped("save(path, tree)", path, tree)
+    options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
     run_save(path, partial(capture, tree), options, SaveHooks(on_record=on_record))
 
 
@@ -175,15 +145,8 @@ def save_async(
         >>> handle = ostraka.save_async("runs/8", {"model": model, "optimizer": optimizer})
         >>> handle.wait()
     """
-    if not isinstance(path, str | os.PathLike):
-        refuse_swapped("save_async(path, tree)", path, tree)
-    options = SaveOptions(
-        dtype=dtype,
-        compress=compress,
-        parity=parity,
-        metadata=metadata,
-        max_file_bytes=max_file_bytes,
-    )
+    refuse_swapped("save_async(path, tree)", path, tree)
+    options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
     hooks = SaveHooks(on_record=on_record, on_commit=on_commit)
     return begin_save(path, partial(capture, tree), options, hooks, if_busy=if_busy)
 
@@ -199,7 +162,12 @@ def run_save(
     `take_apart` returns the tree as data. It runs once the other processes would hear of an error.
     """
     watch = Stopwatch()
-    wait_for_background()
+    # As `wait_for_background`, but most saves have none to wait for.
+    if slot.current is not None:
+        slot.refuse_own_thread()
+    with slot.turn:  # Another thread may be beginning one.
+        if slot.current is not None:
+            slot.wait_for_current()
     with paused_gc(), _entered(path, options, hooks, watch) as running:
         summary = _write_and_commit(running, _capture(running, take_apart))
     _report(running, summary, in_background=False)
@@ -247,24 +215,10 @@ def begin_save(
         return handle
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A save that this process has entered."""
-
-    path: PathLike
-    options: SaveOptions
-    """Checked, and with `max_file_bytes` as a number."""
-    hooks: SaveHooks
-    operation: Operation
-    place: Place
-    watch: Stopwatch
-    progress: Count = field(default_factory=Count)
-
-
 @contextmanager
 def _entered(
     path: PathLike, options: SaveOptions, hooks: SaveHooks, watch: Stopwatch
-) -> Generator[_Running]:
+) -> Generator[RunningSave]:
     """Enter a save after all earlier ones: all processes number them alike.
 
     If it fails, it fails on every process, and process 0 removes its files.
@@ -276,22 +230,20 @@ def _entered(
         with operation:
             options = _check_options(options, hooks)
             place = Place(open_store(path))
-            yield _Running(path, options, hooks, operation, place, watch)
+            yield RunningSave(path, options, hooks, operation, place, watch)
     except BaseException as error:
         is_begun = place is not None and place.is_ready
-        try:
-            if place is not None and is_begun:
-                operation.wait_until_left()
-                place.discard()
-        finally:
-            if place is not None:
-                place.release()
+        if place is not None and is_begun:
+            operation.wait_until_left()
+            place.discard()
         if isinstance(error, ProcessFailed):
             raise SaveFailed(str(path), error.process, error.reason) from error.__cause__
         if isinstance(error, OSError) and is_begun and not isinstance(error, _SOURCE_ERRORS):
             raise SaveFailed(str(path), None, describe(error)) from error
         raise
-    place.release()
+    finally:
+        if place is not None:
+            place.release()
 
 
 def _check_options(options: SaveOptions, hooks: SaveHooks) -> SaveOptions:
@@ -319,7 +271,7 @@ def _check_options(options: SaveOptions, hooks: SaveHooks) -> SaveOptions:
     return replace(options, max_file_bytes=limit, metadata=user)
 
 
-def _capture(running: _Running, take_apart: Callable[[], Captured]) -> Captured:
+def _capture(running: RunningSave, take_apart: Callable[[], Captured]) -> Captured:
     captured = take_apart()
     if running.options.dtype is not None:
         check_dtype_rule(running.options.dtype, captured.leaves)
@@ -329,19 +281,10 @@ def _capture(running: _Running, take_apart: Callable[[], Captured]) -> Captured:
     return captured
 
 
-def _write_and_commit(running: _Running, captured: Captured) -> Sequence[float]:
+def _write_and_commit(running: RunningSave, captured: Captured) -> Sequence[float]:
     """Run the stages after the first. Returns a summary of bytes and seconds."""
-    options, operation = running.options, running.operation
-    place, watch = running.place, running.watch
-    agreed = agree(
-        operation,
-        captured,
-        place,
-        running.hooks,
-        dtype=options.dtype,
-        alike=options,
-        save_id=options.save_id,
-    )
+    options, watch = running.options, running.watch
+    agreed = agree(running, captured)
     watch.lap("agree")
     try:
         with paused_gc():
@@ -353,35 +296,29 @@ def _write_and_commit(running: _Running, captured: Captured) -> Sequence[float]:
                 compress=options.compress,
                 grids=options.grids,
             )
-            companions = []
-            if options.parity:
-                companions.append(ParityCompanion(options.parity, plan, agreed.hosts))
+            parity = options.parity
+            companions = [ParityCompanion(parity, plan, agreed.hosts)] if parity else []
         watch.lap("plan")
-        written = write_shards(operation, place.store, agreed, plan, companions, running.progress)
+        written = write_shards(running, agreed, plan, companions)
         watch.lap("write")
     finally:
         captured.values.clear()
         agreed.values.clear()
-    beside: dict[str, Sequence[Any]] = {}
-    for companion in companions:
-        beside[companion.name] = companion.finish(operation, place.store, agreed.save_id, written)
-        watch.lap(companion.name)
-    user = options.metadata or {}
-    summary = commit(operation, place, agreed, plan, written, companions, beside, user, watch)
-    if operation.process == 0:
-        place.clear()
+    summary = commit(running, agreed, plan, written, companions)
+    if running.operation.process == 0:
+        running.place.clear()
     watch.lap("commit")
     return summary
 
 
-def _finish(running: _Running, captured: Captured, ending: ExitStack) -> Record:
+def _finish(running: RunningSave, captured: Captured, ending: ExitStack) -> Record:
     """In the background thread: the other stages, and the end of the save."""
     with ending:
         summary = _write_and_commit(running, captured)
     return _report(running, summary, in_background=True)
 
 
-def _report(running: _Running, summary: Sequence[float], *, in_background: bool) -> Record:
+def _report(running: RunningSave, summary: Sequence[float], *, in_background: bool) -> Record:
     hooks, path, watch = running.hooks, str(running.path), running.watch
     if hooks.on_commit is not None and running.operation.process == 0:
         call_safely(hooks.on_commit, in_background=in_background)

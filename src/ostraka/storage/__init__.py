@@ -1,73 +1,32 @@
 """Where bytes live: a directory, a bucket or memory. `open_store` picks by path."""
 
-from ostraka.storage._base import (
-    ANYTHING,
-    MOST_BYTES,
-    USUAL_READERS,
-    USUAL_WRITERS,
-    FileInfo,
-    FileReader,
-    FileWriter,
-    PlaceLock,
-    Store,
-    Traits,
-    is_fence,
-    is_temporary,
-)
-from ostraka.storage._claim import (
-    Claim,
-    Expiry,
-    Marker,
-    claimed,
-    is_claim,
-    is_overdue,
-    refuse_claimed,
-)
-from ostraka.storage._directory import A_LINK
-from ostraka.storage._local import LocalStore
-from ostraka.storage._memory import MemoryStore
-from ostraka.storage._open import (
-    PathLike,
-    is_inside,
-    is_text,
-    may_be_path,
-    open_above,
-    open_store,
-    refuse_overlap,
-    refuse_swapped,
-)
-from ostraka.storage.requests import opening_bytes
-
-__all__ = [
-    "ANYTHING",
-    "A_LINK",
-    "MOST_BYTES",
-    "USUAL_READERS",
-    "USUAL_WRITERS",
-    "Claim",
-    "Expiry",
-    "FileInfo",
-    "FileReader",
-    "FileWriter",
-    "LocalStore",
-    "Marker",
-    "MemoryStore",
-    "PathLike",
-    "PlaceLock",
-    "Store",
-    "Traits",
-    "claimed",
-    "is_claim",
-    "is_fence",
-    "is_inside",
-    "is_overdue",
-    "is_temporary",
-    "is_text",
-    "may_be_path",
-    "open_above",
-    "open_store",
-    "opening_bytes",
-    "refuse_claimed",
-    "refuse_overlap",
-    "refuse_swapped",
-]
+from ostraka.storage._base import ANYTHING as ANYTHING
+from ostraka.storage._base import MOST_BYTES as MOST_BYTES
+from ostraka.storage._base import USUAL_READERS as USUAL_READERS
+from ostraka.storage._base import USUAL_WRITERS as USUAL_WRITERS
+from ostraka.storage._base import FileInfo as FileInfo
+from ostraka.storage._base import FileReader as FileReader
+from ostraka.storage._base import FileWriter as FileWriter
+from ostraka.storage._base import PlaceLock as PlaceLock
+from ostraka.storage._base import Store as Store
+from ostraka.storage._base import Traits as Traits
+from ostraka.storage._base import is_fence as is_fence
+from ostraka.storage._base import is_temporary as is_temporary
+from ostraka.storage._claim import Claim as Claim
+from ostraka.storage._claim import Expiry as Expiry
+from ostraka.storage._claim import Marker as Marker
+from ostraka.storage._claim import claimed as claimed
+from ostraka.storage._claim import is_claim as is_claim
+from ostraka.storage._claim import refuse_claimed as refuse_claimed
+from ostraka.storage._local import LocalStore as LocalStore
+from ostraka.storage._memory import MemoryStore as MemoryStore
+from ostraka.storage._open import PathLike as PathLike
+from ostraka.storage._open import is_inside as is_inside
+from ostraka.storage._open import is_text as is_text
+from ostraka.storage._open import may_be_path as may_be_path
+from ostraka.storage._open import open_above as open_above
+from ostraka.storage._open import open_store as open_store
+from ostraka.storage._open import refuse_overlap as refuse_overlap
+from ostraka.storage._open import refuse_swapped as refuse_swapped
+from ostraka.storage.file import A_LINK as A_LINK
+from ostraka.storage.requests import opening_bytes as opening_bytes

@@ -46,9 +46,6 @@ class Traits:
 
     at_once: int = USUAL_WRITERS
     """How many threads of one process may write at the same time."""
-    size_bytes: int = 0
-    """The least that a thread writes of a file in order, before another thread writes what follows.
-    0 if the store does not care."""
     in_any_order: bool = True
     """True if a file may be written in any order. Else it is written from start to end."""
     reads_at_once: int = USUAL_READERS
@@ -69,7 +66,6 @@ class FileWriter(Protocol):
 
         A store that wants files in order may keep the buffers until the file is finished.
         """
-        ...
 
     def finish(self) -> str | None:
         """Make the file's bytes durable and close it.
@@ -80,7 +76,6 @@ class FileWriter(Protocol):
 
     def abandon(self) -> None:
         """Close the file, which may be half-written or absent then."""
-        ...
 
 
 class FileReader(Protocol):
@@ -107,7 +102,6 @@ class PlaceLock(Protocol):
 
     def release(self) -> None:
         """Unlock. A second call does nothing."""
-        ...
 
 
 MOST_BYTES = 1 << 30
@@ -115,11 +109,7 @@ MOST_BYTES = 1 << 30
 405 billion parameters on 16,384 devices has 1.2 MiB, and one of a million leaves some 200 MiB."""
 
 
-class _Anything:
-    """The type of ANYTHING alone."""
-
-
-ANYTHING: Final = _Anything()
+ANYTHING: Final = object()
 """For `put`: replace whatever is there."""
 
 
@@ -149,7 +139,6 @@ class Store(Protocol):
 
     def remove_if_empty(self) -> None:
         """Undo `prepare`, if nothing is in this place."""
-        ...
 
     def lock(self) -> PlaceLock | None:
         """Lock the place. Returns None without locks, raises `errors.Busy` if it is locked.
@@ -192,7 +181,6 @@ class Store(Protocol):
         Raises `errors.NotDurable` if the file is there, but may not survive a power failure, and
         `errors.OutcomeUnknown` if it can't be told whether it is there.
         """
-        ...
 
     def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
         """Set the time of a file to now, by the store's clock. It may not survive a crash.
@@ -243,7 +231,6 @@ class Store(Protocol):
 
     def sync(self, directory: str) -> None:
         """Make the names in a directory as durable as their files, or the bytes of a file."""
-        ...
 
     def delete(
         self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
@@ -257,15 +244,12 @@ class Store(Protocol):
         this place (`is_fence`) either finds the name gone, or makes this raise `errors.Busy`. In a
         bucket it returns a time of the store's clock, and nothing is deleted after that time.
         """
-        ...
 
     def delete_link(self, name: str) -> None:
         """Remove a link; raises `errors.StoreError` if a file or a directory is in its place."""
-        ...
 
     def discard_uploads(self) -> None:
         """Remove what the writers of dead processes have sent to this place, and no list shows."""
-        ...
 
 
 def is_temporary(name: str, of: str) -> bool:

@@ -22,8 +22,9 @@ owner makes it first, then checks. The next owner removes the marker first, then
 such a name, and only then looks at the place. So an event happens before that look, or it fails.
 
 A bucket has no renames. A commit there is a conditional request. A deletion is a request that the
-bucket itself refuses after some time (`_expiring`). An owner reads the time of its marker, renews
-the marker, and then signs deletions that end before anyone may take a marker of that time for dead.
+bucket itself refuses after some time (`_object.sign_deletions`). An owner reads the time of its
+marker, renews the marker, and then signs deletions that end before anyone may take a marker of that
+time for dead.
 Whoever takes over first replaces the dead marker by an empty one, by a conditional request that
 fails if the owner has renewed it meanwhile. So all deletions of an owner happen before a takeover.
 This holds as long as the bucket's clock is not set back by more than a third of `DEAD_AFTER_S`.
@@ -41,8 +42,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ostraka.common.lifetime import after_fork
 from ostraka.common.record import logger as log
+from ostraka.common.threads import after_fork
 from ostraka.errors import Busy
 from ostraka.storage._base import ANYTHING, FileInfo, PlaceLock, Store, is_fence
 
@@ -170,11 +171,10 @@ class Claim:
                 raise _removed(self._store)
             if self._lock is None or not rely_on_lock or any(map(is_claim, self._store.list())):
                 self._mark(wait=wait)
-        except FileNotFoundError as error:
+        except BaseException as error:
             self.release()
-            raise _removed(self._store) from error
-        except BaseException:
-            self.release()
+            if isinstance(error, FileNotFoundError):
+                raise _removed(self._store) from error
             raise
 
     def _mark(self, *, wait: bool) -> None:
@@ -286,7 +286,6 @@ class Claim:
             left: list[FileInfo] = []
             for other in files.values():
                 before = first_seen.setdefault(other.name, other)
-                age_s = mine.changed_s - other.changed_s
                 expired = expiry.has_expired(other, now_s=mine.changed_s, asked_s=asked_s)
                 if expired or self._is_unlocked(other.name):
                     self._remove(other)
@@ -296,13 +295,26 @@ class Claim:
                 # would not help.
                 is_watched = wait or is_from_future(other, mine.changed_s)
                 if not is_watched or before.version != other.version:
-                    raise Busy(_explain_busy(self._store, age_s, before, other))
+                    text = f"another save to {self._store.location} is under way"
+                    if before.version != other.version:
+                        raise Busy(f"{text}; wait for it, or save elsewhere")
+                    left_s = max(DEAD_AFTER_S - mine.changed_s + other.changed_s, 0) + 1
+                    raise Busy(
+                        f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
+                    )
                 left.append(other)
             if not files:
                 return
             if left and time.monotonic() >= log_at:
                 log_at = float("inf")
-                _log_waiting(self._store, left[0])
+                log.warning(
+                    "waiting for %s, which holds the lock on %s (%s): if it has ended without a "
+                    "word, it is taken over %g s after it was last active",
+                    owner_of(self._store, left[0].name),
+                    self._store.location,
+                    left[0].name,
+                    DEAD_AFTER_S,
+                )
             if left:
                 time.sleep(self._store.traits.look_every_s)
             self.check()
@@ -414,14 +426,6 @@ def _forget_after_fork() -> None:
 after_fork(_forget_after_fork)
 
 
-def _explain_busy(store: Store, age_s: float, before: FileInfo, now: FileInfo) -> str:
-    text = f"another save to {store.location} is under way"
-    if before.version != now.version:
-        return f"{text}; wait for it, or save elsewhere"
-    left_s = max(DEAD_AFTER_S - age_s, 0) + 1
-    return f"{text}, or died a moment ago; wait for it, or try again in {left_s:.0f} s"
-
-
 def owner_of(store: Store, marker: str) -> str:
     """The owner of a marker, in words."""
     try:
@@ -431,17 +435,6 @@ def owner_of(store: Store, marker: str) -> str:
     if match is None:
         return "a process of an unknown host"
     return f"process {match[2].decode()} of the host {match[1].decode()}"
-
-
-def _log_waiting(store: Store, marker: FileInfo) -> None:
-    log.warning(
-        "waiting for %s, which holds the lock on %s (%s): if it has ended without a word, it is "
-        "taken over %g s after it was last active",
-        owner_of(store, marker.name),
-        store.location,
-        marker.name,
-        DEAD_AFTER_S,
-    )
 
 
 def _removed(store: Store) -> Busy:

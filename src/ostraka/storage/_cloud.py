@@ -9,9 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,9 +18,8 @@ from urllib.parse import urlsplit
 from obstore.store import S3Store, from_url
 
 from ostraka.errors import StoreError
-from ostraka.storage._object import ObjectStore
+from ostraka.storage._object import Contact, ObjectStore
 from ostraka.storage._refusals import refusal
-from ostraka.storage.requests import Contact
 
 _RETRY: dict[str, Any] = {
     "max_retries": 1_000,  # The time decides: 20 may be over after 6 s, as the pauses are random.
@@ -58,8 +56,11 @@ def open_url(url: str) -> ObjectStore:
     if "\\" in url:
         raise ValueError(f"{url!r} has a backslash, which some stores take for '/'; write '/'")
     root = f"{parts.scheme}://{parts.netloc}"
-    contact = _open_bucket(root, _settings_of(parts.scheme))
-    discard = _discard_uploads_of(contact.lasting)
+    start = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(parts.scheme, "AZURE_")
+    # The part of the environment that decides which store it is.
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
+    contact = _open_bucket(root, settings)
+    discard = partial(_discard_uploads, contact.lasting)
     return ObjectStore(contact, root, parts.path, discard, is_named=True)
 
 
@@ -72,13 +73,7 @@ def open_bucket(bucket: Any) -> ObjectStore:
     prefix = str(getattr(bucket, "prefix", None) or "").strip("/")
     url = f"{scheme}://{name}" if scheme and name else f"{kind}://"
     name = f"{url}/{prefix}" if prefix else url
-    return ObjectStore(Contact(bucket), name, "", _discard_uploads_of(bucket), is_named=False)
-
-
-def _settings_of(scheme: str) -> tuple[tuple[str, str], ...]:
-    """The part of the environment that decides which store it is."""
-    start = "AWS_" if scheme in ("s3", "s3a") else "GOOGLE_" if scheme == "gs" else "AZURE_"
-    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(start)))
+    return ObjectStore(Contact(bucket), name, "", partial(_discard_uploads, bucket), is_named=False)
 
 
 @lru_cache(maxsize=32)
@@ -176,15 +171,10 @@ def _from_aws_files(environment: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _discard_uploads_of(bucket: Any) -> Callable[[str], None]:
-    """Only for S3: what else discards them, docs/stores.md says."""
+def _discard_uploads(bucket: Any, prefix: str) -> None:
+    """Only for S3, by boto3, since obstore has no verb for it. docs/stores.md has the others."""
     if not isinstance(bucket, S3Store):
-        return lambda prefix: None
-    return lambda prefix: _discard_s3_uploads(bucket, prefix)
-
-
-def _discard_s3_uploads(bucket: S3Store, prefix: str) -> None:
-    """obstore has no verb for this."""
+        return
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError

@@ -10,31 +10,8 @@ from typing import Any
 
 from ostraka.errors import Busy, NotDurable, OstrakaError, store_error
 from ostraka.layout.shard_file import METADATA_NAME
+from ostraka.storage import file as _file
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits
-from ostraka.storage._directory import (
-    BY_PATH,
-    CREATE,
-    DIRECTORY,
-    READ,
-    Directory,
-    DirectoryLock,
-    find_files,
-    give_name,
-    info_of,
-    lock_directory,
-    make_place,
-    open_below,
-    open_file,
-    read_whole,
-    refuse_other_kinds_below,
-    refuse_other_version,
-    remove,
-    remove_directory,
-    remove_tree,
-    sync_directory,
-    unlink_quietly,
-)
-from ostraka.storage.file import LocalReader, LocalWriter, ReplacingWriter, explain, write_new
 
 
 class LocalStore:
@@ -53,8 +30,8 @@ class LocalStore:
         self.location = directory
         self._start = directory if directory.endswith(os.sep) else directory + os.sep
         self._follow = follow
-        self._lock: DirectoryLock | None = None
-        self._written: tuple[str, Directory] | None = None
+        self._lock: _file.DirectoryLock | None = None
+        self._written: tuple[str, _file.Directory] | None = None
         """The directory below that was last written to: a save has one for all of its files."""
 
     def __str__(self) -> str:
@@ -64,12 +41,12 @@ class LocalStore:
         return LocalStore(self._start + name, follow=False) if name else LocalStore(self.location)
 
     def prepare(self) -> bool:
-        return make_place(self.location, follow=self._follow)
+        return _file.make_place(self.location, follow=self._follow)
 
     def remove_if_empty(self) -> None:
         try:
             os.rmdir(self.location)
-            sync_directory(os.path.dirname(self.location))
+            _file.sync_directory(os.path.dirname(self.location))
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise store_error("remove the directory", self.location, error) from error
@@ -77,17 +54,17 @@ class LocalStore:
     def exists(self) -> bool:
         return os.path.isdir(self.location)
 
-    def lock(self) -> DirectoryLock | None:
-        self._lock = lock_directory(self.location, follow=self._follow)
+    def lock(self) -> _file.DirectoryLock | None:
+        self._lock = _file.lock_directory(self.location, follow=self._follow)
         return self._lock
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         path = self._start + name
         try:
             above, leaf = self._find(name)
-            file, size = open_file(leaf, above.file, path)
+            file, size = _file.open_file(leaf, above.file, path)
             try:
-                return read_whole(file, size, path, most_bytes=most_bytes)
+                return _file.read_whole(file, size, path, most_bytes=most_bytes)
             finally:
                 os.close(file)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -110,27 +87,27 @@ class LocalStore:
         try:
             above, leaf = self._find(name, to_write=True)
             if not durable:
-                write_new(leaf, above.file, data, durable=False)
+                _file.write_new(leaf, above.file, data, durable=False)
                 return
             temporary = f"{leaf}.{os.urandom(16).hex()}.tmp"
             try:
-                write_new(temporary, above.file, data)
+                _file.write_new(temporary, above.file, data)
                 if check is not None:
                     check()
                 if replaces is ANYTHING:
                     os.replace(temporary, leaf, src_dir_fd=above.file, dst_dir_fd=above.file)
                 else:
-                    give_name(temporary, leaf, above.file, path, replaces)
+                    _file.give_name(temporary, leaf, above.file, path, replaces)
             except BaseException:
-                unlink_quietly(temporary, above.file)
+                _file.unlink_quietly(temporary, above.file)
                 raise
         except OstrakaError:
             raise
         except OSError as error:
-            raise explain("write", path, len(data), error) from error
+            raise _file.explain("write", path, len(data), error) from error
         assert above.file is not None
         try:
-            sync_directory(above.file)
+            _file.sync_directory(above.file)
         except OSError as error:
             refused = store_error("sync the directory of", path, error)
             raise NotDurable(refused.message, errno=error.errno, filename=path) from error
@@ -140,7 +117,7 @@ class LocalStore:
         try:
             above, leaf = self._find(name)
             if create:
-                file = os.open(leaf, CREATE, 0o666, dir_fd=above.file)
+                file = os.open(leaf, _file.CREATE, 0o666, dir_fd=above.file)
                 try:
                     os.write(file, note)
                 except OSError:
@@ -156,30 +133,30 @@ class LocalStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> LocalWriter:
+    ) -> _file.LocalWriter:
         path = self._start + name
         suffix = f".{os.urandom(16).hex()}.tmp" if replace else ""
         try:
             above, leaf = self._find(name, to_write=True, make=True)
             try:
-                file = os.open(leaf + suffix, CREATE, 0o666, dir_fd=above.file)
+                file = os.open(leaf + suffix, _file.CREATE, 0o666, dir_fd=above.file)
             except FileNotFoundError:  # Its directory was deleted since it was last written to.
                 self._written = None
                 above, leaf = self._find(name, to_write=True, make=True)
-                file = os.open(leaf + suffix, CREATE, 0o666, dir_fd=above.file)
+                file = os.open(leaf + suffix, _file.CREATE, 0o666, dir_fd=above.file)
         except OstrakaError:
             raise
         except OSError as error:
-            raise explain("create", path, size, error) from error
+            raise _file.explain("create", path, size, error) from error
         if replace:
-            return ReplacingWriter(file, path, size, above, leaf + suffix)
-        return LocalWriter(file, path, size)
+            return _file.ReplacingWriter(file, path, size, above, leaf + suffix)
+        return _file.LocalWriter(file, path, size)
 
-    def open(self, name: str, first_bytes: int = 0) -> LocalReader:
+    def open(self, name: str, first_bytes: int = 0) -> _file.LocalReader:
         path = self._start + name
         try:
             above, leaf = self._find(name)
-            return LocalReader(*open_file(leaf, above.file, path), path)
+            return _file.LocalReader(*_file.open_file(leaf, above.file, path), path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         except OstrakaError:
@@ -190,7 +167,7 @@ class LocalStore:
     def look(self, name: str) -> FileInfo | None:
         try:
             above, leaf = self._find(name)
-            return info_of(name, os.stat(leaf, dir_fd=above.file, follow_symlinks=False))
+            return _file.info_of(name, os.stat(leaf, dir_fd=above.file, follow_symlinks=False))
         except OstrakaError:
             raise
         except OSError as error:
@@ -208,15 +185,15 @@ class LocalStore:
 
     def files(self, prefix: str) -> list[FileInfo]:
         directory, slash, start = prefix.rpartition("/")
-        place = BY_PATH if self._lock is None else self._lock.directory
+        place = _file.BY_PATH if self._lock is None else self._lock.directory
         found: list[tuple[str, os.stat_result]] = []
         try:
             if directory:
-                above = open_below(directory, place.file, self._start)
+                above = _file.open_below(directory, place.file, self._start)
             else:
-                above = os.open(self.location, DIRECTORY)
+                above = os.open(self.location, _file.DIRECTORY)
             try:
-                find_files(above, directory + slash, start, found)
+                _file.find_files(above, directory + slash, start, found)
             finally:
                 os.close(above)
         except (FileNotFoundError, NotADirectoryError):
@@ -225,16 +202,7 @@ class LocalStore:
             raise
         except OSError as error:
             raise store_error("list", self._start + directory, error) from error
-        return [info_of(*file) for file in sorted(found, key=itemgetter(0))]
-
-    def refuse_other_kinds(self) -> None:
-        """Raise Unreadable for anything in this place that is neither a file nor a directory."""
-        try:
-            refuse_other_kinds_below(self.location)
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("list", self.location, error) from error
+        return [_file.info_of(*file) for file in sorted(found, key=itemgetter(0))]
 
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._start + name)
@@ -242,13 +210,13 @@ class LocalStore:
     def sync(self, directory: str) -> None:
         try:
             if not directory:
-                held = None if self._lock is None else self._lock.directory
-                sync_directory(self.location if held is None or held.file is None else held.file)
+                place = _file.BY_PATH if self._lock is None else self._lock.directory
+                _file.sync_directory(self.location if place.file is None else place.file)
                 return
             above, leaf = self._find(directory)
-            file = os.open(leaf, READ, dir_fd=above.file)
+            file = os.open(leaf, _file.READ, dir_fd=above.file)
             try:
-                sync_directory(file)
+                _file.sync_directory(file)
             finally:
                 os.close(file)
         except FileNotFoundError:
@@ -271,11 +239,8 @@ class LocalStore:
                 self._move_out(name, leaf, above.file, version, check)
                 return
             if version is not ANYTHING:
-                refuse_other_version(leaf, above.file, self._start + name, version)
-            try:
-                os.unlink(leaf, dir_fd=above.file)
-            except (IsADirectoryError, PermissionError) as error:
-                remove_directory(leaf, above.file, error)
+                _file.refuse_other_version(leaf, above.file, self._start + name, version)
+            _file.remove(leaf, above.file)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OstrakaError:
@@ -292,19 +257,19 @@ class LocalStore:
         from then on.
         """
         path = self._start + name
-        refuse_other_version(leaf, above, path, version)  # Or there is nothing to do.
+        _file.refuse_other_version(leaf, above, path, version)  # Or there is nothing to do.
         place, fence = self._find(f"{METADATA_NAME}.{os.urandom(16).hex()}.tmp")
         try:
             os.mkdir(fence, dir_fd=place.file)
         except OSError:
             # A disk that is full has no room for a directory, and must be cleared nevertheless.
             check()
-            refuse_other_version(leaf, above, path, version)
-            remove(leaf, above)
+            _file.refuse_other_version(leaf, above, path, version)
+            _file.remove(leaf, above)
             return
         try:
             check()
-            refuse_other_version(leaf, above, path, version)
+            _file.refuse_other_version(leaf, above, path, version)
             try:
                 os.rename(leaf, f"{fence}/removed", src_dir_fd=above, dst_dir_fd=place.file)
             except OSError as error:
@@ -315,9 +280,9 @@ class LocalStore:
                         "its place"
                     ) from error
                 check()  # Some file systems can't move a directory into another.
-                remove(leaf, above)
+                _file.remove(leaf, above)
         finally:
-            remove_tree(fence, place.file)
+            _file.remove_tree(fence, place.file)
 
     def delete_link(self, name: str) -> None:
         try:
@@ -330,24 +295,24 @@ class LocalStore:
 
     def _find(
         self, name: str, *, to_write: bool = False, make: bool = False
-    ) -> tuple[Directory, str]:
+    ) -> tuple[_file.Directory, str]:
         """Where a name is: the handle of its directory, and what it is called there.
 
         Without a handle it is called by its whole path. There is always a handle `to_write`, since
         the directory has to be synced then. With `make` a directory below the place is made.
         """
         directory, _, leaf = name.rpartition("/")
-        place = BY_PATH if self._lock is None else self._lock.directory
+        place = _file.BY_PATH if self._lock is None else self._lock.directory
         if not directory:
-            if place is not BY_PATH and name:
+            if place is not _file.BY_PATH and name:
                 return place, name
             if to_write:
-                return Directory(os.open(self.location, DIRECTORY)), name
-            return BY_PATH, self._start + name if name else self.location
+                return _file.Directory(os.open(self.location, _file.DIRECTORY)), name
+            return _file.BY_PATH, self._start + name if name else self.location
         if not to_write:
-            return Directory(open_below(directory, place.file, self._start)), leaf
+            return _file.Directory(_file.open_below(directory, place.file, self._start)), leaf
         written = self._written
         if written is None or written[0] != directory:
-            below = Directory(open_below(directory, place.file, self._start, make=make))
+            below = _file.Directory(_file.open_below(directory, place.file, self._start, make=make))
             written = self._written = (directory, below)
         return written[1], leaf

@@ -14,22 +14,12 @@ from ostraka.errors import Busy, StoreError, TooLarge
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
 
 _guard = threading.RLock()
-_files: dict[str, _File] = {}
-"""All files of all places, by place and name."""
+_files: dict[str, tuple[bytearray, int, float]] = {}
+"""All files of all places, by place and name: bytes, version, and the time of the last change."""
 _places: set[str] = set()
 """Places that were prepared: they may be empty."""
 _locks: dict[str, threading.Lock] = {}
 _versions = itertools.count(1)
-
-
-class _File:
-    def __init__(self, data: bytearray):
-        self.data = data
-        self.touch()
-
-    def touch(self) -> None:
-        self.version = next(_versions)
-        self.changed_s = time.monotonic()
 
 
 class MemoryStore:
@@ -70,7 +60,7 @@ class MemoryStore:
         return _MemoryLock(self)
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-        data = self._find(name).data
+        data = self._find(name)
         if len(data) > most_bytes:
             raise TooLarge(f"{self.location}/{name}", len(data), most_bytes)
         return bytes(data)
@@ -95,7 +85,7 @@ class MemoryStore:
     def touch(self, name: str, *, create: bool, note: bytes = b"") -> None:
         with _guard:
             if not create:
-                self._find(name).touch()
+                self._add(name, self._find(name))
             elif self.look(name) is not None:
                 raise StoreError(f"{self.location}/{name} is there", errno=errno.EEXIST)
             else:
@@ -103,18 +93,18 @@ class MemoryStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> _MemoryWriter:
+    ) -> MemoryWriter:
         data = bytearray(size)
         if not replace:
             self._add(name, data)
-        return _MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
+        return MemoryWriter(data, (lambda: self._add(name, data)) if replace else None)
 
     def open(self, name: str, first_bytes: int = 0) -> _MemoryReader:
-        return _MemoryReader(self._find(name).data)
+        return _MemoryReader(self._find(name))
 
     def look(self, name: str) -> FileInfo | None:
         file = _files.get(self._key(name))
-        return None if file is None else self._info(name, file)
+        return None if file is None else _info(name, *file)
 
     def list(self) -> list[str]:
         below = self._key("")
@@ -126,7 +116,7 @@ class MemoryStore:
         start, above = self._key(prefix), len(self._key(""))
         with _guard:
             found = [(key[above:], file) for key, file in _files.items() if key.startswith(start)]
-        return [self._info(name, file) for name, file in sorted(found, key=lambda pair: pair[0])]
+        return [_info(name, *file) for name, file in sorted(found, key=lambda pair: pair[0])]
 
     def is_link(self, name: str) -> bool:
         return False
@@ -162,17 +152,18 @@ class MemoryStore:
 
     def _add(self, name: str, data: bytearray) -> None:
         with _guard:
-            _files[self._key(name)] = _File(data)
+            _files[self._key(name)] = (data, next(_versions), time.monotonic())
 
-    def _info(self, name: str, file: _File) -> FileInfo:
-        return FileInfo(name, len(file.data), file.changed_s, file.version)
-
-    def _find(self, name: str) -> _File:
+    def _find(self, name: str) -> bytearray:
         file = _files.get(self._key(name))
         if file is None:
             missing = f"{self.location}/{name}"
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
-        return file
+        return file[0]
+
+
+def _info(name: str, data: bytearray, version: int, changed_s: float) -> FileInfo:
+    return FileInfo(name, len(data), changed_s, version)
 
 
 class _MemoryLock:
@@ -197,8 +188,10 @@ class _MemoryLock:
             self._lock.release()
 
 
-class _MemoryWriter:
-    def __init__(self, data: bytearray, publish: Callable[[], None] | None):
+class MemoryWriter:
+    """A file in memory. `publish` is called when it is finished, and returns its identity."""
+
+    def __init__(self, data: bytearray, publish: Callable[[], str | None] | None):
         self._data = data
         self._end = 0
         self._publish = publish
@@ -210,10 +203,9 @@ class _MemoryWriter:
         with _guard:
             self._end = max(self._end, offset)
 
-    def finish(self) -> None:
+    def finish(self) -> str | None:
         del self._data[self._end :]
-        if self._publish is not None:
-            self._publish()
+        return None if self._publish is None else self._publish()
 
     def abandon(self) -> None:
         pass

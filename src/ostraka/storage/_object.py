@@ -14,9 +14,14 @@ import errno
 import os
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from http.client import HTTPException
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,18 +29,12 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ostraka.common.record import logger as log
+from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Busy, OutcomeUnknown, StoreError, TooLarge
-from ostraka.storage import _expiring
+from ostraka.storage import _refusals
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits, byte_views
-from ostraka.storage._refusals import (
-    broke_off,
-    is_missing,
-    is_past_the_end,
-    is_transient,
-    redact,
-    refusal,
-)
-from ostraka.storage.requests import AHEAD_BYTES, PART_BYTES, Contact, part_bytes_of
+from ostraka.storage._memory import MemoryWriter
+from ostraka.storage.requests import AHEAD_BYTES, PART_BYTES, part_bytes_of
 
 _PARTS_IN_FLIGHT = 24
 """The most parts in memory, of all uploads of a process."""
@@ -46,10 +45,43 @@ _KEYS_AT_ONCE = 1000
 _RETRY_FOR_S = 60.0
 """obstore does not ask again when an answer breaks off in the middle."""
 
+_SENT_AT_ONCE = 16
+_TIMEOUT_S = 30.0
+_OTHER_VERSION = 412
+"""The status for an object that has other bytes than the request names, or is gone."""
+_NO_CONDITIONS = 501
+"""The status of a store without conditional deletions."""
+
 T = TypeVar("T")
 _NO_BYTES = np.empty(0, np.uint8)
 _user: list[int] = []
 """The process that has used obstore, whose threads don't survive a fork."""
+
+
+class Contact:
+    """Two clients: `lasting` retries for long, `first` gives up soon and may be None."""
+
+    def __init__(self, lasting: Any, first: Any = None):
+        self.lasting = lasting
+        self._first = first
+        self.can_sign = not dict(getattr(lasting, "config", None) or {}).get("skip_signature")
+        """True if URLs can be signed, as far as is known."""
+
+    @property
+    def client(self) -> Any:
+        """For what may be asked twice."""
+        return self.lasting if self._first is None else self._first
+
+    def is_made(self) -> None:
+        """The store has answered."""
+        self._first = None
+
+    def may_ask_longer(self, error: Exception) -> bool:
+        """After an error: whether `client` is now one that asks for longer, and should be asked."""
+        if self._first is None or _refusals.never_connected(error):
+            return False
+        self._first = None
+        return _refusals.is_transient(error)
 
 
 class ObjectStore:
@@ -136,13 +168,13 @@ class ObjectStore:
         elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
 
-    def upload(self, name: str, data: memoryview) -> str | None:
+    def _upload(self, name: str, data: memoryview) -> str | None:
         """Write a file as one object. Returns its identity."""
         _refuse_after_fork()
         try:
             done = obstore.put(self._contact.lasting, self._start + name, data, use_multipart=False)
         except (BaseError, FileNotFoundError) as error:
-            raise refusal("write", self._path(name), error) from error
+            raise _refusals.refusal("write", self._path(name), error) from error
         return _identity(done)
 
     def _put(self, name: str, data: bytes, mode: Any) -> bool:
@@ -154,10 +186,10 @@ class ObjectStore:
         except (AlreadyExistsError, PreconditionError):
             return self._holds(name, data)
         except (BaseError, FileNotFoundError) as error:
-            if is_missing(error):
+            if _refusals.is_missing(error):
                 return False
-            refused = refusal("write", self._path(name), error)
-            if is_transient(error) and mode != "overwrite":
+            refused = _refusals.refusal("write", self._path(name), error)
+            if _refusals.is_transient(error) and mode != "overwrite":
                 if self._holds(name, data):
                     return True
                 raise OutcomeUnknown(refused.message, errno=refused.errno) from error
@@ -188,10 +220,11 @@ class ObjectStore:
 
     def create(
         self, name: str, size: int, *, beside: int = 1, replace: bool = False
-    ) -> _Upload | _SmallFile:
+    ) -> _Upload | MemoryWriter:
         # With `replace` or without: an upload appears when it is complete, whatever was there.
         if size <= PART_BYTES:
-            return _SmallFile(self, name, size)
+            data = bytearray(size)
+            return MemoryWriter(data, lambda: self._upload(name, memoryview(data)))
         part_bytes = part_bytes_of(size)
         at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
         return _Upload(
@@ -208,7 +241,7 @@ class ObjectStore:
                 found = obstore.get(self._contact.client, key, options={"range": (0, stop)})
                 return found, found.meta["size"]
             except BaseError as error:
-                if is_past_the_end(error):  # It is empty.
+                if _refusals.is_past_the_end(error):  # It is empty.
                     return None, obstore.head(self._contact.client, key)["size"]
                 raise
 
@@ -222,7 +255,7 @@ class ObjectStore:
             try:
                 return obstore.get_range(self._contact.client, key, start=start, end=stop)
             except BaseError as error:
-                if is_past_the_end(error):
+                if _refusals.is_past_the_end(error):
                     return b""
                 raise
 
@@ -231,9 +264,8 @@ class ObjectStore:
     def look(self, name: str) -> FileInfo | None:
         key = self._start + name
         try:
-            return _info(
-                name, self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
-            )
+            meta = self._retry("look at", name, lambda: obstore.head(self._contact.client, key))
+            return _info(name, meta)
         except FileNotFoundError:
             return None
 
@@ -287,21 +319,20 @@ class ObjectStore:
             if until_s is None:
                 return names
             try:
-                urls = _expiring.sign(
+                urls = sign_deletions(
                     self._contact.client, [self._start + name for name in names], until_s
                 )
             except (BaseError, ValueError) as error:
                 self._contact.can_sign = False
-                redact(error)
+                _refusals.redact(error)
                 log.warning("deletions in %s can't be fenced: %s", self._url, error)
                 return names
-            answers = _expiring.send(urls, e_tag)
-            other = any(answer.is_other_version for answer in answers)
-            if other and not self._has_version(names[0], version):
+            answers = send_deletions(urls, e_tag)
+            if _OTHER_VERSION in answers and not self._has_version(names[0], version):
                 return []
-            if any(answer.knows_no_condition for answer in answers):
+            if _NO_CONDITIONS in answers:
                 e_tag = None
-            gone = {name for name, answer in zip(names, answers, strict=False) if answer.is_gone}
+            gone = {name for name, a in zip(names, answers, strict=False) if is_gone(a)}
             names = [name for name in names if name not in gone]
             if not names:
                 return []
@@ -355,36 +386,16 @@ class ObjectStore:
                 self._contact.is_made()
                 return answer
             except (BaseError, FileNotFoundError) as error:
-                if is_missing(error):
+                if _refusals.is_missing(error):
                     self._contact.is_made()
-                    redact(error)
+                    _refusals.redact(error)
                     raise _not_found(self._path(name)) from error
                 if self._contact.may_ask_longer(error):
                     continue
-                if not broke_off(error) or time.monotonic() + pause_s > end_s:
-                    raise refusal(action, self._path(name), error) from error
+                if not _refusals.broke_off(error) or time.monotonic() + pause_s > end_s:
+                    raise _refusals.refusal(action, self._path(name), error) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
-
-
-class _SmallFile:
-    """A file that is one `put`."""
-
-    def __init__(self, store: ObjectStore, name: str, size: int):
-        self._store = store
-        self._name = name
-        self._data = bytearray(size)
-
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        for view in byte_views(buffers):
-            self._data[offset : offset + view.nbytes] = view
-            offset += view.nbytes
-
-    def finish(self) -> str | None:
-        return self._store.upload(self._name, memoryview(self._data))
-
-    def abandon(self) -> None:
-        pass
 
 
 class _Upload:
@@ -440,7 +451,7 @@ class _Upload:
     def _raise_error(self) -> None:
         error = self._error
         if isinstance(error, BaseError | FileNotFoundError):
-            raise refusal("write", self._path, error) from error
+            raise _refusals.refusal("write", self._path, error) from error
         if error is not None:
             raise error
 
@@ -514,7 +525,11 @@ class _ObjectReader:
             return None
         with self._lock:
             if self._arriving is not None:
-                self._first, self._arriving = self._receive(self._arriving), None
+                try:
+                    data = self._arriving.bytes()
+                except BaseError:  # The answer broke off.
+                    data = self._store.read(self._name, 0, self._first_stop)
+                self._first, self._arriving = np.frombuffer(data, np.uint8), None
             first = self._first
             if stop > first.size:
                 return None
@@ -523,13 +538,6 @@ class _ObjectReader:
                 self._first = first[:AHEAD_BYTES].copy()
                 self._first_stop = AHEAD_BYTES
             return first[start:stop]
-
-    def _receive(self, arriving: Any) -> Any:
-        try:
-            data = arriving.bytes()
-        except BaseError:  # The answer broke off.
-            data = self._store.read(self._name, 0, self._first_stop)
-        return np.frombuffer(data, np.uint8)
 
     def close(self) -> None:
         self._arriving, self._first, self._first_stop = None, _NO_BYTES, 0
@@ -562,3 +570,52 @@ def _refuse_after_fork() -> None:
             "this process was forked from one that uses object stores, and connections to them do "
             "not survive a fork: start it with the method 'spawn' or 'forkserver'"
         )
+
+
+# Deletions that the bucket itself refuses after some time. A signed URL has a time after which the
+# store refuses it, by its own clock. So a process may stand still at any moment before it sends
+# one: it deletes in time, or not at all. Amazon, Google and Azure document this, and SeaweedFS and
+# MinIO do the same.
+
+
+def is_gone(status: int) -> bool:
+    """Return True if the object of a deletion with this answer is not there any more."""
+    return 200 <= status < 300 or status == 404
+
+
+def sign_deletions(bucket: Any, keys: Sequence[str], until_s: float) -> Sequence[str]:
+    """Return URLs that delete keys until a time of the store's clock, or none after that time.
+
+    Raises what obstore does if it can't sign.
+    """
+    while True:
+        now_s = time.time()
+        lifetime_s = int(until_s - now_s)
+        if lifetime_s < 1:
+            return []
+        # It begins now, by this machine's clock: wherever that is, `until_s` is the end.
+        urls = obstore.sign(bucket, "DELETE", list(keys), timedelta(seconds=lifetime_s))
+        if 0 <= time.time() - now_s < 1:  # Else the clock was set, or this process stood still.
+            return urls
+
+
+def send_deletions(urls: Sequence[str], e_tag: str | None) -> list[int]:
+    """Send deletions. Returns the status of each answer, 0 if there was none.
+
+    With an `e_tag`, only an object that has it is deleted.
+    """
+    headers = {} if e_tag is None else {"If-Match": e_tag}
+    work = partial(_send, headers=headers)
+    return run_all(work, urls, threads=_SENT_AT_ONCE, stop=StopSignal())
+
+
+def _send(url: str, headers: dict[str, str]) -> int:
+    request = urllib.request.Request(url, method="DELETE", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except (OSError, HTTPException):
+        return 0

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
 
 from ostraka.errors import StoreError, without_secrets
 
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    pattern: re.Pattern[str]
-    errno: int
-    sentence: str
-
-
-def _refusals(*rows: tuple[str, int, str]) -> list[_Refusal]:
-    return [_Refusal(re.compile(pattern), number, sentence) for pattern, number, sentence in rows]
-
-
 # The first that fits counts: a missing credential may also show as a refused connection.
-_KNOWN = _refusals(
+_KNOWN = (
     (
         r"169\.254\.(169\.254|170\.2)|metadata\.google\.internal|[Nn]o credential|Missing[AS]",
         errno.EACCES,
@@ -73,7 +60,8 @@ _KNOWN = _refusals(
         "the store can't be reached; check the endpoint and the network",
     ),
 )
-_NO_BUCKET = _KNOWN[1]
+"""By the pattern of a text: the error number, and the sentence for it."""
+_NO_BUCKET = _KNOWN[1][0]
 _AWS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 _CREDENTIALS = {
@@ -98,15 +86,17 @@ def refusal(action: str, path: str, error: Exception) -> StoreError:
     """
     redact(error)
     text = str(error)
-    known = next((known for known in _KNOWN if known.pattern.search(text)), None)
-    if known is None and is_transient(error):
+    known = next((known for known in _KNOWN if re.search(known[0], text)), None)
+    if known is not None:
+        _, number, sentence = known
+        credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
+        sentence = sentence.format(credentials=credentials)
+    elif is_transient(error):
+        number = errno.EAGAIN
         sentence = f"the store is overloaded or in trouble, try again later; it said: {_said(text)}"
-        return StoreError(f"can't {action} {path}: {sentence}", errno=errno.EAGAIN)
-    if known is None:
-        return StoreError(f"can't {action} {path}: {_said(text)}", errno=errno.EPROTO)
-    credentials = _CREDENTIALS.get(path.partition(":")[0], "what the store's own tools expect")
-    sentence = known.sentence.format(credentials=credentials)
-    return StoreError(f"can't {action} {path}: {sentence}", errno=known.errno)
+    else:
+        number, sentence = errno.EPROTO, _said(text)
+    return StoreError(f"can't {action} {path}: {sentence}", errno=number)
 
 
 def redact(error: Exception) -> None:
@@ -116,7 +106,7 @@ def redact(error: Exception) -> None:
 
 def is_missing(error: Exception) -> bool:
     """Return True if there is no such object in a bucket that is there."""
-    return isinstance(error, FileNotFoundError) and not _NO_BUCKET.pattern.search(str(error))
+    return isinstance(error, FileNotFoundError) and not re.search(_NO_BUCKET, str(error))
 
 
 def is_past_the_end(error: Exception) -> bool:
@@ -130,7 +120,7 @@ def is_transient(error: Exception) -> bool:
     status = _STATUS.search(text)
     if status is not None:
         return status[1].startswith("5") or status[1] in _TEMPORARY
-    return not any(known.pattern.search(text) for known in _KNOWN[:-1])
+    return not any(re.search(pattern, text) for pattern, *_ in _KNOWN[:-1])
 
 
 def never_connected(error: Exception) -> bool:

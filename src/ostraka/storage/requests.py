@@ -1,10 +1,6 @@
-"""The requests that files in a bucket take, for the planner too, and a bucket's client."""
+"""The requests that files in a bucket take, for the planner too."""
 
 from __future__ import annotations
-
-from typing import Any
-
-from ostraka.storage._refusals import is_transient, never_connected
 
 PART_BYTES = 8 << 20
 """The size of a part of a multipart upload. A file up to this size is one request."""
@@ -39,32 +35,3 @@ def part_bytes_of(size: int) -> int:
 def upload_requests(size: int) -> int:
     """Return the number of requests to write a file: begin, each part, complete, or just one."""
     return 1 if size <= PART_BYTES else 2 + -(-size // part_bytes_of(size))
-
-
-# The client of a bucket, and a less patient one for the first contact.
-
-
-class Contact:
-    """Two clients: `lasting` retries for long, `first` gives up soon and may be None."""
-
-    def __init__(self, lasting: Any, first: Any = None):
-        self.lasting = lasting
-        self._first = first
-        self.can_sign = not dict(getattr(lasting, "config", None) or {}).get("skip_signature")
-        """True if URLs can be signed, as far as is known."""
-
-    @property
-    def client(self) -> Any:
-        """For what may be asked twice."""
-        return self.lasting if self._first is None else self._first
-
-    def is_made(self) -> None:
-        """The store has answered."""
-        self._first = None
-
-    def may_ask_longer(self, error: Exception) -> bool:
-        """After an error: whether `client` is now one that asks for longer, and should be asked."""
-        if self._first is None or never_connected(error):
-            return False
-        self._first = None
-        return is_transient(error)

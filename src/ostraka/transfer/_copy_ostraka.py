@@ -123,7 +123,7 @@ class _FileCopy:
     def tasks(self) -> Sequence[tuple[_FileCopy, list[Block]]]:
         """Groups of adjacent blocks, each for any thread. One group if the store wants order."""
         traits = self._target.traits
-        size = max(_TASK_BYTES, traits.size_bytes) if traits.in_any_order else self._file.entry.size
+        size = _TASK_BYTES if traits.in_any_order else self._file.entry.size
         groups = groupby(self._file.blocks, lambda block: block.file_start // size)
         tasks = [(self, list(blocks)) for _, blocks in groups]
         self._tasks_left = self._file.reads_left = len(tasks)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from ostraka.common.lifetime import paused_gc
+from ostraka.common.threads import paused_gc
 from ostraka.compat.orbax._files import as_path
 from ostraka.compat.orbax._leaves import Template, WantedLeaf
 from ostraka.compat.orbax._tree import Keys, SavedTree, child_of, saved_tree

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka.common.lifetime import paused_gc
+from ostraka.common.threads import paused_gc
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._leaves import (
     PLACEHOLDER,

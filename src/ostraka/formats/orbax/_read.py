@@ -24,6 +24,7 @@ from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.storage import LocalStore, Store
+from ostraka.storage.file import refuse_other_kinds_below
 
 _AT_ONCE_BYTES = 128 << 20
 """Most bytes being read at one time. TensorStore needs about twice that for chunks in flight."""
@@ -383,7 +384,7 @@ class Item:
         if not isinstance(self.store, LocalStore):
             return
         try:
-            self.store.refuse_other_kinds()
+            refuse_other_kinds_below(self.store.location)
         except Unreadable as error:
             name = os.path.relpath(str(error.filename), self.store.location)
             raise damaged(self.store, name, error.found) from error

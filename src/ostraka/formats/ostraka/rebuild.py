@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ostraka.common.lifetime import RenewedLock
-from ostraka.common.threads import StopSignal
+from ostraka.common.threads import RenewedLock, StopSignal
 from ostraka.errors import Damaged, DegradedRead, Problem, headed_list, warn_caller
 from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.damage import MISSING, BytesLost, damaged, other_size

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
-from ostraka.common.lifetime import RenewedLock
-from ostraka.common.threads import TooDeep, with_full_stack
+from ostraka.common.threads import RenewedLock, TooDeep, with_full_stack
 from ostraka.errors import Damaged, Problem, TooLarge
 from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.damage import boxes_between, damage_on_loss, damaged, other_size
