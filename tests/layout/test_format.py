@@ -23,7 +23,6 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
 from ostraka.formats.ostraka.damage import boxes_between
 from ostraka.layout import box as _box
-from ostraka.layout import header as _header
 from ostraka.layout import index as _index
 from ostraka.layout import metadata as _metadata
 from ostraka.layout import plan_write as _plan_write
@@ -212,7 +211,7 @@ def test_other_names_are_not_taken_for_shards(name):
 
 def header_of(plan, file, contents):
     entries = contents[file.device, file.part]
-    return entries, _header.encode_header(entries, plan.leaves, ID, file.header_bytes)
+    return entries, _format.encode_header(entries, plan.leaves, ID, file.header_bytes)
 
 
 @settings(max_examples=60)
@@ -291,11 +290,11 @@ def test_a_header_never_outgrows_its_plan(names, compressed, data):
         entries.append(Entry(number, box, offset, nbytes))
         offset += nbytes
     capacity = sum(
-        _header.header_capacity(leaf.spec, "zstd" if compressed else "") for leaf in leaves
+        _format.header_capacity(leaf.spec, "zstd" if compressed else "") for leaf in leaves
     )
-    planned = _header.header_bytes_for(capacity)
+    planned = _format.header_bytes_for(capacity)
     stored = {n: StoredRange(10**14, 2 * 10**14, compressed) for n in range(len(leaves))}
-    header = _header.encode_header(
+    header = _format.encode_header(
         entries, leaves, ID, planned, stored=stored if compressed else None
     )
     assert len(header) == planned

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ostraka.common.dtypes import DTYPES
-from ostraka.layout import header as _header
 from ostraka.layout import shard_file as _format
 from ostraka.layout.codec import Codec, CompressRule, codecs_of
 from ostraka.layout.runs import decode_runs
@@ -109,10 +108,10 @@ def plan_write(
     """
     codecs = {} if compress is None else codecs_of(compress, leaves)
     capacities = [
-        _header.header_capacity(leaf, codecs[number].name if number in codecs else "")
+        _format.header_capacity(leaf, codecs[number].name if number in codecs else "")
         for number, leaf in enumerate(leaves)
     ]
-    headers = _header.header_bytes_for(np.asarray(capacities, dtype=np.int64)).tolist()
+    headers = _format.header_bytes_for(np.asarray(capacities, dtype=np.int64)).tolist()
     limits = [max(max_file_bytes - header, 1) for header in headers]
     nbytes = [leaf.nbytes for leaf in leaves]
     bytes_per_process = -(-sum(nbytes) // (max(process_of) + 1))
@@ -306,7 +305,7 @@ def _fill(
     kinds: dict[object, tuple[Numbers, Numbers, int]] = {}
     # By kind: the leaves of this part, and their bytes in a header.
     counted: dict[object, tuple[int, int]] = {}
-    frame_bytes = _header.header_bytes_for(0)
+    frame_bytes = _format.header_bytes_for(0)
     part = bound = 0  # No file of this part has more than `bound` bytes and a header's frame.
 
     def add_counted() -> None:
@@ -321,7 +320,7 @@ def _fill(
         nonlocal part
         add_counted()
         used = headers.nonzero()[0]
-        header_bytes = _header.header_bytes_for(headers[used])
+        header_bytes = _format.header_bytes_for(headers[used])
         sizes = header_bytes + data[used]
         rows = zip(used.tolist(), header_bytes.tolist(), sizes.tolist(), strict=True)
         files.extend([FileEntry(device, part, header, size) for device, header, size in rows])
@@ -340,7 +339,7 @@ def _fill(
         is_full = turns is not None
         if not is_full and bound + frame_bytes > target:
             add_counted()
-            header_bytes = _header.header_bytes_for(headers[owners] + capacity)
+            header_bytes = _format.header_bytes_for(headers[owners] + capacity)
             is_full = int((data[owners] + cell_bytes + header_bytes).max(initial=0)) > target
         if is_full:
             close_part()

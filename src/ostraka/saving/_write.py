@@ -20,7 +20,6 @@ from ostraka.common.dtypes import DTYPES, to_bytes
 from ostraka.common.progress import Count
 from ostraka.common.threads import ByteBudget, StopSignal, in_turn, run_all
 from ostraka.layout import box as _box
-from ostraka.layout import header as _header
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
@@ -269,7 +268,7 @@ class ShardWriter:
 
     def _header(self, stored: Mapping[int, StoredRange]) -> bytes:
         plan, header_bytes = self._job.plan, self.file.header_bytes
-        return _header.encode_header(
+        return _format.encode_header(
             self.entries,
             plan.leaves,
             self._job.save_id,
