@@ -19,12 +19,14 @@ from ostraka.layout.casts import floating_dtype, may_cast
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.nnx import as_state
 from ostraka.live.parse import is_object
-from ostraka.restoring._differences import Choices, TreeMatch, leave_out
-from ostraka.restoring._leaf_types import (
+from ostraka.restoring._differences import (
+    Choices,
+    TreeMatch,
     Unfit,
     generator_of,
     key_problem,
     kind_of,
+    leave_out,
     saved_as_wanted,
     show_value,
     type_problems,
