@@ -258,8 +258,8 @@ class _Restore:
                 if self.place is not None:
                     error.add_note(_IN_PART)
                 raise
-            if agreement is not None:
-                agreement.refuse_stage()
+            if agreement is not None and agreement.passed < agreement.stages:
+                agreement.end_stage(False)
         done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
         again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
         self.watch.lap("agree")
