@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, product, zip_longest
 from typing import Literal, NamedTuple
 
 from ostraka.errors import Mismatch
@@ -29,7 +29,7 @@ from ostraka.reading.names.rearrange import (
     restored,
     unmerged,
 )
-from ostraka.tree.patterns import Wildcard, find_spans, may_backtrack
+from ostraka.tree.patterns import Compiled, Wildcard, compile_parts
 
 # Patterns with placeholders, for names of tensors and paths of leaves. Pure.
 
@@ -47,58 +47,25 @@ def match(pattern: str, text: str, *, is_path: bool) -> dict[str, str] | None:
     Each takes as much as it can, the first one first. A repeated placeholder must have the same
     value each time. The pattern is not tried with other splits for that.
     """
-    return _compiled(pattern, is_path).match(text)
-
-
-class _NamePattern(NamedTuple):
-    """A pattern in both forms that `tree.patterns.may_backtrack` chooses from."""
-
-    expression: re.Pattern[str]
-    unbound: int
-    parts: tuple[str | Wildcard, ...]
-    names: tuple[str, ...]
-    """Names of the placeholders, in order, without stars."""
-
-    def match(self, text: str) -> dict[str, str] | None:
-        values = self._values(text)
-        if values is None:
-            return None
-        found = dict(zip(self.names, values, strict=True))
-        is_same = all(found[name] == value for name, value in zip(self.names, values, strict=True))
-        return found if is_same else None
-
-    def _values(self, text: str) -> Sequence[str] | None:
-        if may_backtrack(self.unbound, text):
-            matched = self.expression.fullmatch(text)
-            return None if matched is None else matched.groups()
-        spans = find_spans(self.parts, text)
-        if spans is None:
-            return None
-        pairs = zip(self.parts, spans, strict=True)
-        return [text[start:stop] for part, (start, stop) in pairs if isinstance(part, Wildcard)]
+    compiled, names = _compiled(pattern, is_path)
+    values = compiled.values(text)
+    if values is None:
+        return None
+    found = dict(zip(names, values, strict=True))
+    is_same = all(found[name] == value for name, value in zip(names, values, strict=True))
+    return found if is_same else None
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str, is_path: bool) -> _NamePattern:
-    text, parts, names, unbound = "", list[str | Wildcard](), list[str](), 0
+def _compiled(pattern: str, is_path: bool) -> tuple[Compiled, list[str]]:
+    """A pattern, and the names of its placeholders, in order, without stars."""
     split = _PLACEHOLDER.split(pattern)
-    separators = "/" if is_path else "./"
-    for number, part in enumerate(split):
-        if number % 2 == 0:
-            text += re.escape(part)
-            parts += [part] if part else []
-            continue
-        is_many = part.endswith("*")
-        without = "" if is_many else separators
-        names.append(part.rstrip("*"))
-        parts.append(Wildcard(without, 1))
-        text += "(.+)" if is_many else f"([^{separators}]+)"
-        before, after = split[number - 1][-1:], split[number + 1][:1]
-        is_last = number + 2 == len(split) and not after
-        is_whole = (not before and number == 1) or (before and before in separators)
-        is_whole = is_whole and (is_last or (after and after in separators))
-        unbound += not (is_last if is_many else is_whole)
-    return _NamePattern(re.compile(text, re.DOTALL), unbound, tuple(parts), tuple(names))
+    parts: list[str | Wildcard] = []
+    for text, name in zip_longest(split[::2], split[1::2]):
+        parts += [text] if text else []
+        if name is not None:
+            parts.append(Wildcard("" if name.endswith("*") else "/" if is_path else "./", 1))
+    return compile_parts(parts), [name.rstrip("*") for name in split[1::2]]
 
 
 def filled(pattern: str, values: Mapping[str, str], *, is_path: bool) -> str:
