@@ -148,10 +148,16 @@ class Checkpoint(Mapping[str, Any]):
                     f"leaf {self._whole(path)!r} of {self.path} can't be read: {value.why}"
                 )
             return value
-        name = path.rstrip("/") if isinstance(path, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        where = f"{self.within!r} of {self.path}" if self.within else self.path
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            first = next(iter(self._leaves), "model/kernel")
+            raise KeyError(
+                f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
+            )
+        name = path.rstrip("/")
         if name and any(leaf.startswith(f"{name}/") for leaf in self._leaves):
             return Checkpoint(self._source, self._whole(name))
-        raise KeyError(self._no_leaf(path))
+        raise KeyError(f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}")
 
     def keys(self) -> KeysView[str]:
         return self._leaves.keys()  # which, printed, shows them
@@ -168,13 +174,6 @@ class Checkpoint(Mapping[str, Any]):
 
     def _whole(self, path: str) -> str:
         return f"{self.within}/{path}" if self.within else path
-
-    def _no_leaf(self, path: Any) -> str:
-        where = f"{self.within!r} of {self.path}" if self.within else self.path
-        if not isinstance(path, str):
-            first = next(iter(self._leaves), "model/kernel")
-            return f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
-        return f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}"
 
 
 def open_checkpoint(path: PathLike, *, names: NamesLike | None = None) -> Checkpoint:

@@ -6,7 +6,6 @@ import json
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
-from dataclasses import replace
 from functools import lru_cache, partial
 from keyword import iskeyword
 from operator import itemgetter
@@ -39,11 +38,11 @@ from ostraka.tree.nodes import (
     Node,
     SavedStates,
     Stateful,
+    at_path,
     dict_builder,
     escape,
     join,
     leaves_of,
-    mapped,
 )
 
 _MOST_LEAVES_AGAIN = 1 << 17
@@ -223,13 +222,7 @@ class _Decoder:
         most = _MOST_LEAVES_AGAIN + self._leaves
         if self._leaves_again > most or self._path_bytes > _FREE_PATH_BYTES + _PATH_BYTES * most:
             raise ValueError("its tree has more shared variables than any tree needs")
-
-        def move(node: Node) -> Node:
-            below = "" if node.path == ROOT else node.path[len(variable.path) :]
-            here = f"{path}{below}"
-            return replace(node, path=here or ROOT if isinstance(node, Leaf) else here)
-
-        return mapped(variable, move)
+        return at_path(variable, path)
 
 
 def decode_about(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,11 +75,6 @@ class Names:
         tensor, tensors that would be the same leaf, missing parts of a stack.
         """
         find = self.function or Finder(self.rules, self.prefixes).find
-        return self._compose(tensors, find, where)
-
-    def _compose(
-        self, tensors: Mapping[str, Shape], find: NameFunction, where: str
-    ) -> list[Composition]:
         found: dict[str, list[tuple[Match, str]]] = {}
         problems = _Problems(tensors, "tensor", "rule" if self.function is None else "function")
         used: set[int] = set()
@@ -184,7 +179,7 @@ class Names:
                     f"for {path!r}"
                 )
             group.parts[match.part] = (path, shape)
-        made = self._compose(others, lambda path, shape: said[path], where)
+        made = replace(self, function=lambda path, shape: said[path]).compose(others, where)
         for tensor in made:
             if tensor.stack:
                 raise Mismatch(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -84,11 +85,6 @@ class Rearrangement:
         """
         for fill, factors in self._shared(wanted):
             yield from self._contiguous(factors, factors, fill, shortest)
-
-    def places(self, wanted: Box) -> Iterator[Box]:
-        """The boxes of the old arrangement that a box of the new one consists of."""
-        for piece in self.pieces(wanted):
-            yield piece.before
 
     def cut(self, piece: MovedBox, most_elements: int, shortest: int = 0) -> Iterator[MovedBox]:
         """Cut a piece along the old first axes until each reads at most `most_elements`."""
@@ -226,20 +222,15 @@ def _product_ranges(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box
     inner = prod(sizes[1:])
     first, last = start // inner, (stop - 1) // inner
     low, high = start - first * inner, stop - last * inner
-    if first == last:
-        if (low, high) != (0, inner):
-            yield from (
-                ((first, first + 1), *rest) for rest in _product_ranges(low, high, sizes[1:])
-            )
-            return
-        yield ((first, first + 1), *((0, size) for size in sizes[1:]))
+    if first == last and (low, high) != (0, inner):
+        yield from (((first, last + 1), *rest) for rest in _product_ranges(low, high, sizes[1:]))
         return
     if low:
         yield from _product_ranges(start, (first + 1) * inner, sizes)
         first += 1
     whole = last + 1 if high == inner else last
     if first < whole:
-        yield ((first, whole), *((0, size) for size in sizes[1:]))
+        yield ((first, whole), *_box.full(sizes[1:]))
     if whole == last:
         yield from _product_ranges(last * inner, stop, sizes)
 
@@ -293,27 +284,22 @@ def _merged(
     factors: Sequence[int], after: Sequence[tuple[int, ...]], merge: Mapping[int, Sequence[int]]
 ) -> list[tuple[int, ...]]:
     merged: list[tuple[int, ...]] = []
-    left = list(after)
-    position = 0
-    while left:
-        count = len(merge[position]) if position in merge else 1
-        taken, left = left[:count], left[count:]
-        numbers = tuple(number for group in taken for number in group)
-        if position in merge:
-            found = [factors[number] for number in numbers]
-            wanted = merge[position]
-            if len(found) != count or any(
-                w not in (-1, f) for w, f in zip(wanted, found, strict=True)
-            ):
-                raise ValueError(
-                    f"has axes of {found}, which are not those of {list(wanted)} that make up "
-                    f"axis {position}"
-                )
+    at = 0
+    while at < len(after):
+        wanted = merge.get(len(merged), (-1,))
+        numbers = tuple(n for group in after[at : at + len(wanted)] for n in group)
+        found = [factors[number] for number in numbers]
+        kept = [size if asked == -1 else asked for asked, size in zip_longest(wanted, found)]
+        if len(merged) in merge and kept != found:
+            raise ValueError(
+                f"has axes of {found}, which are not those of {list(wanted)} that make up "
+                f"axis {len(merged)}"
+            )
         merged.append(numbers)
-        position += 1
-    for at in merge:
-        if at >= position:
-            raise ValueError(f"becomes one of {position} axes, of which none is number {at}")
+        at += len(wanted)
+    for axis in merge:
+        if axis >= len(merged):
+            raise ValueError(f"becomes one of {len(merged)} axes, of which none is number {axis}")
     return merged
 
 
