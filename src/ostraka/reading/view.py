@@ -198,7 +198,7 @@ def _taken_apart(compositions: Sequence[Composition]) -> Iterator[tuple[ViewLeaf
         form = found.form.inverse()
         for index, name in zip(indices_of(found.stack), found.tensors, strict=True):
             parts.setdefault(name, []).append((LeafPart((), -1, index, form), found.path))
-            shapes[name] = found.tensor_shape
+            shapes[name] = found.form.shape_before
     for name, shape in shapes.items():
         made, paths = zip(*parts[name], strict=True)
         yield ViewLeaf(escape(name), name, shape, made), paths

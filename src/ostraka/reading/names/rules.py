@@ -253,10 +253,6 @@ class Composition:
     def shape(self) -> Shape:
         return (*self.stack, *self.form.shape_after)
 
-    @property
-    def tensor_shape(self) -> Shape:
-        return self.form.shape_before
-
 
 def indices_of(stack: Shape) -> Iterator[Shape]:
     """The positions of the parts of a stack, row-major. A single tensor is at `()`."""
