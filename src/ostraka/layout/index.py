@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ from ostraka.layout.shard_file import (
     MOST_COMPRESSED_BYTES,
     VERSION,
     FileDigests,
+    cut_digests,
     digest,
     dumps,
 )
@@ -73,11 +75,13 @@ def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDiges
     lengths, digests = _decode_blocks(name, file["blocks"], file["digests"])
     if sum(lengths) != file["size"] or min(lengths, default=1) <= 0:
         raise ValueError(f"the blocks of {name} do not add up to its size")
-    known = (str(file.get("e_tag", "")), place)
+    about = FileDigests(
+        sum(lengths), lengths, digests, identity=str(file.get("e_tag", "")), place=place
+    )
     if "data" not in file:
-        return FileDigests(sum(lengths), lengths, digests, (), (), *known)
+        return about
     data_lengths, _ = _decode_blocks(name, file["data"], file["digests"])
-    results = _cut_digests(file["results"])
+    results = cut_digests(file["results"])
     pairs = list(zip(lengths, data_lengths, strict=True))
     compressed = [length for stored, length in pairs if stored != length]
     fit = all(stored <= length for stored, length in pairs) and data_lengths[:1] == lengths[:1]
@@ -85,17 +89,11 @@ def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDiges
         raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
     if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
         raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
-    return FileDigests(sum(lengths), lengths, digests, data_lengths, results, *known)
+    return replace(about, data_lengths=data_lengths, results=results)
 
 
 def _decode_blocks(name: str, runs: Any, digests: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Lengths and digests of blocks. Compares their numbers first, so the memory has a bound."""
     if count_runs(runs) != len(digests) // DIGEST_DIGITS:
         raise ValueError(f"the blocks of {name} do not fit: they are not as many as their digests")
-    return decode_runs(runs), _cut_digests(digests)
-
-
-def _cut_digests(text: Any) -> tuple[str, ...]:
-    if type(text) is not str or len(text) % DIGEST_DIGITS:
-        raise ValueError("digests are no text of 16 digits each")
-    return tuple(text[i : i + DIGEST_DIGITS] for i in range(0, len(text), DIGEST_DIGITS))
+    return decode_runs(runs), cut_digests(digests)

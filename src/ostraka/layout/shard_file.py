@@ -81,6 +81,13 @@ def block_digest(buffers: Iterable[Any]) -> str:
     return state.hexdigest()
 
 
+def cut_digests(text: Any) -> tuple[str, ...]:
+    """The digests of blocks, which follow each other in a text. Raises ValueError."""
+    if type(text) is not str or len(text) % DIGEST_DIGITS:
+        raise ValueError("digests are no text of 16 digits each")
+    return tuple(text[i : i + DIGEST_DIGITS] for i in range(0, len(text), DIGEST_DIGITS))
+
+
 def regroup(views: Iterator[Any], lengths: Iterable[int]) -> Iterator[list[Any]]:
     """A stream of byte views, cut into blocks of other lengths without copying."""
     rest: Any = next(views, b"")
@@ -260,19 +267,14 @@ class FileDigests:
 
     def blocks(self) -> list[Block]:
         """The header and the blocks of the data, stored one after the other."""
-        header_bytes = self.lengths[0]
         in_file = pairwise(accumulate(self.lengths, initial=0))
         data_lengths = self.data_lengths or self.lengths
-        in_data = pairwise(accumulate(data_lengths, initial=-header_bytes))
+        in_data = pairwise(accumulate(data_lengths, initial=-self.lengths[0]))
         following = iter(self.results)
         pairs = zip(data_lengths, self.lengths, strict=True)
         results = ["" if length == stored else next(following) for length, stored in pairs]
-        return [
-            Block(*data, *file, digest, result)
-            for data, file, digest, result in zip(
-                in_data, in_file, self.digests, results, strict=True
-            )
-        ]
+        rows = zip(in_data, in_file, self.digests, results, strict=True)
+        return [Block(*data, *file, digest, result) for data, file, digest, result in rows]
 
 
 def stored_range(entry: Entry, blocks: Sequence[Block]) -> StoredRange:

@@ -284,12 +284,12 @@ class TreeMatch:
 
     def find_useless_patterns(self, like: Node | None) -> None:
         """Refuse patterns that match nothing. Patterns after `!` may match leaves of `like`."""
-        if self.choices.only is None and not isinstance(self.choices.dtype, dict):
+        if self.choices.only is None and not isinstance(self.choices.dtype, Mapping):
             return
         saved = list(self.saved)
         known = saved + [leaf.path for leaf in (leaves_of(like) if like else ())]
         wanted, left_out = split_patterns(self.choices.only or ())
-        dtype = self.choices.dtype if isinstance(self.choices.dtype, dict) else {}
+        dtype = self.choices.dtype if isinstance(self.choices.dtype, Mapping) else {}
         specs = self._source.saved.leaves
         castable = [
             path

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ostraka.errors import name_few, nearest
 
@@ -81,9 +81,17 @@ def names_on(path: str) -> list[str]:
     return list(accumulate(path.split("/"), "{}/{}".format))
 
 
-def lookup(table: Mapping[str, Any], path: str) -> Any:
-    """The entry of the first pattern that matches the path, or None."""
+def lookup(rule: Any, path: str) -> Any:
+    """A rule for all paths, or in a dict the entry of the first pattern that matches, or None."""
+    if not isinstance(rule, Mapping):
+        return rule
+    table = cast("Mapping[str, Any]", rule)
     return next((value for pattern, value in table.items() if matches(pattern, path)), None)
+
+
+def rules_in(rule: Any) -> list[Any]:
+    """A rule for all paths, or the entries of a dict of them."""
+    return [*cast("Mapping[str, Any]", rule).values()] if isinstance(rule, Mapping) else [rule]
 
 
 def rename_with(table: Mapping[str, str]) -> Callable[[str], str]:
