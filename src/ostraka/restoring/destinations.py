@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.formats.source import Saved
 from ostraka.layout.box import Box, full
-from ostraka.layout.spec import HOST_LOCAL, LeafSpec, find_misfits, needed_boxes
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, iter_misfits, needed_boxes
 from ostraka.live.shardings import Devices, describe_mesh, describe_sharding, spec_entries
 from ostraka.sharding.mesh import mesh_to_use
 from ostraka.sharding.specs import array_leaf, from_partition, resolve
@@ -152,7 +152,8 @@ class Placer:
         found = self._fitting.get(key)
         if found is None:
             described = describe_mesh(mesh, self._devices)
-            misfits = find_misfits(path, spec.logical_shape, described, spec_entries(path, axes))
+            entries = spec_entries(path, axes)
+            misfits = list(iter_misfits(path, spec.logical_shape, described, entries))
             messages = [misfit.message for misfit in misfits]
             missing = [misfit.missing_axis for misfit in misfits if misfit.missing_axis]
             if missing:
