@@ -161,16 +161,13 @@ class _Decoder:
             return self._leaf(path, ArrayNumber(encoded))
         if depth > MAX_DEPTH:
             raise ValueError(f"its tree is more than {MAX_DEPTH} containers deep")
-        if encoded is not None and "items" in encoded:
-            return self._container(encoded, path, depth)
-        if encoded is not None and "same_as" in encoded:
+        if encoded is not None and "same_as" in encoded and "items" not in encoded:
             return self._again(self._variables[encoded["same_as"]], path)
-        return self._leaf(path, decode_scalar(encoded))
-
-    def _container(self, encoded: Mapping[str, Any], path: str, depth: int) -> Node:
+        if encoded is None or "items" not in encoded:
+            return self._leaf(path, decode_scalar(encoded))
         if "states" in encoded:
-            states = tuple([decode_state(state) for state in encoded["states"]])
-            return self._leaf(path, SavedStates(states))
+            states = [s["json"] if "json" in s else decode_plain(s) for s in encoded["states"]]
+            return self._leaf(path, SavedStates(tuple(states)))
         if "kept" in encoded:
             is_structure = encoded.get("structure") is True
             return self._leaf(path, Kept(None, str(encoded["kept"]), is_structure))
@@ -389,7 +386,3 @@ def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:
     if "items" in node:
         node["items"] = [with_states(item, states) for item in node["items"]]
     return node
-
-
-def decode_state(encoded: Any) -> Any:
-    return encoded["json"] if "json" in encoded else decode_plain(encoded)

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 
 Shape = tuple[int, ...]
+Axes = Sequence[int] | Literal["reversed"] | None
+"""The order of the axes of an array. None to keep it."""
 Groups = tuple[tuple[int, ...], ...]
 """For each dimension the factors, by number, that it is the product of."""
 
@@ -237,7 +239,7 @@ def _product_ranges(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box
 
 def rearranged(
     shape: Shape,
-    axes: Sequence[int] | None = None,
+    axes: Axes = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
     taken: Taken | None = None,
@@ -249,9 +251,7 @@ def rearranged(
     the axes after the transposition, `taken` those after `split`, `merge` those of the result.
     Raises ValueError, a sentence without a subject, if the shape does not fit.
     """
-    order = tuple(range(len(shape))) if axes is None else tuple(axes)
-    if sorted(order) != list(range(len(shape))):
-        raise ValueError(f"has {len(shape)} axes, which can't be put in the order {list(order)}")
+    order = _order(axes, len(shape), "has {} axes, which can't be put in the order {}")
     factors: list[int] = []
     before: dict[int, tuple[int, ...]] = {}
     after: list[tuple[int, ...]] = []
@@ -278,6 +278,15 @@ def rearranged(
         after = _merged([high - low for low, high in held], after, merge)
     groups = tuple(before[axis] for axis in range(len(shape)))
     return Rearrangement(tuple(factors), groups, tuple(after), _box.full(factors), tuple(held))
+
+
+def _order(axes: Axes, rank: int, otherwise: str) -> list[int]:
+    """The order of so many axes. Raises ValueError with the sentence `otherwise`."""
+    usual = list(range(rank))
+    order = usual if axes is None else usual[::-1] if axes == "reversed" else list(axes)
+    if sorted(order) != usual:
+        raise ValueError(otherwise.format(rank, order))
+    return order
 
 
 def _merged(
@@ -316,7 +325,7 @@ def _sizes(extent: int, sizes: Sequence[int], axis: int) -> list[int]:
 
 def restored(
     shape: Shape,
-    axes: Sequence[int] | None = None,
+    axes: Axes = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
     taken: Taken | None = None,
@@ -336,9 +345,7 @@ def restored(
         count = len(split[len(wide)]) if split is not None and len(wide) in split else 1
         wide.append(prod(parted[at : at + count]))
         at += count
-    order = tuple(range(len(wide))) if axes is None else tuple(axes)
-    if sorted(order) != list(range(len(wide))):
-        raise ValueError(f"is made of {len(wide)} axes, which can't be in the order {list(order)}")
+    order = _order(axes, len(wide), "is made of {} axes, which can't be in the order {}")
     whole = tuple(wide[order.index(a)] for a in range(len(wide)))
     found = rearranged(whole, axes, split, merge, taken)
     if found.shape_after != shape:

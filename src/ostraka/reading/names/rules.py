@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product, zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ostraka.errors import Mismatch
 from ostraka.reading.names.rearrange import (
+    Axes,
     Rearrangement,
     Shape,
     Taken,
@@ -113,7 +114,7 @@ class TensorCut:
 class Form:
     """The way from a tensor's axes to those of its leaf. See `rearranged`."""
 
-    axes: tuple[int, ...] | Literal["reversed"] | None = None
+    axes: Axes = None
     split: Mapping[int, tuple[int, ...]] | None = None
     merge: Mapping[int, tuple[int, ...]] | None = None
     cut: TensorCut | None = None
@@ -123,17 +124,16 @@ class Form:
 
         Raises ValueError, a sentence without its subject, if the shape does not fit.
         """
-        axes = self._axes(len(shape))
         if self.cut is None:
-            return rearranged(shape, axes, self.split, self.merge)
-        wide = rearranged(shape, axes, self.split).shape_after
+            return rearranged(shape, self.axes, self.split, self.merge)
+        wide = rearranged(shape, self.axes, self.split).shape_after
         if self.cut.axis >= len(wide):
             raise ValueError(
                 f"has {len(wide)} axes when it is to be cut, of which none is number "
                 f"{self.cut.axis}"
             )
         taken = self.cut.part(part, wide[self.cut.axis])
-        return rearranged(shape, axes, self.split, self.merge, taken)
+        return rearranged(shape, self.axes, self.split, self.merge, taken)
 
     def of_leaves(self, leaves: Sequence[tuple[str, Shape]]) -> list[Rearrangement]:
         """From a tensor to each of the leaves that it becomes, given their paths and shapes.
@@ -158,12 +158,8 @@ class Form:
             if self.cut is not None:
                 is_dropped = self.cut.sizes is None
                 taken = Taken(self.cut.axis, ends[number], ends[number + 1], is_dropped)
-            joined = sum(len(sizes) - 1 for sizes in (self.split or {}).values())
-            parted = sum(len(sizes) - 1 for sizes in (self.merge or {}).values())
-            rank = len(shape) - joined + parted + (taken is not None and taken.is_dropped)
             with about_leaf(path):
-                axes = self._axes(rank)
-                made.append(restored(shape, axes, self.split, self.merge, taken, ends[-1]))
+                made.append(restored(shape, self.axes, self.split, self.merge, taken, ends[-1]))
         return made
 
     def _extent(self, number: int, shape: Shape) -> tuple[int, list[int]]:
@@ -182,9 +178,6 @@ class Form:
                 f"{sizes[number]:,}"
             )
         return extent, wide
-
-    def _axes(self, rank: int) -> tuple[int, ...] | None:
-        return tuple(reversed(range(rank))) if self.axes == "reversed" else self.axes
 
 
 @contextmanager
