@@ -31,12 +31,12 @@ from typing import Any, cast
 
 from ostraka.errors import NotACheckpoint, nearest
 from ostraka.families.families import FAMILIES, HEAD, is_tied
-from ostraka.reading.names.compose import Names
 from ostraka.reading.names.rules import (
     AS_IT_IS,
     TRANSPOSED,
     Form,
     Match,
+    Names,
     Rule,
     TensorCut,
     placeholders,
