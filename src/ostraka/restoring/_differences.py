@@ -91,7 +91,7 @@ class Differences:
             if not hint and tops and "/" not in name:
                 hint = f" (it also has {name_few(tops)})"
             lines.append(f"{text} is not in the checkpoint{hint}")
-        lines += [f"{path!r}: {text}" for path, text in _alike(self.of_leaves)]
+        lines += _alike(self.of_leaves)
         lines += [
             f"{text} is in the checkpoint but not in `like`"
             for _, text in _subtrees(self.unexpected, saved, wanted)
@@ -117,16 +117,15 @@ def _missing_axes(errors: Sequence[MissingAxes]) -> Iterator[str]:
             )
 
 
-def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[str]:
     """A line for each leaf, or one for all leaves that differ in the same way."""
     by_text: dict[str, list[str]] = {}
     for path, text in of_leaves:
         by_text.setdefault(text, []).append(path)
     for text, paths in by_text.items():
-        if len(paths) <= _NAMED_ONE_BY_ONE:
-            yield from ((path, text) for path in paths)
-        else:
-            yield paths[0], f"{text} (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+        is_few = len(paths) <= _NAMED_ONE_BY_ONE
+        more = "" if is_few else f" (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+        yield from (f"{path!r}: {text}{more}" for path in (paths if is_few else paths[:1]))
 
 
 def _subtrees(
@@ -308,14 +307,16 @@ class TreeMatch:
         if not self.choices.rename:
             return
         paths = [leaf.path for leaf in leaves_of(self.tree)]
-        for old in self.choices.rename:
-            if not any(path == old or path.startswith(f"{old}/") for path in paths):
-                found = f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
-                self.found.general.append(found)
-        for path, count in Counter(map(self._rename, paths)).items():
-            if count > 1:
-                found = f"rename gives the path {path!r} to {count} leaves of the checkpoint"
-                self.found.general.append(found)
+        self.found.general += [
+            f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
+            for old in self.choices.rename
+            if not any(path == old or path.startswith(f"{old}/") for path in paths)
+        ]
+        self.found.general += [
+            f"rename gives the path {path!r} to {count} leaves of the checkpoint"
+            for path, count in Counter(map(self._rename, paths)).items()
+            if count > 1
+        ]
 
     def compare_trees(self, like: Node) -> None:
         """Find what differs in the structure of a template, beside single leaves."""
@@ -341,12 +342,15 @@ class TreeMatch:
         """Refuse leaves that only the checkpoint has, except whole entries of a saved dict."""
         leaves = {leaf.path for leaf in leaves_of(like)}
         tops = {path.split("/")[0] for path in (*leaves, *(b.path for b in branches_of(like)))}
-        is_part = isinstance(like, Branch) and self._may_be_part(tops, is_empty=not leaves)
+        is_part = False
+        if isinstance(like, Branch) and isinstance(self.tree, Branch) and self.tree.kind == "dict":
+            # A template without leaves, such as `{}`, must share an entry with the checkpoint.
+            there = {self._rename(child.path).split("/")[0] for child in self.tree.children}
+            is_part = bool(leaves or tops & there)
         for path, value in self.saved.items():
             is_left_out = is_part and path.split("/")[0] not in tops
-            if path in leaves or is_left_out or isinstance(value, Kept):
-                continue
-            if not self.is_chosen(path):
+            is_known = path in leaves or is_left_out or isinstance(value, Kept)
+            if is_known or not self.is_chosen(path):
                 continue
             if self.choices.strict:
                 self.found.unexpected.append(path)
@@ -366,17 +370,6 @@ class TreeMatch:
                     found = f"{join(path, name)!r} stays {stays!r:.40} (saved: {was!r:.40})"
                     self.static.append(found)
 
-    def _may_be_part(self, tops: set[str], *, is_empty: bool) -> bool:
-        """True if a template with these top-level names can mean a part of the checkpoint.
-
-        A template without leaves, such as `{}`, must share an entry with the checkpoint.
-        """
-        saved = self.tree
-        if not isinstance(saved, Branch) or saved.kind != "dict":
-            return False
-        there = {self._rename(child.path).split("/")[0] for child in saved.children}
-        return not is_empty or not tops.isdisjoint(there)
-
     def _match_shared(self, like: Node) -> None:
         """Check that shared variables stay shared, and that others stay separate."""
         variables = {b.path: b for b in branches_of(like) if b.kind == "variable"}
@@ -386,9 +379,8 @@ class TreeMatch:
                 self._match_one_variable(leaf_of_first.path, leaf.path)
         for saved, saved_first in find_shared(self.tree, is_object).variables.items():
             path, first = self._rename(saved), self._rename(saved_first)
-            if not all(p in variables and self.is_chosen(p) for p in (path, first)):
-                continue
-            if variables[path].owner is variables[first].owner:
+            is_here = all(p in variables and self.is_chosen(p) for p in (path, first))
+            if not is_here or variables[path].owner is variables[first].owner:
                 continue
             if self.choices.strict:
                 text = (
@@ -397,9 +389,8 @@ class TreeMatch:
                 )
                 self.found.of_leaves.append((path, text))
             else:
-                self.tolerated["untied {} that were saved as one variable with another"].append(
-                    path
-                )
+                what = "untied {} that were saved as one variable with another"
+                self.tolerated[what].append(path)
 
     def _match_one_variable(self, first: str, path: str) -> None:
         """Check that the checkpoint agrees on two paths of `like` with the same variable."""
@@ -407,7 +398,9 @@ class TreeMatch:
             return
         if not self.is_chosen(first) or first not in self.saved:
             self.copies.append((first, path))
-        elif not _is_same_value(self.saved[path], self.saved[first]):
+            return
+        one, other = self.saved[path], self.saved[first]
+        if type(one) is not type(other) or (one is not other and one != other):
             text = (
                 f"`like` has the same variable here as at {first!r}, and the checkpoint has two: "
                 f"{leave_out(path)}, or make them two in `like`"
@@ -417,10 +410,6 @@ class TreeMatch:
 
 def leave_out(path: str) -> str:
     return f"leave it out with only={f'!{path}'!r}"
-
-
-def _is_same_value(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one is other or one == other)
 
 
 # The type of a leaf
