@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -38,32 +38,6 @@ _SAMPLES, _SAMPLE_BYTES = 4, 4096
 
 class Undecodable(ValueError):
     """The stored bytes are no compressed block."""
-
-
-class Codec(Protocol):
-    """A way to compress blocks. `CODECS` has all of them."""
-
-    name: ClassVar[str]
-    levels: ClassVar[range]
-    """The levels that a rule may ask for."""
-    first_bytes: ClassVar[range]
-    """The values of the first byte of its blocks. No two codecs share any."""
-
-    def __init__(self, level: int | None) -> None: ...
-
-    def encode(self, data: Array, width: int) -> list[Any] | None:
-        """The stored pieces of a block of `width`-byte elements, or None if not smaller."""
-        ...
-
-    @staticmethod
-    def decode(stored: Array, out: Array) -> None:
-        """Fill `out` with the bytes of a block. Raises ValueError if it is no such block."""
-        ...
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raise UnsupportedFormat if a package that it needs is not installed."""
-        ...
 
 
 def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
@@ -134,15 +108,23 @@ def decode(stored: Array, out: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """zstd on groups of bytes. Without a level it uses parameters for floats."""
+    """zstd on groups of bytes. Without a level it uses parameters for floats.
+
+    Another codec is a class with the same names, and an entry in `CODECS`.
+    """
 
     level: int | None
     name: ClassVar[str] = "zstd"
     levels: ClassVar[range] = range(1, 23)
+    """The levels that a rule may ask for."""
     first_bytes: ClassVar[range] = range(1, 17)
-    """A block begins with the width of its elements."""
+    """The values of the first byte of its blocks: the width of their elements.
+
+    No two codecs share any.
+    """
 
     def encode(self, data: Array, width: int) -> list[Any] | None:
+        """The stored pieces of a block of `width`-byte elements, or None if not smaller."""
         compressor = _thread.compressor(self.level)
         lengths: list[int] = []
         groups: list[Any] = []
@@ -156,6 +138,7 @@ class Zstd:
 
     @staticmethod
     def decode(stored: Array, out: Array) -> None:
+        """Fill `out` with the bytes of a block. Raises ValueError if it is no such block."""
         width = int(stored[0])
         position = 1 + 4 * width
         if out.size % width or stored.size < position:
@@ -181,6 +164,7 @@ class Zstd:
 
     @staticmethod
     def check_installed() -> None:
+        """Raise UnsupportedFormat if a package that it needs is not installed."""
         _zstandard()
 
 
@@ -282,5 +266,6 @@ def _zstandard() -> Any:
     return zstandard
 
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Zstd,)}
+Codec = Zstd
+CODECS = {codec.name: codec for codec in (Zstd,)}
 """All codecs by name."""
