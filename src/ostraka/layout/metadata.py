@@ -253,15 +253,11 @@ def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
 
 
 def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
-    spec = LeafSpec(
-        entry["path"],
-        entry["kind"],
-        entry["dtype"],
-        tuple(entry["shape"]),
-        entry.get("mesh", HOST_LOCAL),
-        tuple(map(tuple, entry.get("spec", ()))),
-        **{name: entry[name] for name in _OPTIONAL if entry.get(name)},
-    )
+    about: dict[str, Any] = {name: entry[name] for name in _REQUIRED}
+    about |= {"shape": tuple(entry["shape"])}
+    about |= {name: entry[name] for name in _OPTIONAL if entry.get(name)}
+    mesh, partition = entry.get("mesh", HOST_LOCAL), tuple(map(tuple, entry.get("spec", ())))
+    spec = LeafSpec(**about, mesh=mesh, partition=partition)
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
 
 

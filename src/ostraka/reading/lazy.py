@@ -215,7 +215,17 @@ def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ..
     box: list[tuple[int, int]] = []
     within: list[Any] = []
     for dimension, (entry, extent) in enumerate(zip(given, leaf.shape, strict=True)):
-        picked = _picked(leaf.path, dimension, extent, entry)
+        if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
+            raise IndexError(
+                f"leaf {leaf.path!r} can be indexed with integers, slices and '...', not {entry!r}"
+            )
+        try:
+            picked = range(extent)[entry]
+        except IndexError as error:
+            raise IndexError(
+                f"leaf {leaf.path!r}: index {entry} is out of range for dimension {dimension} of "
+                f"{extent} elements"
+            ) from error
         if isinstance(picked, int):
             box.append((picked, picked + 1))
             within.append(0)
@@ -225,18 +235,3 @@ def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ..
             box.append((first, last + 1))
             within.append(slice(None, None, picked.step))
     return tuple(box), tuple(within)
-
-
-def _picked(path: str, dimension: int, extent: int, entry: Any) -> int | range:
-    """The elements that an index picks of a dimension."""
-    if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
-        raise IndexError(
-            f"leaf {path!r} can be indexed with integers, slices and '...', not {entry!r}"
-        )
-    try:
-        return range(extent)[entry]
-    except IndexError as error:
-        raise IndexError(
-            f"leaf {path!r}: index {entry} is out of range for dimension {dimension} of {extent} "
-            "elements"
-        ) from error

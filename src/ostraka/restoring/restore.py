@@ -130,16 +130,8 @@ def restore(
     if share_reads not in (True, False, "auto"):
         raise ValueError(f"share_reads must be True, False or 'auto', not {share_reads!r}")
     _check_types(only, strict, on_record)
-    choices = Choices(
-        None if mesh is None else as_mesh(mesh),
-        specs,
-        strict,
-        only,
-        rename,
-        dtype,
-        as_state,
-        in_place=into is not _NOT_GIVEN,
-    )
+    made, in_place = None if mesh is None else as_mesh(mesh), into is not _NOT_GIVEN
+    choices = Choices(made, specs, strict, only, rename, dtype, as_state, in_place)
     work = _Restore(path, names, choices, SourceComparison(path, share_reads))
     together = share_reads is True
     if not together and jax.process_count() > 1:
@@ -148,7 +140,7 @@ def restore(
     with _operation(str(path), together) as operation:
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)
-        if into is not _NOT_GIVEN:
+        if in_place:
             # The parsed tree must not be kept here: it holds the arrays that are to be let go.
             work.place = InPlace(parse(into))
             work.template = work.place.template

@@ -242,21 +242,18 @@ class _Finder:
         if found is None:
             mesh, partition = describe_sharding(destination.path, key[0], self._devices)
             cells = processes_by_cell(mesh, partition, rank, self._devices.process_of)
+            grid = partition_grid(mesh, partition, rank)
             shared = [members for members in cells if self._is_shared(members)]
             counts = Counter(process for members in shared for process in members)
-            grid = partition_grid(mesh, partition, rank)
+            own = [members for members in cells if self._process in members]
             found = self._cells[key] = _Cells(
                 grid,
-                tuple(sorted({process for members in cells for process in members})),
-                cells,
-                tuple(
-                    members if self._is_shared(members) else (self._process,)
-                    for members in cells
-                    if self._process in members
-                ),
-                max(counts.values(), default=0),
-                max(map(len, shared), default=1),
-                digest(repr((grid, cells)).encode()),
+                processes=tuple(sorted({process for members in cells for process in members})),
+                by_cell=cells,
+                members=tuple(m if self._is_shared(m) else (self._process,) for m in own),
+                most_shared=max(counts.values(), default=0),
+                most_members=max(map(len, shared), default=1),
+                text=digest(repr((grid, cells)).encode()),
             )
         return found
 
