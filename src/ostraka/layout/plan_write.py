@@ -220,7 +220,7 @@ def _cut_evenly(
         dimension = next(cuttable, None)
         if cell_bytes <= whole_limit or tiny or dimension is None:
             return None
-        grid, table = _refine(grid, table, dimension, copies)
+        return _refine(grid, table, dimension, copies)
     return grid, table[:, 0]
 
 
@@ -244,9 +244,7 @@ def _cut_for_idlest(
     pieces = max(1, min(copies, wanted, max(cell_shape, default=1)))
     idlest = np.lexsort(load, axis=-1)[:cells, :pieces]
     chosen = np.take_along_axis(table, idlest, axis=1)
-    if pieces > 1:
-        grid, chosen = _refine(grid, chosen, dimension, pieces)
-    return grid, chosen[:, 0]
+    return _refine(grid, chosen, dimension, pieces) if pieces > 1 else (grid, chosen[:, 0])
 
 
 def _capped(leaf: LeafSpec, grid: tuple[int, ...], owners: Numbers, limit: int) -> Layout:
@@ -257,19 +255,15 @@ def _capped(leaf: LeafSpec, grid: tuple[int, ...], owners: Numbers, limit: int) 
         if dimension is None:
             break
         pieces = min(-(-largest // limit), cell_shape[dimension])
-        table = np.repeat(owners.reshape(-1, 1), pieces, axis=1)
-        grid, table = _refine(grid, table, dimension, pieces)
-        owners = table[:, 0]
+        grid, owners = _refine(grid, np.repeat(owners, pieces), dimension, pieces)
     return Layout(grid, tuple(owners.tolist()))
 
 
-def _refine(
-    grid: tuple[int, ...], table: Numbers, dimension: int, pieces: int
-) -> tuple[tuple[int, ...], Numbers]:
+def _refine(grid: tuple[int, ...], table: Numbers, dimension: int, pieces: int) -> _Held:
     """Split each cell into `pieces` along a dimension. Column `i` of the table takes piece `i`."""
     spread = np.moveaxis(table.reshape(*grid, pieces), -1, dimension + 1)
     finer = tuple(g * pieces if d == dimension else g for d, g in enumerate(grid))
-    return finer, spread.reshape(-1, 1)
+    return finer, spread.reshape(-1)
 
 
 def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> Numbers:

@@ -81,7 +81,7 @@ class Differences:
 
     def lines(self, wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
         """A line for each difference. `wanted` and `saved` are the paths of all leaves."""
-        cause = list(_likely_cause(self.missing, wanted, saved))
+        cause = _likely_cause(self.missing, wanted, saved)
         named = sorted(_counted(saved).keys() - _counted(wanted))
         # `like` may leave out names at the top, so no other line lists these.
         tops = [name for name in named if "/" not in name]
@@ -146,42 +146,35 @@ def _counted(paths: Collection[str]) -> Counter[str]:
     return Counter(name for path in paths for name in names_on(path))
 
 
-def _likely_cause(
-    missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]
-) -> Iterator[str]:
+def _likely_cause(missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
     """Advice for a template that is one level too low or too high, all of it or a part.
 
     Passing only that part would leave the others out, so the advice for a part is `rename`.
     """
     if not missing or ROOT in wanted or ROOT in saved:
-        return
+        return []
     there = set(saved)
     is_all = len(missing) == len(wanted)
     names = [name for name in _tops(saved) if all(f"{name}/{path}" in there for path in missing)]
     if names and is_all:
         under = " and under ".join(map(repr, names))
         which = repr(names[0]) if len(names) == 1 else "name"
-        yield (
-            f"`like` looks like what was saved under {under}: pass like={{{which}: …}}"
-            + (", with the name of the one you want," if len(names) > 1 else ",")
-            + f" and take [{which}] of the result"
-        )
-        return
+        with_name = ", with the name of the one you want" if len(names) > 1 else ""
+        how = f"pass like={{{which}: …}}{with_name}, and take [{which}] of the result"
+        return [f"`like` looks like what was saved under {under}: {how}"]
     if names:
+        what = f"a part of `like` ({name_few(_tops(missing))}) was saved under {names[0]!r}"
         how = _rename({f"{names[0]}/{top}": top for top in _tops(missing)}, missing, wanted)
-        if how:
-            yield (
-                f"a part of `like` ({name_few(_tops(missing))}) was saved under {names[0]!r}: {how}"
-            )
-        return
+        return [f"{what}: {how}"] if how else []
     name = missing[0].split("/")[0]
     below = [path.removeprefix(f"{name}/") for path in missing]
-    if all(path != short and short in there for path, short in zip(missing, below, strict=True)):
-        how = f"pass what is under {name!r} itself"
-        if not is_all:
-            how = _rename({top: f"{name}/{top}" for top in _tops(below)}, missing, wanted)
-        if how:
-            yield f"the checkpoint has at its top what `like` has under {name!r}: {how}"
+    if not there.issuperset(below) or not all(path.startswith(f"{name}/") for path in missing):
+        return []
+    how = f"pass what is under {name!r} itself"
+    if not is_all:
+        how = _rename({top: f"{name}/{top}" for top in _tops(below)}, missing, wanted)
+    what = f"the checkpoint has at its top what `like` has under {name!r}"
+    return [f"{what}: {how}"] if how else []
 
 
 def _tops(paths: Sequence[str]) -> list[str]:

@@ -169,7 +169,8 @@ def _step(part: str | Wildcard, text: str, ends: int) -> int:
     if not part.without:
         found = ends if part.most == 1 else _from(ends, len(text))
         return found if not part.least else found << 1 & _all(len(text))
-    allowed = _allowed(part.without, text)
+    marks = ["0" if character in part.without else "1" for character in text]
+    allowed = int("".join(marks) or "0", 2)
     if part.most == 1:
         return (ends & allowed) << 1
     if part.least:
@@ -185,11 +186,6 @@ def _from(positions: int, length: int) -> int:
 
 def _all(length: int) -> int:
     return (2 << length) - 1
-
-
-def _allowed(without: str, text: str) -> int:
-    marks = "".join(["0" if character in without else "1" for character in text])
-    return int(marks or "0", 2)
 
 
 def _ends_of(literal: str, text: str) -> int:
