@@ -59,7 +59,7 @@ def llama_tensors(dtype: Any = np.float32, **config: Any) -> dict[str, Any]:
     random = np.random.default_rng(0)
     leaves = names.decompose(dict(parameters_of(settings)))
     return {
-        tensor: random.normal(size=leaf.tensor_shape).astype(dtype)
+        tensor: random.normal(size=leaf.form.shape_before).astype(dtype)
         for leaf in leaves
         for tensor in leaf.tensors
     }

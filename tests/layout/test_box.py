@@ -31,6 +31,11 @@ def grids(draw, rank):
     return tuple(draw(st.lists(st.integers(1, 9), min_size=rank, max_size=rank)))
 
 
+def cut(extent, parts, index):
+    """Part `index` of `extent` elements cut in `parts`."""
+    return _box.cell((extent,), (parts,), index)[0]
+
+
 def numbered(shape):
     return np.arange(int(np.prod(shape))).reshape(shape)
 
@@ -46,7 +51,7 @@ def local(box, within):
 
 @given(extent=st.integers(0, 300), parts=st.integers(1, 40))
 def test_parts_follow_each_other_without_gap_or_overlap(extent, parts):
-    cuts = [_box.cut(extent, parts, i) for i in range(parts)]
+    cuts = [cut(extent, parts, i) for i in range(parts)]
     assert cuts[0][0] == 0
     assert cuts[-1][1] == extent
     assert all(a[1] == b[0] for a, b in pairwise(cuts))
@@ -57,15 +62,15 @@ def test_parts_follow_each_other_without_gap_or_overlap(extent, parts):
 @given(extent=st.integers(0, 200), parts=st.integers(1, 12), finer=st.integers(1, 12))
 def test_cutting_finer_keeps_the_coarse_cuts(extent, parts, finer):
     for part in range(parts):
-        start, stop = _box.cut(extent, parts, part)
-        pieces = [_box.cut(extent, parts * finer, part * finer + i) for i in range(finer)]
+        start, stop = cut(extent, parts, part)
+        pieces = [cut(extent, parts * finer, part * finer + i) for i in range(finer)]
         assert (pieces[0][0], pieces[-1][1]) == (start, stop)
 
 
 @given(extent=st.integers(1, 300), parts=st.integers(1, 400))
 def test_part_of_is_the_inverse_of_cut(extent, parts):
     for position in range(extent):
-        start, stop = _box.cut(extent, parts, _box.part_of(extent, parts, position))
+        start, stop = cut(extent, parts, _box.part_of(extent, parts, position))
         assert start <= position < stop
 
 

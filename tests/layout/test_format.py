@@ -23,8 +23,6 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.errors import Damaged, NotACheckpoint, OstrakaError, UnsupportedFormat
 from ostraka.formats.ostraka.damage import boxes_between
 from ostraka.layout import box as _box
-from ostraka.layout import header as _header
-from ostraka.layout import index as _index
 from ostraka.layout import metadata as _metadata
 from ostraka.layout import plan_write as _plan_write
 from ostraka.layout import shard_file as _format
@@ -212,7 +210,7 @@ def test_other_names_are_not_taken_for_shards(name):
 
 def header_of(plan, file, contents):
     entries = contents[file.device, file.part]
-    return entries, _header.encode_header(entries, plan.leaves, ID, file.header_bytes)
+    return entries, _format.encode_header(entries, plan.leaves, ID, file.header_bytes)
 
 
 @settings(max_examples=60)
@@ -291,11 +289,11 @@ def test_a_header_never_outgrows_its_plan(names, compressed, data):
         entries.append(Entry(number, box, offset, nbytes))
         offset += nbytes
     capacity = sum(
-        _header.header_capacity(leaf.spec, "zstd" if compressed else "") for leaf in leaves
+        _format.header_capacity(leaf.spec, "zstd" if compressed else "") for leaf in leaves
     )
-    planned = _header.header_bytes_for(capacity)
+    planned = _format.header_bytes_for(capacity)
     stored = {n: StoredRange(10**14, 2 * 10**14, compressed) for n in range(len(leaves))}
-    header = _header.encode_header(
+    header = _format.encode_header(
         entries, leaves, ID, planned, stored=stored if compressed else None
     )
     assert len(header) == planned
@@ -340,13 +338,13 @@ def test_an_index_decodes_to_what_was_encoded(blocks):
         )
         for name, lengths in blocks.items()
     }
-    assert _index.decode_index(_index.encode_index(ID, 3, files)) == files
+    assert _format.decode_index(_format.encode_index(ID, 3, files)) == files
 
 
 def test_an_index_of_compressed_blocks_decodes_to_what_was_encoded():
     digests = tuple(f"{n:016x}" for n in range(4))
     file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
-    assert _index.decode_index(_index.encode_index(ID, 0, {"shard": file})) == {"shard": file}
+    assert _format.decode_index(_format.encode_index(ID, 0, {"shard": file})) == {"shard": file}
     assert [block[:4] for block in file.blocks()] == [
         (-10, 0, 0, 10),
         (0, 30, 10, 30),
@@ -370,18 +368,18 @@ def test_an_index_of_compressed_blocks_decodes_to_what_was_encoded():
 def test_an_index_of_impossible_compressed_blocks_is_refused(field, value, found):
     digests = tuple(f"{n:016x}" for n in range(4))
     file = FileDigests(60, (10, 20, 5, 25), digests, (10, 30, 5, 50), ("a" * 16, "b" * 16))
-    body = json.loads(_index.encode_index(ID, 0, {"shard": file}))
+    body = json.loads(_format.encode_index(ID, 0, {"shard": file}))
     body["files"]["shard"][field] = value
     with pytest.raises(ValueError, match=found):
-        _index.decode_index(json.dumps(body).encode())
+        _format.decode_index(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(11, (4, 6)), (10, (4, 12, -6)), (10, (4, 0, 6))])
 def test_an_index_whose_blocks_do_not_add_up_is_refused(size, lengths):
     files = {"shard": FileDigests(size, lengths, ("0" * 16,) * len(lengths))}
-    body = json.loads(_index.encode_index(ID, 0, files))
+    body = json.loads(_format.encode_index(ID, 0, files))
     with pytest.raises(ValueError, match="blocks of shard do not add up"):
-        _index.decode_index(json.dumps(body).encode())
+        _format.decode_index(json.dumps(body).encode())
 
 
 # _METADATA

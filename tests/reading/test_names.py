@@ -100,7 +100,7 @@ def test_a_function_that_stacks_and_one_that_writes():
         return {"path": path.replace("/", "."), "transpose": True}
 
     (tensor,) = read_names(name).decompose({"a/kernel": (2, 3)})
-    assert (tensor.path, tensor.shape, tensor.tensors, tensor.tensor_shape) == (
+    assert (tensor.path, tensor.shape, tensor.tensors, tensor.form.shape_before) == (
         "a/kernel",
         (2, 3),
         ("a.kernel",),
@@ -266,7 +266,7 @@ def test_families_make_the_planner_s_parameters(name: str):
     needed = {leaf.path: leaf.shape for leaf in leaves if not leaf.optional}
     assert needed == dict(families.parameters_of(config))
     again = names.decompose(needed)
-    written = {tensor: leaf.tensor_shape for leaf in again for tensor in leaf.tensors}
+    written = {tensor: leaf.form.shape_before for leaf in again for tensor in leaf.tensors}
     assert shapes_of(names.compose(written)) == shapes_of(leaves)
     if config["model_type"] != "gemma3":  # whose files have had three kinds of names
         assert written == tensors

@@ -22,7 +22,7 @@ def shapes_of(leaves: list[Composition]) -> Shapes:
 
 
 def tensors_of(leaves: list[Composition]) -> Shapes:
-    return {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
+    return {name: leaf.form.shape_before for leaf in leaves for name in leaf.tensors}
 
 
 # What rules can say: tensors as programs write them, and the leaves of models

@@ -10,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from ostraka.layout.box import Box
-from ostraka.restoring._assemble import Assembler, convert_weakly
+from ostraka.layout.spec import LeafSpec
+from ostraka.restoring._assemble import Assembler
+from ostraka.restoring.destinations import Destination
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
@@ -34,9 +36,8 @@ def test_arrays_of_one_kind_have_each_their_own_values(spec: P, dtype: str):
     for start in range(3):
         whole = (np.arange(8 * 16).reshape(8, 16) % 5 + start).astype(jnp.dtype(dtype))
         boxes, arrays = parts_of(whole, sharding)
-        made = assembler.make(
-            whole.shape, dtype, sharding, boxes, arrays, committed=True, weak=False
-        )
+        leaf = LeafSpec("w", "jax", dtype, whole.shape)
+        made = assembler.make(leaf, Destination(0, "w", "jax", sharding, boxes), arrays)
         assert made.sharding == sharding
         assert made.dtype == whole.dtype
         assert made.committed
@@ -48,19 +49,10 @@ def test_arrays_of_one_kind_have_each_their_own_values(spec: P, dtype: str):
 def test_commitment_and_weak_types(committed: bool, weak: bool):
     assembler = Assembler()
     sharding = SingleDeviceSharding(jax.devices()[0])
+    leaf = LeafSpec("w", "jax", "float32", ())
+    found = Destination(0, "w", "jax", sharding, ((),), committed=committed, weak=weak)
     for value in (1.0, 2.0):
-        made = assembler.make(
-            (),
-            "float32",
-            sharding,
-            ((),),
-            [np.full((), value, np.float32)],
-            committed=committed,
-            weak=weak,
-        )
+        made = assembler.make(leaf, found, [np.full((), value, np.float32)])
         assert (made.committed, made.weak_type, float(made)) == (committed, weak, value)
-
-
-def test_a_weak_type_gives_way():
-    weak = convert_weakly(jnp.ones(3, jnp.float32))
-    assert (weak + jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+        dtype = jnp.bfloat16 if weak else jnp.float32  # A weak type gives way.
+        assert (made + jnp.ones(3, jnp.bfloat16)).dtype == dtype

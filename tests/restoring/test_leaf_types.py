@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostraka.layout.spec import LeafSpec
-from ostraka.restoring._leaf_types import exactly, kind_of, show_value, type_problems
+from ostraka.restoring._differences import exactly, kind_of, show_value, type_problems
 from ostraka.restoring.in_place import Outline
 
 KINDS = [

@@ -10,9 +10,8 @@ import atheris  # pyright: ignore
 
 with atheris.instrument_imports(include=["ostraka"]):  # pyright: ignore
     from ostraka.errors import OstrakaError
-    from ostraka.layout.index import decode_index
     from ostraka.layout.metadata import decode_metadata, metadata_is_intact
-    from ostraka.layout.shard_file import digest
+    from ostraka.layout.shard_file import decode_index, digest
     from ostraka.tree.json_tree import saved_tree
 
 EXAMPLE = (

@@ -16,8 +16,7 @@ from typing import Any, cast
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.layout.box import Box
-from ostraka.layout.header import real_starts
-from ostraka.layout.shard_file import Block, Entry, stored_range
+from ostraka.layout.shard_file import Block, Entry, real_starts, stored_range
 from ostraka.layout.spec import StoredLeaf
 
 MAX_HEADER_BYTES = 100_000_000

@@ -13,11 +13,6 @@ from math import prod
 Box = tuple[tuple[int, int], ...]
 
 
-def cut(extent: int, parts: int, index: int) -> tuple[int, int]:
-    """Part `index` of `extent` elements cut in `parts`."""
-    return extent * index // parts, extent * (index + 1) // parts
-
-
 def full(shape: Sequence[int]) -> Box:
     """The box that is all of an array."""
     return tuple((0, n) for n in shape)
@@ -28,7 +23,7 @@ def cell(shape: Sequence[int], grid: Sequence[int], index: int) -> Box:
     box: list[tuple[int, int]] = []
     for extent, parts in zip(reversed(shape), reversed(grid), strict=True):
         index, at = divmod(index, parts)
-        box.append((extent * at // parts, extent * (at + 1) // parts))  # as `cut`
+        box.append((extent * at // parts, extent * (at + 1) // parts))
     return tuple(reversed(box))
 
 
@@ -58,26 +53,23 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
 def overlapping_cells(shape: Sequence[int], grid: Sequence[int], box: Box) -> list[int]:
     """The cells (row-major numbers, ascending) of a cut array that share elements with `box`."""
     cells = [0]
-    for extent, parts, (start, stop) in zip(shape, grid, box, strict=True):
-        if start >= stop:
-            return []
-        under = range(part_of(extent, parts, start), part_of(extent, parts, stop - 1) + 1)
+    for parts, under in zip(grid, parts_under(shape, grid, box), strict=True):
         cells = [cell * parts + part for cell in cells for part in under]
     return cells
 
 
-def count_overlapping(shape: Sequence[int], grid: Sequence[int], box: Box) -> int:
-    """How many cells of a cut array share elements with `box`."""
-    total = 1
-    for extent, parts, (start, stop) in zip(shape, grid, box, strict=True):
-        if start >= stop:
-            return 0
-        total *= part_of(extent, parts, stop - 1) - part_of(extent, parts, start) + 1
-    return total
+def parts_under(shape: Sequence[int], grid: Sequence[int], box: Box) -> list[range]:
+    """For each dimension of a cut array, the parts that share elements with `box`."""
+    return [
+        range(part_of(extent, parts, start), part_of(extent, parts, stop - 1) + 1)
+        if start < stop
+        else range(0)
+        for extent, parts, (start, stop) in zip(shape, grid, box, strict=True)
+    ]
 
 
 def part_of(extent: int, parts: int, position: int) -> int:
-    """The part that holds element `position`: the inverse of `cut`."""
+    """The part that holds element `position`."""
     return ((position + 1) * parts - 1) // extent
 
 
@@ -115,12 +107,8 @@ def around_span(start: int, stop: int, within: Box) -> Box:
 
 def rows_around(box: Box, within: Box) -> Box:
     """The smallest box around `box` that is one run of the elements of `within`."""
-    rows: list[tuple[int, int]] = []
-    open_ended = False
-    for (start, stop), outer in zip(box, within, strict=True):
-        rows.append(outer if open_ended else (start, stop))
-        open_ended = open_ended or stop - start > 1
-    return tuple(rows)
+    at = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), len(box))
+    return (*box[: at + 1], *within[at + 1 :])
 
 
 def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> Iterator[Box]:
@@ -130,10 +118,10 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
     blocks end.
     """
     start, stop = flat_span(rows_around(box, within), within)
-    dimension = next((d for d, (s, e) in enumerate(box) if e - s > 1), len(box))
-    if stop - start <= max_elements or dimension == len(box):
+    if stop - start <= max_elements or count(box) <= 1:
         yield box
         return
+    dimension = next(d for d, (s, e) in enumerate(box) if e - s > 1)
     low, high = box[dimension]
     row = prod(e - s for s, e in within[dimension + 1 :])
     rows_per_block = max(block_elements // row, 1) if block_elements <= max_elements else 1
@@ -141,28 +129,19 @@ def bands(box: Box, within: Box, max_elements: int, block_elements: int = 1) -> 
     first_row = start // row
     while low < high:
         end = min(low + step - first_row % rows_per_block, high)
-        yield from bands(
-            (*box[:dimension], (low, end), *box[dimension + 1 :]),
-            within,
-            max_elements,
-            block_elements,
-        )
+        band = (*box[:dimension], (low, end), *box[dimension + 1 :])
+        yield from bands(band, within, max_elements, block_elements)
         first_row += end - low
         low = end
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
     """How long the runs of a box are in an array, and where each begins, in elements of it."""
-    strides = [1] * len(shape)
-    for dimension in reversed(range(len(shape) - 1)):
-        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-    inner = len(shape)
-    while inner and box[inner - 1] == (0, shape[inner - 1]):
-        inner -= 1
-    # The last dimension that is cut belongs to the run, with all that is whole below it.
-    at = max(inner - 1, 0)
     if not box:
         return 1, [0]
+    strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    # The last dimension that is cut belongs to the run, with all that is whole below it.
+    at = max((d for d, extent in enumerate(shape) if box[d] != (0, extent)), default=0)
     run = (box[at][1] - box[at][0]) * strides[at]
     offsets = [box[at][0] * strides[at]]
     for dimension in reversed(range(at)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,14 +21,12 @@ def check_dtype_rule(rule: DtypeRule, leaves: Sequence[LeafSpec] | None = None) 
 
     Given the leaves, also if one of its patterns matches no floating-point array.
     """
-    for found in cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]:
+    for found in patterns.rules_in(rule):
         floating_dtype(found, "")
-    if leaves is None or not isinstance(rule, dict):
-        return
-    paths = [leaf.path for leaf in leaves if may_cast(leaf)]
-    patterns.refuse_unmatched(
-        "dtype", cast("dict[str, Any]", rule), paths, "floating-point array of the tree"
-    )
+    if leaves is not None and isinstance(rule, Mapping):
+        paths = [leaf.path for leaf in leaves if may_cast(leaf)]
+        table, what = cast("Mapping[str, Any]", rule), "floating-point array of the tree"
+        patterns.refuse_unmatched("dtype", table, paths, what)
 
 
 def may_cast(spec: LeafSpec) -> bool:
@@ -46,7 +44,7 @@ def cast_leaf(spec: LeafSpec, rule: DtypeRule) -> LeafSpec:
 
 def floating_dtype(rule: DtypeRule, path: str) -> str | None:
     """The dtype that a rule gives to a path. Raises ValueError for what is not floating-point."""
-    found = patterns.lookup(cast("dict[str, Any]", rule), path) if isinstance(rule, dict) else rule
+    found = patterns.lookup(rule, path)
     if found is None:
         return None
     try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -40,32 +40,6 @@ class Undecodable(ValueError):
     """The stored bytes are no compressed block."""
 
 
-class Codec(Protocol):
-    """A way to compress blocks. `CODECS` has all of them."""
-
-    name: ClassVar[str]
-    levels: ClassVar[range]
-    """The levels that a rule may ask for."""
-    first_bytes: ClassVar[range]
-    """The values of the first byte of its blocks. No two codecs share any."""
-
-    def __init__(self, level: int | None) -> None: ...
-
-    def encode(self, data: Array, width: int) -> list[Any] | None:
-        """The stored pieces of a block of `width`-byte elements, or None if not smaller."""
-        ...
-
-    @staticmethod
-    def decode(stored: Array, out: Array) -> None:
-        """Fill `out` with the bytes of a block. Raises ValueError if it is no such block."""
-        ...
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raise UnsupportedFormat if a package that it needs is not installed."""
-        ...
-
-
 def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
     """As `check_rule`. Raises UnsupportedFormat if a package that it needs is not installed."""
     check_rule(rule, leaves)
@@ -76,28 +50,20 @@ def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None)
 def check_rule(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
     """Raise ValueError if `rule` is malformed or one of its patterns matches no leaf."""
     _codecs_in(rule)
-    if leaves is not None and isinstance(rule, dict):
-        paths = [leaf.path for leaf in leaves]
-        patterns.refuse_unmatched(
-            "compress", cast("dict[str, Any]", rule), paths, "array of the tree"
-        )
+    if leaves is not None and isinstance(rule, Mapping):
+        table, paths = cast("Mapping[str, Any]", rule), [leaf.path for leaf in leaves]
+        patterns.refuse_unmatched("compress", table, paths, "array of the tree")
 
 
 def codecs_of(rule: CompressRule, leaves: Sequence[LeafSpec]) -> dict[int, Codec]:
     """By number, the leaves that a rule compresses, and how. Small ones are not compressed."""
-    codecs: dict[int, Codec] = {}
-    for number, leaf in enumerate(leaves):
-        if leaf.nbytes >= LEAST_COMPRESSED_BYTES:
-            table = cast("dict[str, Any]", rule)
-            codec = _codec(patterns.lookup(table, leaf.path) if isinstance(rule, dict) else rule)
-            if codec is not None:
-                codecs[number] = codec
-    return codecs
+    large = [n for n, leaf in enumerate(leaves) if leaf.nbytes >= LEAST_COMPRESSED_BYTES]
+    found = {n: _codec(patterns.lookup(rule, leaves[n].path)) for n in large}
+    return {number: codec for number, codec in found.items() if codec is not None}
 
 
 def _codecs_in(rule: CompressRule) -> list[Codec]:
-    rules = cast("dict[str, Any]", rule).values() if isinstance(rule, dict) else [rule]
-    return [codec for one in rules if (codec := _codec(one)) is not None]
+    return [codec for one in patterns.rules_in(rule) if (codec := _codec(one)) is not None]
 
 
 def _codec(rule: Any) -> Codec | None:
@@ -142,15 +108,23 @@ def decode(stored: Array, out: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """zstd on groups of bytes. Without a level it uses parameters for floats."""
+    """zstd on groups of bytes. Without a level it uses parameters for floats.
+
+    Another codec is a class with the same names, and an entry in `CODECS`.
+    """
 
     level: int | None
     name: ClassVar[str] = "zstd"
     levels: ClassVar[range] = range(1, 23)
+    """The levels that a rule may ask for."""
     first_bytes: ClassVar[range] = range(1, 17)
-    """A block begins with the width of its elements."""
+    """The values of the first byte of its blocks: the width of their elements.
+
+    No two codecs share any.
+    """
 
     def encode(self, data: Array, width: int) -> list[Any] | None:
+        """The stored pieces of a block of `width`-byte elements, or None if not smaller."""
         compressor = _thread.compressor(self.level)
         lengths: list[int] = []
         groups: list[Any] = []
@@ -164,10 +138,33 @@ class Zstd:
 
     @staticmethod
     def decode(stored: Array, out: Array) -> None:
-        _decode_groups(stored, out)
+        """Fill `out` with the bytes of a block. Raises ValueError if it is no such block."""
+        width = int(stored[0])
+        position = 1 + 4 * width
+        if out.size % width or stored.size < position:
+            raise Undecodable(f"it can't have elements of {width} bytes")
+        count = out.size // width
+        groups: list[Array] = []
+        for place, number in enumerate(struct.unpack(f"<{width}I", stored[1:position].tobytes())):
+            length = number & ~_IS_COMPRESSED
+            group = stored[position : position + length]
+            if number & _IS_COMPRESSED:
+                group = np.frombuffer(_thread.decompress(group, count), np.uint8)
+            if group.size != count:
+                raise Undecodable(f"a group has {group.size:,} bytes, not {count:,}")
+            groups.append(group)
+            if width not in _INTEGERS:
+                out[place::width] = groups.pop()
+            elif len(groups) == 2:
+                _put_pair(groups[0], groups[1], out.view(_INTEGERS[2]), place // 2, width // 2)
+                groups.clear()
+            position += length
+        if position != stored.size:
+            raise Undecodable(f"it has {stored.size:,} bytes, and its groups {position:,}")
 
     @staticmethod
     def check_installed() -> None:
+        """Raise UnsupportedFormat if a package that it needs is not installed."""
         _zstandard()
 
 
@@ -185,31 +182,6 @@ def _compress(group: Array, compressor: Any) -> bytes | None:
 
 def _saves_enough(packed: bytes, group: Array) -> bool:
     return len(packed) <= group.size - group.size // _LEAST_SAVED
-
-
-def _decode_groups(stored: Array, out: Array) -> None:
-    width = int(stored[0])
-    position = 1 + 4 * width
-    if out.size % width or stored.size < position:
-        raise Undecodable(f"it can't have elements of {width} bytes")
-    count = out.size // width
-    groups: list[Array] = []
-    for place, number in enumerate(struct.unpack(f"<{width}I", stored[1:position].tobytes())):
-        length = number & ~_IS_COMPRESSED
-        group = stored[position : position + length]
-        if number & _IS_COMPRESSED:
-            group = np.frombuffer(_thread.decompress(group, count), np.uint8)
-        if group.size != count:
-            raise Undecodable(f"a group has {group.size:,} bytes, not {count:,}")
-        groups.append(group)
-        if width not in _INTEGERS:
-            out[place::width] = groups.pop()
-        elif len(groups) == 2:
-            _put_pair(groups[0], groups[1], out.view(_INTEGERS[2]), place // 2, width // 2)
-            groups.clear()
-        position += length
-    if position != stored.size:
-        raise Undecodable(f"it has {stored.size:,} bytes, and its groups {position:,}")
 
 
 def _put_pair(low: Array, high: Array, out: Array, place: int, width: int) -> None:
@@ -243,15 +215,12 @@ class _Thread(threading.local):
         """For what `_put_pair` makes."""
 
     def compressor(self, level: int | None) -> Any:
-        made = self._compressors.get(level)
-        if made is None:
+        if level not in self._compressors:
             zstd = _zstandard()
-            if level is None:
-                made = zstd.ZstdCompressor(compression_params=_parameters_for_floats(zstd))
-            else:
-                made = zstd.ZstdCompressor(level=level)
-            self._compressors[level] = made
-        return made
+            params = _parameters_for_floats(zstd) if level is None else None
+            how = {"level": level} if params is None else {"compression_params": params}
+            self._compressors[level] = zstd.ZstdCompressor(**how)
+        return self._compressors[level]
 
     def decompress(self, packed: Array, count: int) -> bytes:
         """Raises Undecodable unless it is one frame of so many bytes."""
@@ -297,5 +266,6 @@ def _zstandard() -> Any:
     return zstandard
 
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Zstd,)}
+Codec = Zstd
+CODECS = {codec.name: codec for codec in (Zstd,)}
 """All codecs by name."""

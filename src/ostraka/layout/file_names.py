@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _MOST_LISTED = 10
 
@@ -28,21 +28,28 @@ def steps_among(names: Iterable[str]) -> dict[int, list[str]]:
 
     If a step has several names, the manager's own comes first, and the others follow in order.
     """
-    found: dict[int, list[str]] = {}
-    for name in sorted(names):
-        step = step_of(name)
-        if step is not None:
-            found.setdefault(step, []).append(name)
-    return {step: _own_first(step, found[step]) for step in sorted(found)}
+    return {
+        step: sorted(found, key=lambda name: name != name_of(step))
+        for step, found in _by_step(names, step_of).items()
+    }
 
 
 def prefixed_steps(names: Iterable[str]) -> dict[int, list[str]]:
     """The steps, ascending, that names with any prefix mean, as Orbax may have: `ckpt_100`."""
+
+    def prefixed_step(name: str) -> int | None:
+        match = _PREFIXED.fullmatch(name)
+        return int(match[1]) if match and step_of(name) is None else None
+
+    return _by_step(names, prefixed_step)
+
+
+def _by_step(names: Iterable[str], find: Callable[[str], int | None]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name in sorted(names):
-        match = _PREFIXED.fullmatch(name)
-        if match and step_of(name) is None:
-            found.setdefault(int(match[1]), []).append(name)
+        step = find(name)
+        if step is not None:
+            found.setdefault(step, []).append(name)
     return dict(sorted(found.items()))
 
 
@@ -83,7 +90,3 @@ def list_steps(steps: Sequence[int]) -> str:
     if len(steps) > _MOST_LISTED:
         return f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
     return ", ".join(str(step) for step in steps) or "none"
-
-
-def _own_first(step: int, names: list[str]) -> list[str]:
-    return names if len(names) == 1 else sorted(names, key=lambda name: name != name_of(step))

@@ -102,13 +102,11 @@ def shard_contents(
         for file in metadata.files
         if devices is None or file.device in devices
     }
+    may_be_less = metadata.version >= _format.COMPRESSED_VERSION
     for key in sorted(contents.keys() | files.keys()):
-        last = contents[key][-1] if key in contents else None
         stored_bytes = files[key].size - files[key].header_bytes if key in files else -1
-        data_bytes = -1 if last is None else last.offset + last.nbytes
-        may_be_less = metadata.version >= _format.COMPRESSED_VERSION
-        fits = stored_bytes == data_bytes or (may_be_less and 0 <= stored_bytes < data_bytes)
-        if last is None or not fits:
+        data_bytes = contents[key][-1].offset + contents[key][-1].nbytes if key in contents else -2
+        if stored_bytes != data_bytes and not (may_be_less and 0 <= stored_bytes < data_bytes):
             raise ValueError(
                 f"the file table and the layouts disagree about {_format.shard_name(*key)}"
             )
@@ -247,28 +245,19 @@ _OPTIONAL = ("prng", "cast_from", "per_process", "uncommitted", "weak", "memory"
 
 
 def _encode_leaf(leaf: StoredLeaf) -> dict[str, Any]:
-    entry: dict[str, Any] = {name: getattr(leaf.spec, name) for name in _REQUIRED}
-    entry["layout"] = leaf.layout
-    if leaf.part:
-        entry["part"] = leaf.part
-    if leaf.spec.mesh >= 0:
-        entry |= {"mesh": leaf.spec.mesh, "spec": leaf.spec.partition}
-    for name in _OPTIONAL:
-        if value := getattr(leaf.spec, name):
-            entry[name] = value
-    return entry
+    spec = leaf.spec
+    entry: dict[str, Any] = {name: getattr(spec, name) for name in _REQUIRED}
+    entry |= {"layout": leaf.layout} | ({"part": leaf.part} if leaf.part else {})
+    entry |= {"mesh": spec.mesh, "spec": spec.partition} if spec.mesh >= 0 else {}
+    return entry | {name: value for name in _OPTIONAL if (value := getattr(spec, name))}
 
 
 def _decode_leaf(entry: dict[str, Any]) -> StoredLeaf:
-    spec = LeafSpec(
-        entry["path"],
-        entry["kind"],
-        entry["dtype"],
-        tuple(entry["shape"]),
-        entry.get("mesh", HOST_LOCAL),
-        tuple(map(tuple, entry.get("spec", ()))),
-        **{name: entry[name] for name in _OPTIONAL if entry.get(name)},
-    )
+    about: dict[str, Any] = {name: entry[name] for name in _REQUIRED}
+    about |= {"shape": tuple(entry["shape"])}
+    about |= {name: entry[name] for name in _OPTIONAL if entry.get(name)}
+    mesh, partition = entry.get("mesh", HOST_LOCAL), tuple(map(tuple, entry.get("spec", ())))
+    spec = LeafSpec(**about, mesh=mesh, partition=partition)
     return StoredLeaf(spec, entry["layout"], entry.get("part", 0))
 
 
@@ -382,8 +371,8 @@ def _check_leaf(leaf: StoredLeaf, metadata: Metadata, processes: int, checked: s
         _require(not spec.partition, f"{where} has a spec and no mesh")
     else:
         mesh = metadata.meshes[spec.mesh]
-        misfit = next(iter_misfits(spec.path, spec.logical_shape, mesh, spec.partition), None)
-        _require(misfit is None, "" if misfit is None else misfit.message)
+        for misfit in iter_misfits(spec.path, spec.logical_shape, mesh, spec.partition):
+            _require(False, misfit.message)
     checked.add(kind)
 
 

@@ -118,10 +118,7 @@ def _add_up(columns: Sequence[Sequence[tuple[int, Array]]], target: Array) -> No
     whole = next(
         (n for n, c in enumerate(columns) if len(c) == 1 and len(c[0][1]) == len(target)), -1
     )
-    if whole < 0:
-        target[:] = 0
-    else:
-        target[:] = columns[whole][0][1]
+    target[:] = 0 if whole < 0 else columns[whole][0][1]
     for number, column in enumerate(columns):
         if number != whole:
             for at, piece in column:

@@ -7,17 +7,24 @@ indexes, and last the digests of everything before. `_METADATA` has the digest o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from ostraka.layout import shard_file as _format
 from ostraka.layout.runs import decode_runs, encode_runs
-from ostraka.layout.shard_file import BLOCK_BYTES, PAGE_BYTES, FileDigests, FileEntry, dumps
+from ostraka.layout.shard_file import (
+    BLOCK_BYTES,
+    DIGEST_DIGITS,
+    PAGE_BYTES,
+    FileDigests,
+    FileEntry,
+    cut_digests,
+    dumps,
+)
 
 _LONGEST_NUMBER = 10**15
-_DIGEST_DIGITS = 16
 _MOST_MEMBERS = 255
 _MOST_COUNT = 2
 _COLUMNS = ("process", "header_bytes", "size")
@@ -85,7 +92,7 @@ class ParityLayout:
 
     @property
     def table_bytes(self) -> int:
-        return (1 + self.blocks + len(self.indexes)) * _DIGEST_DIGITS
+        return (1 + self.blocks + len(self.indexes)) * DIGEST_DIGITS
 
     @property
     def size(self) -> int:
@@ -103,10 +110,8 @@ class ParityLayout:
 
     def digests(self, table: bytes, digest: str) -> FileDigests:
         """A file's blocks, with the digests at its end and their own digest."""
-        text = table.decode("ascii", errors="replace")
-        found = [text[at : at + _DIGEST_DIGITS] for at in range(0, len(text), _DIGEST_DIGITS)]
-        lengths = (*self.lengths, self.table_bytes)
-        return FileDigests(self.size, lengths, (*found, digest))
+        found = cut_digests(table.decode("ascii", errors="replace"))
+        return FileDigests(self.size, (*self.lengths, self.table_bytes), (*found, digest))
 
 
 def layouts_of(
@@ -200,33 +205,19 @@ def encode_parity(parity: Parity) -> dict[str, Any]:
 
 def decode_parity(body: Mapping[str, Any]) -> Parity:
     """Raises ValueError, KeyError or TypeError if it is malformed."""
-    count, text = body["count"], str(body["digests"])
-    rows = iter(decode_runs(body["members"]))
-    lengths = decode_runs(body["lengths"])
+    count, digests = body["count"], cut_digests(body["digests"])
+    rows, lengths = decode_runs(body["members"]), decode_runs(body["lengths"])
     if type(count) is not int or not 1 <= count <= _MOST_COUNT:
         raise ValueError(f"a group has {count!r} parity files")
     if any(not 1 <= length <= _MOST_MEMBERS for length in lengths):
         raise ValueError("a group of parity has an impossible number of members")
-    groups = tuple(tuple(_take(rows, length)) for length in lengths)
-    columns = [decode_runs(body[name]) for name in _COLUMNS]
-    digests = [text[at : at + _DIGEST_DIGITS] for at in range(0, len(text), _DIGEST_DIGITS)]
-    places = [(group, number) for group in range(len(groups)) for number in range(count)]
-    if next(rows, None) is not None:
+    if sum(lengths) != len(rows):
         raise ValueError("the groups of parity have other members than were listed")
-    rows_of_files = zip(places, *columns, digests, strict=True)
-    files = [
-        ParityFile(group, number, process, header_bytes, size, digest)
-        for (group, number), process, header_bytes, size, digest in rows_of_files
-    ]
-    return Parity(count, groups, tuple(files))
-
-
-def _take(rows: Iterator[int], length: int) -> Iterable[int]:
-    for _ in range(length):
-        row = next(rows, None)
-        if row is None:
-            raise ValueError("the groups of parity have fewer members than they should")
-        yield row
+    groups = tuple(rows[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0)))
+    columns = [decode_runs(body[name]) for name in _COLUMNS]
+    places = product(range(len(groups)), range(count))
+    files: Any = zip(places, *columns, digests, strict=True)
+    return Parity(count, groups, tuple(ParityFile(*place, *about) for place, *about in files))
 
 
 def check_parity_table(
@@ -244,5 +235,5 @@ def check_parity_table(
         layout = replace(layouts[file.group], header_bytes=file.header_bytes)
         if file.header_bytes <= 8 or file.size != layout.size:
             raise ValueError(f"{file.name} does not have the size that its group needs")
-        if file.process < 0 or len(file.digest) != _DIGEST_DIGITS:
+        if file.process < 0 or len(file.digest) != DIGEST_DIGITS:
             raise ValueError(f"{file.name} has no process or no digest")

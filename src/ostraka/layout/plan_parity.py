@@ -8,7 +8,7 @@ host, processes stand for hosts, and in one process files.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,15 +97,12 @@ def _keys(
 
 def _groups_of(rows: Sequence[int], keys: Mapping[int, Hashable], limit: int) -> list[list[int]]:
     """Rows in groups of at most `limit`, none with a key twice, in rounds over all keys."""
-    taken: dict[Hashable, int] = {}
-    rounds: list[list[int]] = []
+    taken: Counter[Hashable] = Counter()
+    rounds: dict[int, list[int]] = {}
     for row in rows:
-        turn = taken.get(keys[row], 0)
-        taken[keys[row]] = turn + 1
-        if turn == len(rounds):
-            rounds.append([])
-        rounds[turn].append(row)
-    waiting = deque(row for part in rounds for row in part)
+        rounds.setdefault(taken[keys[row]], []).append(row)
+        taken[keys[row]] += 1
+    waiting = deque(row for part in rounds.values() for row in part)
     groups: list[list[int]] = []
     while waiting:
         group: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -56,8 +57,8 @@ def plan_read(
         layout = metadata.layouts[leaf.layout]
         key = (leaf.layout, leaf.spec.shape, target.box)
         if allowance is not None:
-            cells = _box.count_overlapping(leaf.spec.shape, layout.grid, target.box)
-            allowance.take(cells * entry_bytes(len(target.box)))
+            under = _box.parts_under(leaf.spec.shape, layout.grid, target.box)
+            allowance.take(prod(map(len, under)) * entry_bytes(len(target.box)))
         found = overlaps.get(key)
         if found is None:
             if leaf.layout not in turns:

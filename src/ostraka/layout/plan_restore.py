@@ -148,10 +148,8 @@ def _shared_boxes(
     for box, members in enumerate(need.members):
         if len(members) < 2:
             continue
-        if need.is_whole:
-            units = list(_units(number, WHOLE, _box.full(cells.spec.shape), cells))
-        else:
-            units = list(_units(number, box, need.boxes[box], cells))
+        whole = (WHOLE, _box.full(cells.spec.shape))
+        units = list(_units(number, *(whole if need.is_whole else (box, need.boxes[box])), cells))
         # In a gather all parts are as long as the longest: a unit must not exceed a usual part.
         if max(unit.nbytes for unit in units) <= max(BLOCK_BYTES, STAGE_BYTES // len(members)):
             yield members, units

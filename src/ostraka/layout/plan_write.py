@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ostraka.common.dtypes import DTYPES
-from ostraka.layout import header as _header
 from ostraka.layout import shard_file as _format
 from ostraka.layout.codec import Codec, CompressRule, codecs_of
 from ostraka.layout.runs import decode_runs
@@ -109,10 +108,10 @@ def plan_write(
     """
     codecs = {} if compress is None else codecs_of(compress, leaves)
     capacities = [
-        _header.header_capacity(leaf, codecs[number].name if number in codecs else "")
+        _format.header_capacity(leaf, codecs[number].name if number in codecs else "")
         for number, leaf in enumerate(leaves)
     ]
-    headers = _header.header_bytes_for(np.asarray(capacities, dtype=np.int64)).tolist()
+    headers = _format.header_bytes_for(np.asarray(capacities, dtype=np.int64)).tolist()
     limits = [max(max_file_bytes - header, 1) for header in headers]
     nbytes = [leaf.nbytes for leaf in leaves]
     bytes_per_process = -(-sum(nbytes) // (max(process_of) + 1))
@@ -221,7 +220,7 @@ def _cut_evenly(
         dimension = next(cuttable, None)
         if cell_bytes <= whole_limit or tiny or dimension is None:
             return None
-        grid, table = _refine(grid, table, dimension, copies)
+        return _refine(grid, table, dimension, copies)
     return grid, table[:, 0]
 
 
@@ -245,9 +244,7 @@ def _cut_for_idlest(
     pieces = max(1, min(copies, wanted, max(cell_shape, default=1)))
     idlest = np.lexsort(load, axis=-1)[:cells, :pieces]
     chosen = np.take_along_axis(table, idlest, axis=1)
-    if pieces > 1:
-        grid, chosen = _refine(grid, chosen, dimension, pieces)
-    return grid, chosen[:, 0]
+    return _refine(grid, chosen, dimension, pieces) if pieces > 1 else (grid, chosen[:, 0])
 
 
 def _capped(leaf: LeafSpec, grid: tuple[int, ...], owners: Numbers, limit: int) -> Layout:
@@ -258,19 +255,15 @@ def _capped(leaf: LeafSpec, grid: tuple[int, ...], owners: Numbers, limit: int) 
         if dimension is None:
             break
         pieces = min(-(-largest // limit), cell_shape[dimension])
-        table = np.repeat(owners.reshape(-1, 1), pieces, axis=1)
-        grid, table = _refine(grid, table, dimension, pieces)
-        owners = table[:, 0]
+        grid, owners = _refine(grid, np.repeat(owners, pieces), dimension, pieces)
     return Layout(grid, tuple(owners.tolist()))
 
 
-def _refine(
-    grid: tuple[int, ...], table: Numbers, dimension: int, pieces: int
-) -> tuple[tuple[int, ...], Numbers]:
+def _refine(grid: tuple[int, ...], table: Numbers, dimension: int, pieces: int) -> _Held:
     """Split each cell into `pieces` along a dimension. Column `i` of the table takes piece `i`."""
     spread = np.moveaxis(table.reshape(*grid, pieces), -1, dimension + 1)
     finer = tuple(g * pieces if d == dimension else g for d, g in enumerate(grid))
-    return finer, spread.reshape(-1, 1)
+    return finer, spread.reshape(-1)
 
 
 def _cell_bytes(leaf: LeafSpec, grid: tuple[int, ...], cells: int) -> Numbers:
@@ -306,7 +299,7 @@ def _fill(
     kinds: dict[object, tuple[Numbers, Numbers, int]] = {}
     # By kind: the leaves of this part, and their bytes in a header.
     counted: dict[object, tuple[int, int]] = {}
-    frame_bytes = _header.header_bytes_for(0)
+    frame_bytes = _format.header_bytes_for(0)
     part = bound = 0  # No file of this part has more than `bound` bytes and a header's frame.
 
     def add_counted() -> None:
@@ -321,7 +314,7 @@ def _fill(
         nonlocal part
         add_counted()
         used = headers.nonzero()[0]
-        header_bytes = _header.header_bytes_for(headers[used])
+        header_bytes = _format.header_bytes_for(headers[used])
         sizes = header_bytes + data[used]
         rows = zip(used.tolist(), header_bytes.tolist(), sizes.tolist(), strict=True)
         files.extend([FileEntry(device, part, header, size) for device, header, size in rows])
@@ -340,7 +333,7 @@ def _fill(
         is_full = turns is not None
         if not is_full and bound + frame_bytes > target:
             add_counted()
-            header_bytes = _header.header_bytes_for(headers[owners] + capacity)
+            header_bytes = _format.header_bytes_for(headers[owners] + capacity)
             is_full = int((data[owners] + cell_bytes + header_bytes).max(initial=0)) > target
         if is_full:
             close_part()

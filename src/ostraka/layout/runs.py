@@ -88,7 +88,8 @@ def decode_runs(
         elif _is_shared(start, step, length):
             stop = start + step * length
             # A negative stop would count from the end of the list.
-            numbers += _up_to(max(start, stop))[start : stop if stop >= 0 else None : step]
+            known = _first_numbers(max(start.bit_length(), stop.bit_length(), 8))
+            numbers += known[start : stop if stop >= 0 else None : step]
         else:
             numbers += range(start, start + step * length, step)
     return tuple(numbers)
@@ -102,11 +103,6 @@ def count_runs(runs: Sequence[Sequence[int]]) -> int:
 def _is_shared(start: int, step: int, length: int) -> bool:
     last = start + step * (length - 1)
     return step == 0 or (min(start, last) >= 0 and max(start, last) + abs(step) < _MOST_SHARED)
-
-
-def _up_to(number: int) -> list[int]:
-    """At least all numbers below this one."""
-    return _first_numbers(max(number.bit_length(), 8))
 
 
 @cache

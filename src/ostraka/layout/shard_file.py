@@ -10,18 +10,22 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
+from json.encoder import encode_basestring_ascii
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import xxhash
 
-from ostraka.common.dtypes import DTYPES
+from ostraka.common.dtypes import DTYPES, Dtype
+from ostraka.errors import printable
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
-from ostraka.layout.spec import Layout, StoredLeaf
+from ostraka.layout.runs import count_runs, decode_runs, encode_runs
+from ostraka.layout.spec import Layout, LeafSpec, StoredLeaf
 
 METADATA_NAME = "_METADATA"
 METADATA_COPY = "metadata.json"
@@ -47,6 +51,19 @@ MOST_RATIO = 1 << 16
 DIGEST_DIGITS = 16
 """The hexadecimal digits in the digest of a block."""
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""A value as JSON in as few characters as can be."""
+
+DEFAULT_CODEC = "zstd"
+_OFFSET_DIGITS = 15
+_NOWHERE = 10**14
+"""Added to the start of a box if safetensors lacks its dtype. PyTorch's reader of sharded files
+then takes the array for too large and raises. Otherwise it would return bytes as numbers."""
+_FREE_BYTES = 64 << 10
+_USUAL_BYTES = 1 << 10
+_SLACK = 4
+"""The largest allowed ratio of a header's length to its plan: readers read it whole."""
+_QUOTED_OFFSETS = len(encode_basestring_ascii('{"saved_offsets":[]},:'))
 
 
 def digest(data: Any) -> str:
@@ -64,6 +81,13 @@ def block_digest(buffers: Iterable[Any]) -> str:
     for piece in buffers:
         state.update(piece)
     return state.hexdigest()
+
+
+def cut_digests(text: Any) -> tuple[str, ...]:
+    """The digests of blocks, which follow each other in a text. Raises ValueError."""
+    if type(text) is not str or len(text) % DIGEST_DIGITS:
+        raise ValueError("digests are no text of 16 digits each")
+    return tuple(text[i : i + DIGEST_DIGITS] for i in range(0, len(text), DIGEST_DIGITS))
 
 
 def regroup(views: Iterator[Any], lengths: Iterable[int]) -> Iterator[list[Any]]:
@@ -245,19 +269,14 @@ class FileDigests:
 
     def blocks(self) -> list[Block]:
         """The header and the blocks of the data, stored one after the other."""
-        header_bytes = self.lengths[0]
         in_file = pairwise(accumulate(self.lengths, initial=0))
         data_lengths = self.data_lengths or self.lengths
-        in_data = pairwise(accumulate(data_lengths, initial=-header_bytes))
+        in_data = pairwise(accumulate(data_lengths, initial=-self.lengths[0]))
         following = iter(self.results)
         pairs = zip(data_lengths, self.lengths, strict=True)
         results = ["" if length == stored else next(following) for length, stored in pairs]
-        return [
-            Block(*data, *file, digest, result)
-            for data, file, digest, result in zip(
-                in_data, in_file, self.digests, results, strict=True
-            )
-        ]
+        rows = zip(in_data, in_file, self.digests, results, strict=True)
+        return [Block(*data, *file, digest, result) for data, file, digest, result in rows]
 
 
 def stored_range(entry: Entry, blocks: Sequence[Block]) -> StoredRange:
@@ -280,8 +299,209 @@ def stored_range(entry: Entry, blocks: Sequence[Block]) -> StoredRange:
     )
 
 
-# Small things
+def encode_index(
+    save_id: str,
+    process: int,
+    files: Mapping[str, FileDigests],
+    *,
+    version: int = VERSION,
+    location: str = "",
+) -> bytes:
+    """The index of a process. The identities of its files hold for `location` alone.
+
+    Without a location the index has no identities.
+    """
+    head: dict[str, Any] = {
+        "format": f"{FORMAT}-index",
+        "version": version,
+        "id": save_id,
+        "process": process,
+    }
+    has_identities = location and any(map(attrgetter("identity"), files.values()))
+    if has_identities:
+        head["place"] = digest(location.encode())
+    described: dict[str, dict[str, Any]] = {}
+    for name, file in files.items():
+        about = described[name] = {
+            "size": file.size,
+            "blocks": encode_runs(file.lengths),
+            "digests": "".join(file.digests),
+        }
+        if file.results:
+            about |= {"data": encode_runs(file.data_lengths), "results": "".join(file.results)}
+        if has_identities:
+            about["e_tag"] = file.identity
+    return dumps({**head, "files": described}).encode()
 
 
-dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-"""A value as JSON in as few characters as can be."""
+def decode_index(data: bytes) -> dict[str, FileDigests]:
+    """The digests of each file by name. Raises ValueError if the index contradicts itself."""
+    try:
+        body: dict[str, Any] = json.loads(data)
+        place = str(body.get("place", ""))
+        described: dict[str, Any] = dict(body["files"])
+        return {
+            name: _decode_digests(name if name.isprintable() else printable(name), file, place)
+            for name, file in described.items()
+        }
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"a field is missing or malformed ({error})") from error
+
+
+def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDigests:
+    lengths, digests = _decode_blocks(name, file["blocks"], file["digests"])
+    if sum(lengths) != file["size"] or min(lengths, default=1) <= 0:
+        raise ValueError(f"the blocks of {name} do not add up to its size")
+    about = FileDigests(
+        sum(lengths), lengths, digests, identity=str(file.get("e_tag", "")), place=place
+    )
+    if "data" not in file:
+        return about
+    data_lengths, _ = _decode_blocks(name, file["data"], file["digests"])
+    results = cut_digests(file["results"])
+    pairs = list(zip(lengths, data_lengths, strict=True))
+    compressed = [length for stored, length in pairs if stored != length]
+    fit = all(stored <= length for stored, length in pairs) and data_lengths[:1] == lengths[:1]
+    if not fit or len(results) != len(compressed):
+        raise ValueError(f"the compressed blocks of {name} do not fit what is stored of them")
+    if max(compressed, default=0) > MOST_COMPRESSED_BYTES:
+        raise ValueError(f"{name} has a compressed block of {max(compressed):,} bytes")
+    return replace(about, data_lengths=data_lengths, results=results)
+
+
+def _decode_blocks(name: str, runs: Any, digests: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Lengths and digests of blocks. Compares their numbers first, so the memory has a bound."""
+    if count_runs(runs) != len(digests) // DIGEST_DIGITS:
+        raise ValueError(f"the blocks of {name} do not fit: they are not as many as their digests")
+    return decode_runs(runs), cut_digests(digests)
+
+
+# Headers
+
+
+def _tensor_shape(dtype: Dtype, box: Box, nbytes: int) -> tuple[list[int], list[int]]:
+    """The shape in the header, and its start in the whole array.
+
+    Dtypes that safetensors lacks appear as bytes.
+    """
+    if dtype.packed:
+        return [nbytes], [_NOWHERE]
+    shape = list(_box.shape_of(box))
+    starts = [start for start, _ in box]
+    if not dtype.opaque:
+        return shape, starts
+    if dtype.bits > 8:
+        shape, starts = [*shape, dtype.bits // 8], [*starts, 0]
+    return shape, [start + _NOWHERE for start in starts[:1]] + starts[1:]
+
+
+def real_starts(shown: Sequence[int]) -> list[int]:
+    """The start of a box from its header. Older checkpoints have nothing added."""
+    starts = list(shown)
+    if starts and starts[0] >= _NOWHERE:
+        starts[0] -= _NOWHERE
+    return starts
+
+
+def header_capacity(leaf: LeafSpec, codec: str = "") -> int:
+    """An upper bound for the bytes of one box of this leaf in a header, the same for every box.
+
+    `codec` is the name of its codec. Headers have padding anyway, and a bound that ignores the
+    digits of each offset allows to plan file sizes for thousands of devices at once.
+    """
+    dtype = DTYPES[leaf.dtype]
+    key = encode_basestring_ascii(leaf.path)
+    quoted = len(encode_basestring_ascii(key))
+    shape_digits = sum(map(len, map(str, leaf.shape))) + len(leaf.shape) + 3
+    digits = shape_digits + _OFFSET_DIGITS * (dtype.opaque or bool(codec))
+    tensor = len(key) + len('{"dtype":"","shape":[],"data_offsets":[,]},:')
+    tensor += len(dtype.code) + digits + 2 * _OFFSET_DIGITS
+    sharding = quoted + _QUOTED_OFFSETS + digits
+    named = quoted + len(encode_basestring_ascii('"",:')) + len(leaf.dtype) if dtype.opaque else 0
+    if codec:
+        # The length of what is stored, and what it really is.
+        about = {"codec": codec, "dtype": leaf.dtype, "shape": [], "saved_offsets": []}
+        named += _OFFSET_DIGITS + quoted + len(encode_basestring_ascii(f"{dumps(about)},:"))
+        named += 2 * shape_digits + len('"ostraka_codecs":"{}",')
+    return tensor + sharding + named
+
+
+def header_bytes_for(capacity: Any) -> Any:
+    """The size of a header (length prefix and padding included) whose leaves need `capacity`.
+
+    Takes an integer or an array of them.
+    """
+    return -(-(_header_frame_bytes() + capacity) // PAGE_BYTES) * PAGE_BYTES
+
+
+def is_header_too_long(header_bytes: int, leaves: Sequence[LeafSpec]) -> bool:
+    """True if a header is far longer than one box of each of these leaves can need."""
+    beyond = header_bytes - _FREE_BYTES
+    if beyond <= _USUAL_BYTES * len(leaves):  # Most are, and this is quick.
+        return False
+    return beyond > _SLACK * sum(header_capacity(leaf, DEFAULT_CODEC) for leaf in leaves)
+
+
+@cache
+def _header_frame_bytes() -> int:
+    return len(encode_header([], [], "0" * 16, PAGE_BYTES).rstrip())
+
+
+def encode_header(
+    entries: Sequence[Entry],
+    leaves: Sequence[StoredLeaf],
+    save_id: str,
+    header_bytes: int,
+    *,
+    version: int = VERSION,
+    stored: Mapping[int, StoredRange] | None = None,
+    codecs: Mapping[int, str] | None = None,
+) -> bytes:
+    """The first `header_bytes` of a shard file.
+
+    For compressed boxes `stored` has their ranges by leaf, and `codecs` their codecs if not zstd.
+    """
+    # Written entry by entry: making one large object of it all is slow.
+    tensors: list[str] = []
+    offsets: list[str] = []
+    opaque: dict[str, str] = {}
+    compressed: dict[str, Any] = {}
+    shown: dict[tuple[str, Box], tuple[str, str]] = {}
+    for leaf, box, offset, nbytes in entries:
+        spec = leaves[leaf].spec
+        dtype = DTYPES[spec.dtype]
+        texts = shown.get((spec.dtype, box))
+        if texts is None:
+            shape, starts = _tensor_shape(dtype, box, nbytes)
+            texts = shown[spec.dtype, box] = (dumps(shape), dumps(starts))
+        code, stop = dtype.code, offset + nbytes
+        if stored:
+            offset, stop, is_compressed = stored[leaf]
+            if is_compressed:
+                # What the box really is, whose stored bytes the header shows.
+                compressed[spec.path] = {
+                    "codec": (codecs or {}).get(leaf, DEFAULT_CODEC),
+                    "dtype": spec.dtype,
+                    "shape": _box.shape_of(box),
+                    "saved_offsets": [start for start, _ in box],
+                }
+                code, texts = "U8", (f"[{stop - offset}]", f"[{_NOWHERE}]")
+        key = encode_basestring_ascii(spec.path)
+        tensors.append(
+            f'{key}:{{"dtype":"{code}","shape":{texts[0]},"data_offsets":[{offset},{stop}]}}'
+        )
+        offsets.append(f'{key}:{{"saved_offsets":{texts[1]}}}')
+        if dtype.opaque and spec.path not in compressed:
+            opaque[spec.path] = dtype.name
+    about = {
+        "ostraka": str(version),
+        "ostraka_id": save_id,
+        "ostraka_dtypes": dumps(opaque),
+        "DCP_SHARDING_INFO": f"{{{','.join(offsets)}}}",
+    }
+    if compressed:
+        about["ostraka_codecs"] = dumps(compressed)
+    text = ("{" + ",".join([f'"__metadata__":{dumps(about)}', *tensors]) + "}").encode()
+    if 8 + len(text) > header_bytes:
+        raise AssertionError(f"header of {8 + len(text)} bytes exceeds its plan of {header_bytes}")
+    return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)

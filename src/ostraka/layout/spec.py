@@ -103,10 +103,10 @@ class Layout:
 
     def cells_by_owner(self, wanted: Collection[int] | None = None) -> dict[int, list[int]]:
         """The cells of each owner, or of those that are wanted."""
-        pairs = enumerate(self.owners)
         cells: dict[int, list[int]] = {}
-        for number, owner in pairs if wanted is None else [p for p in pairs if p[1] in wanted]:
-            cells.setdefault(owner, []).append(number)
+        for number, owner in enumerate(self.owners):
+            if wanted is None or owner in wanted:
+                cells.setdefault(owner, []).append(number)
         return cells
 
 
@@ -140,9 +140,8 @@ def turns_of(layout: Layout) -> npt.NDArray[np.int64] | None:
 
     if len(set(layout.owners)) == len(layout.owners):
         return None
-    cells = layout.cells_by_owner()
     turns = np.zeros(len(layout.owners), dtype=np.int64)
-    for mine in cells.values():
+    for mine in layout.cells_by_owner().values():
         turns[mine] = np.arange(len(mine))
     return turns
 
@@ -211,17 +210,13 @@ class Misfit(NamedTuple):
     """The axis of the spec that the mesh does not have."""
 
 
-def find_misfits(
-    path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition
-) -> list[Misfit]:
-    """Every way in which a spec does not fit its leaf or its mesh."""
-    return list(iter_misfits(path, shape, mesh, partition))
-
-
 def iter_misfits(
     path: str, shape: Sequence[int], mesh: MeshSpec, partition: Partition
 ) -> Iterator[Misfit]:
-    """The same, one by one: each message has all of the spec in it, and may be long."""
+    """Every way in which a spec does not fit its leaf or its mesh.
+
+    They come one by one: each message has all of the spec in it, and may be long.
+    """
     if len(partition) > len(shape):
         yield Misfit(
             f"leaf {path!r} has {len(shape)} dimensions {tuple(shape)}, but its spec "
@@ -244,31 +239,22 @@ def iter_misfits(
                     f"{where}: {size} elements do not divide into {parts} parts along "
                     f"{' × '.join(axes)} of the mesh ({mesh})"
                 )
-                yield Misfit(message, _nearest_multiple(size, parts))
-
-
-def _nearest_multiple(size: int, parts: int) -> int:
-    """The nearest size above 0 that divides; the larger one if two are equally near."""
-    below = size // parts * parts
-    return below if below and size - below < below + parts - size else below + parts
+                # The nearest size above 0 that divides, the larger one if two are equally near.
+                below = size // parts * parts
+                is_nearest = below and size - below < below + parts - size
+                yield Misfit(message, below if is_nearest else below + parts)
 
 
 def show_partition(partition: Partition) -> str:
     """A spec the way JAX prints it."""
-    entries = [
-        "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(axes)
-        for axes in partition
-    ]
-    return f"P({', '.join(entries)})"
+    entries = [axes if len(axes) > 1 else axes[0] if axes else None for axes in partition]
+    return f"P({', '.join(map(repr, entries))})"
 
 
 def device_boxes(shape: Sequence[int], mesh: MeshSpec, partition: Partition) -> dict[int, _box.Box]:
     """The box that each device of the mesh holds."""
     grid = partition_grid(mesh, partition, len(shape))
-    table = holders(mesh, partition, len(shape))
-    return {
-        int(device): box
-        for number, row in enumerate(table)
-        for box in [_box.cell(shape, grid, number)]
-        for device in row
-    }
+    found: dict[int, _box.Box] = {}
+    for number, row in enumerate(holders(mesh, partition, len(shape)).tolist()):
+        found |= dict.fromkeys(row, _box.cell(shape, grid, number))
+    return found

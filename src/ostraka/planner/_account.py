@@ -16,7 +16,6 @@ import numpy as np
 
 from ostraka.common.dtypes import DTYPES
 from ostraka.layout import box as _box
-from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
 from ostraka.layout.parity_file import Parity
@@ -113,7 +112,7 @@ def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
             file.name: planned_digests(file, contents[file.device, file.part])
             for file in files[process]
         }
-        sizes[process] = len(_index.encode_index(_NO_ID, process, digests))
+        sizes[process] = len(_format.encode_index(_NO_ID, process, digests))
     return sizes
 
 

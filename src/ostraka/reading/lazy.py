@@ -148,10 +148,16 @@ class Checkpoint(Mapping[str, Any]):
                     f"leaf {self._whole(path)!r} of {self.path} can't be read: {value.why}"
                 )
             return value
-        name = path.rstrip("/") if isinstance(path, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        where = f"{self.within!r} of {self.path}" if self.within else self.path
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            first = next(iter(self._leaves), "model/kernel")
+            raise KeyError(
+                f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
+            )
+        name = path.rstrip("/")
         if name and any(leaf.startswith(f"{name}/") for leaf in self._leaves):
             return Checkpoint(self._source, self._whole(name))
-        raise KeyError(self._no_leaf(path))
+        raise KeyError(f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}")
 
     def keys(self) -> KeysView[str]:
         return self._leaves.keys()  # which, printed, shows them
@@ -168,13 +174,6 @@ class Checkpoint(Mapping[str, Any]):
 
     def _whole(self, path: str) -> str:
         return f"{self.within}/{path}" if self.within else path
-
-    def _no_leaf(self, path: Any) -> str:
-        where = f"{self.within!r} of {self.path}" if self.within else self.path
-        if not isinstance(path, str):
-            first = next(iter(self._leaves), "model/kernel")
-            return f"leaves of {where} have paths that are text, such as {first!r}, not {path!r}"
-        return f"{where} has no leaf {path!r}{nearest_path(path, list(self._leaves))}"
 
 
 def open_checkpoint(path: PathLike, *, names: NamesLike | None = None) -> Checkpoint:
@@ -216,7 +215,17 @@ def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ..
     box: list[tuple[int, int]] = []
     within: list[Any] = []
     for dimension, (entry, extent) in enumerate(zip(given, leaf.shape, strict=True)):
-        picked = _picked(leaf.path, dimension, extent, entry)
+        if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
+            raise IndexError(
+                f"leaf {leaf.path!r} can be indexed with integers, slices and '...', not {entry!r}"
+            )
+        try:
+            picked = range(extent)[entry]
+        except IndexError as error:
+            raise IndexError(
+                f"leaf {leaf.path!r}: index {entry} is out of range for dimension {dimension} of "
+                f"{extent} elements"
+            ) from error
         if isinstance(picked, int):
             box.append((picked, picked + 1))
             within.append(0)
@@ -226,18 +235,3 @@ def bounding_box(leaf: LeafSpec, entries: list[Any]) -> tuple[Box, tuple[Any, ..
             box.append((first, last + 1))
             within.append(slice(None, None, picked.step))
     return tuple(box), tuple(within)
-
-
-def _picked(path: str, dimension: int, extent: int, entry: Any) -> int | range:
-    """The elements that an index picks of a dimension."""
-    if not isinstance(entry, slice | int | np.integer) or isinstance(entry, bool):
-        raise IndexError(
-            f"leaf {path!r} can be indexed with integers, slices and '...', not {entry!r}"
-        )
-    try:
-        return range(extent)[entry]
-    except IndexError as error:
-        raise IndexError(
-            f"leaf {path!r}: index {entry} is out of range for dimension {dimension} of {extent} "
-            "elements"
-        ) from error

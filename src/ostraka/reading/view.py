@@ -26,10 +26,8 @@ from ostraka.formats.source import (
     Saved,
     Source,
     StoredBox,
-    StoredFile,
     shortest_range_bytes,
 )
-from ostraka.formats.source_files import Sampling
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 from ostraka.layout.shard_file import BLOCK_BYTES
@@ -40,17 +38,16 @@ from ostraka.reading.names.rules import Composition, indices_of
 from ostraka.tree import patterns as _pattern
 from ostraka.tree.json_tree import encode
 from ostraka.tree.nodes import (
-    ROOT,
     ArrayNumber,
     Branch,
     Leaf,
     Node,
     UnreadableLeaf,
+    at_path,
     branches_of,
     escape,
     flat_tree,
     leaves_of,
-    mapped,
     nested_tree,
     prune,
 )
@@ -201,7 +198,7 @@ def _taken_apart(compositions: Sequence[Composition]) -> Iterator[tuple[ViewLeaf
         form = found.form.inverse()
         for index, name in zip(indices_of(found.stack), found.tensors, strict=True):
             parts.setdefault(name, []).append((LeafPart((), -1, index, form), found.path))
-            shapes[name] = found.tensor_shape
+            shapes[name] = found.form.shape_before
     for name, shape in shapes.items():
         made, paths = zip(*parts[name], strict=True)
         yield ViewLeaf(escape(name), name, shape, made), paths
@@ -222,8 +219,6 @@ def _resolve(leaf: ViewLeaf, values: Sequence[Any], leaves: Sequence[LeafSpec]) 
     if len(kinds) > 1:
         how = "stacked" if leaf.stack else "put together"
         raise ValueError(f"leaf {leaf.path!r} would be {how} of {' and '.join(kinds)}")
-    if leaf.is_same and specs[0].mesh == HOST_LOCAL:
-        return replace(specs[0], path=leaf.path)
     if leaf.is_same:
         return replace(specs[0], path=leaf.path, mesh=HOST_LOCAL, partition=(), memory=None)
     if any(spec.kind == "key" or spec.per_process for spec in specs):
@@ -255,7 +250,7 @@ def select(source: Source, only: Patterns) -> Source:
     above = listed[0].removesuffix("/**") if len(listed) == 1 else ""
     found = next((b for b in branches_of(source.tree) if above and b.path == above), None)
     if found is not None:
-        return _part_of(source, _moved_up(found))
+        return _part_of(source, at_path(found, ""))
     tree = prune(source.tree, lambda leaf: _pattern.selects(listed, leaf.path))
     if tree is None:
         raise ValueError(f"only={only!r} leaves out every leaf of {source.location}")
@@ -281,17 +276,6 @@ def moved(source: Source, rename: Mapping[str, str]) -> Source:
 def with_config(source: Source, config: Mapping[str, Any]) -> Source:
     """A source with another config.json."""
     return _part_of(source, source.tree, {**source.saved.user, CONFIG: dict(config)})
-
-
-def _moved_up(branch: Branch) -> Node:
-    """The tree that a branch is, by itself."""
-    above = len(branch.path)
-
-    def move(node: Node) -> Node:
-        path = node.path[above:].removeprefix("/")
-        return replace(node, path=path or ROOT if isinstance(node, Leaf) else path)
-
-    return mapped(branch, move)
 
 
 def _part_of(source: Source, tree: Node, user: Mapping[str, Any] | None = None) -> Source:
@@ -388,6 +372,9 @@ class _View:
         self.store = source.store
         self.location = source.location
         self.reads_whole_rows = source.reads_whole_rows
+        self.files = source.files
+        self.samples = source.samples
+        self.is_current = source.is_current
 
     def tree_for(self, like: Node) -> Node:
         if self._tree_with is None or not any(leaf.optional for leaf in self._leaves or ()):
@@ -450,27 +437,16 @@ class _View:
             above, back = _spans(part.at), part.form.inverse()
             for stored in self._source.boxes_of(part.leaf):
                 own = _below(stored.box, part.within)
-                for cell in () if own is None else back.places(own):
-                    share = _box.count(cell) / max(_box.count(stored.box), 1)
-                    nbytes = round(stored.nbytes * share)
-                    kept = round(stored.stored_bytes * share)
-                    boxes.append(
-                        stored._replace(box=(*above, *cell), nbytes=nbytes, stored_bytes=kept)
-                    )
+                for piece in () if own is None else back.pieces(own):
+                    share = _box.count(piece.before) / max(_box.count(stored.box), 1)
+                    nbytes, kept = round(stored.nbytes * share), round(stored.stored_bytes * share)
+                    box = (*above, *piece.before)
+                    boxes.append(stored._replace(box=box, nbytes=nbytes, stored_bytes=kept))
         return sorted(boxes)
-
-    def files(self) -> Sequence[StoredFile]:
-        return self._source.files()
-
-    def is_current(self) -> bool:
-        return self._source.is_current()
 
     @property
     def version(self) -> str:
         return self._source.version
-
-    def samples(self, how: Sampling = "by version") -> Sequence[tuple[str, str]]:
-        return self._source.samples(how)
 
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None

@@ -6,21 +6,28 @@ takes one line, and so do leaves that differ in the same way.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from ostraka.common.dtypes import dtype_name, is_floating, numpy_dtype
 from ostraka.errors import Mismatch, PartialRestore, count_of, name_few, nearest, warn_caller
 from ostraka.families.families import FAMILIES
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import CONFIG, Source
 from ostraka.layout.casts import DtypeRule, may_cast
-from ostraka.live.parse import is_object
+from ostraka.layout.spec import LeafKind, LeafSpec
+from ostraka.live.parse import is_array, is_key, is_object
 from ostraka.live.values import loose_functions
-from ostraka.restoring.destinations import MissingAxes
+from ostraka.restoring.destinations import MissingAxes, is_committed
+from ostraka.restoring.in_place import Outline
 from ostraka.tree.json_values import decode_plain
 from ostraka.tree.nodes import (
     ROOT,
@@ -46,6 +53,10 @@ _NAMED_ONE_BY_ONE = 3
 _MOST_RENAMED = 12
 _MOST_STATIC = 3
 """Most static fields that a warning names."""
+_config: Any = jax.config
+"""JAX's flags, which its type declarations leave out."""
+
+_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(slots=True)
@@ -70,7 +81,7 @@ class Differences:
 
     def lines(self, wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
         """A line for each difference. `wanted` and `saved` are the paths of all leaves."""
-        cause = list(_likely_cause(self.missing, wanted, saved))
+        cause = _likely_cause(self.missing, wanted, saved)
         named = sorted(_counted(saved).keys() - _counted(wanted))
         # `like` may leave out names at the top, so no other line lists these.
         tops = [name for name in named if "/" not in name]
@@ -80,7 +91,7 @@ class Differences:
             if not hint and tops and "/" not in name:
                 hint = f" (it also has {name_few(tops)})"
             lines.append(f"{text} is not in the checkpoint{hint}")
-        lines += [f"{path!r}: {text}" for path, text in _alike(self.of_leaves)]
+        lines += _alike(self.of_leaves)
         lines += [
             f"{text} is in the checkpoint but not in `like`"
             for _, text in _subtrees(self.unexpected, saved, wanted)
@@ -106,16 +117,15 @@ def _missing_axes(errors: Sequence[MissingAxes]) -> Iterator[str]:
             )
 
 
-def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _alike(of_leaves: Sequence[tuple[str, str]]) -> Iterator[str]:
     """A line for each leaf, or one for all leaves that differ in the same way."""
     by_text: dict[str, list[str]] = {}
     for path, text in of_leaves:
         by_text.setdefault(text, []).append(path)
     for text, paths in by_text.items():
-        if len(paths) <= _NAMED_ONE_BY_ONE:
-            yield from ((path, text) for path in paths)
-        else:
-            yield paths[0], f"{text} (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+        is_few = len(paths) <= _NAMED_ONE_BY_ONE
+        more = "" if is_few else f" (and so {len(paths) - 1:,} more, such as {paths[1]!r})"
+        yield from (f"{path!r}: {text}{more}" for path in (paths if is_few else paths[:1]))
 
 
 def _subtrees(
@@ -136,42 +146,35 @@ def _counted(paths: Collection[str]) -> Counter[str]:
     return Counter(name for path in paths for name in names_on(path))
 
 
-def _likely_cause(
-    missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]
-) -> Iterator[str]:
+def _likely_cause(missing: Sequence[str], wanted: Sequence[str], saved: Sequence[str]) -> list[str]:
     """Advice for a template that is one level too low or too high, all of it or a part.
 
     Passing only that part would leave the others out, so the advice for a part is `rename`.
     """
     if not missing or ROOT in wanted or ROOT in saved:
-        return
+        return []
     there = set(saved)
     is_all = len(missing) == len(wanted)
     names = [name for name in _tops(saved) if all(f"{name}/{path}" in there for path in missing)]
     if names and is_all:
         under = " and under ".join(map(repr, names))
         which = repr(names[0]) if len(names) == 1 else "name"
-        yield (
-            f"`like` looks like what was saved under {under}: pass like={{{which}: …}}"
-            + (", with the name of the one you want," if len(names) > 1 else ",")
-            + f" and take [{which}] of the result"
-        )
-        return
+        with_name = ", with the name of the one you want" if len(names) > 1 else ""
+        how = f"pass like={{{which}: …}}{with_name}, and take [{which}] of the result"
+        return [f"`like` looks like what was saved under {under}: {how}"]
     if names:
+        what = f"a part of `like` ({name_few(_tops(missing))}) was saved under {names[0]!r}"
         how = _rename({f"{names[0]}/{top}": top for top in _tops(missing)}, missing, wanted)
-        if how:
-            yield (
-                f"a part of `like` ({name_few(_tops(missing))}) was saved under {names[0]!r}: {how}"
-            )
-        return
+        return [f"{what}: {how}"] if how else []
     name = missing[0].split("/")[0]
     below = [path.removeprefix(f"{name}/") for path in missing]
-    if all(path != short and short in there for path, short in zip(missing, below, strict=True)):
-        how = f"pass what is under {name!r} itself"
-        if not is_all:
-            how = _rename({top: f"{name}/{top}" for top in _tops(below)}, missing, wanted)
-        if how:
-            yield f"the checkpoint has at its top what `like` has under {name!r}: {how}"
+    if not there.issuperset(below) or not all(path.startswith(f"{name}/") for path in missing):
+        return []
+    how = f"pass what is under {name!r} itself"
+    if not is_all:
+        how = _rename({top: f"{name}/{top}" for top in _tops(below)}, missing, wanted)
+    what = f"the checkpoint has at its top what `like` has under {name!r}"
+    return [f"{what}: {how}"] if how else []
 
 
 def _tops(paths: Sequence[str]) -> list[str]:
@@ -273,12 +276,12 @@ class TreeMatch:
 
     def find_useless_patterns(self, like: Node | None) -> None:
         """Refuse patterns that match nothing. Patterns after `!` may match leaves of `like`."""
-        if self.choices.only is None and not isinstance(self.choices.dtype, dict):
+        if self.choices.only is None and not isinstance(self.choices.dtype, Mapping):
             return
         saved = list(self.saved)
         known = saved + [leaf.path for leaf in (leaves_of(like) if like else ())]
         wanted, left_out = split_patterns(self.choices.only or ())
-        dtype = self.choices.dtype if isinstance(self.choices.dtype, dict) else {}
+        dtype = self.choices.dtype if isinstance(self.choices.dtype, Mapping) else {}
         specs = self._source.saved.leaves
         castable = [
             path
@@ -297,14 +300,16 @@ class TreeMatch:
         if not self.choices.rename:
             return
         paths = [leaf.path for leaf in leaves_of(self.tree)]
-        for old in self.choices.rename:
-            if not any(path == old or path.startswith(f"{old}/") for path in paths):
-                found = f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
-                self.found.general.append(found)
-        for path, count in Counter(map(self._rename, paths)).items():
-            if count > 1:
-                found = f"rename gives the path {path!r} to {count} leaves of the checkpoint"
-                self.found.general.append(found)
+        self.found.general += [
+            f"rename has {old!r}, which is not in the checkpoint{nearest(old, paths)}"
+            for old in self.choices.rename
+            if not any(path == old or path.startswith(f"{old}/") for path in paths)
+        ]
+        self.found.general += [
+            f"rename gives the path {path!r} to {count} leaves of the checkpoint"
+            for path, count in Counter(map(self._rename, paths)).items()
+            if count > 1
+        ]
 
     def compare_trees(self, like: Node) -> None:
         """Find what differs in the structure of a template, beside single leaves."""
@@ -330,12 +335,15 @@ class TreeMatch:
         """Refuse leaves that only the checkpoint has, except whole entries of a saved dict."""
         leaves = {leaf.path for leaf in leaves_of(like)}
         tops = {path.split("/")[0] for path in (*leaves, *(b.path for b in branches_of(like)))}
-        is_part = isinstance(like, Branch) and self._may_be_part(tops, is_empty=not leaves)
+        is_part = False
+        if isinstance(like, Branch) and isinstance(self.tree, Branch) and self.tree.kind == "dict":
+            # A template without leaves, such as `{}`, must share an entry with the checkpoint.
+            there = {self._rename(child.path).split("/")[0] for child in self.tree.children}
+            is_part = bool(leaves or tops & there)
         for path, value in self.saved.items():
             is_left_out = is_part and path.split("/")[0] not in tops
-            if path in leaves or is_left_out or isinstance(value, Kept):
-                continue
-            if not self.is_chosen(path):
+            is_known = path in leaves or is_left_out or isinstance(value, Kept)
+            if is_known or not self.is_chosen(path):
                 continue
             if self.choices.strict:
                 self.found.unexpected.append(path)
@@ -355,17 +363,6 @@ class TreeMatch:
                     found = f"{join(path, name)!r} stays {stays!r:.40} (saved: {was!r:.40})"
                     self.static.append(found)
 
-    def _may_be_part(self, tops: set[str], *, is_empty: bool) -> bool:
-        """True if a template with these top-level names can mean a part of the checkpoint.
-
-        A template without leaves, such as `{}`, must share an entry with the checkpoint.
-        """
-        saved = self.tree
-        if not isinstance(saved, Branch) or saved.kind != "dict":
-            return False
-        there = {self._rename(child.path).split("/")[0] for child in saved.children}
-        return not is_empty or not tops.isdisjoint(there)
-
     def _match_shared(self, like: Node) -> None:
         """Check that shared variables stay shared, and that others stay separate."""
         variables = {b.path: b for b in branches_of(like) if b.kind == "variable"}
@@ -375,9 +372,8 @@ class TreeMatch:
                 self._match_one_variable(leaf_of_first.path, leaf.path)
         for saved, saved_first in find_shared(self.tree, is_object).variables.items():
             path, first = self._rename(saved), self._rename(saved_first)
-            if not all(p in variables and self.is_chosen(p) for p in (path, first)):
-                continue
-            if variables[path].owner is variables[first].owner:
+            is_here = all(p in variables and self.is_chosen(p) for p in (path, first))
+            if not is_here or variables[path].owner is variables[first].owner:
                 continue
             if self.choices.strict:
                 text = (
@@ -386,9 +382,8 @@ class TreeMatch:
                 )
                 self.found.of_leaves.append((path, text))
             else:
-                self.tolerated["untied {} that were saved as one variable with another"].append(
-                    path
-                )
+                what = "untied {} that were saved as one variable with another"
+                self.tolerated[what].append(path)
 
     def _match_one_variable(self, first: str, path: str) -> None:
         """Check that the checkpoint agrees on two paths of `like` with the same variable."""
@@ -396,7 +391,9 @@ class TreeMatch:
             return
         if not self.is_chosen(first) or first not in self.saved:
             self.copies.append((first, path))
-        elif not _is_same_value(self.saved[path], self.saved[first]):
+            return
+        one, other = self.saved[path], self.saved[first]
+        if type(one) is not type(other) or (one is not other and one != other):
             text = (
                 f"`like` has the same variable here as at {first!r}, and the checkpoint has two: "
                 f"{leave_out(path)}, or make them two in `like`"
@@ -408,5 +405,167 @@ def leave_out(path: str) -> str:
     return f"leave it out with only={f'!{path}'!r}"
 
 
-def _is_same_value(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one is other or one == other)
+# The type of a leaf
+
+
+class Unfit(Exception):
+    """A leaf can't be restored as `like` has it. `args` are the reasons."""
+
+
+def kind_of(wanted: Any) -> LeafKind | Literal["python", "other"]:
+    """The kind of value to make of an array for a leaf of the template."""
+    if isinstance(wanted, LeafSpec):
+        return wanted.kind
+    if isinstance(wanted, jax.Array | jax.ShapeDtypeStruct | Outline):
+        return "key" if is_key(wanted) else "jax"
+    if isinstance(wanted, np.ndarray):
+        return "numpy"
+    if isinstance(wanted, np.generic):
+        return "scalar"
+    return "python" if type(wanted) in _NUMBERS else "other"
+
+
+# Keys
+
+
+def generator_of(spec: LeafSpec, wanted: Any) -> Any:
+    """The generator of a template's keys if the saved keys have the same one, or None."""
+    if kind_of(wanted) != "key" or isinstance(wanted, LeafSpec):
+        return None
+    own = wanted.dtype._impl
+    return own if own.name == spec.prng else None
+
+
+def key_problem(spec: LeafSpec, wanted: Any) -> str | None:
+    """Why the data of saved keys can't become keys again, or None if they can."""
+    own = generator_of(spec, wanted)
+    words = _words_of(spec.prng or "") if own is None else own.key_shape
+    if words is None:
+        return (
+            f"its keys are of the generator {spec.prng!r}, which JAX does not have: define it, and "
+            "pass like= with keys of it"
+        )
+    if spec.shape[len(spec.logical_shape) - len(spec.own_shape) :] != words:
+        return f"its keys of the generator {spec.prng!r} have the shape {spec.shape[-1:]}"
+    return None
+
+
+@cache
+def _words_of(generator: str) -> tuple[int, ...] | None:
+    """The shape of the data of one key, or None if JAX does not know the generator."""
+    try:
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=generator)))
+    except (TypeError, ValueError):
+        return None
+    return tuple(key.shape)
+
+
+# A number that was saved, where the template may have an array
+
+
+def saved_as_wanted(saved: Any, wanted: Any) -> Any:
+    """A saved value, converted to the template's type. Raises Unfit."""
+    if isinstance(wanted, Kept) and isinstance(saved, Kept):
+        return wanted.value
+    if type(wanted) is type(saved):
+        return saved
+    if type(saved) in _NUMBERS and _is_arraylike(wanted):
+        return _as_array(saved, wanted)
+    raise Unfit(f"the checkpoint has {show_value(saved)}, `like` has {show_value(wanted)}")
+
+
+def _as_array(saved: complex, wanted: Any) -> Any:
+    """A Python number as the array of the template. Raises Unfit if that would change it."""
+    made = None if is_key(wanted) or wanted.shape != () else exactly(saved, wanted.dtype)
+    if made is None:
+        raise Unfit(
+            f"the checkpoint has {show_value(saved)}, which `like`'s {show_value(wanted)} can't "
+            "hold exactly"
+        )
+    if isinstance(wanted, np.ndarray | np.generic):
+        return made if isinstance(wanted, np.ndarray) else made[()]
+    return jax.device_put(made, wanted.sharding if is_committed(wanted) else None)
+
+
+def exactly(value: complex, dtype: Any) -> np.ndarray[Any, Any] | None:
+    """A Python number as a 0-d array of a dtype, or None if that would change it."""
+    if isinstance(value, bool) != (dtype == np.bool_):
+        return None
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns of imaginary parts that it drops
+            made = np.asarray(value).astype(dtype)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    same = made.item() == value or (made.item() != made.item() and value != value)
+    return made if same else None
+
+
+# An array that was saved
+
+
+def type_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
+    """The differences between a leaf of the template and the saved array.
+
+    Without a template, `wanted` is the saved spec and `kind` its kind. `dtype` is the dtype to cast
+    to.
+    """
+    if wanted is spec:
+        if kind == "jax":
+            yield from _x64_problems(dtype or spec.dtype)
+    elif kind == "other":
+        yield f"the checkpoint has an array {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    elif (kind == "key") != (spec.kind == "key"):
+        yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    elif kind == "python":
+        if spec.own_shape or type(numpy_dtype(spec.dtype).type(0).item()) is not type(wanted):
+            yield f"saved as {_show_spec(spec)}, `like` has {show_value(wanted)}"
+    else:
+        yield from _array_problems(spec, wanted, kind, dtype)
+
+
+def _array_problems(spec: LeafSpec, wanted: Any, kind: str, dtype: str | None) -> Iterator[str]:
+    if tuple(wanted.shape) != spec.logical_shape:
+        what = "as keys of" if kind == "key" else "with"
+        yield f"saved {what} shape {spec.logical_shape}, `like` has {tuple(wanted.shape)}"
+    if kind == "key":
+        if generator_of(spec, wanted) is None:
+            yield f"saved as a {spec.prng} key, `like` has a {wanted.dtype._impl.name} key"
+    elif dtype is None and dtype_name(wanted.dtype) != spec.dtype:
+        was = f" (cast from {spec.cast_from} by the save)" if spec.cast_from else ""
+        is_float = is_floating(wanted.dtype.name) and is_floating(spec.dtype)
+        hint = ": pass dtype='like' to cast" if is_float else ""
+        yield f"saved as {spec.dtype}{was}, `like` has {wanted.dtype.name}{hint}"
+    elif kind == "jax":
+        yield from _x64_problems(dtype or spec.dtype)
+
+
+def _x64_problems(dtype: str) -> Iterator[str]:
+    if dtype in ("int64", "uint64", "float64", "complex128") and not _config.jax_enable_x64:
+        yield (
+            f"saved as {dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or give a "
+            "numpy array in `like`"
+        )
+
+
+# In words
+
+
+def _show_spec(spec: LeafSpec) -> str:
+    if spec.kind == "key":
+        return f"a {spec.prng} key"
+    return f"{spec.dtype}[{','.join(str(n) for n in spec.shape)}]"
+
+
+def _is_arraylike(value: Any) -> bool:
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Outline)
+
+
+def show_value(value: Any) -> str:
+    if _is_arraylike(value):
+        if is_key(value):
+            return "a PRNG key"
+        return f"{value.dtype.name}[{','.join(str(n) for n in value.shape)}]"
+    if isinstance(value, Kept):
+        return f"the {'structure' if value.is_structure else 'function'} {value.name}"
+    return "None" if value is None else f"the {type(value).__name__} {str(value)[:40]!r}"

@@ -19,17 +19,26 @@ from ostraka.layout.casts import floating_dtype, may_cast
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.nnx import as_state
 from ostraka.live.parse import is_object
-from ostraka.restoring._differences import Choices, TreeMatch, leave_out
-from ostraka.restoring._leaf_types import (
+from ostraka.restoring._differences import (
+    Choices,
+    TreeMatch,
     Unfit,
     generator_of,
     key_problem,
     kind_of,
+    leave_out,
     saved_as_wanted,
     show_value,
     type_problems,
 )
-from ostraka.restoring.destinations import Destination, MissingAxes, Placer, Unplaceable, layout_of
+from ostraka.restoring.destinations import (
+    Destination,
+    MissingAxes,
+    Placer,
+    Unplaceable,
+    layout_of,
+    resolve_specs,
+)
 from ostraka.tree.json_tree import encode_state
 from ostraka.tree.nodes import (
     ArrayNumber,
@@ -66,12 +75,9 @@ class Matcher:
 
     def __init__(self, source: Source, like: Node | None, choices: Choices):
         self._like = like
-        self._source = source
         self._checkpoint = source.saved
         self._choices = choices
         self._placer = Placer(source.saved, choices.mesh)
-        self._process = jax.process_index()
-        self._process_count = jax.process_count()
         tree = source.tree if like is None else source.tree_for(like)
         self._trees = TreeMatch(source, tree, choices)
         self._saved = self._trees.saved
@@ -130,23 +136,17 @@ class Matcher:
         for leaf in leaves:
             saved = self._saved.get(leaf.path)
             if isinstance(saved, ArrayNumber):
-                spec = self._checkpoint.leaves[saved.number]
-                wanted = self._wanted(leaf, spec)
-                if spec.kind == "key" and key_problem(spec, wanted) is not None:
-                    continue  # which is said where the leaf is matched
-                if kind_of(wanted) in ("jax", "key"):
+                spec, wanted, kind = self._wanted(leaf, saved.number)
+                # A problem with keys is said where the leaf is matched.
+                has_problem = spec.kind == "key" and key_problem(spec, wanted) is not None
+                if kind in ("jax", "key") and not has_problem:
                     placed.append((leaf.path, spec, leaf.spec))
-        return self._placer.resolve(
-            placed,
-            self._choices.specs,
-            [
-                getattr(leaf.value, "sharding", None)
-                for leaf in leaves
-                if kind_of(leaf.value) in ("jax", "key")
-            ],
-            list(self._saved),
-            has_modules=any(branch.kind == "nnx" for branch in branches_of(tree)),
-        )
+        like = [getattr(leaf.value, "sharding", None) for leaf in leaves]
+        has_modules = any(branch.kind == "nnx" for branch in branches_of(tree))
+        mesh = self._placer.settle_mesh(like, has_modules=has_modules)
+        known = list(self._saved)
+        self._placer.specs, unknown = resolve_specs(placed, self._choices.specs, mesh, known)
+        return unknown
 
     # Which leaves there are
 
@@ -221,11 +221,11 @@ class Matcher:
 
     def _state(self, leaf: Leaf, states: Sequence[Any]) -> Any:
         """The object of `like`, which receives its state at the very end, or the state alone."""
-        if len(states) != self._process_count and _are_equal(states):
-            states = (states[0],) * self._process_count
+        if len({repr(encode_state("", state)) for state in states}) == 1:
+            states = (states[0],) * jax.process_count()  # Any number of processes can restore it.
         remedy = " and set its position yourself"
-        self._check_processes(leaf.path, len(states), "a state of its own", remedy)
-        state = states[self._process]
+        _check_processes(leaf.path, len(states), "a state of its own", remedy)
+        state = states[jax.process_index()]
         if isinstance(leaf.value, SavedStates):
             return state
         if not isinstance(leaf.value, Stateful):
@@ -236,80 +236,52 @@ class Matcher:
         self._states.append((leaf.value.owner, state))
         return leaf.value.owner
 
-    def _check_processes(self, path: str, saved: int, what: str, remedy: str) -> None:
-        if saved != self._process_count:
-            raise Unfit(
-                f"each of the {saved} processes that saved it had {what}; this run has "
-                f"{self._process_count}: restore with as many, or {leave_out(path)}{remedy}"
-            )
-
     # Arrays
 
-    def _wanted(self, leaf: Leaf, spec: LeafSpec) -> Any:
-        """The template's value, or the saved spec without a template."""
-        return spec if isinstance(leaf.value, ArrayNumber) else leaf.value
+    def _wanted(self, leaf: Leaf, number: int) -> tuple[LeafSpec, Any, str]:
+        """The saved spec, the template's value (without one, the spec again), and its kind."""
+        spec = self._checkpoint.leaves[number]
+        wanted = spec if isinstance(leaf.value, ArrayNumber) else leaf.value
+        return spec, wanted, kind_of(wanted)
 
     def _match_array(self, leaf: Leaf, number: int) -> None:
-        spec = self._checkpoint.leaves[number]
-        wanted = self._wanted(leaf, spec)
+        spec, wanted, kind = self._wanted(leaf, number)
         if spec.per_process:
-            self._check_processes(leaf.path, self._checkpoint.process_count, "its own value", "")
-        dtype = self._asked_dtype(spec, wanted, leaf.path)
-        kind = kind_of(wanted)
+            _check_processes(leaf.path, self._checkpoint.process_count, "its own value", "")
+        dtype = self._asked_dtype(spec, wanted, kind, leaf.path)
         if spec.kind == "key" and (problem := key_problem(spec, wanted)) is not None:
             raise Unfit(problem)
         problems = list(type_problems(spec, wanted, kind, dtype))
-        if not problems:
-            self._add_array(self._destination(leaf, number, wanted, kind, dtype), leaf.value)
-        elif not self._choices.strict and self._may_keep(spec, wanted, leaf):
+        shape = () if kind in ("python", "other") else tuple(wanted.shape)
+        may_keep = wanted is not spec and shape != spec.logical_shape and self._has_value(leaf)
+        if problems and not (may_keep and not self._choices.strict):
+            raise Unfit(*problems)
+        if problems:
             self._trees.tolerated["kept {} whose shape differs"].append(leaf.path)
             self._keep(leaf)
-        else:
-            raise Unfit(*problems)
+            return
+        about: dict[str, Any] = {"cast": None if dtype == spec.dtype else dtype}
+        sharding = None
+        if kind in ("jax", "key"):
+            sharding, about["committed"] = self._placer.sharding(spec, wanted, leaf)
+            about |= {"weak": spec.weak, "layout": layout_of(wanted)}
+            about["generator"] = generator_of(spec, wanted)
+        elif kind != "python" and wanted is not spec and not wanted.dtype.isnative:
+            about["host_dtype"] = wanted.dtype
+        boxes = self._placer.local_boxes(spec, sharding)
+        self._add_array(Destination(number, leaf.path, kind, sharding, boxes, **about), leaf.value)
 
-    def _may_keep(self, spec: LeafSpec, wanted: Any, leaf: Leaf) -> bool:
-        """True if a leaf differs in its shape and may keep the value of `like`."""
-        shape = () if kind_of(wanted) in ("python", "other") else tuple(wanted.shape)
-        return wanted is not spec and shape != spec.logical_shape and self._has_value(leaf)
-
-    def _asked_dtype(self, spec: LeafSpec, wanted: Any, path: str) -> str | None:
+    def _asked_dtype(self, spec: LeafSpec, wanted: Any, kind: str, path: str) -> str | None:
         """The dtype that `dtype=` gives to a leaf, or None if it leaves the leaf alone."""
         rule = self._choices.dtype
         if rule is None or spec.kind not in ("jax", "numpy") or not is_floating(spec.dtype):
             return None
         if rule != "like":
             return floating_dtype(rule, path) if may_cast(spec) else None
-        if wanted is spec or kind_of(wanted) in ("python", "other"):
+        if wanted is spec or kind in ("python", "other"):
             return None
         name = dtype_name(wanted.dtype)
         return name if is_floating(name) else None
-
-    def _destination(
-        self, leaf: Leaf, number: int, wanted: Any, kind: str, dtype: str | None
-    ) -> Destination:
-        spec = self._checkpoint.leaves[number]
-        sharding, committed, weak, layout, host_dtype = None, True, False, None, None
-        if kind in ("jax", "key"):
-            sharding, committed = self._placer.sharding(spec, wanted, leaf)
-            weak = spec.weak
-            layout = layout_of(wanted)
-        elif kind in ("numpy", "scalar") and wanted is not spec and not wanted.dtype.isnative:
-            host_dtype = wanted.dtype
-        boxes = self._placer.local_boxes(spec, sharding)
-        cast = None if dtype == spec.dtype else dtype
-        return Destination(
-            number,
-            leaf.path,
-            kind,
-            sharding,
-            boxes,
-            cast,
-            committed,
-            weak,
-            layout,
-            host_dtype,
-            generator_of(spec, wanted) if kind == "key" else None,
-        )
 
     def _add_array(self, found: Destination, value: Any) -> None:
         """Add an array, unless an earlier leaf shares it in the checkpoint and in `like`."""
@@ -323,7 +295,9 @@ class Matcher:
         self._arrays.append(found)
 
 
-def _are_equal(states: Sequence[Any]) -> bool:
-    """True if all processes saved the same state. Any number of processes can restore it."""
-    first, *others = [repr(encode_state("", state)) for state in states]
-    return all(other == first for other in others)
+def _check_processes(path: str, saved: int, what: str, remedy: str) -> None:
+    if saved != jax.process_count():
+        raise Unfit(
+            f"each of the {saved} processes that saved it had {what}; this run has "
+            f"{jax.process_count()}: restore with as many, or {leave_out(path)}{remedy}"
+        )

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.formats.source import Saved
 from ostraka.layout.box import Box, full
-from ostraka.layout.spec import HOST_LOCAL, LeafSpec, find_misfits, needed_boxes
+from ostraka.layout.spec import HOST_LOCAL, LeafSpec, iter_misfits, needed_boxes
 from ostraka.live.shardings import Devices, describe_mesh, describe_sharding, spec_entries
 from ostraka.sharding.mesh import mesh_to_use
 from ostraka.sharding.specs import array_leaf, from_partition, resolve
@@ -66,30 +66,18 @@ class Placer:
     def __init__(self, saved: Saved, mesh: Mesh | None):
         self._saved = saved
         self._mesh = mesh
-        self._said: Mapping[str, Any] = {}
+        self.specs: Mapping[str, Any] = {}
+        """The specs or shardings of `specs=`, by path."""
         self._meshes_again: dict[int, Mesh] = {}
         self._fitting: dict[Any, NamedSharding] = {}
         self._boxes: dict[Any, tuple[Box, ...]] = {}
 
-    def resolve(
-        self,
-        leaves: Sequence[tuple[str, LeafSpec, Any]],
-        specs: Any,
-        like: Sequence[Any],
-        known: Sequence[str],
-        *,
-        has_modules: bool,
-    ) -> list[str]:
-        """Resolve `specs` and the mesh to use. Returns a sentence for each spec without a leaf.
-
-        `like` has the shardings of a template, `known` the paths of all saved leaves.
-        """
+    def settle_mesh(self, like: Sequence[Any], *, has_modules: bool) -> Any:
+        """The mesh to use, or the first of a template. `like` has the template's shardings."""
         meshes = [sharding.mesh for sharding in like if isinstance(sharding, NamedSharding)]
         if self._mesh is not None and has_modules and self._should_have_auto_axes(meshes):
             self._mesh = mesh_to_use(self._mesh, explicit=False)
-        mesh = self._mesh or next(iter(meshes), None)
-        self._said, unknown = resolve_specs(leaves, specs, mesh, known)
-        return unknown
+        return self._mesh or next(iter(meshes), None)
 
     def _should_have_auto_axes(self, like: Sequence[Any]) -> bool:
         """True if a model was on a mesh with Auto axes only. It may fail under others."""
@@ -124,7 +112,7 @@ class Placer:
         `specs` decide, then the sharding of `like`, then the saved one, all on `mesh` if given.
         """
         path = leaf.path
-        given = self._said.get(path)
+        given = self.specs.get(path)
         if isinstance(given, tuple | list):
             given = PartitionSpec(*cast("Sequence[Any]", given))
         like = getattr(wanted, "sharding", None) if wanted is not spec else None
@@ -137,20 +125,18 @@ class Placer:
             return self._checked(spec, path, given), True
         if self._mesh is not None:
             memory = spec.memory if like is None else like.memory_kind
-            axes = self._spec_on_mesh(self._mesh, spec, like, leaf)
+            axes = from_partition(spec.partition)
+            if like is None and leaf.spec is not None:
+                axes = leaf.spec
+            elif isinstance(like, NamedSharding):
+                is_part = {*like.mesh.axis_names} <= {*self._mesh.axis_names}
+                axes = like.spec if is_part else axes
             return self._named(spec, path, self._mesh, axes, memory), True
         if isinstance(like, NamedSharding) and isinstance(like.mesh, AbstractMesh):
             return self._named(spec, path, _mesh_in_force(path, like.mesh), like.spec), True
         if like is not None:
             return self._checked(spec, path, like), is_committed(wanted)
         return self._as_saved(spec, path), not spec.uncommitted
-
-    def _spec_on_mesh(self, mesh: Mesh, spec: LeafSpec, like: Any, leaf: Leaf) -> Any:
-        if like is None and leaf.spec is not None:
-            return leaf.spec
-        if isinstance(like, NamedSharding) and {*like.mesh.axis_names} <= {*mesh.axis_names}:
-            return like.spec
-        return from_partition(spec.partition)
 
     def _checked(self, spec: LeafSpec, path: str, sharding: Any) -> Any:
         """The given sharding, if it fits the leaf. Raises Unplaceable."""
@@ -166,7 +152,8 @@ class Placer:
         found = self._fitting.get(key)
         if found is None:
             described = describe_mesh(mesh, self._devices)
-            misfits = find_misfits(path, spec.logical_shape, described, spec_entries(path, axes))
+            entries = spec_entries(path, axes)
+            misfits = list(iter_misfits(path, spec.logical_shape, described, entries))
             messages = [misfit.message for misfit in misfits]
             missing = [misfit.missing_axis for misfit in misfits if misfit.missing_axis]
             if missing:

@@ -126,13 +126,8 @@ def _without_arrays(tree: Node) -> Node:
             return node
         value = node.value
         if isinstance(value, jax.Array):
-            value = Outline(
-                value.shape,
-                value.dtype,
-                value.sharding,
-                value.committed,
-                getattr(value, "format", None),
-            )
+            layout = getattr(value, "format", None)
+            value = Outline(value.shape, value.dtype, value.sharding, value.committed, layout)
         elif isinstance(value, np.ndarray):
             blank = np.broadcast_to(np.zeros((), value.dtype), value.shape)
             value = outlines.setdefault(id(value), blank)

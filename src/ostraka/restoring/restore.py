@@ -10,19 +10,16 @@ from itertools import chain
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.core import trace_state_clean
-from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
-from ostraka.common.dtypes import numpy_dtype
 from ostraka.common.record import OnRecord, Stopwatch, report, summarize
 from ostraka.common.threads import paused_gc
 from ostraka.errors import Damaged, RestoreFailed, SourceChanged
-from ostraka.formats.buffers import detached
+from ostraka.formats.buffers import Array
 from ostraka.formats.source import OnBytes, Source
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
-from ostraka.layout.spec import LeafSpec, Target
+from ostraka.layout.spec import Target
 from ostraka.live.parse import parse
 from ostraka.live.values import refuse_inside_jit
 from ostraka.processes.operation import Operation, ProcessFailed
@@ -133,16 +130,8 @@ def restore(
     if share_reads not in (True, False, "auto"):
         raise ValueError(f"share_reads must be True, False or 'auto', not {share_reads!r}")
     _check_types(only, strict, on_record)
-    choices = Choices(
-        None if mesh is None else as_mesh(mesh),
-        specs,
-        strict,
-        only,
-        rename,
-        dtype,
-        as_state,
-        in_place=into is not _NOT_GIVEN,
-    )
+    made, in_place = None if mesh is None else as_mesh(mesh), into is not _NOT_GIVEN
+    choices = Choices(made, specs, strict, only, rename, dtype, as_state, in_place)
     work = _Restore(path, names, choices, SourceComparison(path, share_reads))
     together = share_reads is True
     if not together and jax.process_count() > 1:
@@ -151,7 +140,7 @@ def restore(
     with _operation(str(path), together) as operation:
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)
-        if into is not _NOT_GIVEN:
+        if in_place:
             # The parsed tree must not be kept here: it holds the arrays that are to be let go.
             work.place = InPlace(parse(into))
             work.template = work.place.template
@@ -261,8 +250,8 @@ class _Restore:
                 if self.place is not None:
                     error.add_note(_IN_PART)
                 raise
-            if agreement is not None:
-                agreement.refuse_stage()
+            if agreement is not None and agreement.passed < agreement.stages:
+                agreement.end_stage(False)
         done = [replaced, self.bytes_read, self.watch.phases.get("read", 0.0)]
         again, self.summary = operation.exchange(f"restored-{attempt}", done, _sum_up)
         self.watch.lap("agree")
@@ -310,7 +299,7 @@ class _Restore:
         assembler = Assembler()
         for arrays, destination in zip(read, destinations, strict=True):
             leaf = source.saved.leaves[destination.number]
-            yield destination.path, _place(leaf, destination, arrays, assembler)
+            yield destination.path, assembler.make(leaf, destination, arrays)
 
     def _add_bytes(self, nbytes: int) -> None:
         self.bytes_read += nbytes
@@ -318,11 +307,11 @@ class _Restore:
 
 def _read_alone(
     source: Source, destinations: Sequence[Destination], operation: Operation, on_bytes: OnBytes
-) -> Iterator[list[np.ndarray[Any, Any]]]:
+) -> Iterator[list[Array]]:
     """Yield the arrays of each destination's boxes in turn, as soon as they have been read."""
     targets = [Target(one.number, box, one.cast) for one in destinations for box in one.boxes]
     reads = source.read(targets, on_bytes=on_bytes)
-    there: dict[int, np.ndarray[Any, Any]] = {}
+    there: dict[int, Array] = {}
     first = 0
     for destination in destinations:
         numbers = range(first, first + len(destination.boxes))
@@ -339,42 +328,3 @@ def _read_alone(
 def _sum_up(posts: list[Any]) -> tuple[bool, list[float]]:
     """True if all must start again, and the bytes and seconds of all processes."""
     return any(replaced for replaced, *_ in posts), summarize([(b, s) for _, b, s in posts])
-
-
-def _place(
-    leaf: LeafSpec,
-    destination: Destination,
-    arrays: list[np.ndarray[Any, Any]],
-    assembler: Assembler,
-) -> Any:
-    """Make the value of a destination from the arrays of its boxes."""
-    boxes = destination.boxes
-    if leaf.per_process:
-        boxes = tuple(box[1:] for box in boxes)
-        arrays = [array[0] for array in arrays]
-    if destination.cast is not None:  # Most sources have done so on the way.
-        arrays = [array.astype(numpy_dtype(destination.cast), copy=False) for array in arrays]
-    if destination.host_dtype is not None:
-        arrays = [arrays[0].astype(destination.host_dtype)]
-    match destination.kind:
-        case "numpy":
-            return detached(arrays[0])
-        case "scalar":
-            return arrays[0][()]
-        case "python":
-            return arrays[0].item()
-        case kind:
-            made = assembler.make(
-                leaf.own_shape,
-                destination.cast or leaf.dtype,
-                destination.sharding,
-                boxes,
-                arrays,
-                committed=destination.committed,
-                weak=destination.weak,
-            )
-            if destination.layout is not None:
-                made = jax.device_put(made, Format(destination.layout, made.sharding))
-            if kind != "key":
-                return made
-            return jax.random.wrap_key_data(made, impl=destination.generator or leaf.prng)

@@ -37,7 +37,7 @@ from ostraka.layout.plan_restore import (
     times_read,
 )
 from ostraka.layout.shard_file import digest
-from ostraka.layout.spec import LeafSpec, Target, partition_grid
+from ostraka.layout.spec import Target, partition_grid
 from ostraka.live.shardings import Devices, describe_sharding
 from ostraka.processes.operation import (
     Operation,
@@ -70,17 +70,13 @@ def _least_hosts(share_reads: ShareReads, source: Source) -> int | None:
     None if it shares nothing. Processes of one host share the page cache anyway. A directory that
     many hosts see belongs to a file server.
     """
-    if share_reads == "auto":
-        if not _has_collectives():
-            return None
-        return 1 if source.store.traits.is_remote else _MANY_HOSTS
-    return 1 if share_reads else None
-
-
-def _has_collectives() -> bool:
-    """On CPU, collectives between processes can be switched off."""
+    if share_reads != "auto":
+        return 1 if share_reads else None
+    # On CPU, collectives between processes can be switched off.
     implementation: Any = getattr(jax.config, "jax_cpu_collectives_implementation", "none")
-    return jax.default_backend() != "cpu" or implementation not in (None, "none")
+    if jax.default_backend() == "cpu" and implementation in (None, "none"):
+        return None
+    return 1 if source.store.traits.is_remote else _MANY_HOSTS
 
 
 class Replaced(Exception):
@@ -102,17 +98,8 @@ class Agreement:
     passed: int = 0
     """Number of stages that all processes have read."""
 
-    def pass_stage(self) -> None:
-        """Wait until all have read their parts of a stage. Raises Replaced if one can't."""
-        if not self._post(True):
-            raise Replaced
-
-    def refuse_stage(self) -> None:
-        """Tell the others that this process won't read its part of a stage."""
-        if self.passed < self.stages:
-            self._post(False)
-
-    def _post(self, has_read: bool) -> bool:
+    def end_stage(self, has_read: bool) -> bool:
+        """True, on all processes, if all have read their parts of a stage."""
         stage = f"stage-{self.name}-{self.passed}"
         self.passed += 1
         return self.operation.exchange(stage, has_read, all)
@@ -176,9 +163,7 @@ def _compare(posts: list[Any]) -> tuple[str, int | None, list[str]]:
 class _SeenNeed(NamedTuple):
     """A need as this process sees it."""
 
-    shared: Need
-    alone: Need
-    """The same need, unshared."""
+    need: Need
     by_all: bool
     """True if it follows from a sharding over several processes, which all see alike."""
     text: str
@@ -219,20 +204,25 @@ class _Finder:
     def find(self, destination: Destination) -> _SeenNeed:
         number, boxes = destination.number, destination.boxes
         spec = self._leaves[number]
-        alone = Need(number, boxes)
+        itemsize = numpy_dtype(spec.dtype).itemsize
         if spec.per_process or 0 in spec.shape:
-            return _SeenNeed(alone, alone, False, f"{number} alone")
-        if destination.sharding is None:
-            return self._find_local(alone, spec)
-        cells = self._cells_of(destination, len(spec.shape))
-        if cells.processes == (self._process,):
-            return self._find_local(alone, spec)
+            return _SeenNeed(Need(number, boxes), False, f"{number} alone")
+        is_local = destination.sharding is None
+        cells = None if is_local else self._cells_of(destination, len(spec.shape))
+        if cells is None or cells.processes == (self._process,):
+            # It needs host memory or local devices. Other processes may need the same.
+            nbytes = sum(map(_box.count, boxes)) * itemsize
+            members = (self._everybody,) * len(boxes)
+            need = Need(number, boxes, members, nbytes, len(self._everybody))
+            return _SeenNeed(need, False, f"{number} {boxes}")
         if self._is_read_often(destination, cells):
-            return self._find_whole(alone, spec, cells)
-        cell_bytes = prod(spec.shape) // prod(cells.grid) * numpy_dtype(spec.dtype).itemsize
-        shared_bytes = cells.most_shared * cell_bytes
-        need = Need(number, boxes, cells.members, shared_bytes, cells.most_members)
-        return _SeenNeed(need, alone, len(cells.processes) > 1, f"{number} {cells.text}")
+            members = (cells.processes,) if self._process in cells.processes else ()
+            nbytes = prod(spec.shape) * itemsize
+            need = Need(number, boxes, members, nbytes, len(cells.processes), is_whole=True)
+            return _SeenNeed(need, True, f"{number} whole {cells.text}")
+        nbytes = cells.most_shared * (prod(spec.shape) // prod(cells.grid)) * itemsize
+        need = Need(number, boxes, cells.members, nbytes, cells.most_members)
+        return _SeenNeed(need, len(cells.processes) > 1, f"{number} {cells.text}")
 
     def _is_read_often(self, destination: Destination, cells: _Cells) -> bool:
         """True if processes would read the same blocks, each for another part."""
@@ -246,42 +236,24 @@ class _Finder:
             self._times[key] = times_read(stored, cells.grid, cells.by_cell, self._is_shared)
         return self._times[key] >= _OFTEN
 
-    def _find_whole(self, alone: Need, spec: LeafSpec, cells: _Cells) -> _SeenNeed:
-        members = (cells.processes,) if self._process in cells.processes else ()
-        nbytes = prod(spec.shape) * numpy_dtype(spec.dtype).itemsize
-        count = len(cells.processes)
-        need = Need(alone.leaf, alone.boxes, members, nbytes, count, is_whole=True)
-        return _SeenNeed(need, alone, True, f"{alone.leaf} whole {cells.text}")
-
-    def _find_local(self, alone: Need, spec: LeafSpec) -> _SeenNeed:
-        """A need of host memory or local devices. Other processes may have the same one."""
-        elements = sum(map(_box.count, alone.boxes))
-        nbytes = elements * numpy_dtype(spec.dtype).itemsize
-        members = (self._everybody,) * len(alone.boxes)
-        need = Need(alone.leaf, alone.boxes, members, nbytes, len(self._everybody))
-        return _SeenNeed(need, alone, False, f"{alone.leaf} {alone.boxes}")
-
     def _cells_of(self, destination: Destination, rank: int) -> _Cells:
         key = (destination.sharding, rank)
         found = self._cells.get(key)
         if found is None:
             mesh, partition = describe_sharding(destination.path, key[0], self._devices)
             cells = processes_by_cell(mesh, partition, rank, self._devices.process_of)
+            grid = partition_grid(mesh, partition, rank)
             shared = [members for members in cells if self._is_shared(members)]
             counts = Counter(process for members in shared for process in members)
-            grid = partition_grid(mesh, partition, rank)
+            own = [members for members in cells if self._process in members]
             found = self._cells[key] = _Cells(
                 grid,
-                tuple(sorted({process for members in cells for process in members})),
-                cells,
-                tuple(
-                    members if self._is_shared(members) else (self._process,)
-                    for members in cells
-                    if self._process in members
-                ),
-                max(counts.values(), default=0),
-                max(map(len, shared), default=1),
-                digest(repr((grid, cells)).encode()),
+                processes=tuple(sorted({process for members in cells for process in members})),
+                by_cell=cells,
+                members=tuple(m if self._is_shared(m) else (self._process,) for m in own),
+                most_shared=max(counts.values(), default=0),
+                most_members=max(map(len, shared), default=1),
+                text=digest(repr((grid, cells)).encode()),
             )
         return found
 
@@ -305,8 +277,8 @@ def _find_needs(
     stage = f"needs-{agreement.name}"
     share_by_all, share_others = agreement.operation.exchange(stage, [by_all, everything], decide)
     return [
-        need.shared if (share_by_all if need.by_all else share_others) else need.alone
-        for need in seen
+        need if (share_by_all if is_by_all else share_others) else Need(need.leaf, need.boxes)
+        for need, is_by_all, _ in seen
     ]
 
 
@@ -381,7 +353,8 @@ class SharedReader:
     def _run_stage(self) -> None:
         gathers = self._stages[self._agreement.passed]
         parts = [self._pack(gather) for gather in gathers]
-        self._agreement.pass_stage()
+        if not self._agreement.end_stage(True):
+            raise Replaced
         for gather in gathers:
             collect = partial(_all_gather, gather.members, parts.pop(0))
             self._unpack(gather, _wait_for(collect, self._agreement.operation.check))

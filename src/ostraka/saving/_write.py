@@ -20,8 +20,6 @@ from ostraka.common.dtypes import DTYPES, to_bytes
 from ostraka.common.progress import Count
 from ostraka.common.threads import ByteBudget, StopSignal, in_turn, run_all
 from ostraka.layout import box as _box
-from ostraka.layout import header as _header
-from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
 from ostraka.layout.metadata import IndexEntry, Metadata
@@ -180,7 +178,7 @@ def write_shards(
         # Companions may have copies of the index, whose length must be known before: identities
         # have any length.
         location = "" if companions else store.location
-        index = _index.encode_index(
+        index = _format.encode_index(
             agreed.save_id, operation.process, digests, version=plan.version, location=location
         )
         name = _format.index_name(operation.process)
@@ -286,7 +284,7 @@ class ShardWriter:
 
     def _header(self, stored: Mapping[int, StoredRange]) -> bytes:
         plan, header_bytes = self._job.plan, self.file.header_bytes
-        return _header.encode_header(
+        return _format.encode_header(
             self.entries,
             plan.leaves,
             self._job.save_id,

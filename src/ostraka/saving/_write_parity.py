@@ -24,7 +24,6 @@ from ostraka.formats.ostraka.parity_group import sum_up
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.layout import parity_code
 from ostraka.layout import shard_file as _format
-from ostraka.layout.index import encode_index
 from ostraka.layout.parity_file import (
     Parity,
     ParityFile,
@@ -35,7 +34,7 @@ from ostraka.layout.parity_file import (
 )
 from ostraka.layout.plan_parity import GROUPS_AT_ONCE, plan_parity, planned_digests
 from ostraka.layout.plan_write import WritePlan
-from ostraka.layout.shard_file import BLOCK_BYTES, FileEntry
+from ostraka.layout.shard_file import BLOCK_BYTES, FileEntry, encode_index
 from ostraka.live.values import HostValue
 from ostraka.processes.operation import Operation
 from ostraka.saving._write import ShardWriter, WriteJob, WrittenFiles, metadata_of

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka.errors import InvalidSharding, InvalidTree
-from ostraka.layout.spec import find_misfits
+from ostraka.layout.spec import iter_misfits
 from ostraka.live.parse import is_key, parse
 from ostraka.live.shardings import spec_entries
 from ostraka.sharding.findings import Finding, raise_errors
@@ -338,9 +338,12 @@ def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
     """
     sizes = mesh_spec(mesh)
     return not any(
-        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
+        misfit
         for leaf in leaves
         if leaf.named is not None
+        for misfit in iter_misfits(
+            leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named)
+        )
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostraka.errors import InvalidSharding, headed_list
-from ostraka.layout.spec import MeshSpec, Partition, find_misfits, show_partition
+from ostraka.layout.spec import MeshSpec, Partition, iter_misfits, show_partition
 from ostraka.sharding.leaves import ShapedLeaf, every_dimension, kernel_of
 
 REPLICATED_LIMIT_BYTES = 64 << 20
@@ -46,7 +46,7 @@ def findings_of(
     for leaf in leaves:
         case = (leaf.shape, partitions[leaf.path])
         if case not in fits:
-            found = find_misfits(leaf.path, leaf.shape, mesh, partitions[leaf.path])
+            found = list(iter_misfits(leaf.path, leaf.shape, mesh, partitions[leaf.path]))
             for misfit in found:
                 size = misfit.nearest_size
                 remedy = "" if size is None else f"; the nearest size that does is {size}"

@@ -6,7 +6,6 @@ import json
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
-from dataclasses import replace
 from functools import lru_cache, partial
 from keyword import iskeyword
 from operator import itemgetter
@@ -39,11 +38,11 @@ from ostraka.tree.nodes import (
     Node,
     SavedStates,
     Stateful,
+    at_path,
     dict_builder,
     escape,
     join,
     leaves_of,
-    mapped,
 )
 
 _MOST_LEAVES_AGAIN = 1 << 17
@@ -162,16 +161,13 @@ class _Decoder:
             return self._leaf(path, ArrayNumber(encoded))
         if depth > MAX_DEPTH:
             raise ValueError(f"its tree is more than {MAX_DEPTH} containers deep")
-        if encoded is not None and "items" in encoded:
-            return self._container(encoded, path, depth)
-        if encoded is not None and "same_as" in encoded:
+        if encoded is not None and "same_as" in encoded and "items" not in encoded:
             return self._again(self._variables[encoded["same_as"]], path)
-        return self._leaf(path, decode_scalar(encoded))
-
-    def _container(self, encoded: Mapping[str, Any], path: str, depth: int) -> Node:
+        if encoded is None or "items" not in encoded:
+            return self._leaf(path, decode_scalar(encoded))
         if "states" in encoded:
-            states = tuple([decode_state(state) for state in encoded["states"]])
-            return self._leaf(path, SavedStates(states))
+            states = [s["json"] if "json" in s else decode_plain(s) for s in encoded["states"]]
+            return self._leaf(path, SavedStates(tuple(states)))
         if "kept" in encoded:
             is_structure = encoded.get("structure") is True
             return self._leaf(path, Kept(None, str(encoded["kept"]), is_structure))
@@ -223,13 +219,7 @@ class _Decoder:
         most = _MOST_LEAVES_AGAIN + self._leaves
         if self._leaves_again > most or self._path_bytes > _FREE_PATH_BYTES + _PATH_BYTES * most:
             raise ValueError("its tree has more shared variables than any tree needs")
-
-        def move(node: Node) -> Node:
-            below = "" if node.path == ROOT else node.path[len(variable.path) :]
-            here = f"{path}{below}"
-            return replace(node, path=here or ROOT if isinstance(node, Leaf) else here)
-
-        return mapped(variable, move)
+        return at_path(variable, path)
 
 
 def decode_about(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,7 +386,3 @@ def with_states(encoded: Any, states: Mapping[str, Sequence[Any]]) -> Any:
     if "items" in node:
         node["items"] = [with_states(item, states) for item in node["items"]]
     return node
-
-
-def decode_state(encoded: Any) -> Any:
-    return encoded["json"] if "json" in encoded else decode_plain(encoded)

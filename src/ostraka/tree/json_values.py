@@ -82,7 +82,8 @@ def encode_plain(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, enum.Enum):
         return {"enum": [*class_name(kind), value.name, _enum_value(value)]}
-    if _is_numpy_scalar(value):
+    numpy: Any = sys.modules.get("numpy")  # It is slow to import, and is where there are scalars.
+    if numpy is not None and isinstance(value, numpy.generic):
         return {"numpy": _encode_numpy(value)}
     if kind is tuple or kind is list:
         return {kind.__name__: [encode_plain(item) for item in value]}
@@ -99,11 +100,6 @@ def encode_writable(values: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(Unwritable):
             written[name] = encode_plain(value)
     return written
-
-
-def _is_numpy_scalar(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")  # It is slow to import, and is where there are scalars.
-    return numpy is not None and isinstance(value, numpy.generic)
 
 
 def _enum_value(member: enum.Enum) -> Any:
@@ -162,10 +158,6 @@ def _checked(kind: type) -> Callable[[Any], Any]:
     return check
 
 
-def _decode_int(content: Any) -> int:
-    return content if type(content) is int else int(content, 16)
-
-
 def _decode_bytes(content: str) -> bytes:
     return base64.b64decode(content, validate=True)
 
@@ -187,11 +179,9 @@ def _decode_enum(content: Any) -> Any:
 
 def _has_plain_identity(kind: type) -> bool:
     """True if comparing members of this enum as keys runs no code of the program."""
-    homes = [next(base for base in kind.__mro__ if name in base.__dict__) for name in _COMPARED]
+    names = ("__eq__", "__hash__")
+    homes = [next(base for base in kind.__mro__ if name in base.__dict__) for name in names]
     return all(home.__module__ in ("builtins", "enum") for home in homes)
-
-
-_COMPARED = ("__eq__", "__hash__")
 
 
 def _decode_numpy(content: Any) -> Any:
@@ -218,7 +208,7 @@ def _unpack(form: str, content: Any) -> tuple[float, ...]:
 
 _SCALAR_DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "bool": _checked(bool),
-    "int": _decode_int,
+    "int": lambda content: content if type(content) is int else int(content, 16),
     "str": _checked(str),
     "surrogates": lambda content: _decode_bytes(content).decode(errors="surrogatepass"),
     "bytes": _decode_bytes,

@@ -223,6 +223,17 @@ def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
     return change(node)
 
 
+def at_path(branch: Branch, path: str) -> Node:
+    """The same branch at another path. An empty path makes it a tree by itself."""
+
+    def move(node: Node) -> Node:
+        below = "" if node.path == ROOT else node.path[len(branch.path) :]
+        here = f"{path}{below}" if path else below.removeprefix("/")
+        return dataclasses.replace(node, path=here or ROOT if isinstance(node, Leaf) else here)
+
+    return mapped(branch, move)
+
+
 def prune(node: Node, wanted: Callable[[Leaf], bool]) -> Node | None:
     """The tree with the wanted leaves only, or None if there are none.
 

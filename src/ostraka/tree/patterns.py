@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ostraka.errors import name_few, nearest
 
@@ -27,7 +27,7 @@ Patterns = str | Sequence[str]
 def matches(patterns: Patterns, path: str) -> bool:
     """True if any of the patterns matches the path or a name above it."""
     listed = [patterns] if isinstance(patterns, str) else patterns
-    return any(_compiled(pattern).matches(path) for pattern in listed)
+    return any(_compiled(pattern).values(path) is not None for pattern in listed)
 
 
 def split_patterns(patterns: Patterns) -> tuple[list[str], list[str]]:
@@ -81,9 +81,17 @@ def names_on(path: str) -> list[str]:
     return list(accumulate(path.split("/"), "{}/{}".format))
 
 
-def lookup(table: Mapping[str, Any], path: str) -> Any:
-    """The entry of the first pattern that matches the path, or None."""
+def lookup(rule: Any, path: str) -> Any:
+    """A rule for all paths, or in a dict the entry of the first pattern that matches, or None."""
+    if not isinstance(rule, Mapping):
+        return rule
+    table = cast("Mapping[str, Any]", rule)
     return next((value for pattern, value in table.items() if matches(pattern, path)), None)
+
+
+def rules_in(rule: Any) -> list[Any]:
+    """A rule for all paths, or the entries of a dict of them."""
+    return [*cast("Mapping[str, Any]", rule).values()] if isinstance(rule, Mapping) else [rule]
 
 
 def rename_with(table: Mapping[str, str]) -> Callable[[str], str]:
@@ -104,16 +112,7 @@ def rename_with(table: Mapping[str, str]) -> Callable[[str], str]:
 # Matching without backtracking
 
 _BACKTRACKED = 10_000
-"""The most combinations that an expression may try, see `may_backtrack`."""
-
-
-def may_backtrack(unbound: int, text: str) -> bool:
-    """True if a regular expression with this many unbound wildcards is fast on this text.
-
-    Each wildcard may end at any character, and an expression tries all combinations. On an
-    untrusted name that may take hours. Use `find_spans` then.
-    """
-    return unbound <= 1 or len(text) ** unbound <= _BACKTRACKED
+"""The most combinations that an expression may try."""
 
 
 class Wildcard(NamedTuple):
@@ -170,7 +169,8 @@ def _step(part: str | Wildcard, text: str, ends: int) -> int:
     if not part.without:
         found = ends if part.most == 1 else _from(ends, len(text))
         return found if not part.least else found << 1 & _all(len(text))
-    allowed = _allowed(part.without, text)
+    marks = ["0" if character in part.without else "1" for character in text]
+    allowed = int("".join(marks) or "0", 2)
     if part.most == 1:
         return (ends & allowed) << 1
     if part.least:
@@ -186,11 +186,6 @@ def _from(positions: int, length: int) -> int:
 
 def _all(length: int) -> int:
     return (2 << length) - 1
-
-
-def _allowed(without: str, text: str) -> int:
-    marks = "".join(["0" if character in without else "1" for character in text])
-    return int(marks or "0", 2)
 
 
 def _ends_of(literal: str, text: str) -> int:
@@ -211,6 +206,63 @@ def _furthest(part: Wildcard, text: str, start: int) -> int:
     return min((end for end in ends if end >= 0), default=len(text))
 
 
+class Compiled(NamedTuple):
+    """A pattern, as parts and as a regular expression that finds the same values."""
+
+    parts: tuple[str | Wildcard, ...]
+    expression: re.Pattern[str]
+    unbound: int
+    """The number of wildcards that may end at any character."""
+    tails: tuple[tuple[str | Wildcard, ...], ...]
+    """Parts that may follow."""
+
+    def values(self, text: str) -> Sequence[str] | None:
+        """The texts that the wildcards stand for, or None if the pattern does not match.
+
+        Each unbound wildcard may end at any character, and an expression tries all combinations. On
+        an untrusted name that may take hours. Then `find_spans` is faster.
+        """
+        if self.unbound <= 1 or len(text) ** self.unbound <= _BACKTRACKED:
+            matched = self.expression.fullmatch(text)
+            return None if matched is None else matched.groups()
+        for tail in self.tails:
+            spans = find_spans((*self.parts, *tail), text)
+            if spans is not None:
+                pairs = zip(self.parts, spans, strict=False)
+                return [text[slice(*span)] for part, span in pairs if isinstance(part, Wildcard)]
+        return None
+
+
+def compile_parts(parts: Sequence[str | Wildcard], *, or_below: bool = False) -> Compiled:
+    """Compile a pattern. With `or_below`, it also matches what a slash separates from a match."""
+    text = "".join(map(_expression, parts)) + ("(?:/.*)?" if or_below else "")
+    unbound = sum(not _is_bound(parts, number) for number in range(len(parts)))
+    tails = ((), ("/", Wildcard())) if or_below else ((),)
+    return Compiled(tuple(parts), re.compile(text, re.DOTALL), unbound, tails)
+
+
+def _expression(part: str | Wildcard) -> str:
+    if isinstance(part, str):
+        return re.escape(part)
+    if part.ends_in:
+        return f"((?:.*{part.ends_in})?)"
+    times = "" if part.most == 1 else "+" if part.least else "*"
+    return f"([^{part.without}]{times})" if part.without else f"(.{times})"
+
+
+def _is_bound(parts: Sequence[str | Wildcard], number: int) -> bool:
+    """True if a part can end at one place only, as a whole name or the rest of a text does."""
+    part, is_last = parts[number], number + 1 == len(parts)
+    if isinstance(part, str) or part.most == 1:
+        return True
+    if not part.without:
+        return is_last and not part.ends_in
+    before, after = parts[number - 1], parts[(number + 1) % len(parts)]
+    first = before[-1] if isinstance(before, str) else before.ends_in
+    is_whole = number == 0 or first in {*part.without}
+    return is_whole and (is_last or (isinstance(after, str) and after[0] in part.without))
+
+
 # Patterns over paths
 
 _WILDCARDS = {
@@ -219,41 +271,10 @@ _WILDCARDS = {
     "*": Wildcard("/"),
     "?": Wildcard("/", 1, 1),
 }
-_EXPRESSIONS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-_BELOW = "(/.*)?"
-
-
-class _Compiled(NamedTuple):
-    """A pattern in both forms."""
-
-    expression: re.Pattern[str]
-    unbound: int
-    """The number of wildcards that may end at any character."""
-    parts: tuple[str | Wildcard, ...]
-
-    def matches(self, path: str) -> bool:
-        if may_backtrack(self.unbound, path):
-            return self.expression.fullmatch(path) is not None
-        below = (*self.parts, "/", Wildcard())
-        return any(find_spans(parts, path) is not None for parts in (self.parts, below))
 
 
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> _Compiled:
+def _compiled(pattern: str) -> Compiled:
     # "**/" stands for whole names only: in "a**/b" the stars belong to a name.
     split = re.split(r"((?:(?<=/)|(?<=^))\*\*/|\*\*|\*|\?)", pattern)
-    parts = [part for part in split if part]
-    text = "".join(_EXPRESSIONS.get(part) or re.escape(part) for part in parts)
-    unbound = 0
-    for number, part in enumerate(parts):
-        before = "/" if not number else parts[number - 1][-1]
-        after = "/" if number + 1 == len(parts) else parts[number + 1][0]
-        is_bound = part == "?" or part not in _WILDCARDS
-        is_whole_name = part == "*" and before == after == "/"
-        is_rest = part == "**" and number + 1 == len(parts)
-        unbound += not (is_bound or is_whole_name or is_rest)
-    return _Compiled(
-        re.compile(f"{text}{_BELOW}", re.DOTALL),
-        unbound,
-        tuple(_WILDCARDS.get(part) or part for part in parts),
-    )
+    return compile_parts([_WILDCARDS.get(part) or part for part in split if part], or_below=True)

@@ -20,7 +20,6 @@ from ostraka.formats.ostraka.damage import (
 )
 from ostraka.formats.ostraka.shards import Shards, lost_in
 from ostraka.layout import shard_file as _format
-from ostraka.layout.header import is_header_too_long
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import METADATA_NAME, PAGE_BYTES, Block, Entry, FileEntry
 from ostraka.storage import FileReader
@@ -46,7 +45,7 @@ class ShardFile:
         self.name = shards.name_of(entry)
         if contents and entry.header_bytes > PAGE_BYTES:
             specs = [shards.metadata.leaves[found.leaf].spec for found in contents]
-            if is_header_too_long(entry.header_bytes, specs):
+            if _format.is_header_too_long(entry.header_bytes, specs):
                 what = f"it says that the header of {entry.name} has {entry.header_bytes:,} bytes"
                 raise damaged(shards.store, METADATA_NAME, f"{what}, more than its boxes can need")
         self.digests = shards.digests_of(entry, data_bytes)

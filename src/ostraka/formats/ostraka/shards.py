@@ -11,7 +11,6 @@ from ostraka.errors import Damaged, Problem, TooLarge
 from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.damage import boxes_between, damage_on_loss, damaged, other_size
 from ostraka.formats.ostraka.rebuild import Parities, Substitute
-from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.parity_file import ParityFile
@@ -131,7 +130,7 @@ class Shards:
 
     def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:
-            return with_full_stack(lambda: _index.decode_index(data))
+            return with_full_stack(lambda: _format.decode_index(data))
         except (ValueError, TooDeep) as error:
             raise self._index_damaged(process, f"it can't be read ({error})") from error
 

@@ -21,7 +21,6 @@ from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._files import open_or_say
 from ostraka.integrity.repair._origins import PARITY, CopyOrigin, Live, RepairJob
-from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.shard_file import Entry, FileDigests, FileEntry, regroup
@@ -91,7 +90,7 @@ def _prove_index(
     for chosen in islice(product(*choices), _MOST_TRIED):
         described = dict(zip(names, chosen, strict=True))
         for where in ("", location):
-            data = _index.encode_index(
+            data = _format.encode_index(
                 metadata.id, process, described, version=metadata.version, location=where
             )
             if index_problem(data, expected) is None:

@@ -18,7 +18,6 @@ from ostraka.integrity.repair._indexes import usual_e_tag
 from ostraka.integrity.repair._origins import Absent, SavedShard
 from ostraka.integrity.repair.report import RepairReport
 from ostraka.layout import box as _box
-from ostraka.layout import header as _header
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
 from ostraka.layout.codec import Zstd, element_bytes
@@ -89,7 +88,7 @@ class LiveOrigin:
         metadata = self._metadata
         if metadata.version >= _format.COMPRESSED_VERSION or any(map(self._reason, contents)):
             return None
-        header = _header.encode_header(contents, metadata.leaves, metadata.id, file.header_bytes)
+        header = _format.encode_header(contents, metadata.leaves, metadata.id, file.header_bytes)
         lengths = _format.block_lengths(file.header_bytes, contents)
 
         def views() -> Iterator[Array]:

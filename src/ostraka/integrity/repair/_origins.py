@@ -17,7 +17,6 @@ from ostraka.formats.ostraka.compare import index_problem, matches
 from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.ostraka.source import open_ostraka
-from ostraka.layout import header
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
 from ostraka.layout.shard_file import Block, Entry, FileDigests, FileEntry
@@ -102,7 +101,7 @@ def header_of(metadata: Metadata, shard: SavedShard) -> bytes:
     stored = {}
     if any(block.result for block in shard.blocks):
         stored = {e.leaf: _format.stored_range(e, shard.blocks) for e in shard.contents}
-    return header.encode_header(
+    return _format.encode_header(
         shard.contents,
         metadata.leaves,
         metadata.id,

@@ -31,12 +31,12 @@ from typing import Any, cast
 
 from ostraka.errors import NotACheckpoint, nearest
 from ostraka.families.families import FAMILIES, HEAD, is_tied
-from ostraka.reading.names.compose import Names
 from ostraka.reading.names.rules import (
     AS_IT_IS,
     TRANSPOSED,
     Form,
     Match,
+    Names,
     Rule,
     TensorCut,
     placeholders,
@@ -226,24 +226,17 @@ def _cut(what: str, value: Any) -> TensorCut:
     axis, into = given["axis"], given["into"]
     if type(axis) is not int or axis < 0:
         raise ValueError(f"{what} the axis of cut must be a number such as 0 or 1, not {axis!r}")
-    sizes: tuple[Any, ...] | None = None
-    if isinstance(into, Mapping):
-        listed = cast("Mapping[Any, Any]", into)
-        paths, sizes = tuple(listed), tuple(listed.values())
-    elif isinstance(into, Sequence) and not isinstance(into, str):
-        paths = tuple(cast("Sequence[Any]", into))
-    else:
-        paths = ()
+    sizes = tuple(cast("Mapping[Any, Any]", into).values()) if isinstance(into, Mapping) else None
+    is_list = isinstance(into, Mapping | Sequence) and not isinstance(into, str)
+    paths = tuple(cast("Sequence[Any]", into)) if is_list else ()
     if not paths:
         raise ValueError(
             f"{what} the into of cut must have leaves and their sizes, such as {_CUT_EXAMPLE}, or "
             f"be a list of leaves that get one position each, not {into!r}"
         )
-    seen: set[str] = set()
-    for path in paths:
-        if _checked_path(what, path) in seen:
+    for number, path in enumerate(paths):
+        if _checked_path(what, path) in paths[:number]:
             raise ValueError(f"{what} cut has {path!r} twice in its into")
-        seen.add(path)
     for path, size in zip(paths, sizes or (), strict=sizes is not None):
         if type(size) is not int or (size < 1 and size != -1):
             raise ValueError(
@@ -262,10 +255,8 @@ def _checked_path(what: str, path: Any) -> str:
 
 
 def _axes(what: str, value: Any) -> Any:
-    if value is False or value is None:
-        return None
-    if value is True:
-        return "reversed"
+    if value is None or isinstance(value, bool):
+        return "reversed" if value else None
     if _are_integers(value):
         return tuple(value)
     raise ValueError(
@@ -275,12 +266,10 @@ def _axes(what: str, value: Any) -> Any:
 
 
 def _sizes_by_axis(what: str, key: str, value: Any) -> dict[int, tuple[int, ...]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
+    if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{what} {key} must be such as {{1: [8, -1]}}, not {value!r}")
     found: dict[int, tuple[int, ...]] = {}
-    for axis, sizes in cast("Mapping[Any, Any]", value).items():
+    for axis, sizes in cast("Mapping[Any, Any]", value or {}).items():
         number: Any = int(axis) if isinstance(axis, str) and axis.isdecimal() else axis
         is_fine = type(number) is int and number >= 0 and _are_integers(sizes) and len(sizes) > 1
         if not is_fine or [*sizes].count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
@@ -289,13 +278,12 @@ def _sizes_by_axis(what: str, key: str, value: Any) -> dict[int, tuple[int, ...]
                 f"be -1, not {value!r}"
             )
         found[number] = tuple(sizes)
-    return found
+    return None if value is None else found
 
 
 def _are_integers(value: Any) -> bool:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return False
-    return all(type(item) is int for item in cast("Sequence[Any]", value))
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(type(item) is int for item in cast("Sequence[Any]", value))
 
 
 def _of_function(function: Callable[[str, tuple[int, ...]], Any]) -> Names:
@@ -313,11 +301,9 @@ def _of_function(function: Callable[[str, tuple[int, ...]], Any]) -> Names:
         if isinstance(value, Mapping) and "tensor" in value:
             tensor = cast("Mapping[str, Any]", value)["tensor"]
             return (_part_of(what, name, tensor, form, index),)
-        if form.cut is None:
-            return (Match(path, form, tuple(index)),)
-        return tuple(
-            Match(path, form, tuple(index), part=part) for part, path in enumerate(form.cut.paths)
-        )
+        paths = (path,) if form.cut is None else form.cut.paths
+        at = tuple(index)
+        return tuple(Match(one, form, at, part=part) for part, one in enumerate(paths))
 
     return Names(f"names={called}", function=find)
 

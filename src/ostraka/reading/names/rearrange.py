@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
 
 Shape = tuple[int, ...]
+Axes = Sequence[int] | Literal["reversed"] | None
+"""The order of the axes of an array. None to keep it."""
 Groups = tuple[tuple[int, ...], ...]
 """For each dimension the factors, by number, that it is the product of."""
 
@@ -84,11 +87,6 @@ class Rearrangement:
         """
         for fill, factors in self._shared(wanted):
             yield from self._contiguous(factors, factors, fill, shortest)
-
-    def places(self, wanted: Box) -> Iterator[Box]:
-        """The boxes of the old arrangement that a box of the new one consists of."""
-        for piece in self.pieces(wanted):
-            yield piece.before
 
     def cut(self, piece: MovedBox, most_elements: int, shortest: int = 0) -> Iterator[MovedBox]:
         """Cut a piece along the old first axes until each reads at most `most_elements`."""
@@ -226,27 +224,22 @@ def _product_ranges(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box
     inner = prod(sizes[1:])
     first, last = start // inner, (stop - 1) // inner
     low, high = start - first * inner, stop - last * inner
-    if first == last:
-        if (low, high) != (0, inner):
-            yield from (
-                ((first, first + 1), *rest) for rest in _product_ranges(low, high, sizes[1:])
-            )
-            return
-        yield ((first, first + 1), *((0, size) for size in sizes[1:]))
+    if first == last and (low, high) != (0, inner):
+        yield from (((first, last + 1), *rest) for rest in _product_ranges(low, high, sizes[1:]))
         return
     if low:
         yield from _product_ranges(start, (first + 1) * inner, sizes)
         first += 1
     whole = last + 1 if high == inner else last
     if first < whole:
-        yield ((first, whole), *((0, size) for size in sizes[1:]))
+        yield ((first, whole), *_box.full(sizes[1:]))
     if whole == last:
         yield from _product_ranges(last * inner, stop, sizes)
 
 
 def rearranged(
     shape: Shape,
-    axes: Sequence[int] | None = None,
+    axes: Axes = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
     taken: Taken | None = None,
@@ -258,9 +251,7 @@ def rearranged(
     the axes after the transposition, `taken` those after `split`, `merge` those of the result.
     Raises ValueError, a sentence without a subject, if the shape does not fit.
     """
-    order = tuple(range(len(shape))) if axes is None else tuple(axes)
-    if sorted(order) != list(range(len(shape))):
-        raise ValueError(f"has {len(shape)} axes, which can't be put in the order {list(order)}")
+    order = _order(axes, len(shape), "has {} axes, which can't be put in the order {}")
     factors: list[int] = []
     before: dict[int, tuple[int, ...]] = {}
     after: list[tuple[int, ...]] = []
@@ -289,31 +280,35 @@ def rearranged(
     return Rearrangement(tuple(factors), groups, tuple(after), _box.full(factors), tuple(held))
 
 
+def _order(axes: Axes, rank: int, otherwise: str) -> list[int]:
+    """The order of so many axes. Raises ValueError with the sentence `otherwise`."""
+    usual = list(range(rank))
+    order = usual if axes is None else usual[::-1] if axes == "reversed" else list(axes)
+    if sorted(order) != usual:
+        raise ValueError(otherwise.format(rank, order))
+    return order
+
+
 def _merged(
     factors: Sequence[int], after: Sequence[tuple[int, ...]], merge: Mapping[int, Sequence[int]]
 ) -> list[tuple[int, ...]]:
     merged: list[tuple[int, ...]] = []
-    left = list(after)
-    position = 0
-    while left:
-        count = len(merge[position]) if position in merge else 1
-        taken, left = left[:count], left[count:]
-        numbers = tuple(number for group in taken for number in group)
-        if position in merge:
-            found = [factors[number] for number in numbers]
-            wanted = merge[position]
-            if len(found) != count or any(
-                w not in (-1, f) for w, f in zip(wanted, found, strict=True)
-            ):
-                raise ValueError(
-                    f"has axes of {found}, which are not those of {list(wanted)} that make up "
-                    f"axis {position}"
-                )
+    at = 0
+    while at < len(after):
+        wanted = merge.get(len(merged), (-1,))
+        numbers = tuple(n for group in after[at : at + len(wanted)] for n in group)
+        found = [factors[number] for number in numbers]
+        kept = [size if asked == -1 else asked for asked, size in zip_longest(wanted, found)]
+        if len(merged) in merge and kept != found:
+            raise ValueError(
+                f"has axes of {found}, which are not those of {list(wanted)} that make up "
+                f"axis {len(merged)}"
+            )
         merged.append(numbers)
-        position += 1
-    for at in merge:
-        if at >= position:
-            raise ValueError(f"becomes one of {position} axes, of which none is number {at}")
+        at += len(wanted)
+    for axis in merge:
+        if axis >= len(merged):
+            raise ValueError(f"becomes one of {len(merged)} axes, of which none is number {axis}")
     return merged
 
 
@@ -330,7 +325,7 @@ def _sizes(extent: int, sizes: Sequence[int], axis: int) -> list[int]:
 
 def restored(
     shape: Shape,
-    axes: Sequence[int] | None = None,
+    axes: Axes = None,
     split: Mapping[int, Sequence[int]] | None = None,
     merge: Mapping[int, Sequence[int]] | None = None,
     taken: Taken | None = None,
@@ -350,9 +345,7 @@ def restored(
         count = len(split[len(wide)]) if split is not None and len(wide) in split else 1
         wide.append(prod(parted[at : at + count]))
         at += count
-    order = tuple(range(len(wide))) if axes is None else tuple(axes)
-    if sorted(order) != list(range(len(wide))):
-        raise ValueError(f"is made of {len(wide)} axes, which can't be in the order {list(order)}")
+    order = _order(axes, len(wide), "is made of {} axes, which can't be in the order {}")
     whole = tuple(wide[order.index(a)] for a in range(len(wide)))
     found = rearranged(whole, axes, split, merge, taken)
     if found.shape_after != shape:

@@ -1,4 +1,4 @@
-"""Rules for names: how tensors become leaves, and the rule for a name. Pure.
+"""How the leaves of a tree and the tensors of files correspond: names, axes, stacks. Pure.
 
 A rule has a pattern for the names of tensors and a path, or several paths if a tensor is cut into
 leaves. `{n}` in both stands for a part of a name without dots and slashes. `{rest*}` stands for any
@@ -8,20 +8,33 @@ Its form transposes a tensor, splits axes, cuts one of them into parts that are 
 axes, in this order. A tensor with queries, keys and values one after the other in its rows:
 
     Form("reversed", cut=TensorCut(1, ("q/kernel", "k/kernel", "v/kernel"), (4096, 1024, 1024)))
+
+A `Names` is a list of rules. It serves both directions: `compose` finds the leaves that tensors
+make up, for reading. `decompose` finds the tensors that leaves are taken apart into, for writing.
+Both return a `Composition` for each leaf, which describes both sides. `reading.view.renamed` makes
+a source of it. `reading.names.given.read_names` makes a `Names` of the argument `names=`.
+
+    names = read_names("llama")
+    names.compose({"model.norm.weight": (64,), …})      # tensors of files -> leaves
+    names.decompose({"norm/scale": (64,), …})           # leaves of a tree -> tensors
+
+One tensor may become several leaves, and several tensors one leaf (`TensorCut`, `Rule.stack`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, product
-from typing import Literal, NamedTuple
+from itertools import accumulate, islice, pairwise, product, zip_longest
+from math import prod
+from typing import Any, NamedTuple
 
-from ostraka.errors import Mismatch
+from ostraka.errors import Mismatch, count_of, name_few, nearest
 from ostraka.reading.names.rearrange import (
+    Axes,
     Rearrangement,
     Shape,
     Taken,
@@ -29,7 +42,16 @@ from ostraka.reading.names.rearrange import (
     restored,
     unmerged,
 )
-from ostraka.tree.patterns import Wildcard, find_spans, may_backtrack
+from ostraka.tree.nodes import MAX_DEPTH
+from ostraka.tree.patterns import Compiled, Wildcard, compile_parts
+
+_HINTS = (
+    (".lora_", "it is a LoRA adapter, not a whole model: open it without names="),
+    (".weight_scale", "it is quantized, and there are no rules for its scales"),
+    (".qweight", "it is quantized, and there are no rules for that"),
+    (".absmax", "it is quantized, and there are no rules for that"),
+)
+_MOST_STACKED = 1 << 20
 
 # Patterns with placeholders, for names of tensors and paths of leaves. Pure.
 
@@ -47,58 +69,25 @@ def match(pattern: str, text: str, *, is_path: bool) -> dict[str, str] | None:
     Each takes as much as it can, the first one first. A repeated placeholder must have the same
     value each time. The pattern is not tried with other splits for that.
     """
-    return _compiled(pattern, is_path).match(text)
-
-
-class _NamePattern(NamedTuple):
-    """A pattern in both forms that `tree.patterns.may_backtrack` chooses from."""
-
-    expression: re.Pattern[str]
-    unbound: int
-    parts: tuple[str | Wildcard, ...]
-    names: tuple[str, ...]
-    """Names of the placeholders, in order, without stars."""
-
-    def match(self, text: str) -> dict[str, str] | None:
-        values = self._values(text)
-        if values is None:
-            return None
-        found = dict(zip(self.names, values, strict=True))
-        is_same = all(found[name] == value for name, value in zip(self.names, values, strict=True))
-        return found if is_same else None
-
-    def _values(self, text: str) -> Sequence[str] | None:
-        if may_backtrack(self.unbound, text):
-            matched = self.expression.fullmatch(text)
-            return None if matched is None else matched.groups()
-        spans = find_spans(self.parts, text)
-        if spans is None:
-            return None
-        pairs = zip(self.parts, spans, strict=True)
-        return [text[start:stop] for part, (start, stop) in pairs if isinstance(part, Wildcard)]
+    compiled, names = _compiled(pattern, is_path)
+    values = compiled.values(text)
+    if values is None:
+        return None
+    found = dict(zip(names, values, strict=True))
+    is_same = all(found[name] == value for name, value in zip(names, values, strict=True))
+    return found if is_same else None
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str, is_path: bool) -> _NamePattern:
-    text, parts, names, unbound = "", list[str | Wildcard](), list[str](), 0
+def _compiled(pattern: str, is_path: bool) -> tuple[Compiled, list[str]]:
+    """A pattern, and the names of its placeholders, in order, without stars."""
     split = _PLACEHOLDER.split(pattern)
-    separators = "/" if is_path else "./"
-    for number, part in enumerate(split):
-        if number % 2 == 0:
-            text += re.escape(part)
-            parts += [part] if part else []
-            continue
-        is_many = part.endswith("*")
-        without = "" if is_many else separators
-        names.append(part.rstrip("*"))
-        parts.append(Wildcard(without, 1))
-        text += "(.+)" if is_many else f"([^{separators}]+)"
-        before, after = split[number - 1][-1:], split[number + 1][:1]
-        is_last = number + 2 == len(split) and not after
-        is_whole = (not before and number == 1) or (before and before in separators)
-        is_whole = is_whole and (is_last or (after and after in separators))
-        unbound += not (is_last if is_many else is_whole)
-    return _NamePattern(re.compile(text, re.DOTALL), unbound, tuple(parts), tuple(names))
+    parts: list[str | Wildcard] = []
+    for text, name in zip_longest(split[::2], split[1::2]):
+        parts += [text] if text else []
+        if name is not None:
+            parts.append(Wildcard("" if name.endswith("*") else "/" if is_path else "./", 1))
+    return compile_parts(parts), [name.rstrip("*") for name in split[1::2]]
 
 
 def filled(pattern: str, values: Mapping[str, str], *, is_path: bool) -> str:
@@ -146,7 +135,7 @@ class TensorCut:
 class Form:
     """The way from a tensor's axes to those of its leaf. See `rearranged`."""
 
-    axes: tuple[int, ...] | Literal["reversed"] | None = None
+    axes: Axes = None
     split: Mapping[int, tuple[int, ...]] | None = None
     merge: Mapping[int, tuple[int, ...]] | None = None
     cut: TensorCut | None = None
@@ -156,17 +145,16 @@ class Form:
 
         Raises ValueError, a sentence without its subject, if the shape does not fit.
         """
-        axes = self._axes(len(shape))
         if self.cut is None:
-            return rearranged(shape, axes, self.split, self.merge)
-        wide = rearranged(shape, axes, self.split).shape_after
+            return rearranged(shape, self.axes, self.split, self.merge)
+        wide = rearranged(shape, self.axes, self.split).shape_after
         if self.cut.axis >= len(wide):
             raise ValueError(
                 f"has {len(wide)} axes when it is to be cut, of which none is number "
                 f"{self.cut.axis}"
             )
         taken = self.cut.part(part, wide[self.cut.axis])
-        return rearranged(shape, axes, self.split, self.merge, taken)
+        return rearranged(shape, self.axes, self.split, self.merge, taken)
 
     def of_leaves(self, leaves: Sequence[tuple[str, Shape]]) -> list[Rearrangement]:
         """From a tensor to each of the leaves that it becomes, given their paths and shapes.
@@ -191,12 +179,8 @@ class Form:
             if self.cut is not None:
                 is_dropped = self.cut.sizes is None
                 taken = Taken(self.cut.axis, ends[number], ends[number + 1], is_dropped)
-            joined = sum(len(sizes) - 1 for sizes in (self.split or {}).values())
-            parted = sum(len(sizes) - 1 for sizes in (self.merge or {}).values())
-            rank = len(shape) - joined + parted + (taken is not None and taken.is_dropped)
             with about_leaf(path):
-                axes = self._axes(rank)
-                made.append(restored(shape, axes, self.split, self.merge, taken, ends[-1]))
+                made.append(restored(shape, self.axes, self.split, self.merge, taken, ends[-1]))
         return made
 
     def _extent(self, number: int, shape: Shape) -> tuple[int, list[int]]:
@@ -215,9 +199,6 @@ class Form:
                 f"{sizes[number]:,}"
             )
         return extent, wide
-
-    def _axes(self, rank: int) -> tuple[int, ...] | None:
-        return tuple(reversed(range(rank))) if self.axes == "reversed" else self.axes
 
 
 @contextmanager
@@ -285,10 +266,6 @@ class Composition:
     @property
     def shape(self) -> Shape:
         return (*self.stack, *self.form.shape_after)
-
-    @property
-    def tensor_shape(self) -> Shape:
-        return self.form.shape_before
 
 
 def indices_of(stack: Shape) -> Iterator[Shape]:
@@ -367,3 +344,316 @@ def match_path(rules: Sequence[Rule], path: str) -> tuple[int, int, dict[str, st
             if values is not None:
                 return number, part, values
     return None
+
+
+# Rules applied
+
+NameFunction = Callable[[str, Shape], tuple[Match, ...] | None]
+"""From the name and the shape of a tensor to what it becomes: one leaf, or several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How leaves and tensors correspond."""
+
+    given: str
+    """The argument of the caller, for messages, such as `names='llama'`."""
+    rules: tuple[Rule, ...] = ()
+    """The first that matches decides."""
+    required: int | None = None
+    """How many rules, the first ones, must match something. None for all of them.
+
+    The rules of a family need not match: they are for all its models.
+    """
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names in files and in the rules. They are tried in turn."""
+    stand_ins: tuple[Rule, ...] = ()
+    """Rules for leaves that share the tensor of another leaf, unless they have their own."""
+    optional: frozenset[str] = field(default_factory=frozenset[str])
+    """Paths of leaves that a tree may be without."""
+    function: NameFunction | None = None
+    """In the place of rules."""
+
+    def compose(self, tensors: Mapping[str, Shape], where: str = "the files") -> list[Composition]:
+        """The leaves that tensors make up, in the order of their first tensors.
+
+        Raises Mismatch with a line for each problem: tensors without a rule, rules without a
+        tensor, tensors that would be the same leaf, missing parts of a stack.
+        """
+        find = self.function or Finder(self.rules, self.prefixes).find
+        found: dict[str, list[tuple[Match, str]]] = {}
+        problems = _Problems(tensors, "tensor", "rule" if self.function is None else "function")
+        used: set[int] = set()
+        for name, shape in tensors.items():
+            matches = find(name, shape)
+            if matches is None:
+                problems.unnamed.append(name)
+            for match in matches or ():
+                if match.of_tensor:
+                    problems.lines.append(
+                        f"tensor {name!r} is given a 'tensor', which is for leaves that are written"
+                    )
+                    continue
+                used.add(match.rule)
+                if match.path is not None:
+                    found.setdefault(match.path, []).append((match, name))
+        problems.unused += [
+            rule.tensor
+            for number, rule in enumerate(self.rules[: self.required])
+            if number not in used
+        ]
+        leaves: list[Composition] = []
+        for path, parts in found.items():
+            try:
+                made = _assemble(path, parts, tensors)
+            except ValueError as error:
+                problems.lines.append(str(error))
+            else:
+                leaves.append(replace(made, optional=path in self.optional))
+        leaves += self._stand_ins(tensors, {leaf.path for leaf in leaves})
+        problems.lines += _find_nested([leaf.path for leaf in leaves])
+        problems.check(f"{self.given} does not fit {where}")
+        return leaves
+
+    def decompose(self, leaves: Mapping[str, Shape], where: str = "the tree") -> list[Composition]:
+        """The tensors that leaves are taken apart into, leaf by leaf.
+
+        Leaves that a tensor is cut into are put together: all must be in the tree. A function is
+        asked for the names of tensors, given the paths and shapes of leaves. Raises Mismatch as
+        `compose` does.
+        """
+        problems = _Problems(leaves, "leaf", "rule" if self.function is None else "function")
+        groups: dict[Any, _TensorGroup] = {}
+        made: list[list[Composition]] = []
+        if self.function is None:
+            self._group_by_rules(leaves, groups, problems)
+        else:
+            alone = self._group_by(self.function, leaves, groups, problems, where)
+            made += [[leaf] for leaf in alone]
+        for group in groups.values():
+            try:
+                made.append(group.take_apart())
+            except ValueError as error:
+                problems.lines.append(str(error))
+        problems.lines += _find_twice(made)
+        problems.check(f"{self.given} does not fit {where}")
+        found = (leaf for group in made for leaf in group)
+        return [replace(leaf, optional=leaf.path in self.optional) for leaf in found]
+
+    def _group_by_rules(
+        self, leaves: Mapping[str, Shape], groups: dict[Any, _TensorGroup], problems: _Problems
+    ) -> None:
+        used: set[int] = set()
+        for path, shape in leaves.items():
+            found = match_path(self.rules, path)
+            if found is None:
+                problems.unnamed.append(path)
+                continue
+            number, part, values = found
+            used.add(number)
+            key = (number, *sorted(values.items()))
+            group = groups.setdefault(key, _TensorGroup(self.rules[number], values))
+            group.parts[part] = (path, shape)
+        problems.unused += [
+            rule.paths[0]
+            for number, rule in enumerate(self.rules[: self.required])
+            if rule.paths and number not in used
+        ]
+
+    def _group_by(
+        self,
+        function: NameFunction,
+        leaves: Mapping[str, Shape],
+        groups: dict[Any, _TensorGroup],
+        problems: _Problems,
+        where: str,
+    ) -> list[Composition]:
+        """The tensors of leaves that are whole tensors. The other leaves go to `groups`."""
+        said = {path: function(path, shape) for path, shape in leaves.items()}
+        others: dict[str, Shape] = {}
+        for path, shape in leaves.items():
+            match = (said[path] or (Match(None),))[0]
+            if not match.of_tensor or match.path is None:
+                others[path] = shape
+                continue
+            rule = Rule(match.path, None, match.form)
+            group = groups.setdefault(match.path, _TensorGroup(rule, {}))
+            if group.rule != rule:
+                first, _ = next(iter(group.parts.values()))
+                problems.lines.append(
+                    f"tensor {match.path!r} is cut in one way for leaf {first!r}, and in another "
+                    f"for {path!r}"
+                )
+            group.parts[match.part] = (path, shape)
+        made = replace(self, function=lambda path, shape: said[path]).compose(others, where)
+        for tensor in made:
+            if tensor.stack:
+                raise Mismatch(
+                    f"{self.given} does not fit {where}",
+                    [f"rules can't stack leaves into {tensor.path!r}; give each leaf a tensor"],
+                )
+        return [Composition(t.tensors[0], (t.path,), t.form.inverse()) for t in made]
+
+    def _stand_ins(self, tensors: Mapping[str, Shape], there: set[str]) -> Iterator[Composition]:
+        finder = Finder(self.stand_ins, self.prefixes)
+        for name, shape in tensors.items() if self.stand_ins else ():
+            for match in finder.find(name, shape) or ():
+                if match.path is not None and match.path not in there:
+                    form = match.form.of_tensor(shape)
+                    yield Composition(match.path, (name,), form, optional=True)
+
+
+def _assemble(
+    path: str, parts: Sequence[tuple[Match, str]], tensors: Mapping[str, Shape]
+) -> Composition:
+    """A leaf of its parts. Raises ValueError, a sentence that names it."""
+    if len({len(match.at) for match, _ in parts}) > 1 or (not parts[0][0].at and len(parts) > 1):
+        names = [name for _, name in parts]
+        raise ValueError(f"tensors {name_few(names)} would all be leaf {path!r}")
+    ordered = sorted(parts, key=lambda part: part[0].at)
+    for (match, name), (after, other) in pairwise(ordered):
+        if match.at == after.at:
+            raise ValueError(
+                f"tensors {name_few([name, other])} would be the same part of leaf {path!r}"
+            )
+    stack = tuple(max(axis) + 1 for axis in zip(*(m.at for m, _ in parts), strict=True))
+    first, name = ordered[0]
+    if prod(stack) != len(ordered):
+        there = {match.at for match, _ in ordered}
+        missing = next(index for index in indices_of(stack) if index not in there)
+        at = missing[0] if len(missing) == 1 else missing
+        raise ValueError(
+            f"leaf {path!r} is stacked of {count_of(len(ordered), 'tensor')}, such as {name!r}, "
+            f"and there is none with the number {at}"
+        )
+    alike = (str(first.form), first.part, tensors[name])
+    for match, other in ordered:
+        if (str(match.form), match.part, tensors[other]) != alike:
+            raise ValueError(
+                f"leaf {path!r} is stacked of tensors that are not alike: {name!r} has the shape "
+                f"{tensors[name]}, {other!r} has {tensors[other]}"
+                + (", or other rules" if tensors[name] == tensors[other] else "")
+            )
+    try:
+        form = first.form.of_tensor(tensors[name], first.part)
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r} {error}") from error
+    return Composition(path, tuple(name for _, name in ordered), form, stack)
+
+
+@dataclass(slots=True)
+class _TensorGroup:
+    """The leaves that are written as the same tensors: one, or all that those are cut into."""
+
+    rule: Rule
+    values: Mapping[str, str]
+    """Values of the placeholders."""
+    parts: dict[int, tuple[str, Shape]] = field(default_factory=dict[int, tuple[str, Shape]])
+    """Leaves by their number in the rule: path and shape."""
+
+    def take_apart(self) -> list[Composition]:
+        """The tensors of each leaf. Raises ValueError, a sentence that names the leaf or tensor."""
+        paths = [filled(path, self.values, is_path=True) for path in self.rule.paths]
+        missing = [path for number, path in enumerate(paths) if number not in self.parts]
+        if missing:
+            tensor = self._name([f"{{{name}}}" for name in self.rule.stack])
+            raise ValueError(
+                f"tensor {tensor!r} is put together of {count_of(len(paths), 'leaf')}, of which "
+                f"there is no {name_few(missing)}"
+            )
+        leaves = [leaf for _, leaf in sorted(self.parts.items())]
+        rank = len(self.rule.stack)
+        first, stack = leaves[0][0], leaves[0][1][:rank]
+        for path, shape in leaves:
+            if len(shape) < rank:
+                raise ValueError(
+                    f"leaf {path!r} has the shape {shape}, which has no {count_of(rank, 'axis')} "
+                    "to unstack"
+                )
+            if shape[:rank] != stack:
+                raise ValueError(
+                    f"leaves {first!r} and {path!r} can't be put together: they are stacks "
+                    f"of {stack} and {shape[:rank]}"
+                )
+        if prod(stack) > _MOST_STACKED:
+            raise ValueError(f"leaf {first!r} would be taken apart into {prod(stack):,} tensors")
+        if not prod(stack):
+            shape = leaves[0][1]
+            raise ValueError(f"leaf {first!r} has the shape {shape}, which is a stack of nothing")
+        names = tuple(self._name(index) for index in indices_of(stack))
+        forms = self.rule.form.of_leaves([(path, shape[rank:]) for path, shape in leaves])
+        return [
+            Composition(path, names, form, stack)
+            for (path, _), form in zip(leaves, forms, strict=True)
+        ]
+
+    def _name(self, index: Sequence[int | str]) -> str:
+        """The name of a tensor of the stack."""
+        numbers = dict(zip(self.rule.stack, map(str, index), strict=True))
+        return filled(self.rule.tensor, {**self.values, **numbers}, is_path=False)
+
+
+@dataclass(slots=True)
+class _Problems:
+    """The names that do not correspond, as the lines of one error."""
+
+    there: Mapping[str, Shape]
+    noun: str
+    giver: str
+    unnamed: list[str] = field(default_factory=list[str])
+    unused: list[str] = field(default_factory=list[str])
+    lines: list[str] = field(default_factory=list[str])
+
+    def check(self, subject: str) -> None:
+        lines = dict.fromkeys([*self._of_names(), *self.lines])
+        if lines:
+            raise Mismatch(subject, list(lines))
+
+    def _of_names(self) -> Iterator[str]:
+        unused, few = self.unused, name_few(self.unnamed)
+        if self.unnamed and self.noun == "tensor":
+            hints = (h for part, h in _HINTS if any(part in name for name in self.unnamed))
+            yield from islice(hints, 1)
+        if self.unnamed and len(self.unnamed) == len(self.there) and unused:
+            first, unused = unused[0], []
+            yield f"no rule names any {self.noun}, such as {few}; the first is for {first!r}"
+        elif self.unnamed:
+            yield (
+                f"no {self.giver} names {count_of(len(self.unnamed), self.noun)} ({few}): give "
+                "one, or None to leave out what it matches"
+            )
+        for pattern in unused[:5]:
+            hint = nearest(pattern, list(self.there)[:10_000])
+            yield f"the rule for {pattern!r} matches no {self.noun} that is left for it{hint}"
+        if len(unused) > 5:
+            yield f"{count_of(len(unused) - 5, 'rule')} more match nothing"
+
+
+def _find_twice(groups: Iterable[Sequence[Composition]]) -> Iterator[str]:
+    """Problems with leaves of different groups that would be the same tensor."""
+    first: dict[str, tuple[int, str]] = {}
+    for number, group in enumerate(groups):
+        for leaf in group:
+            for name in leaf.tensors:
+                found, path = first.setdefault(name, (number, leaf.path))
+                if found != number:
+                    yield f"leaves {path!r} and {leaf.path!r} would both be tensor {name!r}"
+
+
+def _find_nested(paths: Sequence[str]) -> Iterator[str]:
+    """Problems with paths that have a leaf above them, or that are too deep."""
+    there = set(paths)
+    for path in paths:
+        depth = path.count("/")
+        if depth > MAX_DEPTH:
+            yield (
+                f"{path[:80]!r}… would be a leaf in {depth:,} containers; a tree has at most "
+                f"{MAX_DEPTH}"
+            )
+            continue
+        above = path
+        while "/" in above:
+            above = above.rpartition("/")[0]
+            if above in there:
+                yield f"{above!r} would be a leaf, and hold the leaf {path!r}, too"
+                break
