@@ -7,10 +7,8 @@ Each format implements it in a folder of `formats/`.
 from __future__ import annotations
 
 import errno
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ostraka.formats.source_files import Sampling
@@ -108,16 +106,12 @@ class StoredBox(NamedTuple):
 class Source(Protocol):
     """An opened checkpoint."""
 
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def location(self) -> str:
-        """Its name in messages."""
-        ...
-
-    @property
-    def saved(self) -> Saved: ...
+    store: Store
+    location: str
+    """Its name in messages."""
+    saved: Saved
+    reads_whole_rows: bool
+    """True if reading a part of each row costs as much as reading whole rows."""
 
     @property
     def tree(self) -> Branch | Leaf:
@@ -159,11 +153,6 @@ class Source(Protocol):
         """The number of parts along each dimension of a leaf. A part lies in one file."""
         ...
 
-    @property
-    def reads_whole_rows(self) -> bool:
-        """True if reading a part of each row costs as much as reading whole rows."""
-        ...
-
     def files_of(self, leaf: int) -> Sequence[Any]:
         """The file of each part of `grid_of`, in row-major order.
 
@@ -197,26 +186,3 @@ class Source(Protocol):
         Empty if the id identifies the bytes.
         """
         ...
-
-
-class BaseSource(ABC):
-    """The answers that sources of all formats share."""
-
-    def __init__(self, store: Store):
-        self.store = store
-
-    @property
-    def location(self) -> str:
-        return self.store.location
-
-    @property
-    def tree(self) -> Branch | Leaf:
-        return self._tree
-
-    @cached_property
-    def _tree(self) -> Branch | Leaf:
-        return self.decode_tree()
-
-    @abstractmethod
-    def decode_tree(self) -> Branch | Leaf:
-        """Decode the tree. Called once, when it is first needed."""

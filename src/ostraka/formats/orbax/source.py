@@ -36,7 +36,7 @@ from ostraka.formats.orbax.names import (
     SMALL_FILES,
 )
 from ostraka.formats.orbax.tree import ARRAY_TYPES, EMPTY_TYPES, encode_tree, fit_to, path_of
-from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import (
     OpenedFile,
     Sampling,
@@ -52,7 +52,7 @@ from ostraka.layout.spec import LeafSpec, Target
 from ostraka.storage import FileInfo, Store
 from ostraka.tree.json_tree import saved_tree
 from ostraka.tree.json_values import encode_scalar
-from ostraka.tree.nodes import ROOT, Branch, Leaf, Node, UnreadableLeaf, escape, join, mapped
+from ostraka.tree.nodes import ROOT, Leaf, Node, UnreadableLeaf, escape, join, mapped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,11 +69,14 @@ _MOST_SAMPLED = 256
 _OF_PROCESS = re.compile(r"(?:^|/)ocdbt\.process_([0-9]{1,9})/")
 
 
-class OrbaxSource(BaseSource):
+class OrbaxSource:
     """A checkpoint that Orbax wrote: a single tree, or a step with several items."""
 
+    reads_whole_rows = True  # whole chunks
+
     def __init__(self, store: Store, found: OrbaxListing):
-        super().__init__(store)
+        self.store = store
+        self.location = store.location
         self._found = found
         self._arrays: list[StoredArray] = []
         self._lost: dict[str, str] = {}
@@ -109,16 +112,14 @@ class OrbaxSource(BaseSource):
             user=_user(found),
             writer=_writer(found.about),
         )
-
-    def decode_tree(self) -> Branch | Leaf:
-        def mark_lost(node: Node) -> Node:
-            if isinstance(node, Leaf) and node.path in self._lost:
-                return Leaf(node.path, UnreadableLeaf(self._lost[node.path]))
-            return node
-
         with malformed(self.store, METADATA):
-            found = saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
-        return mapped(found, mark_lost) if self._lost else found
+            tree = saved_tree(self.saved.tree, [leaf.path for leaf in leaves])
+        self.tree = mapped(tree, self._mark_lost) if self._lost else tree
+
+    def _mark_lost(self, node: Node) -> Node:
+        if isinstance(node, Leaf) and node.path in self._lost:
+            return Leaf(node.path, UnreadableLeaf(self._lost[node.path]))
+        return node
 
     def tree_for(self, like: Node) -> Node:
         return fit_to(self.tree, like)
@@ -169,10 +170,6 @@ class OrbaxSource(BaseSource):
 
     def order(self) -> range:
         return range(len(self.saved.leaves))
-
-    @property
-    def reads_whole_rows(self) -> bool:
-        return True  # whole chunks
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         zarr = self._arrays[leaf].zarr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ostraka.errors import NotACheckpoint
@@ -16,7 +16,7 @@ from ostraka.formats.ostraka.damage import (
     damaged,
 )
 from ostraka.formats.ostraka.shards import Shards
-from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import Sampling
 from ostraka.formats.unknown import looks_like_ours
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class OstrakaSource(BaseSource):
+class OstrakaSource:
     """A checkpoint that `ostraka.save` wrote."""
 
+    reads_whole_rows = True  # whole blocks, for their digests
+    version = ""  # Its id differs between any two saves, and its blocks have digests.
+
     def __init__(self, store: Store, metadata: Metadata, metadata_bytes: int):
-        super().__init__(store)
+        self.store = store
+        self.location = store.location
         self.metadata = metadata
         self.metadata_bytes = metadata_bytes
         self.shards = Shards(store, metadata)
@@ -48,7 +52,12 @@ class OstrakaSource(BaseSource):
         saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
         self.saved = Saved(**saved)
 
-    def decode_tree(self) -> Branch | Leaf:
+    @property
+    def tree(self) -> Branch | Leaf:
+        return self._tree
+
+    @cached_property
+    def _tree(self) -> Branch | Leaf:
         with damage_on_contradiction(self.store):
             return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
@@ -84,10 +93,6 @@ class OstrakaSource(BaseSource):
             offsets[number] = ends[leaves[number].part]
             ends[leaves[number].part] += nbytes
         return sorted(range(len(leaves)), key=lambda number: (offsets[number], number))
-
-    @property
-    def reads_whole_rows(self) -> bool:
-        return True  # whole blocks, for their digests
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
@@ -146,10 +151,6 @@ class OstrakaSource(BaseSource):
         except (OSError, ValueError):
             return False
         return found is not None and found.metadata.id == self.metadata.id
-
-    @property
-    def version(self) -> str:
-        return ""  # Its id differs between any two saves, and its blocks have digests.
 
     def samples(self, how: Sampling = "by version") -> list[tuple[str, str]]:
         return []
