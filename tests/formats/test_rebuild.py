@@ -266,4 +266,4 @@ def test_without_parity_nothing_is_tried(tmp_path: Path) -> None:
     ostraka.save(tmp_path / "c", make_tree())
     source = open_at(tmp_path / "c")
     assert source.shards.parities is None
-    assert source.shards.substitute_for(source.metadata.files[0]) is None
+    assert source.shards.open_rebuild(source.metadata.files[0]) is None

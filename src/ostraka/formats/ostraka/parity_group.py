@@ -5,63 +5,41 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged
-from ostraka.formats.ostraka.compare import Comparison, matches
 from ostraka.formats.ostraka.damage import (
     BytesLost,
+    Comparison,
     damage_on_loss,
     damaged,
     ends_at,
+    matches,
     not_as_written,
     other_size,
 )
 from ostraka.layout import shard_file as _format
-from ostraka.layout.metadata import Metadata
-from ostraka.layout.shard_file import Block, FileDigests, FileEntry
-from ostraka.storage import FileReader, Store
+from ostraka.layout.shard_file import Block, FileEntry
+from ostraka.storage import FileReader
 
 if TYPE_CHECKING:
+    from ostraka.formats.ostraka.shards import Shards
     from ostraka.layout.parity_code import Array
-
-
-class Described(Protocol):
-    """The files of a checkpoint, with their metadata."""
-
-    store: Store
-    metadata: Metadata
-
-    def path_of(self, name: str) -> str:
-        """The path of a file of this name in the store."""
-        ...
-
-    def stored_digests(self, file: FileEntry) -> FileDigests:
-        """The blocks of a shard file and their digests. Raises Damaged."""
-        ...
+    from ostraka.layout.parity_file import ParityFile
 
 
 class Column:
-    """An open file of a group: a member, or the parity of a parity file."""
+    """An open file of a group: a member, or the parity in `[start, stop)` of a parity file."""
 
     def __init__(
-        self,
-        described: Described,
-        name: str,
-        size: int,
-        start: int,
-        stop: int,
-        digests: Callable[[], FileDigests],
+        self, shards: Shards, file: FileEntry | ParityFile, start: int = 0, stop: int | None = None
     ):
-        self.name = described.path_of(name)
-        self._store = described.store
-        self._size = size
-        self._start, self._stop = start, stop
-        """The range of the file that belongs to the group."""
-        self._digests = digests
+        self.name = shards.name_of(file)
+        self._shards = shards
+        self._file = file
+        self._start, self._stop = start, file.size if stop is None else stop
         self._blocks: list[Block] = []
         self._reader: FileReader | None = None
         self._lock = threading.Lock()
@@ -80,30 +58,26 @@ class Column:
     def read_checked(self, start: int, stop: int) -> Array:
         """Like `read`, but compare all blocks in the range with their digests."""
         start, stop = self._start + start, min(self._start + stop, self._stop)
-        self._blocks = self._blocks or self._list_blocks()
+        try:
+            self._blocks = self._blocks or self._shards.stored_digests(self._file).blocks()
+        except Damaged as error:
+            raise BytesLost(f"its digests are lost ({error.problems[0]})") from error
         blocks = overlapping(self._blocks, start, stop)
         if not blocks:
             return self._read(start, stop)
         first = blocks[0].file_start
         data = self._read(first, blocks[-1].file_stop)
-        for block in blocks:
-            if not matches(block, [data[block.file_start - first : block.file_stop - first]]):
-                raise BytesLost(not_as_written(block))
+        unmatched = first_unmatched(blocks, data, first)
+        if unmatched is not None:
+            raise BytesLost(not_as_written(unmatched))
         return data[start - first : stop - first]
-
-    def _list_blocks(self) -> list[Block]:
-        try:
-            return self._digests().blocks()
-        except Damaged as error:
-            raise BytesLost(f"its digests are lost ({error.problems[0]})") from error
 
     def _read(self, start: int, stop: int) -> Array:
         import numpy as np
 
-        if stop <= start:
-            return np.empty(0, np.uint8)
-        data = np.empty(stop - start, np.uint8)
-        self.read_into(start, data)
+        data = np.empty(max(stop - start, 0), np.uint8)
+        if len(data):
+            self.read_into(start, data)
         return data
 
     def read_into(self, start: int, data: Array) -> None:
@@ -116,10 +90,10 @@ class Column:
     def _open(self) -> FileReader:
         with self._lock:
             if self._reader is None:
-                reader = self._store.open(self.name)
-                if reader.size != self._size:
+                reader = self._shards.store.open(self.name)
+                if reader.size != self._file.size:
                     reader.close()
-                    raise BytesLost(other_size(reader.size, self._size))
+                    raise BytesLost(other_size(reader.size, self._file.size))
                 self._reader = reader
             return self._reader
 
@@ -131,7 +105,7 @@ class Column:
 
 
 def sum_up(
-    described: Described,
+    shards: Shards,
     members: Sequence[FileEntry],
     count: int,
     check: Callable[[], None],
@@ -147,11 +121,11 @@ def sum_up(
 
     from ostraka.layout import parity_code as _parity
 
-    streams = [_Stream(described, member) for member in members]
+    streams = [_Stream(shards, member) for member in members]
     longest = max(member.size for member in members)
     block = _format.BLOCK_BYTES
     sums = [np.empty(min(block, longest), np.uint8) for _ in range(count)]
-    threads = max(2, described.store.traits.reads_at_once)
+    threads = max(2, shards.store.traits.reads_at_once)
     try:
         for start in range(0, longest, block):
             check()
@@ -172,13 +146,12 @@ def sum_up(
 class _Stream:
     """Reads a shard file from its first byte to its last, and compares each block."""
 
-    def __init__(self, described: Described, file: FileEntry):
+    def __init__(self, shards: Shards, file: FileEntry):
         import numpy as np
 
-        self._store = described.store
-        self._digests = partial(described.stored_digests, file)
-        self._column = Column(described, file.name, file.size, 0, file.size, self._digests)
-        self._size = file.size
+        self._shards = shards
+        self._file = file
+        self._column = Column(shards, file)
         self._comparison: Comparison | None = None
         self._at = 0
         self._memory = np.empty(min(_format.BLOCK_BYTES, file.size), np.uint8)
@@ -186,14 +159,14 @@ class _Stream:
     def take(self, stop: int) -> Array:
         """The bytes up to `stop`, in memory that the next call reuses. Raises Damaged."""
         if self._comparison is None:
-            self._comparison = Comparison(self._digests().blocks())
-        piece = self._memory[: max(min(stop, self._size) - self._at, 0)]
+            self._comparison = Comparison(self._shards.stored_digests(self._file).blocks())
+        piece = self._memory[: max(min(stop, self._file.size) - self._at, 0)]
         if len(piece):
             try:
                 self._column.read_into(self._at, piece)
                 self._comparison.add(self._at, piece)
             except BytesLost as error:
-                raise damaged(self._store, self._column.name, str(error)) from error
+                raise damaged(self._shards.store, self._column.name, str(error)) from error
             self._at += len(piece)
         return piece
 
@@ -209,6 +182,7 @@ def overlapping(blocks: Sequence[Block], start: int, stop: int) -> Sequence[Bloc
     return blocks[first : bisect_left(blocks, stop, key=attrgetter("file_start"))]
 
 
-def all_match(blocks: Sequence[Block], data: Array, start: int) -> bool:
-    """True if `data`, from offset `start` of a file, matches the digests of `blocks`."""
-    return all(matches(b, [data[b.file_start - start : b.file_stop - start]]) for b in blocks)
+def first_unmatched(blocks: Sequence[Block], data: Array, start: int) -> Block | None:
+    """The first of `blocks` whose bytes in `data`, which begins at `start`, have another digest."""
+    parts = ((b, data[b.file_start - start : b.file_stop - start]) for b in blocks)
+    return next((block for block, part in parts if not matches(block, [part])), None)

@@ -9,9 +9,14 @@ from typing import Any, cast
 from ostraka.common.lifetime import RenewedLock
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.errors import Damaged, Problem, TooLarge
-from ostraka.formats.ostraka.compare import index_problem
-from ostraka.formats.ostraka.damage import boxes_between, damage_on_loss, damaged, other_size
-from ostraka.formats.ostraka.rebuild import Parities, Substitute
+from ostraka.formats.ostraka.damage import (
+    boxes_between,
+    damage_on_loss,
+    damaged,
+    index_problem,
+    other_size,
+)
+from ostraka.formats.ostraka.rebuild import Parities, Rebuild
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata
@@ -68,10 +73,9 @@ class Shards:
 
     def digests_of(self, file: FileEntry | ParityFile, data_bytes: int) -> FileDigests:
         """The digests of a file with so many bytes of data. Raises Damaged if they don't fit it."""
-        if isinstance(file, ParityFile):
-            assert self.parities is not None
-            return self.parities.digests_of(file)
         found = self.stored_digests(file)
+        if isinstance(file, ParityFile):
+            return found
         if found.data_bytes != data_bytes:
             raise self._is_other(file)
         longest = max(found.lengths[1:], default=0)
@@ -80,8 +84,11 @@ class Shards:
             raise self._index_damaged(self.metadata.process_of[file.device], what)
         return found
 
-    def stored_digests(self, file: FileEntry) -> FileDigests:
-        """The digests of a shard file of any contents. Raises Damaged if its index is damaged."""
+    def stored_digests(self, file: FileEntry | ParityFile) -> FileDigests:
+        """The digests of a file of any contents. Raises Damaged if they are damaged."""
+        if isinstance(file, ParityFile):
+            assert self.parities is not None
+            return self.parities.digests_of(file)
         process = self.metadata.process_of[file.device]
         found = self.listed_by(process).get(file.name)
         if found is None or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,)):
@@ -96,11 +103,11 @@ class Shards:
         what = f"it does not describe {file.name} as {METADATA_NAME} does"
         return self._index_damaged(self.metadata.process_of[file.device], what)
 
-    def substitute_for(self, file: FileEntry | ParityFile) -> Substitute | None:
-        """The parity that stands in for lost bytes of a file, or None if it has none."""
+    def open_rebuild(self, file: FileEntry | ParityFile) -> Rebuild | None:
+        """Rebuilds lost bytes of a file. None if no parity covers it."""
         if isinstance(file, ParityFile) or self.parities is None or not self.parities.covers(file):
             return None
-        return Substitute(self.parities, file)
+        return self.parities.open_rebuild(file)
 
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
@@ -126,9 +133,11 @@ class Shards:
         try:
             return self.read_index(process)
         except Damaged as error:
-            if self.parities is None:
+            copy = None if self.parities is None else self.parities.index_copy(process)
+            if self.parities is None or copy is None:
                 raise
-            return self.parities.find_index(process, error)
+            self.parities.warn_of(error)
+            return copy
 
     def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:

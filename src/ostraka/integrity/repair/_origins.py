@@ -13,7 +13,7 @@ import numpy as np
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, OstrakaError, describe
-from ostraka.formats.ostraka.compare import index_problem, matches
+from ostraka.formats.ostraka.damage import index_problem, matches
 from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.ostraka.source import open_ostraka

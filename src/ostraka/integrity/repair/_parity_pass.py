@@ -19,8 +19,7 @@ import numpy as np
 
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged
-from ostraka.formats.ostraka.compare import Comparison
-from ostraka.formats.ostraka.damage import BytesLost
+from ostraka.formats.ostraka.damage import BytesLost, Comparison
 from ostraka.formats.ostraka.parity_group import Column
 from ostraka.formats.ostraka.rebuild import Parities
 from ostraka.formats.ostraka.shards import Shards
