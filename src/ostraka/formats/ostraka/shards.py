@@ -164,12 +164,6 @@ def lost_in(
     boxes = boxes_between(shards.metadata.leaves, contents, start, stop)
     is_parity = isinstance(file, ParityFile)
     process = file.process if is_parity else shards.metadata.process_of[file.device]
-    return Problem(
-        shards.name_of(file),
-        found,
-        tuple(lost.leaf for lost in boxes),
-        boxes,
-        span,
-        process,
-        shards.host_of(process),
-    )
+    leaves = tuple(lost.leaf for lost in boxes)
+    host = shards.host_of(process)
+    return Problem(shards.name_of(file), found, leaves, boxes, span, process, host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,9 @@ class OstrakaSource:
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         # Imports numpy, which a look at the tree does without.
-        from ostraka.formats.ostraka._fetch import read_boxes
+        from ostraka.formats.ostraka._fetch import BoxReader
 
-        return read_boxes(self.shards, targets, on_bytes)
+        return BoxReader(self.shards, targets, on_bytes or (lambda nbytes: None)).run()
 
     def order(self) -> list[int]:
         """Leaves by their offset in a file. Files are read side by side from their beginnings.
@@ -86,13 +87,13 @@ class OstrakaSource:
                 grid = self.metadata.layouts[leaf.layout].grid
                 nbytes = sizes[key] = largest_cell_bytes(leaf.spec, grid)
             in_file.append((-alignment_of(nbytes), number, nbytes))
-        offsets = [0] * len(leaves)
+        offsets: list[tuple[int, int]] = []
         ends: Counter[int] = Counter()
         """The end of each part so far."""
         for _, number, nbytes in sorted(in_file):
-            offsets[number] = ends[leaves[number].part]
+            offsets.append((ends[leaves[number].part], number))
             ends[leaves[number].part] += nbytes
-        return sorted(range(len(leaves)), key=lambda number: (offsets[number], number))
+        return [number for _, number in sorted(offsets)]
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
@@ -112,45 +113,37 @@ class OstrakaSource:
         with damage_on_contradiction(self.store):
             contents = shard_contents(self.metadata, owners, self.shards.allowance())
         return sorted(
-            self._stored_box(file, entries, entry)
+            self._stored_box(file, entry, entries[-1].offset + entries[-1].nbytes)
             for file, entries in contents.values()
             for entry in entries
             if entry.leaf == leaf
         )
 
-    def _stored_box(self, file: FileEntry, entries: Sequence[Entry], entry: Entry) -> StoredBox:
+    def _stored_box(self, file: FileEntry, entry: Entry, data_bytes: int) -> StoredBox:
         start, stop = entry.offset, entry.offset + entry.nbytes
-        data_bytes = entries[-1].offset + entries[-1].nbytes
         if file.size != file.header_bytes + data_bytes:
-            # Where something is compressed, only the index of its process knows the places.
+            # Some boxes are stored in other sizes. Only the index of its process knows the places.
             blocks = self.shards.digests_of(file, data_bytes).blocks()
             start, stop, _ = stored_range(entry, blocks)
-        return StoredBox(
-            entry.box,
-            self.shards.name_of(file),
-            self.metadata.process_of[file.device],
-            file.header_bytes + start,
-            entry.nbytes,
-            stop - start,
-        )
+        name, process = self.shards.name_of(file), self.metadata.process_of[file.device]
+        at = file.header_bytes + start
+        return StoredBox(entry.box, name, process, at, entry.nbytes, stop - start)
 
     def files(self) -> list[StoredFile]:
-        name_of, process_of = self.shards.name_of, self.metadata.process_of
-        parity = () if self.metadata.parity is None else self.metadata.parity.files
-        return [
-            *(
-                StoredFile(name_of(file), file.size, file.device, process_of[file.device])
-                for file in self.metadata.files
-            ),
-            *(StoredFile(name_of(file), file.size, None, file.process) for file in parity),
+        found = [
+            StoredFile(self.shards.name_of(f), f.size, f.device, self.metadata.process_of[f.device])
+            for f in self.metadata.files
         ]
+        if self.metadata.parity is not None:
+            for f in self.metadata.parity.files:
+                found.append(StoredFile(self.shards.name_of(f), f.size, None, f.process))
+        return found
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             found = open_ostraka(self.store)
-        except (OSError, ValueError):
-            return False
-        return found is not None and found.metadata.id == self.metadata.id
+            return found is not None and found.saved.id == self.saved.id
+        return False
 
     def samples(self, how: Sampling = "by version") -> list[tuple[str, str]]:
         return []
