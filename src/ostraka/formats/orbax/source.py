@@ -127,10 +127,10 @@ class OrbaxSource:
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        from ostraka.formats.orbax._read import read_arrays
+        from ostraka.formats.orbax._read import ArrayReader
 
         tell = on_bytes or (lambda nbytes: None)
-        yield from read_arrays(self._arrays, self.saved.leaves, targets, tell)
+        yield from ArrayReader(self._arrays, self.saved.leaves, targets, tell).run()
         self._refuse_changed({target.leaf for target in targets})
 
     def _refuse_changed(self, leaves: Collection[int]) -> None:

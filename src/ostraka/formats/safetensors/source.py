@@ -70,9 +70,10 @@ class SafetensorsSource:
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        from ostraka.formats.safetensors._read import read_tensors  # with numpy
+        from ostraka.formats.safetensors._read import TensorReader  # with numpy
 
-        return read_tensors(self.store, self._tensors, self.saved.leaves, targets, on_bytes)
+        reader = TensorReader(self.store, self._tensors, self.saved.leaves, targets)
+        return reader.run(on_bytes or (lambda nbytes: None))
 
     def order(self) -> list[int]:
         places = [(file.name, tensor.start) for file, tensor in self._tensors]
