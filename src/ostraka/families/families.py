@@ -7,13 +7,13 @@ config class in `transformers`. `tests/support/record_hf_shapes.py` asks the rea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from ostraka.errors import nearest
 from ostraka.families import _table
-from ostraka.families._config import Config, decoder_sizes
 from ostraka.families._table import Row
 from ostraka.tree.nodes import natural_order
 
@@ -22,6 +22,68 @@ HEAD = "lm_head/kernel"
 
 Parameter = tuple[str, tuple[int, ...]]
 """A path below the model, and a shape."""
+
+_MOST = 10_000_000
+"""A larger number is probably a mistake, and a plan for it would take too long."""
+
+
+class Config(dict[str, Any]):
+    """The fields of a `config.json`, read as `transformers` reads them.
+
+    Those that it leaves out have the defaults of its family. Null stays None.
+    """
+
+    def number(self, name: str, null: int | None = None, *, least: int = 1) -> int:
+        """A count. `null` is the value to use for null, if null is allowed."""
+        found = self.get(name)
+        if found is None and null is not None:
+            return null
+        if type(found) is not int or not least <= found <= _MOST:
+            kind = "a positive integer" if least else "an integer, zero or more"
+            self._refuse(name, f"{kind}, at most {_MOST:,}")
+        return found
+
+    def flag(self, name: str) -> bool:
+        """A boolean. Null is false."""
+        found = self.get(name)
+        if found is not None and type(found) is not bool:
+            self._refuse(name, "true or false")
+        return bool(found)
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of integers. Null is an empty one."""
+        found = self.get(name)
+        listed = cast("list[Any]", found) if isinstance(found, list) else []
+        if (found is not None and listed is not found) or any(type(n) is not int for n in listed):
+            self._refuse(name, "a list of integers")
+        return listed
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A config within the config. Null is an empty one."""
+        found = self.get(name)
+        if found is not None and not isinstance(found, dict):
+            self._refuse(name, "a JSON object")
+        return cast("dict[str, Any]", found or {})
+
+    def _refuse(self, name: str, kind: str) -> NoReturn:
+        value = self.get(name)
+        shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+        raise ValueError(f"the config has {shown} as its {name!r}; it must be {kind}")
+
+
+def decoder_sizes(
+    layers: int, width: int, hidden: int, heads: int, grouped: int | None, vocabulary: int
+) -> dict[str, Any]:
+    """The fields that the config of every decoder has."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": grouped,
+        "vocab_size": vocabulary,
+    }
+
 
 _Condition = bool | str | Callable[[Config, int], bool]
 """True, a field of the config that is true or false, or a function of the config and a layer."""
@@ -89,7 +151,7 @@ class Family:
     def read(self, values: Mapping[str, Any]) -> Config:
         """A config.json, with the defaults of this family."""
         named = {self.aliases.get(name, name): value for name, value in values.items()}
-        return Config(named, self.defaults)
+        return Config({**self.defaults, **named})
 
 
 def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
@@ -160,12 +222,11 @@ def _is_untied(config: Config, layer: int) -> bool:
 def _gemma3_text(config: Config) -> Config:
     """The config of the decoder. The outer config says whether there is a head."""
     text = FAMILIES["gemma3_text"].read(config.section("text_config"))
-    tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
-    return Config({**text.values, **tied}, text.defaults)
+    return Config({**text, "tie_word_embeddings": config.get("tie_word_embeddings")})
 
 
 def _gemma3_vision(config: Config) -> Config:
-    return Config(config.section("vision_config"), _SIGLIP)
+    return Config({**_SIGLIP, **config.section("vision_config")})
 
 
 _SIGLIP = {
