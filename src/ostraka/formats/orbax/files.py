@@ -66,8 +66,7 @@ class TreeMetadata:
 def read_json(store: Store, name: str) -> Any:
     """A file as JSON. Raises Damaged if it is missing or malformed."""
     with damage_on_loss(partial(damaged, store, name)):
-        data = store.get(name)
-    return decode_json(store, name, data)
+        return decode_json(store, name, store.get(name))
 
 
 def read_json_if_there(store: Store, name: str) -> Any:
@@ -111,18 +110,13 @@ def read_tree(store: Store, names: Sequence[str]) -> TreeMetadata | None:
         return None
     document = decode_json(store, METADATA, data)
     with malformed(store, METADATA):
-        return _tree_metadata(document, names)
-
-
-def _tree_metadata(document: Any, names: Sequence[str]) -> TreeMetadata:
-    entries: Any = as_object(document)["tree_metadata"]
-    return TreeMetadata(
-        entries=tuple(_entry(entry) for entry in as_object(entries).values()),
-        use_ocdbt=_flag(document, "use_ocdbt", MANIFEST in names),
-        use_zarr3=_flag(document, "use_zarr3", False),
-        has_all_chunks=_flag(document, "store_array_data_equal_to_fill_value", False),
-        user=document.get("custom_metadata"),
-    )
+        return TreeMetadata(
+            entries=tuple(map(_entry, as_object(as_object(document)["tree_metadata"]).values())),
+            use_ocdbt=_flag(document, "use_ocdbt", MANIFEST in names),
+            use_zarr3=_flag(document, "use_zarr3", False),
+            has_all_chunks=_flag(document, "store_array_data_equal_to_fill_value", False),
+            user=document.get("custom_metadata"),
+        )
 
 
 def _entry(entry: Any) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ostraka.errors import CheckpointNotFound
@@ -81,23 +81,21 @@ def find_parts(store: Store) -> OrbaxListing | None:
     if METADATA not in names and not is_step(store, names) and not _zarr_of(store, names):
         return None
     states = states_of(settled(store, lambda: store.files("")))
-    found = _find_parts(store, names)
-    return None if found is None else replace(found, states=states)
-
-
-def _find_parts(store: Store, names: Sequence[str]) -> OrbaxListing | None:
-    tree = read_tree(store, names)
-    array = None if METADATA in names else _array_alone(store, names)
-    if tree is None and array is None and (METADATA in names or not is_step(store, names)):
+    tree = read_tree(store, names) if METADATA in names else _array_alone(store, names)
+    if tree is None and (METADATA in names or not is_step(store, names)):
         return None
     about = _read_about(store, names)
-    _check_finished(store, names, about)
+    why = _why_unfinished(store, names, about)
+    if why is not None:
+        raise CheckpointNotFound(
+            f"there is no checkpoint at {store.location}: Orbax never finished it ({why}); give "
+            "another step"
+        )
     handlers: Any = about.get("item_handlers")
     if tree is not None:
-        is_leaf = len(tree.entries) == 1 and _is_of_array(handlers)
-        return OrbaxListing((OrbaxItem("", store, tree, is_leaf=is_leaf),), True, about)
-    if array is not None:
-        return OrbaxListing((OrbaxItem("", store, array, is_leaf=True),), True, about)
+        is_leaf = METADATA not in names or (len(tree.entries) == 1 and _is_of_array(handlers))
+        part = OrbaxItem("", store, tree, is_leaf=is_leaf)
+        return OrbaxListing((part,), True, about, states=states)
     handlers = cast("dict[str, Any]", handlers) if isinstance(handlers, dict) else {}
     parts: list[OrbaxItem] = []
     metrics: Mapping[str, Any] = {}
@@ -112,8 +110,13 @@ def _find_parts(store: Store, names: Sequence[str]) -> OrbaxListing | None:
             metrics = _object(place, _METRICS)
         else:
             parts.append(_part(name, place, below, str(handlers.get(name, ""))))
-    is_single = len(parts) == 1 and _is_only_item(parts[0].name, handlers)
-    return OrbaxListing(tuple(parts), is_single, about, metrics) if parts else None
+    if not parts:
+        return None
+    # Orbax restores the only item itself. A v0 step may have a user's item `state`.
+    name = parts[0].name
+    is_v1 = ".v1." in str(handlers.get(name, ""))
+    is_single = len(parts) == 1 and (name == DEFAULT_ITEM or (name in _ONLY_ITEM and is_v1))
+    return OrbaxListing(tuple(parts), is_single, about, metrics, states)
 
 
 def is_finished(store: Store, names: Sequence[str]) -> bool:
@@ -141,19 +144,11 @@ def version_of_orbax(store: Store, *, is_named: bool) -> Any:
     return tuple(file.version for file in looks if file is not None) or None
 
 
-def _is_only_item(name: str, handlers: Mapping[str, Any]) -> bool:
-    """True if Orbax restores this item itself. A v0 step may have a user's item `state`."""
-    is_v1 = ".v1." in str(handlers.get(name, ""))
-    return name == DEFAULT_ITEM or (name in _ONLY_ITEM and is_v1)
-
-
 # Finished or not
 
 
 def _read_about(store: Store, names: Sequence[str]) -> dict[str, Any]:
-    if STEP_METADATA not in names:
-        return {}
-    return _object(store, STEP_METADATA)
+    return _object(store, STEP_METADATA) if STEP_METADATA in names else {}
 
 
 def _object(store: Store, name: str) -> dict[str, Any]:
@@ -162,28 +157,17 @@ def _object(store: Store, name: str) -> dict[str, Any]:
         return as_object({} if found is None else found)
 
 
-def _check_finished(store: Store, names: Sequence[str], about: Mapping[str, Any]) -> None:
-    why = _why_unfinished(store, names, about)
-    if why is not None:
-        raise CheckpointNotFound(
-            f"there is no checkpoint at {store.location}: Orbax never finished it ({why}); give "
-            "another step"
-        )
-
-
 def _why_unfinished(
     store: Store, names: Sequence[str], about: Mapping[str, Any] | None
 ) -> str | None:
     """The reason that an Orbax save counts as unfinished, or None."""
     if TEMPORARY in store.location:  # also an item of a step
         return "its name is that of an unfinished save"
-    if COMMITTED in names or STEP_METADATA not in names:
-        # Before 0.12.3 only buckets had the file; in directories an unfinished save had another
-        # name. An item in a step has none, either.
-        is_item = METADATA in names and STEP_METADATA not in names
-        if COMMITTED in names or is_item or not store.traits.is_remote:
-            return None
-        return f"it has no {COMMITTED}"
+    # Before 0.12.3 only buckets had the file; in directories an unfinished save had another name.
+    # An item in a step has none, either.
+    may_lack = STEP_METADATA not in names and (METADATA in names or not store.traits.is_remote)
+    if COMMITTED in names or may_lack:
+        return None
     if store.traits.is_remote:
         return f"it has no {COMMITTED}"
     about = _read_about(store, names) if about is None else about

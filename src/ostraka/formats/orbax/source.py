@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import prod
@@ -139,19 +140,16 @@ class OrbaxSource:
         The manifest of a database stands for its data files, which have random names and are never
         written again.
         """
-        arrays = [self._arrays[leaf] for leaf in leaves]
-        manifests = {
-            self._above(array.item.store) + MANIFEST
-            for array in arrays
-            if array.item.metadata.use_ocdbt
-        }
+        manifests: set[str] = set()
+        places: set[str] = set()
+        for array in map(self._arrays.__getitem__, leaves):
+            above = self._above(array.item.store)
+            if array.item.metadata.use_ocdbt:
+                manifests.add(above + MANIFEST)
+            else:
+                places.add(f"{above}{array.name}/".lstrip("/"))
         states = self._found.states
         refuse_changed(OpenedFile(self.store, name, states.get(name)) for name in manifests)
-        places = {
-            f"{self._above(array.item.store)}{array.name}/".lstrip("/")
-            for array in arrays
-            if not array.item.metadata.use_ocdbt
-        }
         for place in [""] if len(places) > _MOST_LISTED else places:
             self.refuse_changed_below(place)
 
@@ -201,14 +199,14 @@ class OrbaxSource:
                 name = self._above(part.store) + file.name
                 is_small = file.name.rpartition("/")[2] in SMALL_FILES
                 if not is_small and not file.name.startswith(f"{ARRAY_METADATAS}/"):
-                    found.append(StoredFile(name, file.size, process=_process_of(name)))
+                    match = _OF_PROCESS.search(name)
+                    found.append(StoredFile(name, file.size, process=int(match[1]) if match else 0))
         return found
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             return states_of(self.store.files("")) == self._found.states
-        except (OSError, ValueError):
-            return False
+        return False
 
     @property
     def version(self) -> str:
@@ -244,10 +242,8 @@ class _OpenedItem:
     """An item with arrays: its tree, and the arrays in it."""
 
     def __init__(self, part: OrbaxItem, above: str, *, first: int):
-        from ostraka.formats.orbax._read import (
-            Item,
-            read_values,  # with numpy and TensorStore
-        )
+        # Imports numpy and TensorStore.
+        from ostraka.formats.orbax._read import Item, read_values
 
         assert part.tree is not None
         self._store = part.store
@@ -265,7 +261,11 @@ class _OpenedItem:
         stored = [entry for entry in stored if entry.name not in self._mixed_up]
         item = Item(part.store, part.tree)
         self._found = {array.name: array for array in item.find_arrays([e.name for e in stored])}
-        scalars = [entry for entry in stored if self._is_scalar(entry)]
+        scalars = [
+            entry
+            for entry in stored
+            if entry.value_type == "scalar" and not self._found[entry.name].zarr.shape
+        ]
         values = read_values(
             [self._found[entry.name] for entry in scalars], [self._path(e) for e in scalars]
         )
@@ -273,7 +273,12 @@ class _OpenedItem:
         has_text = any(entry.value_type == "string" for entry in entries)
         self._strings = read_strings(part.store) if has_text else {}
         self._shardings = read_shardings(part.store)
-        self._impls = read_key_impls(part.store, set(filter(self._may_be_key, self._found)))
+        may_be_keys = {
+            name
+            for name, array in self._found.items()
+            if array.zarr.dtype == "uint32" and array.zarr.shape[-1:] in ((2,), (4,))
+        }
+        self._impls = read_key_impls(part.store, may_be_keys)
         with malformed(part.store, METADATA):
             if self._is_leaf:
                 self.encoded = self._encode(entries[0])
@@ -282,13 +287,6 @@ class _OpenedItem:
 
     def _path(self, entry: Entry) -> str:
         return self._above or ROOT if self._is_leaf else path_of(entry.keys, self._above)
-
-    def _is_scalar(self, entry: Entry) -> bool:
-        return entry.value_type == "scalar" and not self._found[entry.name].zarr.shape
-
-    def _may_be_key(self, name: str) -> bool:
-        zarr = self._found[name].zarr
-        return zarr.dtype == "uint32" and zarr.shape[-1:] in ((2,), (4,))
 
     def _encode(self, entry: Entry) -> Any:
         """A leaf of the tree as JSON. An array is its number."""
@@ -367,11 +365,6 @@ def _writer(about: Mapping[str, Any]) -> dict[str, Any]:
         return {"library": "Orbax"}
     when = datetime.fromtimestamp(finished / 1e9, UTC)
     return {"library": "Orbax", "time": when.isoformat(timespec="milliseconds")}
-
-
-def _process_of(file: str) -> int:
-    match = _OF_PROCESS.search(file)
-    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True, slots=True)
