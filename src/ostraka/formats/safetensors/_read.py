@@ -234,7 +234,7 @@ class _OpenFiles:
 
     def _open(self, file: TensorFile) -> FileReader:
         with damage_on_loss(partial(damaged, self._store, file.name)):
-            reader = file.open()
+            reader = file.opened.store.open(file.opened.stored_as)
         if reader.size == file.size:
             return reader
         reader.close()

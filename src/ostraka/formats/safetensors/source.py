@@ -7,6 +7,7 @@ into a model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -94,11 +95,10 @@ class SafetensorsSource:
         return [StoredFile(file.name, file.size) for file in self.found.files]
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             found = find_files(self.store)
-        except (OSError, ValueError):
-            return False
-        return found is not None and _states(found) == _states(self.found)
+            return found is not None and _states(found) == _states(self.found)
+        return False
 
     @property
     def version(self) -> str:
@@ -117,7 +117,7 @@ class SafetensorsSource:
 
 
 def _states(found: TensorListing) -> list[tuple[str, Any]]:
-    states = [(file.name, (file.size, file.state, file.header_digest)) for file in found.files]
+    states = [(f.name, (f.size, f.opened.state, f.header_digest)) for f in found.files]
     return [*states, *((name, file.state) for name, file in found.beside.items())]
 
 
