@@ -24,45 +24,45 @@ LIKELY_NAMES = re.compile(
 """Names of files that may be checkpoints of other programs."""
 
 _SAVE = "write the result with ostraka.save"
-_FLAX = (
-    "a msgpack file, such as flax.serialization.to_bytes and flax.training.checkpoints write; read "
-    "it with flax.serialization.msgpack_restore, and " + _SAVE
-)
 _TORCH = (
     "a file of torch.save, which is a pickle; load it in PyTorch with weights_only=True and write "
     "it with safetensors.torch.save_file, which Ostraka reads"
 )
-_PICKLE = (
-    "a pickle, which runs code when it is loaded; load it where you trust it, and write its arrays "
-    "with ostraka.save"
+_BY_START = {
+    b"\x89HDF\r\n\x1a\n": f"an HDF5 file, as Keras writes; read it with h5py or Keras, and {_SAVE}",
+    b"GGUF": "a GGUF file, whose weights are mostly quantised; convert the safetensors files that "
+    "it was made of",
+    b"\x93NUMPY": f"a .npy file of numpy; read it with numpy.load, and {_SAVE}",
+    bytes.fromhex("80028a0a6cfc9c46f9206aa85019"): _TORCH,
+}
+_MAP_WITH_TEXT = re.compile(
+    rb"(?:[\x81-\x8F]|\xDE..|\xDF....)(?:(?P<short>[\xA0-\xBF])|\xD9(?P<long>.))", re.DOTALL
 )
-_KERAS = "a model of Keras; load it with keras.models.load_model, and save its weights as a dict"
-_HDF5 = "an HDF5 file, as Keras writes; read it with h5py or Keras, and " + _SAVE
-_GGUF = (
-    "a GGUF file, whose weights are mostly quantised; convert the safetensors files that it was "
-    "made of"
-)
-_NPZ = "a .npz file of numpy; read it with numpy.load, and " + _SAVE
-_NPY = "a .npy file of numpy; read it with numpy.load, and " + _SAVE
-_LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
-_FIRST_LETTER, _MAP_16, _MAP_32, _TEXT_8 = 0xA0, 0xDE, 0xDF, 0xD9
+"""The start of a msgpack map whose first key is a string, up to that string."""
 
 
 def describe_file(start: bytes) -> str | None:
     """A description of a file by its first bytes, as the end of a sentence, or None."""
     if start.startswith(b"PK\x03\x04"):
         return _describe_zip(start)
-    for magic, what in (
-        (b"\x89HDF\r\n\x1a\n", _HDF5),
-        (b"GGUF", _GGUF),
-        (b"\x93NUMPY", _NPY),
-        (_LEGACY_TORCH, _TORCH),
-    ):
+    for magic, what in _BY_START.items():
         if start.startswith(magic):
             return what
     if len(start) > 2 and start[0] == 0x80 and 2 <= start[1] <= 5:
-        return _PICKLE
-    return _FLAX if _is_msgpack(start) else None
+        return (
+            "a pickle, which runs code when it is loaded; load it where you trust it, and write "
+            "its arrays with ostraka.save"
+        )
+    match = _MAP_WITH_TEXT.match(start)
+    if match is None:
+        return None
+    length = match["short"][0] - 0xA0 if match["short"] else match["long"][0]
+    if not start[match.end() :][:length].decode("utf-8", "replace").isprintable():
+        return None
+    return (
+        "a msgpack file, such as flax.serialization.to_bytes and flax.training.checkpoints write; "
+        f"read it with flax.serialization.msgpack_restore, and {_SAVE}"
+    )
 
 
 def _describe_zip(start: bytes) -> str | None:
@@ -70,31 +70,14 @@ def _describe_zip(start: bytes) -> str | None:
     length = int.from_bytes(start[26:28], "little")
     name = start[30 : 30 + length]
     if name.endswith(b".npy"):
-        return _NPZ
+        return f"a .npz file of numpy; read it with numpy.load, and {_SAVE}"
     if name.endswith((b"/data.pkl", b"/.format_version", b"/byteorder", b"/version")):
         return _TORCH
     if name in (b"metadata.json", b"config.json"):
-        return _KERAS
+        return (
+            "a model of Keras; load it with keras.models.load_model, and save its weights as a dict"
+        )
     return None
-
-
-def _is_msgpack(start: bytes) -> bool:
-    """True if the bytes begin with a map whose first key is a string."""
-    if not start:
-        return False
-    at = {_MAP_16: 3, _MAP_32: 5}.get(start[0], 1)
-    if at == 1 and not 0x81 <= start[0] <= 0x8F:
-        return False
-    kind = start[at : at + 1]
-    if not kind:
-        return False
-    if _FIRST_LETTER <= kind[0] < _FIRST_LETTER + 32:
-        text = start[at + 1 : at + 1 + kind[0] - _FIRST_LETTER]
-    elif kind[0] == _TEXT_8:
-        text = start[at + 2 : at + 2 + int.from_bytes(start[at + 1 : at + 2], "little")]
-    else:
-        return False
-    return text.decode("utf-8", "replace").isprintable()
 
 
 _MOST_NAMES = 100
@@ -245,7 +228,10 @@ def _hint_beside(store: Store) -> str:
         return ""
     names = names_in(root)
     if not names and isinstance(store, LocalStore):
-        return _hint_at_hub(os.path.relpath(store.location))
+        path = os.path.relpath(store.location)
+        is_repo = _REPO_ID.fullmatch(path) and step_of(name) is None
+        command = f"`hf download {path} --local-dir DIR` and pass DIR"
+        return f" (if it is a Hugging Face repo id, run {command})" if is_repo else ""
     steps = [
         step
         for step, found in steps_among(names).items()
@@ -254,15 +240,6 @@ def _hint_beside(store: Store) -> str:
     if steps and step_of(name) is not None:
         return f"; the steps in {above} are {list_steps(steps)}"
     return nearest(name, names[:_MOST_NAMES])
-
-
-def _hint_at_hub(path: str) -> str:
-    """The command that downloads a repo of the Hugging Face Hub, if a path looks like its id."""
-    if not _REPO_ID.fullmatch(path) or step_of(path.rpartition("/")[2]) is not None:
-        return ""
-    return (
-        f" (if it is a Hugging Face repo id, run `hf download {path} --local-dir DIR` and pass DIR)"
-    )
 
 
 def _start_of_file(store: Store) -> bytes | None:
