@@ -7,16 +7,29 @@ is damaged too. Then every file is compared with its own digests, and corrupt by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ostraka.common.lifetime import RenewedLock
-from ostraka.common.threads import StopSignal
+from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, DegradedRead, Problem, headed_list, warn_caller
-from ostraka.formats.ostraka.damage import MISSING, BytesLost, damaged, index_problem, other_size
-from ostraka.formats.ostraka.parity_group import Column, first_unmatched, overlapping, sum_up
+from ostraka.formats.ostraka.damage import (
+    MISSING,
+    BytesLost,
+    Comparison,
+    damage_on_loss,
+    damaged,
+    ends_at,
+    index_problem,
+    matches,
+    not_as_written,
+    other_size,
+)
 from ostraka.layout import shard_file as _format
 from ostraka.layout.parity_file import (
     Parity,
@@ -26,6 +39,7 @@ from ostraka.layout.parity_file import (
     layouts_of,
 )
 from ostraka.layout.shard_file import Block, FileDigests, FileEntry
+from ostraka.storage import FileReader
 
 if TYPE_CHECKING:
     from ostraka.formats.ostraka.shards import Shards
@@ -37,15 +51,15 @@ _PIECE_BYTES = 512 << 10
 class Rebuild:
     """Rebuilds ranges of one shard file from the others of its group. Any thread may ask."""
 
-    def __init__(self, parities: Parities, file: FileEntry):
+    def __init__(self, parities: Parities, file: FileEntry | ParityFile):
         shards = parities.shards
-        group, place = parities.place_of(file)
+        group, place = parities.places[file.name]
         self._parities = parities
         self._path = shards.name_of(file)
         self._place = place
         members = enumerate(parities.members_of(group))
         self._members = {n: Column(shards, member) for n, member in members if n != place}
-        self._sums = [parities.column(parity) for parity in parities.files_of(group)]
+        self._sums = [parities.column(parity) for parity in parities.parity.files_of(group)]
         self._blocks: list[Block] | None = None
         """None if its index was lost, with all copies of it."""
         with suppress(Damaged):
@@ -135,10 +149,8 @@ class Rebuild:
         return _parity.solve(members, sums, list(lost))[0]
 
     def _damaged(self, others: Mapping[str, str], found: str) -> Damaged:
-        problems = {self._path: found, **others}.items()
-        return Damaged(
-            self._parities.shards.store.location, [Problem(*problem) for problem in problems]
-        )
+        problems = [Problem(*problem) for problem in {self._path: found, **others}.items()]
+        return Damaged(self._parities.shards.store.location, problems)
 
 
 class Parities:
@@ -146,43 +158,23 @@ class Parities:
 
     def __init__(self, shards: Shards, parity: Parity):
         self.shards = shards
-        self._parity = parity
+        self.parity = parity
         metadata = shards.metadata
         sizes = {process: index.size for process, index in metadata.indexes.items()}
         self._layouts = layouts_of(parity.groups, metadata.files, metadata.process_of, sizes)
-        self._places = {
+        self.places = {
             metadata.files[row].name: (group, place)
             for group, members in enumerate(parity.groups)
             for place, row in enumerate(members)
         }
+        """The group of each shard file, by name, and its number among the members."""
         self._digests: dict[str, FileDigests] = {}
         self._warning = RenewedLock()
         self.has_warned = False
         """True after the one warning that this checkpoint is read with the help of its parity."""
 
-    @property
-    def files(self) -> tuple[ParityFile, ...]:
-        return self._parity.files
-
-    @property
-    def group_count(self) -> int:
-        return len(self._parity.groups)
-
-    def files_of(self, group: int) -> tuple[ParityFile, ...]:
-        return self._parity.files_of(group)
-
-    def covers(self, file: FileEntry) -> bool:
-        return file.name in self._places
-
-    def open_rebuild(self, file: FileEntry) -> Rebuild:
-        return Rebuild(self, file)
-
-    def place_of(self, file: FileEntry) -> tuple[int, int]:
-        """The group of a shard file, and its number among the members."""
-        return self._places[file.name]
-
     def members_of(self, group: int) -> list[FileEntry]:
-        return [self.shards.metadata.files[row] for row in self._parity.groups[group]]
+        return [self.shards.metadata.files[row] for row in self.parity.groups[group]]
 
     def layout_of(self, file: ParityFile) -> ParityLayout:
         return replace(self._layouts[file.group], header_bytes=file.header_bytes)
@@ -204,7 +196,7 @@ class Parities:
 
     def index_copy(self, process: int) -> bytes | None:
         """The verified copy of a process index in a parity file, or None."""
-        for file in self._parity.files:
+        for file in self.parity.files:
             layout = self.layout_of(file)
             if all(process != number for number, _ in layout.indexes):
                 continue
@@ -242,9 +234,6 @@ class Parities:
             return False
         return self.shards.metadata.id.encode() in head
 
-    def member_column(self, file: FileEntry) -> Column:
-        return Column(self.shards, file)
-
     def column(self, file: ParityFile) -> Column:
         layout = self.layout_of(file)
         stop = layout.header_bytes + layout.parity_bytes
@@ -263,8 +252,7 @@ class Parities:
         )
         digests = [_format.block_digest([header])]
         yield header
-        check = StopSignal().check
-        for sums in sum_up(shards, members, file.number + 1, check, may_be_kept=True):
+        for sums in sum_up(shards, members, file.number + 1, may_be_kept=True):
             digests.append(_format.block_digest([sums[file.number]]))
             yield sums[file.number]
         for process, _ in layout.indexes:
@@ -276,3 +264,164 @@ class Parities:
             found = "what its group makes of it is not as it was written"
             raise damaged(shards.store, shards.name_of(file), found)
         yield table
+
+
+# The files of a group
+
+
+class Column:
+    """An open file of a group: a member, or the parity in `[start, stop)` of a parity file."""
+
+    def __init__(
+        self, shards: Shards, file: FileEntry | ParityFile, start: int = 0, stop: int | None = None
+    ):
+        self.name = shards.name_of(file)
+        self._shards = shards
+        self._file = file
+        self._start, self._stop = start, file.size if stop is None else stop
+        self._blocks: list[Block] = []
+        self._reader: FileReader | None = None
+        self._lock = threading.Lock()
+
+    def read(self, start: int, stop: int) -> Array:
+        """The bytes of a range, up to the end of the file. Raises BytesLost."""
+        return self._read(self._start + start, min(self._start + stop, self._stop))
+
+    def read_part(self, start: int, stop: int, memory: Array) -> Array:
+        """Like `read`, but into `memory`."""
+        part = memory[: max(min(stop, self._stop - self._start) - start, 0)]
+        if len(part):
+            self.read_into(self._start + start, part)
+        return part
+
+    def read_checked(self, start: int, stop: int) -> Array:
+        """Like `read`, but compare all blocks in the range with their digests."""
+        start, stop = self._start + start, min(self._start + stop, self._stop)
+        try:
+            self._blocks = self._blocks or self._shards.stored_digests(self._file).blocks()
+        except Damaged as error:
+            raise BytesLost(f"its digests are lost ({error.problems[0]})") from error
+        blocks = overlapping(self._blocks, start, stop)
+        if not blocks:
+            return self._read(start, stop)
+        first = blocks[0].file_start
+        data = self._read(first, blocks[-1].file_stop)
+        unmatched = first_unmatched(blocks, data, first)
+        if unmatched is not None:
+            raise BytesLost(not_as_written(unmatched))
+        return data[start - first : stop - first]
+
+    def _read(self, start: int, stop: int) -> Array:
+        import numpy as np
+
+        data = np.empty(max(stop - start, 0), np.uint8)
+        if len(data):
+            self.read_into(start, data)
+        return data
+
+    def read_into(self, start: int, data: Array) -> None:
+        """Fill `data` from byte `start` of the file on. Raises BytesLost."""
+        with damage_on_loss(BytesLost):
+            count = self._open().read_into(start, [data])
+        if count < len(data):
+            raise BytesLost(ends_at(start + count))
+
+    def _open(self) -> FileReader:
+        with self._lock:
+            if self._reader is None:
+                reader = self._shards.store.open(self.name)
+                if reader.size != self._file.size:
+                    reader.close()
+                    raise BytesLost(other_size(reader.size, self._file.size))
+                self._reader = reader
+            return self._reader
+
+    def close(self) -> None:
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+
+def sum_up(
+    shards: Shards,
+    members: Sequence[FileEntry],
+    count: int,
+    check: Callable[[], None] = lambda: None,
+    *,
+    may_be_kept: bool,
+) -> Iterator[list[Array]]:
+    """Yield the sums of a group of files, block after block.
+
+    Compares every byte of the files with its digest on the way, and calls `check` between blocks.
+    Unless `may_be_kept`, the next block reuses the memory. Raises Damaged.
+    """
+    import numpy as np
+
+    from ostraka.layout import parity_code as _parity
+
+    streams = [_Stream(shards, member) for member in members]
+    longest = max(member.size for member in members)
+    block = _format.BLOCK_BYTES
+    sums = [np.empty(min(block, longest), np.uint8) for _ in range(count)]
+    threads = max(2, shards.store.traits.reads_at_once)
+    try:
+        for start in range(0, longest, block):
+            check()
+            stop = min(start + block, longest)
+            pieces = run_all(
+                lambda stream, at=stop: stream.take(at), streams, threads=threads, stop=StopSignal()
+            )
+            if may_be_kept:
+                sums = [np.empty(stop - start, np.uint8) for _ in range(count)]
+            here = [memory[: stop - start] for memory in sums]
+            _parity.encode([[piece] for piece in pieces], here)
+            yield here
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+class _Stream:
+    """Reads a shard file from its first byte to its last, and compares each block."""
+
+    def __init__(self, shards: Shards, file: FileEntry):
+        import numpy as np
+
+        self._shards = shards
+        self._file = file
+        self._column = Column(shards, file)
+        self._comparison: Comparison | None = None
+        self._at = 0
+        self._memory = np.empty(min(_format.BLOCK_BYTES, file.size), np.uint8)
+
+    def take(self, stop: int) -> Array:
+        """The bytes up to `stop`, in memory that the next call reuses. Raises Damaged."""
+        if self._comparison is None:
+            self._comparison = Comparison(self._shards.stored_digests(self._file).blocks())
+        piece = self._memory[: max(min(stop, self._file.size) - self._at, 0)]
+        if len(piece):
+            try:
+                self._column.read_into(self._at, piece)
+                self._comparison.add(self._at, piece)
+            except BytesLost as error:
+                raise damaged(self._shards.store, self._column.name, str(error)) from error
+            self._at += len(piece)
+        return piece
+
+    def close(self) -> None:
+        self._column.close()
+
+
+def overlapping(blocks: Sequence[Block], start: int, stop: int) -> Sequence[Block]:
+    """The blocks with bytes in a range of the file. Empty for an empty range."""
+    if stop <= start:
+        return ()
+    first = bisect_right(blocks, start, key=attrgetter("file_start")) - 1
+    return blocks[first : bisect_left(blocks, stop, key=attrgetter("file_start"))]
+
+
+def first_unmatched(blocks: Sequence[Block], data: Array, start: int) -> Block | None:
+    """The first of `blocks` whose bytes in `data`, which begins at `start`, have another digest."""
+    parts = ((b, data[b.file_start - start : b.file_stop - start]) for b in blocks)
+    return next((block for block, part in parts if not matches(block, [part])), None)

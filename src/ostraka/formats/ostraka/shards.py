@@ -105,9 +105,9 @@ class Shards:
 
     def open_rebuild(self, file: FileEntry | ParityFile) -> Rebuild | None:
         """Rebuilds lost bytes of a file. None if no parity covers it."""
-        if isinstance(file, ParityFile) or self.parities is None or not self.parities.covers(file):
+        if self.parities is None or file.name not in self.parities.places:
             return None
-        return self.parities.open_rebuild(file)
+        return Rebuild(self.parities, file)
 
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
