@@ -8,7 +8,7 @@ config class in `transformers`. `tests/support/record_hf_shapes.py` asks the rea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -71,18 +71,19 @@ class Config(dict[str, Any]):
         raise ValueError(f"the config has {shown} as its {name!r}; it must be {kind}")
 
 
-def decoder_sizes(
-    layers: int, width: int, hidden: int, heads: int, grouped: int | None, vocabulary: int
-) -> dict[str, Any]:
-    """The fields that the config of every decoder has."""
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": grouped,
-        "vocab_size": vocabulary,
-    }
+_DECODER_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def decoder_sizes(*sizes: int | None) -> dict[str, Any]:
+    """The fields that the config of every decoder has, from layers and width to vocabulary."""
+    return dict(zip(_DECODER_FIELDS, sizes, strict=True))
 
 
 _Condition = bool | str | Callable[[Config, int], bool]
@@ -249,7 +250,6 @@ _DECODER_SIZES: dict[str, Callable[[Config], int]] = {
     "queries, keys, values": lambda config: _queries(config) + 2 * _keys(config),
     "gate, up": lambda config: 2 * config.number("intermediate_size"),
 }
-_DECODER_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("", "model."))
 
 _Parts = dict[str, _Condition]
 _PLAIN: _Parts = {"head": _is_untied, "input_layernorm": True, "separate": True, "gated": True}
@@ -266,17 +266,16 @@ _GEMMA3_PARTS: _Parts = _PLAIN | _BIASES | _FOUR_NORMS | _HEAD_NORMS
 
 def _decoder(
     parts: _Parts,
-    sizes: Mapping[str, Any],
-    *,
+    sizes: Sequence[int | None],
     aliases: Mapping[str, str] | None = None,
     **defaults: Any,
 ) -> Family:
     return Family(
         (Component(_table.DECODER, parts, _DECODER_SIZES),),
         "model.embed_tokens.weight",
-        {**sizes, **defaults},
+        {**decoder_sizes(*sizes), **defaults},
         ("model.layers.{n}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
-        _DECODER_PREFIXES,
+        (("model.language_model.", "model."), ("language_model.", ""), ("", "model.")),
         aliases or {},
     )
 
@@ -360,23 +359,20 @@ _GPT_NEOX = Family(
 
 FAMILIES: dict[str, Family] = {
     "llama": _decoder(
-        _PLAIN | _BIASES | {"mlp bias": "mlp_bias"},
-        decoder_sizes(32, 4096, 11008, 32, None, 32000),
+        _PLAIN | _BIASES | {"mlp bias": "mlp_bias"}, (32, 4096, 11008, 32, None, 32000)
     ),
-    "mistral": _decoder(_PLAIN, decoder_sizes(32, 4096, 14336, 32, 8, 32000)),
+    "mistral": _decoder(_PLAIN, (32, 4096, 14336, 32, 8, 32000)),
     "mixtral": _decoder(
         _PLAIN | {"gated": False, "mixtral": True},
-        decoder_sizes(32, 4096, 14336, 32, 8, 32000),
+        (32, 4096, 14336, 32, 8, 32000),
         aliases={"num_experts": "num_local_experts"},
         num_local_experts=8,
     ),
-    "qwen2": _decoder(
-        _PLAIN | {"input bias": True}, decoder_sizes(32, 4096, 22016, 32, 32, 151936)
-    ),
+    "qwen2": _decoder(_PLAIN | {"input bias": True}, (32, 4096, 22016, 32, 32, 151936)),
     "qwen2_moe": _decoder(
         # Every token passes through the shared expert, besides those that are chosen for it.
         _PLAIN | {"input bias": "qkv_bias"} | _EXPERTS | {"shared": _is_sparse},
-        decoder_sizes(24, 2048, 5632, 16, 16, 151936),
+        (24, 2048, 5632, 16, 16, 151936),
         num_experts=60,
         moe_intermediate_size=1408,
         shared_expert_intermediate_size=5632,
@@ -384,46 +380,38 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
     ),
     "qwen3": _decoder(
-        _PLAIN | _BIASES | _HEAD_NORMS, decoder_sizes(32, 4096, 22016, 32, 32, 151936), head_dim=128
+        _PLAIN | _BIASES | _HEAD_NORMS, (32, 4096, 22016, 32, 32, 151936), head_dim=128
     ),
     "qwen3_moe": _decoder(
         _PLAIN | _BIASES | _HEAD_NORMS | _EXPERTS,
-        decoder_sizes(24, 2048, 6144, 32, 4, 151936),
+        (24, 2048, 6144, 32, 4, 151936),
         aliases={"num_local_experts": "num_experts"},
         num_experts=128,
         moe_intermediate_size=768,
         decoder_sparse_step=1,
     ),
-    "gemma": _decoder(
-        _PLAIN | _BIASES, decoder_sizes(28, 3072, 24576, 16, 16, 256000), **_GEMMA_DEFAULTS
-    ),
+    "gemma": _decoder(_PLAIN | _BIASES, (28, 3072, 24576, 16, 16, 256000), **_GEMMA_DEFAULTS),
     "gemma2": _decoder(
-        _PLAIN | _BIASES | _FOUR_NORMS,
-        decoder_sizes(26, 2304, 9216, 8, 4, 256000),
-        **_GEMMA_DEFAULTS,
+        _PLAIN | _BIASES | _FOUR_NORMS, (26, 2304, 9216, 8, 4, 256000), **_GEMMA_DEFAULTS
     ),
     "gemma3": _GEMMA3,
-    "gemma3_text": _decoder(
-        _GEMMA3_PARTS, decoder_sizes(26, 2304, 9216, 8, 4, 262208), **_GEMMA_DEFAULTS
-    ),
+    "gemma3_text": _decoder(_GEMMA3_PARTS, (26, 2304, 9216, 8, 4, 262208), **_GEMMA_DEFAULTS),
     "phi3": _decoder(
         _PLAIN | {"separate": False, "gated": False, "fused": True},
-        decoder_sizes(32, 3072, 8192, 32, None, 32064),
+        (32, 3072, 8192, 32, None, 32064),
     ),
     "starcoder2": _decoder(
         _PLAIN
         | {"gated": False, "two kernels": True, "norm bias": True}
         | dict.fromkeys(("input bias", "output bias", "mlp bias"), "use_bias"),
-        decoder_sizes(30, 3072, 12288, 24, 2, 49152),
+        (30, 3072, 12288, 24, 2, 49152),
         use_bias=True,
         tie_word_embeddings=True,
     ),
     "olmo2": _decoder(
-        _PLAIN
-        | _BIASES
-        | {"input_layernorm": False, "post_feedforward_layernorm": True}
-        | {"a norm for each head": True},
-        decoder_sizes(32, 4096, 11008, 32, None, 50304),
+        (_PLAIN | _BIASES | {"input_layernorm": False})
+        | dict.fromkeys(("post_feedforward_layernorm", "a norm for each head"), True),
+        (32, 4096, 11008, 32, None, 50304),
     ),
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,
