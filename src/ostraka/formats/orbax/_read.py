@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from queue import SimpleQueue
@@ -270,8 +270,8 @@ class Item:
             return base
         return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}
 
-    def find_arrays(self, names: Sequence[str]) -> list[StoredArray]:
-        """The arrays of these names. Reads their metadata together. Raises Damaged."""
+    def find_arrays(self, names: Collection[str]) -> dict[str, StoredArray]:
+        """The arrays by these names. Reads their metadata together. Raises Damaged."""
         with malformed(self.store, METADATA):
             for name in names if not self.metadata.use_ocdbt else ():
                 parts = name.split("/") if name else []
@@ -288,22 +288,22 @@ class Item:
         try:
             kvstore = import_tensorstore().KvStore.open(self._kvstore, context=self._context)
             opened = kvstore.result()
-            reads = [opened.read(_join(name, file)) for name in names]
+            reads = {name: opened.read(_join(name, file)) for name in names}
         except Exception as error:
             name = MANIFEST if self.metadata.use_ocdbt else file
             raise self.explained(error, name, ()) from error
-        found: list[StoredArray] = []
-        for name, read in zip(names, reads, strict=True):
+        found: dict[str, StoredArray] = {}
+        for name, read in reads.items():
             where = _join(name, file)
             try:
                 result = read.result()
+                if result.state != "value":
+                    raise ValueError("NOT_FOUND")
             except Exception as error:
                 raise self.explained(error, where, (name,)) from error
-            if result.state != "value":
-                raise self.explained(ValueError("NOT_FOUND"), where, (name,))
             with malformed(self.store, where):
                 zarr = parse(decode_json(self.store, where, result.value))
-            found.append(StoredArray(self, name, zarr))
+            found[name] = StoredArray(self, name, zarr)
         return found
 
     def open_array(self, array: StoredArray) -> Any:

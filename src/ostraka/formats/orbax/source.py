@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ostraka.errors import name_few
 from ostraka.formats.orbax._sharding import Meshes, Sharding, parse_sharding
 from ostraka.formats.orbax.files import (
     Entry,
+    TreeMetadata,
     as_object,
     as_text,
     count_processes,
@@ -79,28 +80,20 @@ class OrbaxSource:
         self.store = store
         self.location = store.location
         self._found = found
-        self._arrays: list[StoredArray] = []
-        self._lost: dict[str, str] = {}
-        """Reasons why leaves can't be read, by path."""
-        leaves: list[LeafSpec] = []
-        shardings: list[tuple[Store, Sharding | None]] = []
         trees: list[Any] = []
+        collected = _Collected()
         for part in found.parts:
             above = "" if found.is_single else join("", escape(part.name))
-            if part.tree is None:
-                trees.append(part.encoded)
-                if part.lost is not None:
-                    self._lost[above or ROOT] = part.lost
+            if part.tree is not None:
+                trees.append(_OpenedItem(part, part.tree, above, collected).encoded)
                 continue
-            opened = _OpenedItem(part, above, first=len(leaves))
-            trees.append(opened.encoded)
-            leaves += opened.leaves
-            self._arrays += opened.arrays
-            self._lost |= opened.lost
-            shardings += [(part.store, sharding) for sharding in opened.shardings]
+            trees.append(part.encoded)
+            if part.lost is not None:
+                collected.lost[above or ROOT] = part.lost
+        self._arrays, self._lost, leaves = collected.arrays, collected.lost, collected.leaves
         processes = max(count_processes(part.store) for part in found.parts)
-        meshes = Meshes([sharding for _, sharding in shardings], processes)
-        for number, (place, sharding) in enumerate(shardings):
+        meshes = Meshes([sharding for _, sharding in collected.shardings], processes)
+        for number, (place, sharding) in enumerate(collected.shardings):
             with malformed(place, SHARDING):
                 leaves[number] = meshes.place(leaves[number], sharding)
         names = [part.name for part in found.parts]
@@ -238,39 +231,41 @@ class OrbaxSource:
         return found
 
 
-class _OpenedItem:
-    """An item with arrays: its tree, and the arrays in it."""
+@dataclass(slots=True)
+class _Collected:
+    """The leaves of all items, by number."""
 
-    def __init__(self, part: OrbaxItem, above: str, *, first: int):
+    leaves: list[LeafSpec] = field(default_factory=list[LeafSpec])
+    arrays: list[StoredArray] = field(default_factory=list["StoredArray"])
+    shardings: list[tuple[Store, Sharding | None]] = field(default_factory=list[Any])
+    """The sharding of each, and the item that has it."""
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    """Reasons why leaves can't be read, by path."""
+
+
+class _OpenedItem:
+    """An item with arrays: its tree, and the arrays in it, which go to `to`."""
+
+    def __init__(self, part: OrbaxItem, tree: TreeMetadata, above: str, to: _Collected):
         # Imports numpy and TensorStore.
         from ostraka.formats.orbax._read import Item, read_values
 
-        assert part.tree is not None
-        self._store = part.store
-        self._first = first
+        self._part = part
         self._above = above
-        self._is_leaf = part.is_leaf
-        self._is_key = part.is_key
-        self.lost: dict[str, str] = {}
-        self.leaves: list[LeafSpec] = []
-        self.arrays: list[StoredArray] = []
-        self.shardings: list[Sharding | None] = []
-        entries = part.tree.entries
-        self._mixed_up = _mixed_up(entries)
-        stored = [entry for entry in entries if entry.value_type in (*ARRAY_TYPES, "scalar")]
-        stored = [entry for entry in stored if entry.name not in self._mixed_up]
-        item = Item(part.store, part.tree)
-        self._found = {array.name: array for array in item.find_arrays([e.name for e in stored])}
+        self._to = to
+        self._mixed_up = _mixed_up(tree.entries)
+        known = (e for e in tree.entries if e.value_type in (*ARRAY_TYPES, "scalar"))
+        stored = {entry.name: entry for entry in known if entry.name not in self._mixed_up}
+        self._found = Item(part.store, tree).find_arrays(stored)
         scalars = [
-            entry
-            for entry in stored
-            if entry.value_type == "scalar" and not self._found[entry.name].zarr.shape
+            name
+            for name, entry in stored.items()
+            if entry.value_type == "scalar" and not self._found[name].zarr.shape
         ]
-        values = read_values(
-            [self._found[entry.name] for entry in scalars], [self._path(e) for e in scalars]
-        )
-        self._scalars = {entry.name: value for entry, value in zip(scalars, values, strict=True)}
-        has_text = any(entry.value_type == "string" for entry in entries)
+        paths = [self._path(stored[name]) for name in scalars]
+        values = read_values([self._found[name] for name in scalars], paths)
+        self._scalars = dict(zip(scalars, values, strict=True))
+        has_text = any(entry.value_type == "string" for entry in tree.entries)
         self._strings = read_strings(part.store) if has_text else {}
         self._shardings = read_shardings(part.store)
         may_be_keys = {
@@ -280,13 +275,13 @@ class _OpenedItem:
         }
         self._impls = read_key_impls(part.store, may_be_keys)
         with malformed(part.store, METADATA):
-            if self._is_leaf:
-                self.encoded = self._encode(entries[0])
+            if part.is_leaf:
+                self.encoded = self._encode(tree.entries[0])
             else:
-                self.encoded = encode_tree(entries, self._encode)
+                self.encoded = encode_tree(tree.entries, self._encode)
 
     def _path(self, entry: Entry) -> str:
-        return self._above or ROOT if self._is_leaf else path_of(entry.keys, self._above)
+        return self._above or ROOT if self._part.is_leaf else path_of(entry.keys, self._above)
 
     def _encode(self, entry: Entry) -> Any:
         """A leaf of the tree as JSON. An array is its number."""
@@ -294,7 +289,7 @@ class _OpenedItem:
         if name in self._mixed_up:
             others = [path_of(e.keys) for e in self._mixed_up[name] if e is not entry]
             why = f"Orbax wrote it to the same place as {name_few(others)}, so one of them is gone"
-            self.lost[self._path(entry)] = why
+            self._to.lost[self._path(entry)] = why
             return None
         if entry.value_type == "string":
             return encode_scalar(as_text(self._strings[name]))
@@ -304,33 +299,28 @@ class _OpenedItem:
             return encode_scalar(self._scalars[name])
         if name not in self._found:
             why = f"it is of the kind {entry.value_type!r:.40}, which only its own handler can read"
-            self.lost[self._path(entry)] = why
+            self._to.lost[self._path(entry)] = why
             return None
         return self._add_array(entry)
 
     def _add_array(self, entry: Entry) -> int:
         array = self._found[entry.name]
-        impl = self._impls.get(entry.name)
-        if impl is None and self._is_key:
-            impl = "threefry2x32" if array.zarr.shape[-1:] == (2,) else "rbg"
-        if impl is not None and array.zarr.shape[-1:] != (_KEY_WORDS.get(impl),):
-            shape = list(array.zarr.shape)
-            raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {shape}")
-        kind = "jax" if entry.value_type == "jax.Array" else "numpy"
-        self.leaves.append(
-            LeafSpec(
-                self._path(entry),
-                kind if impl is None else "key",
-                array.zarr.dtype,
-                array.zarr.shape,
-                prng=impl,
-            )
+        shape, impl = array.zarr.shape, self._impls.get(entry.name)
+        if impl is None and self._part.is_key:
+            impl = "threefry2x32" if shape[-1:] == (2,) else "rbg"
+        if impl is not None and shape[-1:] != (_KEY_WORDS.get(impl),):
+            raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {list(shape)}")
+        is_jax = entry.value_type == "jax.Array"
+        kind = "key" if impl is not None else "jax" if is_jax else "numpy"
+        self._to.leaves.append(
+            LeafSpec(self._path(entry), kind, array.zarr.dtype, shape, prng=impl)
         )
-        self.arrays.append(array)
-        sharding = self._shardings.get(entry.name) if kind == "jax" else None
-        with malformed(self._store, SHARDING):
-            self.shardings.append(None if sharding is None else parse_sharding(sharding))
-        return self._first + len(self.leaves) - 1
+        self._to.arrays.append(array)
+        sharding = self._shardings.get(entry.name) if is_jax else None
+        with malformed(self._part.store, SHARDING):
+            parsed = None if sharding is None else parse_sharding(sharding)
+        self._to.shardings.append((self._part.store, parsed))
+        return len(self._to.leaves) - 1
 
 
 def _mixed_up(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
