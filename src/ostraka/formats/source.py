@@ -29,8 +29,6 @@ CONFIG = "config"
 
 _NO_ANSWER = (errno.EHOSTUNREACH, errno.EAGAIN, errno.EPROTO)
 """Errors of a store that did not answer, or was in trouble."""
-_SHORT_BYTES = 256
-_SHORT_REMOTE_BYTES = 1 << 20
 
 
 def names_in(store: Store) -> list[str]:
@@ -48,7 +46,7 @@ def names_in(store: Store) -> list[str]:
 
 def shortest_range_bytes(store: Store) -> int:
     """Shorter ranges are read together with the gaps between them: in buckets each is a request."""
-    return _SHORT_REMOTE_BYTES if store.traits.is_remote else _SHORT_BYTES
+    return 1 << 20 if store.traits.is_remote else 256
 
 
 @dataclass(frozen=True, slots=True)

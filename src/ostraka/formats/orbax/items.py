@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -121,10 +122,9 @@ def find_parts(store: Store) -> OrbaxListing | None:
 
 def is_finished(store: Store, names: Sequence[str]) -> bool:
     """True if an Orbax checkpoint with these names is finished."""
-    try:
+    with suppress(OSError, ValueError):
         return is_step(store, names) and _why_unfinished(store, names, None) is None
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def version_of_orbax(store: Store, *, is_named: bool) -> Any:
@@ -201,7 +201,10 @@ def _part(name: str, store: Store, names: Sequence[str], handler: str) -> OrbaxI
                 return OrbaxItem(name, store, encoded=encode_json(document))
     states = [match for match in map(_GRAIN_STATE.fullmatch, names) if match]
     if states and len(states) == int(states[0][2]):
-        return OrbaxItem(name, store, encoded=_grain_states(store, len(states)))
+        # The states of a data iterator, one per process.
+        files = [f"process_{process}-of-{len(states)}.json" for process in range(len(states))]
+        encoded = {"states": [{"json": read_json(store, file)} for file in files], "items": []}
+        return OrbaxItem(name, store, encoded=encoded)
     by = handler.rpartition(".")[2] or "a handler that is not known"
     return OrbaxItem(name, store, lost=f"it is an item of {by:.80}, which only that can read")
 
@@ -225,9 +228,3 @@ def _zarr_of(store: Store, names: Sequence[str]) -> str | None:
     """The file that describes the array of `ArraySave`, if there is one."""
     below = names_in(store.at(_ARRAY)) if _ARRAY in names else []
     return next((name for name in ("zarr.json", ".zarray") if name in below), None)
-
-
-def _grain_states(store: Store, count: int) -> Any:
-    """The states of a data iterator, one per process."""
-    files = [f"process_{process}-of-{count}.json" for process in range(count)]
-    return {"states": [{"json": read_json(store, file)} for file in files], "items": []}

@@ -81,8 +81,8 @@ class BoxReader:
         file.reads_left = len(chunks)
         header_bytes = file.entry.header_bytes
         if chunks[0].moves and self._traits.is_remote:
-            blocks = file.blocks[chunks[0].first_block : chunks[0].last_block]
-            span = (blocks[0].file_start, blocks[-1].file_stop)
+            first, last = chunks[0].first_block, chunks[0].last_block - 1
+            span = (file.blocks[first].file_start, file.blocks[last].file_stop)
             file.first_bytes = opening_bytes(header_bytes, *span)
         self._on_bytes(header_bytes)
         self._waiting.update(move.buffer for chunk in chunks for move in chunk.moves)

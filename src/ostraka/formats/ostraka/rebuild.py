@@ -285,7 +285,9 @@ class Column:
 
     def read(self, start: int, stop: int) -> Array:
         """The bytes of a range, up to the end of the file. Raises BytesLost."""
-        return self._read(self._start + start, min(self._start + stop, self._stop))
+        import numpy as np
+
+        return self.read_part(start, stop, np.empty(max(stop - start, 0), np.uint8))
 
     def read_part(self, start: int, stop: int, memory: Array) -> Array:
         """Like `read`, but into `memory`."""
@@ -296,6 +298,8 @@ class Column:
 
     def read_checked(self, start: int, stop: int) -> Array:
         """Like `read`, but compare all blocks in the range with their digests."""
+        import numpy as np
+
         start, stop = self._start + start, min(self._start + stop, self._stop)
         try:
             self._blocks = self._blocks or self._shards.stored_digests(self._file).blocks()
@@ -303,21 +307,14 @@ class Column:
             raise BytesLost(f"its digests are lost ({error.problems[0]})") from error
         blocks = overlapping(self._blocks, start, stop)
         if not blocks:
-            return self._read(start, stop)
+            return np.empty(0, np.uint8)
         first = blocks[0].file_start
-        data = self._read(first, blocks[-1].file_stop)
+        data = np.empty(blocks[-1].file_stop - first, np.uint8)
+        self.read_into(first, data)
         unmatched = first_unmatched(blocks, data, first)
         if unmatched is not None:
             raise BytesLost(not_as_written(unmatched))
         return data[start - first : stop - first]
-
-    def _read(self, start: int, stop: int) -> Array:
-        import numpy as np
-
-        data = np.empty(max(stop - start, 0), np.uint8)
-        if len(data):
-            self.read_into(start, data)
-        return data
 
     def read_into(self, start: int, data: Array) -> None:
         """Fill `data` from byte `start` of the file on. Raises BytesLost."""

@@ -147,14 +147,13 @@ class ShardFile:
         """Decompress a block, and compare the result with its digest."""
         from ostraka.layout import codec
 
+        what = block_bytes(block)
         try:
             codec.decode(stored, data)
         except codec.Undecodable as error:
-            found = f"{block_bytes(block)} can't be decompressed: {error}"
-            raise self._block_damaged(found, block) from error
+            raise self._block_damaged(f"{what} can't be decompressed: {error}", block) from error
         if _format.block_digest([data]) != block.result:
-            found = f"{block_bytes(block)} do not decompress to what was saved"
-            raise self._block_damaged(found, block)
+            raise self._block_damaged(f"{what} do not decompress to what was saved", block)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and discard its bytes.
@@ -196,15 +195,15 @@ class ShardFile:
         size, end = self.entry.size, self.blocks[-1].stop
         with damage_on_loss(lambda found: self.damaged(found, 0, end)):
             reader = self._shards.store.open(self.name, self.first_bytes)
-        if reader.size != size:
-            reader.close()
-            if reader.size > size:  # All bytes of all leaves are there.
-                raise self.damaged(other_size(reader.size, size), span=(size, reader.size))
-            first = reader.size
-            lost = next(block for block in self.blocks if block.file_stop > first)
-            at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
-            raise self.damaged(other_size(reader.size, size), at, end, (first, size))
-        return reader
+        found = reader.size
+        if found == size:
+            return reader
+        reader.close()
+        if found > size:  # All bytes of all leaves are there.
+            raise self.damaged(other_size(found, size), span=(size, found))
+        lost = next(block for block in self.blocks if block.file_stop > found)
+        at = lost.start if lost.result else lost.stop - (lost.file_stop - found)
+        raise self.damaged(other_size(found, size), at, end, (found, size))
 
     def _open_reader(self) -> FileReader:
         """The reader that `opened` has made. Raises Damaged if the file can't be opened."""

@@ -58,9 +58,8 @@ class Shards:
     def host_of(self, process: int) -> str | None:
         """The host of a process, as the save noted it."""
         hosts: Any = self.metadata.writer.get("hosts")
-        if not isinstance(hosts, list) or process >= len(cast(list[Any], hosts)):
-            return None
-        host = cast(list[Any], hosts)[process]
+        known = cast("list[Any]", hosts) if isinstance(hosts, list) else []
+        host = known[process] if process < len(known) else None
         return host if isinstance(host, str) else None
 
     def listed_by(self, process: int) -> dict[str, FileDigests]:
@@ -123,8 +122,7 @@ class Shards:
                     raise
                 found = other_size(error.size, expected.size)
                 raise self._index_damaged(process, found) from error
-        problem = index_problem(data, expected)
-        if problem is not None:
+        if (problem := index_problem(data, expected)) is not None:
             raise self._index_damaged(process, problem)
         return data
 
@@ -133,8 +131,7 @@ class Shards:
         try:
             return self.read_index(process)
         except Damaged as error:
-            copy = None if self.parities is None else self.parities.index_copy(process)
-            if self.parities is None or copy is None:
+            if self.parities is None or (copy := self.parities.index_copy(process)) is None:
                 raise
             self.parities.warn_of(error)
             return copy

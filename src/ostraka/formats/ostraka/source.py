@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +46,8 @@ class OstrakaSource:
         """Fits the tree to a template, if the save left out its containers."""
         self._files_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """Answers of `files_of`, by layout and first part."""
-        # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
-        names = {f.name for f in fields(Saved)} & {f.name for f in fields(Metadata)}
-        saved: dict[str, Any] = {name: getattr(metadata, name) for name in names}
-        saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
-        self.saved = Saved(**saved)
+        m, leaves = metadata, tuple(leaf.spec for leaf in metadata.leaves)
+        self.saved = Saved(m.id, m.tree, leaves, m.meshes, m.process_of, m.user, m.writer)
 
     @property
     def tree(self) -> Branch | Leaf:
@@ -84,8 +80,7 @@ class OstrakaSource:
             key = (leaf.layout, leaf.spec.shape, leaf.spec.dtype)
             nbytes = sizes.get(key)
             if nbytes is None:
-                grid = self.metadata.layouts[leaf.layout].grid
-                nbytes = sizes[key] = largest_cell_bytes(leaf.spec, grid)
+                nbytes = sizes[key] = largest_cell_bytes(leaf.spec, self.grid_of(number))
             in_file.append((-alignment_of(nbytes), number, nbytes))
         offsets: list[tuple[int, int]] = []
         ends: Counter[int] = Counter()
