@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
@@ -136,8 +136,7 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
     if has_orbax_names(names):
         return "is a part of an Orbax checkpoint, and has no arrays; give the directory above it"
-    foreign = _foreign_file(store, names)
-    if foreign is not None:
+    if (foreign := _foreign_file(store, names)) is not None:
         return foreign
     orbax = [name for name in names[:_MOST_NAMES] if has_orbax_names(names_in(store.at(name)))]
     if orbax:
@@ -165,19 +164,18 @@ def likely_steps(store: Store) -> str | None:
     where, names = store.location, names_in(store)
     if any(map(is_shards_directory, names)):
         return f"a save to {where} itself never finished; give the Manager another directory"
-    found: list[str] = []
-    for name in names[:_MOST_NAMES]:
-        what = _likely_step(store.at(name), name)
-        if what is not None:
-            found.append(f"{name} {what}")
-    if not found and (file := _foreign_file(store, names)) is not None:
+    likely = {name: _likely_step(store.at(name), name) for name in names[:_MOST_NAMES]}
+    found = [f"{name} {what}" for name, what in likely.items() if what is not None]
+    if found:
+        return found[-1] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    if (file := _foreign_file(store, names)) is not None:
         return f"it {file}"
-    if not found and any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith(".safetensors") for name in names):
         return f"it holds safetensors files; read them with ostraka.restore({where!r})"
-    if not found:
-        return _likely_above(store)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{found[-1]}{more}"
+    root = open_above(store) if step_of(where.rpartition("/")[2]) is not None else None
+    if root is None or not _has_steps(root, names_in(root)):
+        return None
+    return f"{root.location} holds steps; to go on from them, give the Manager that directory"
 
 
 def _likely_step(store: Store, name: str) -> str | None:
@@ -194,18 +192,15 @@ def _likely_step(store: Store, name: str) -> str | None:
         )
     if any(one.endswith(".safetensors") for one in names):
         return f"holds safetensors files; read them with ostraka.restore({store.location!r})"
-    if any(_is_step(store, one) for one in _highest(possible_steps(names))):
+    if _has_steps(store, names):
         return f"holds steps; to go on from them, give the Manager {store.location}"
     return None
 
 
-def _likely_above(store: Store) -> str | None:
-    """A sentence if the path looks like a step and the directory above has steps, or None."""
-    root = open_above(store) if step_of(store.location.rpartition("/")[2]) is not None else None
-    names = [] if root is None else names_in(root)
-    if root is None or not any(_is_step(root, one) for one in _highest(possible_steps(names))):
-        return None
-    return f"{root.location} holds steps; to go on from them, give the Manager that directory"
+def _has_steps(root: Store, names: Sequence[str]) -> bool:
+    """True if one of the highest steps among these names is a checkpoint."""
+    steps = list(possible_steps(names).values())[-3:]
+    return any(_is_step(root, name) for named in steps for name in named)
 
 
 def _is_step(root: Store, name: str) -> bool:
@@ -213,11 +208,6 @@ def _is_step(root: Store, name: str) -> bool:
     names = names_in(store)
     is_own = METADATA_NAME in names and step_of(name) is not None
     return is_own or has_orbax_names(names) or is_step(store, names)
-
-
-def _highest(steps: Mapping[int, list[str]]) -> list[str]:
-    """The names of the highest steps."""
-    return [name for step in list(steps)[-3:] for name in steps[step]]
 
 
 def _hint_beside(store: Store) -> str:
