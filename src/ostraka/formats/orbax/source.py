@@ -15,7 +15,7 @@ import xxhash
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import name_few
-from ostraka.formats.orbax._sharding import Meshes, Sharding, parse_sharding
+from ostraka.formats.orbax._sharding import Sharding, parse_sharding, place_leaves
 from ostraka.formats.orbax.files import (
     Entry,
     TreeMetadata,
@@ -90,19 +90,16 @@ class OrbaxSource:
             trees.append(part.encoded)
             if part.lost is not None:
                 collected.lost[above or ROOT] = part.lost
-        self._arrays, self._lost, leaves = collected.arrays, collected.lost, collected.leaves
-        processes = max(count_processes(part.store) for part in found.parts)
-        meshes = Meshes([sharding for _, sharding in collected.shardings], processes)
-        for number, (place, sharding) in enumerate(collected.shardings):
-            with malformed(place, SHARDING):
-                leaves[number] = meshes.place(leaves[number], sharding)
+        self._arrays, self._lost = collected.arrays, collected.lost
+        leaves, meshes, devices = place_leaves(collected.leaves, collected.shardings)
+        processes = min(max(count_processes(part.store) for part in found.parts), devices)
         names = [part.name for part in found.parts]
         self.saved = Saved(
             id=_id_of(found),
             tree=trees[0] if found.is_single else {"dict": names, "items": trees},
             leaves=tuple(leaves),
-            meshes=meshes.meshes,
-            process_of=meshes.process_of,
+            meshes=meshes,
+            process_of=tuple(device * processes // devices for device in range(devices)),
             user=_user(found),
             writer=_writer(found.about),
         )

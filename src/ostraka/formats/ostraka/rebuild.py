@@ -95,7 +95,7 @@ class Rebuild:
         return found[start - first : stop - first]
 
     def _read_fast(self, start: int, stop: int) -> Array:
-        """A rebuilt range, not yet compared with digests."""
+        """A rebuilt range, not yet compared with digests: a sum, if only this file is lost."""
         import numpy as np
 
         found = np.empty(stop - start, np.uint8)
@@ -106,21 +106,15 @@ class Rebuild:
         scratch = np.empty(min(piece_bytes, stop - start), np.uint8)
         for at in range(start, stop, piece_bytes):
             piece = found[at - start : at - start + piece_bytes]
+            end = at + len(piece)
             try:
-                self._add_up(at, piece, scratch)
+                self._sums[0].read_part(at, end, piece)
+                for column in self._members.values():
+                    part = column.read_part(at, end, scratch)
+                    np.bitwise_xor(piece[: len(part)], part, out=piece[: len(part)])
             except BytesLost:
-                piece[:] = self._solve(at, at + len(piece), Column.read)
+                piece[:] = self._solve(at, end, Column.read)
         return found
-
-    def _add_up(self, start: int, found: Array, scratch: Array) -> None:
-        """Fill `found` from the first parity file and all other members. Raises BytesLost."""
-        import numpy as np
-
-        stop = start + len(found)
-        self._sums[0].read_part(start, stop, found)
-        for column in self._members.values():
-            part = column.read_part(start, stop, scratch)
-            np.bitwise_xor(found[: len(part)], part, out=found[: len(part)])
 
     def close(self) -> None:
         for column in (*self._members.values(), *self._sums):

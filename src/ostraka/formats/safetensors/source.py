@@ -52,12 +52,16 @@ class SafetensorsSource:
             self._tensors.append((file, tensor))
             leaves.append(LeafSpec(path, "jax", dtype, tensor.shape, uncommitted=True))
         self.tree = flat_tree(values)
+        version = (found.config or {}).get("transformers_version")
+        library = "a program that writes safetensors"
+        if isinstance(version, str):
+            library = f"transformers {version[:40]}"
         self.saved = Saved(
             id=_id_of(found),
             tree={"dict": names, "items": [*range(len(names))]},
             leaves=tuple(leaves),
             user={} if found.config is None else {CONFIG: found.config},
-            writer={"library": _library(found)},
+            writer={"library": library},
         )
 
     @property
@@ -125,13 +129,6 @@ def _id_of(found: TensorListing) -> str:
     """An id that is equal for copies of the same files, so that each host may download its own."""
     described = [(file.name, file.size, file.header_digest) for file in found.files]
     return xxhash.xxh3_128_hexdigest(repr(described).encode())
-
-
-def _library(found: TensorListing) -> str:
-    version = (found.config or {}).get("transformers_version")
-    if isinstance(version, str):
-        return f"transformers {version[:40]}"
-    return "a program that writes safetensors"
 
 
 def open_safetensors(store: Store) -> SafetensorsSource | None:
