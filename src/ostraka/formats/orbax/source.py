@@ -18,17 +18,19 @@ from ostraka.errors import name_few
 from ostraka.formats.orbax._sharding import Sharding, parse_sharding, place_leaves
 from ostraka.formats.orbax.files import (
     Entry,
+    OrbaxItem,
+    OrbaxListing,
     TreeMetadata,
     as_object,
     as_text,
     count_processes,
+    find_parts,
     malformed,
     read_if_there,
     read_key_impls,
     read_shardings,
     read_strings,
 )
-from ostraka.formats.orbax.items import OrbaxItem, OrbaxListing, find_parts
 from ostraka.formats.orbax.names import (
     ARRAY_METADATAS,
     MANIFEST,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.formats.orbax.files import Entry, Key
-from ostraka.tree.json_values import encode_scalar
 from ostraka.tree.nodes import (
     MAX_DEPTH,
     ROOT,
@@ -86,18 +85,6 @@ def _encode(node: _Node | Entry, encode_leaf: Callable[[Entry], Any]) -> Any:
         return {"list": None, "items": items}
     items = [_encode(child, encode_leaf) for child in node.children.values()]
     return {"dict": list(node.children), "items": items}
-
-
-def encode_json(value: Any) -> Any:
-    """The value of a JSON item, in the form of Ostraka's `_METADATA`."""
-    if isinstance(value, dict):
-        entries: dict[str, Any] = value
-        items = [encode_json(item) for item in entries.values()]
-        return {"dict": list(entries), "items": items}
-    if isinstance(value, list):
-        sequence: list[Any] = value
-        return {"list": None, "items": [encode_json(item) for item in sequence]}
-    return encode_scalar(value)
 
 
 # With a template

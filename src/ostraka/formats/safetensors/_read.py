@@ -20,8 +20,7 @@ from ostraka.common.dtypes import DTYPES, from_bytes, numpy_dtype
 from ostraka.common.threads import StopSignal, run_as_completed
 from ostraka.formats.buffers import Array, CountedBuffers, Scratch, map_pages
 from ostraka.formats.ostraka.damage import damage_on_loss, damaged
-from ostraka.formats.safetensors._header import Tensor
-from ostraka.formats.safetensors.files import TensorFile
+from ostraka.formats.safetensors.files import Tensor, TensorFile
 from ostraka.formats.source import OnBytes, shortest_range_bytes
 from ostraka.formats.source_files import refuse_changed
 from ostraka.layout import box as _box

@@ -14,17 +14,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all, with_full_stack
 from ostraka.errors import Damaged, NotACheckpoint, Problem, UnsupportedFormat, name_few
 from ostraka.formats.orbax.names import has_orbax_names
 from ostraka.formats.ostraka.damage import damage_on_loss, damaged
-from ostraka.formats.safetensors._header import Tensor, is_text, read_header
 from ostraka.formats.source import names_in
 from ostraka.formats.source_files import OpenedFile, look_settled, refuse_changed, state_of
 from ostraka.layout.shard_file import METADATA_NAME, is_shards_directory
@@ -43,6 +44,29 @@ _MOST_DEPTH = 100
 _MOST_NAME_BYTES = 255
 _LFS = b"version https://git-lfs"
 _LFS_POINTER = "it is a pointer of Git LFS, not the file itself: run git lfs pull"
+_MOST_RANK = 64
+
+_BITS = {dtype.code: dtype.bits for dtype in DTYPES.values() if not dtype.opaque} | {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Bits of each safetensors dtype."""
+NAMES = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque} | {
+    "F4": "float4_e2m1fn"
+}
+"""Ostraka's names of the dtypes that it reads."""
+
+
+class Tensor(NamedTuple):
+    """A tensor as a header describes it."""
+
+    code: str
+    """The dtype, under its safetensors name."""
+    shape: tuple[int, ...]
+    start: int
+    """The offset of its first byte, counted from the end of the header."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +185,7 @@ def _by_index(store: Store, place: Store, index: str) -> TensorListing:
         raise damaged(place, index, "it has no weight_map, which says where tensors are")
     listed = cast("dict[str, Any]", mapped)
     for tensor, name in listed.items():
-        if not _is_plain(name) or not is_text(tensor):
+        if not _is_plain(name) or not _is_text(tensor):
             text = f"it says that the tensor is in {name!r}, which is no safetensors file beside it"
             raise damaged(place, index, text, (tensor,))
     names = sorted(set(listed.values()))
@@ -191,7 +215,7 @@ def _is_plain(name: Any) -> bool:
     if not isinstance(name, str) or not name.endswith(SUFFIX) or name == SUFFIX:
         return False
     is_plain = not any(sign in name for sign in "/\\\0") and not name.startswith("..")
-    return is_plain and is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
+    return is_plain and _is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
 
 
 def _config(store: Store, file: OpenedFile) -> Mapping[str, Any] | None:
@@ -277,10 +301,7 @@ def _read_headers(
             return _read_header(store, name)
         except Damaged as error:
             tensors = tuple(t for t, file in (listed or {}).items() if file == name)
-            problems = [
-                Problem(problem.file, problem.found, problem.leaves or tensors)
-                for problem in error.problems
-            ]
+            problems = [replace(one, leaves=one.leaves or tensors) for one in error.problems]
             raise Damaged(error.path, problems) from error
 
     return run_all(read, sorted(names), threads=store.traits.reads_at_once, stop=StopSignal())
@@ -307,8 +328,11 @@ def _read_header(store: Store, name: str) -> TensorFile:
     document = _decode(store, name, header)
     if not isinstance(document, dict):
         raise damaged(store, name, "its header is no JSON object")
+    fields = cast("dict[str, Any]", document)
     try:
-        metadata, tensors = read_header(cast("dict[str, Any]", document), size - 8 - length)
+        metadata = _metadata(fields.pop("__metadata__", None))
+        tensors = {tensor: _tensor(tensor, about) for tensor, about in fields.items()}
+        _check_places(tensors, size - 8 - length)
     except ValueError as error:
         raise damaged(store, name, str(error)) from error
     _refuse_shards(store, name, metadata)
@@ -340,4 +364,72 @@ def _refuse_shards(store: Store, name: str, metadata: Mapping[str, str]) -> None
         raise UnsupportedFormat(
             f"{store.location}/{name} is a shard of PyTorch's distributed checkpoint, which has "
             "parts of tensors: put them together with PyTorch's consolidate_safetensors_files first"
+        )
+
+
+# Headers. Each function raises ValueError, a sentence about "its header".
+
+
+def _is_text(name: str) -> bool:
+    """True if a name can be written. JSON can escape halves of characters."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        if all(isinstance(text, str) for text in found.values()):
+            return found
+    raise ValueError("the __metadata__ of its header must be text by name")
+
+
+def _tensor(name: str, about: Any) -> Tensor:
+    if not isinstance(about, dict) or not _is_text(name):
+        raise ValueError(f"its header has no sound description of tensor {name[:200]!r}")
+    fields = cast("dict[str, Any]", about)
+    code: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(code, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise ValueError(
+            f"its header says of tensor {name[:200]!r} what can't be: dtype, shape and "
+            "data_offsets must be text and lists of sizes"
+        )
+    sizes, (start, stop) = tuple(shape), (offsets if len(offsets) == 2 else (1, 0))
+    if start > stop or len(sizes) > _MOST_RANK:
+        raise ValueError(f"its header has no sound offsets or shape for tensor {name[:200]!r}")
+    if code in _BITS:
+        bits = prod(sizes) * _BITS[code]
+        if bits % 8 or bits // 8 != stop - start:
+            raise ValueError(
+                f"its header says that tensor {name[:200]!r}, {code} of the shape "
+                f"{list(sizes)}, has {stop - start:,} bytes, not {bits / 8:,.0f}"
+            )
+    return Tensor(code, sizes, start, stop - start)
+
+
+def _are_sizes(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in cast("list[Any]", value))
+
+
+def _check_places(tensors: Mapping[str, Tensor], data_bytes: int) -> None:
+    """Check that tensors fill the file, without holes, and share no bytes."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != position:
+            what = "shares bytes with another" if tensor.start < position else "comes after a hole"
+            raise ValueError(f"its header says that tensor {name[:200]!r} {what}")
+        position += tensor.nbytes
+    if position != data_bytes:
+        what = "it is cut short" if position > data_bytes else "something is at its end"
+        raise ValueError(
+            f"its tensors have {position:,} bytes, and the file has {data_bytes:,} for them: {what}"
         )

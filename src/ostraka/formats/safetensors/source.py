@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ostraka.common.threads import StopSignal, run_all
-from ostraka.formats.safetensors._header import NAMES, Tensor
-from ostraka.formats.safetensors.files import TensorFile, TensorListing, find_files
+from ostraka.formats.safetensors.files import NAMES, Tensor, TensorFile, TensorListing, find_files
 from ostraka.formats.source import CONFIG, OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import Sampling, digest_of_states, refuse_changed, sample
 from ostraka.layout.box import full
