@@ -260,7 +260,5 @@ def _file(where: str, start: bytes) -> str:
             "looks like a safetensors file, and its name does not end in .safetensors; rename it "
             "to have it opened as one"
         )
-    known = describe_file(start)
-    if known is not None:
-        return f"is {known}"
-    return "is a file, not a checkpoint directory; give the directory that a save was given"
+    other = "a file, not a checkpoint directory; give the directory that a save was given"
+    return f"is {describe_file(start) or other}"

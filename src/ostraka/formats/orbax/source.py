@@ -252,7 +252,12 @@ class _OpenedItem:
         self._part = part
         self._above = above
         self._to = to
-        self._mixed_up = _mixed_up(tree.entries)
+        by_name: dict[str, list[Entry]] = {}
+        for entry in tree.entries:
+            if entry.value_type not in EMPTY_TYPES:
+                by_name.setdefault(entry.name, []).append(entry)
+        self._mixed_up = {name: found for name, found in by_name.items() if len(found) > 1}
+        """Leaves that Orbax wrote to one path, such as `a.b` and `a/b`. Only one survives."""
         known = (e for e in tree.entries if e.value_type in (*ARRAY_TYPES, "scalar"))
         stored = {entry.name: entry for entry in known if entry.name not in self._mixed_up}
         self._found = Item(part.store, tree).find_arrays(stored)
@@ -320,15 +325,6 @@ class _OpenedItem:
             parsed = None if sharding is None else parse_sharding(sharding)
         self._to.shardings.append((self._part.store, parsed))
         return len(self._to.leaves) - 1
-
-
-def _mixed_up(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Leaves that Orbax wrote to one path, such as `a.b` and `a/b`. Only one survives."""
-    by_name: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if entry.value_type not in EMPTY_TYPES:
-            by_name.setdefault(entry.name, []).append(entry)
-    return {name: found for name, found in by_name.items() if len(found) > 1}
 
 
 def _id_of(found: OrbaxListing) -> str:

@@ -92,9 +92,13 @@ class TensorReader:
             file = self._tensors[by_file[name][0][1]][0]
             self._files.hold(file)  # until all of its bands are known
             for _, leaf in sorted(by_file[name]):
+                spec = self._leaves[leaf]
+                whole, itemsize = _box.full(spec.shape), numpy_dtype(spec.dtype).itemsize
+                is_packed = DTYPES[spec.dtype].packed
+                most = _box.count(whole) if is_packed else _CHUNK_BYTES // itemsize
                 for area, numbers in self._areas(leaf, by_leaf[leaf]):
                     self._buffers.allocate(numbers)
-                    for box in self._cut(leaf, area):
+                    for box in _box.bands(area, whole, most):
                         boxes = ((n, self._targets[n].box) for n in numbers)
                         wanted = [n for n, other in boxes if _box.intersect(box, other) is not None]
                         self._files.hold(file)
@@ -109,13 +113,6 @@ class TensorReader:
         for dimension in reversed(range(len(self._leaves[leaf].shape))):
             areas = _joined(areas, dimension)
         return sorted(areas, key=lambda area: area[0])
-
-    def _cut(self, leaf: int, area: Box) -> Iterator[Box]:
-        spec = self._leaves[leaf]
-        if DTYPES[spec.dtype].packed:
-            return iter([area])
-        most = _CHUNK_BYTES // numpy_dtype(spec.dtype).itemsize
-        return _box.bands(area, _box.full(spec.shape), most)
 
     # Reading
 

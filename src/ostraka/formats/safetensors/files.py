@@ -46,16 +46,12 @@ _LFS = b"version https://git-lfs"
 _LFS_POINTER = "it is a pointer of Git LFS, not the file itself: run git lfs pull"
 _MOST_RANK = 64
 
-_BITS = {dtype.code: dtype.bits for dtype in DTYPES.values() if not dtype.opaque} | {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
-"""Bits of each safetensors dtype."""
 NAMES = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque} | {
     "F4": "float4_e2m1fn"
 }
 """Ostraka's names of the dtypes that it reads."""
+_BITS = {code: DTYPES[name].bits for code, name in NAMES.items()} | {"F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of each safetensors dtype."""
 
 
 class Tensor(NamedTuple):
