@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -360,9 +361,8 @@ def sum_up(
         for start in range(0, longest, block):
             check()
             stop = min(start + block, longest)
-            pieces = run_all(
-                lambda stream, at=stop: stream.take(at), streams, threads=threads, stop=StopSignal()
-            )
+            take = partial(_Stream.take, start=start, stop=stop)
+            pieces = run_all(take, streams, threads=threads, stop=StopSignal())
             if may_be_kept:
                 sums = [np.empty(stop - start, np.uint8) for _ in range(count)]
             here = [memory[: stop - start] for memory in sums]
@@ -370,7 +370,7 @@ def sum_up(
             yield here
     finally:
         for stream in streams:
-            stream.close()
+            stream.column.close()
 
 
 class _Stream:
@@ -381,27 +381,20 @@ class _Stream:
 
         self._shards = shards
         self._file = file
-        self._column = Column(shards, file)
         self._comparison: Comparison | None = None
-        self._at = 0
         self._memory = np.empty(min(_format.BLOCK_BYTES, file.size), np.uint8)
+        self.column = Column(shards, file)
 
-    def take(self, stop: int) -> Array:
-        """The bytes up to `stop`, in memory that the next call reuses. Raises Damaged."""
+    def take(self, start: int, stop: int) -> Array:
+        """The next bytes, in memory that the next call reuses. Raises Damaged."""
         if self._comparison is None:
             self._comparison = Comparison(self._shards.stored_digests(self._file).blocks())
-        piece = self._memory[: max(min(stop, self._file.size) - self._at, 0)]
-        if len(piece):
-            try:
-                self._column.read_into(self._at, piece)
-                self._comparison.add(self._at, piece)
-            except BytesLost as error:
-                raise damaged(self._shards.store, self._column.name, str(error)) from error
-            self._at += len(piece)
+        try:
+            piece = self.column.read_part(start, stop, self._memory)
+            self._comparison.add(start, piece)
+        except BytesLost as error:
+            raise damaged(self._shards.store, self.column.name, str(error)) from error
         return piece
-
-    def close(self) -> None:
-        self._column.close()
 
 
 def overlapping(blocks: Sequence[Block], start: int, stop: int) -> Sequence[Block]:
