@@ -76,7 +76,6 @@ class TensorFile:
     size: int
     header_bytes: int
     header_digest: str
-    metadata: Mapping[str, str]
     tensors: Mapping[str, Tensor]
 
 
@@ -334,7 +333,7 @@ def _read_header(store: Store, name: str) -> TensorFile:
     _refuse_shards(store, name, metadata)
     tensors = {t: about._replace(start=about.start + 8 + length) for t, about in tensors.items()}
     digest = xxhash.xxh3_128_hexdigest(header)
-    return TensorFile(name, opened, size, 8 + length, digest, metadata, tensors)
+    return TensorFile(name, opened, size, 8 + length, digest, tensors)
 
 
 def _check_length(store: Store, name: str, size: int, length: int, start: bytes) -> None:
