@@ -75,7 +75,7 @@ class BoxReader:
     def _chunks_of(
         self, file: ShardFile, pieces: Sequence[ReadPiece]
     ) -> Iterator[tuple[ShardFile, Chunk, bool]]:
-        """The chunks of a file, and if each is the first. Planned while other files are read."""
+        """The chunks of a file, with True for the first. Planned while other files are read."""
         # A file that gives nothing but empty boxes still must be there.
         chunks = plan_chunks(pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
@@ -106,8 +106,9 @@ class BoxReader:
         file, chunk, is_first = task
         with file.opened():
             with self._allocating:  # Once the file is open, and has its size.
-                pieces = self._unallocated.pop(file.name, ())
+                pieces = self._unallocated.get(file.name, ())
                 self._buffers.allocate(piece.buffer for piece in pieces)
+                self._unallocated.pop(file.name, None)
             is_in_place = all(
                 move.buffer_start is not None and self._targets[move.buffer].dtype is None
                 for move in chunk.moves
@@ -130,16 +131,16 @@ class BoxReader:
     def _copy(self, chunk: Chunk, data: Array) -> None:
         """Copy the moves of a chunk to their buffers."""
         boxes: dict[tuple[int, int], Array] = {}
-        for start, stop, buffer, _, box, shared in chunk.moves:
-            leaf, target, _ = self._targets[buffer]
-            rows = boxes.get((start, stop))
-            if rows is None:
-                stored = data[start - chunk.start : stop - chunk.start]
-                dtype = self._leaves[leaf].dtype
-                rows = boxes[start, stop] = from_bytes(stored, dtype, _box.shape_of(box))
-            within = _box.slices(shared, target)
-            memory = self._buffers.array(buffer)[(*within, ...)]  # a view, also if 0-d
-            if memory.flags.c_contiguous:
-                map_pages(memory)
-            with np.errstate(**self._on_overflow):
+        with np.errstate(**self._on_overflow):
+            for start, stop, buffer, _, box, shared in chunk.moves:
+                leaf, target, _ = self._targets[buffer]
+                rows = boxes.get((start, stop))
+                if rows is None:
+                    stored = data[start - chunk.start : stop - chunk.start]
+                    dtype = self._leaves[leaf].dtype
+                    rows = boxes[start, stop] = from_bytes(stored, dtype, _box.shape_of(box))
+                within = _box.slices(shared, target)
+                memory = self._buffers.array(buffer)[(*within, ...)]  # a view, also if 0-d
+                if memory.flags.c_contiguous:
+                    map_pages(memory)
                 memory[...] = rows[_box.slices(shared, box)]
