@@ -79,12 +79,11 @@ class BoxReader:
         # A file that gives nothing but empty boxes still must be there.
         chunks = plan_chunks(pieces, file.blocks) or [Chunk(0, 0, 0, 0, [])]
         file.reads_left = len(chunks)
-        header_bytes = file.entry.header_bytes
         if chunks[0].moves and self._traits.is_remote:
             first, last = chunks[0].first_block, chunks[0].last_block - 1
             span = (file.blocks[first].file_start, file.blocks[last].file_stop)
-            file.first_bytes = opening_bytes(header_bytes, *span)
-        self._on_bytes(header_bytes)
+            file.first_bytes = opening_bytes(file.entry.header_bytes, *span)
+        self._on_bytes(file.entry.header_bytes)
         self._waiting.update(move.buffer for chunk in chunks for move in chunk.moves)
         self._done_with(pieces)
         for number, chunk in enumerate(chunks):
