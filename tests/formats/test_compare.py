@@ -18,8 +18,13 @@ from fuzz import seal
 from mounts import lose_sectors
 from ostraka.errors import StoreError
 from ostraka.formats import open_source
-from ostraka.formats.ostraka.compare import Comparison, index_problem, matches, unmatched_blocks
-from ostraka.formats.ostraka.damage import BytesLost
+from ostraka.formats.ostraka.damage import (
+    BytesLost,
+    Comparison,
+    index_problem,
+    matches,
+    unmatched_blocks,
+)
 from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.layout.metadata import IndexEntry
 from ostraka.layout.shard_file import Block, FileDigests, block_digest, digest, dumps

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka.errors import Damaged, DegradedRead
-from ostraka.formats.ostraka.rebuild import Parities
+from ostraka.formats.ostraka.rebuild import Parities, Rebuild
 from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
 from ostraka.layout.shard_file import FileEntry
 from ostraka.storage import open_store
@@ -189,7 +189,7 @@ def test_in_a_bucket(place: Place) -> None:
 
 def rebuilt(parities: Parities | None, file: FileEntry, start: int, stop: int) -> bytes:
     assert parities is not None
-    with closing(parities.open_rebuild(file)) as rebuild:
+    with closing(Rebuild(parities, file)) as rebuild:
         return rebuild.read(start, stop).tobytes()
 
 
@@ -200,7 +200,7 @@ def test_whole_files_are_found_again_bit_for_bit(tmp_path: Path, how: str) -> No
     files = {name: file.read_bytes() for name, file in files_in(tmp_path / "c").items()}
     parities = source.shards.parities
     assert parities is not None
-    for file in parities.files:
+    for file in parities.parity.files:
         assert b"".join(parities.rebuild_parity(file)) == files[file.name]
     for file in source.metadata.files:
         assert rebuilt(parities, file, 0, file.size) == files[file.name]
@@ -266,4 +266,4 @@ def test_without_parity_nothing_is_tried(tmp_path: Path) -> None:
     ostraka.save(tmp_path / "c", make_tree())
     source = open_at(tmp_path / "c")
     assert source.shards.parities is None
-    assert source.shards.substitute_for(source.metadata.files[0]) is None
+    assert source.shards.open_rebuild(source.metadata.files[0]) is None

@@ -141,6 +141,15 @@ def test_a_cast_is_asked_for(tmp_path: Path):
     assert np.array_equal(kernel, wanted)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64])
+def test_tensors_are_cast_without_names(tmp_path: Path, dtype: Any):
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    save_file({"w": array}, tmp_path / "model.safetensors")
+    found = ostraka.restore(tmp_path, like={"w": np.zeros((8, 8), dtype)}, dtype="like")
+    assert found["w"].dtype == dtype
+    assert np.array_equal(found["w"], array.astype(dtype))
+
+
 def test_parts_of_a_model(tmp_path: Path):
     tensors = llama_tensors()
     path = write_hf(tmp_path / "llama", tensors)

@@ -9,36 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ostraka.errors import nearest
-from ostraka.families._config import decoder_sizes
+from ostraka.families.families import decoder_sizes
 
 
-def config_of(name: str) -> Mapping[str, Any]:
-    """The config of a model by its name. Raises ValueError, with the nearest name."""
-    if name not in MODELS:
-        raise ValueError(
-            f"there is no built-in model {name!r}{nearest(name, list(MODELS))}; "
-            f"those there are: {', '.join(MODELS)}"
-        )
-    return MODELS[name]
-
-
-def _decoder(
-    kind: str,
-    layers: int,
-    width: int,
-    hidden: int,
-    heads: int,
-    grouped: int,
-    vocabulary: int,
-    **rest: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        **decoder_sizes(layers, width, hidden, heads, grouped, vocabulary),
-        "torch_dtype": "bfloat16",
-        **rest,
-    }
+def _decoder(kind: str, *sizes: int, **rest: Any) -> dict[str, Any]:
+    """The config of a decoder of these sizes, in the order of `decoder_sizes`."""
+    return {"model_type": kind, **decoder_sizes(*sizes), "torch_dtype": "bfloat16", **rest}
 
 
 def _qwen3_moe(layers: int, width: int, hidden: int, heads: int, **rest: Any) -> dict[str, Any]:
@@ -78,15 +54,9 @@ def _gpt2(layers: int, width: int, heads: int, **rest: Any) -> dict[str, Any]:
 
 
 def _neox(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_attention_heads": heads,
-        "vocab_size": vocabulary,
-        "torch_dtype": "float16",
-    }
+    sizes = decoder_sizes(layers, width, 4 * width, heads, None, vocabulary)
+    del sizes["num_key_value_heads"]  # Each head has keys and values of its own.
+    return {"model_type": "gpt_neox", **sizes, "torch_dtype": "float16"}
 
 
 _TIED = {"tie_word_embeddings": True}

@@ -7,13 +7,13 @@ config class in `transformers`. `tests/support/record_hf_shapes.py` asks the rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from ostraka.errors import nearest
 from ostraka.families import _table
-from ostraka.families._config import Config, decoder_sizes
 from ostraka.families._table import Row
 from ostraka.tree.nodes import natural_order
 
@@ -22,6 +22,69 @@ HEAD = "lm_head/kernel"
 
 Parameter = tuple[str, tuple[int, ...]]
 """A path below the model, and a shape."""
+
+_MOST = 10_000_000
+"""A larger number is probably a mistake, and a plan for it would take too long."""
+
+
+class Config(dict[str, Any]):
+    """The fields of a `config.json`, read as `transformers` reads them.
+
+    Those that it leaves out have the defaults of its family. Null stays None.
+    """
+
+    def number(self, name: str, null: int | None = None, *, least: int = 1) -> int:
+        """A count. `null` is the value to use for null, if null is allowed."""
+        found = self.get(name)
+        if found is None and null is not None:
+            return null
+        if type(found) is not int or not least <= found <= _MOST:
+            kind = "a positive integer" if least else "an integer, zero or more"
+            self._refuse(name, f"{kind}, at most {_MOST:,}")
+        return found
+
+    def flag(self, name: str) -> bool:
+        """A boolean. Null is false."""
+        found = self.get(name)
+        if found is not None and type(found) is not bool:
+            self._refuse(name, "true or false")
+        return bool(found)
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of integers. Null is an empty one."""
+        found = self.get(name)
+        listed = cast("list[Any]", found) if isinstance(found, list) else []
+        if (found is not None and listed is not found) or any(type(n) is not int for n in listed):
+            self._refuse(name, "a list of integers")
+        return listed
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A config within the config. Null is an empty one."""
+        found = self.get(name)
+        if found is not None and not isinstance(found, dict):
+            self._refuse(name, "a JSON object")
+        return cast("dict[str, Any]", found or {})
+
+    def _refuse(self, name: str, kind: str) -> NoReturn:
+        value = self.get(name)
+        shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+        raise ValueError(f"the config has {shown} as its {name!r}; it must be {kind}")
+
+
+_DECODER_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def decoder_sizes(*sizes: int | None) -> dict[str, Any]:
+    """The fields that the config of every decoder has, from layers and width to vocabulary."""
+    return dict(zip(_DECODER_FIELDS, sizes, strict=True))
+
 
 _Condition = bool | str | Callable[[Config, int], bool]
 """True, a field of the config that is true or false, or a function of the config and a layer."""
@@ -89,7 +152,7 @@ class Family:
     def read(self, values: Mapping[str, Any]) -> Config:
         """A config.json, with the defaults of this family."""
         named = {self.aliases.get(name, name): value for name, value in values.items()}
-        return Config(named, self.defaults)
+        return Config({**self.defaults, **named})
 
 
 def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
@@ -160,12 +223,11 @@ def _is_untied(config: Config, layer: int) -> bool:
 def _gemma3_text(config: Config) -> Config:
     """The config of the decoder. The outer config says whether there is a head."""
     text = FAMILIES["gemma3_text"].read(config.section("text_config"))
-    tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
-    return Config({**text.values, **tied}, text.defaults)
+    return Config({**text, "tie_word_embeddings": config.get("tie_word_embeddings")})
 
 
 def _gemma3_vision(config: Config) -> Config:
-    return Config(config.section("vision_config"), _SIGLIP)
+    return Config({**_SIGLIP, **config.section("vision_config")})
 
 
 _SIGLIP = {
@@ -188,7 +250,6 @@ _DECODER_SIZES: dict[str, Callable[[Config], int]] = {
     "queries, keys, values": lambda config: _queries(config) + 2 * _keys(config),
     "gate, up": lambda config: 2 * config.number("intermediate_size"),
 }
-_DECODER_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("", "model."))
 
 _Parts = dict[str, _Condition]
 _PLAIN: _Parts = {"head": _is_untied, "input_layernorm": True, "separate": True, "gated": True}
@@ -205,17 +266,16 @@ _GEMMA3_PARTS: _Parts = _PLAIN | _BIASES | _FOUR_NORMS | _HEAD_NORMS
 
 def _decoder(
     parts: _Parts,
-    sizes: Mapping[str, Any],
-    *,
+    sizes: Sequence[int | None],
     aliases: Mapping[str, str] | None = None,
     **defaults: Any,
 ) -> Family:
     return Family(
         (Component(_table.DECODER, parts, _DECODER_SIZES),),
         "model.embed_tokens.weight",
-        {**sizes, **defaults},
+        {**decoder_sizes(*sizes), **defaults},
         ("model.layers.{n}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
-        _DECODER_PREFIXES,
+        (("model.language_model.", "model."), ("language_model.", ""), ("", "model.")),
         aliases or {},
     )
 
@@ -299,23 +359,20 @@ _GPT_NEOX = Family(
 
 FAMILIES: dict[str, Family] = {
     "llama": _decoder(
-        _PLAIN | _BIASES | {"mlp bias": "mlp_bias"},
-        decoder_sizes(32, 4096, 11008, 32, None, 32000),
+        _PLAIN | _BIASES | {"mlp bias": "mlp_bias"}, (32, 4096, 11008, 32, None, 32000)
     ),
-    "mistral": _decoder(_PLAIN, decoder_sizes(32, 4096, 14336, 32, 8, 32000)),
+    "mistral": _decoder(_PLAIN, (32, 4096, 14336, 32, 8, 32000)),
     "mixtral": _decoder(
         _PLAIN | {"gated": False, "mixtral": True},
-        decoder_sizes(32, 4096, 14336, 32, 8, 32000),
+        (32, 4096, 14336, 32, 8, 32000),
         aliases={"num_experts": "num_local_experts"},
         num_local_experts=8,
     ),
-    "qwen2": _decoder(
-        _PLAIN | {"input bias": True}, decoder_sizes(32, 4096, 22016, 32, 32, 151936)
-    ),
+    "qwen2": _decoder(_PLAIN | {"input bias": True}, (32, 4096, 22016, 32, 32, 151936)),
     "qwen2_moe": _decoder(
         # Every token passes through the shared expert, besides those that are chosen for it.
         _PLAIN | {"input bias": "qkv_bias"} | _EXPERTS | {"shared": _is_sparse},
-        decoder_sizes(24, 2048, 5632, 16, 16, 151936),
+        (24, 2048, 5632, 16, 16, 151936),
         num_experts=60,
         moe_intermediate_size=1408,
         shared_expert_intermediate_size=5632,
@@ -323,46 +380,38 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
     ),
     "qwen3": _decoder(
-        _PLAIN | _BIASES | _HEAD_NORMS, decoder_sizes(32, 4096, 22016, 32, 32, 151936), head_dim=128
+        _PLAIN | _BIASES | _HEAD_NORMS, (32, 4096, 22016, 32, 32, 151936), head_dim=128
     ),
     "qwen3_moe": _decoder(
         _PLAIN | _BIASES | _HEAD_NORMS | _EXPERTS,
-        decoder_sizes(24, 2048, 6144, 32, 4, 151936),
+        (24, 2048, 6144, 32, 4, 151936),
         aliases={"num_local_experts": "num_experts"},
         num_experts=128,
         moe_intermediate_size=768,
         decoder_sparse_step=1,
     ),
-    "gemma": _decoder(
-        _PLAIN | _BIASES, decoder_sizes(28, 3072, 24576, 16, 16, 256000), **_GEMMA_DEFAULTS
-    ),
+    "gemma": _decoder(_PLAIN | _BIASES, (28, 3072, 24576, 16, 16, 256000), **_GEMMA_DEFAULTS),
     "gemma2": _decoder(
-        _PLAIN | _BIASES | _FOUR_NORMS,
-        decoder_sizes(26, 2304, 9216, 8, 4, 256000),
-        **_GEMMA_DEFAULTS,
+        _PLAIN | _BIASES | _FOUR_NORMS, (26, 2304, 9216, 8, 4, 256000), **_GEMMA_DEFAULTS
     ),
     "gemma3": _GEMMA3,
-    "gemma3_text": _decoder(
-        _GEMMA3_PARTS, decoder_sizes(26, 2304, 9216, 8, 4, 262208), **_GEMMA_DEFAULTS
-    ),
+    "gemma3_text": _decoder(_GEMMA3_PARTS, (26, 2304, 9216, 8, 4, 262208), **_GEMMA_DEFAULTS),
     "phi3": _decoder(
         _PLAIN | {"separate": False, "gated": False, "fused": True},
-        decoder_sizes(32, 3072, 8192, 32, None, 32064),
+        (32, 3072, 8192, 32, None, 32064),
     ),
     "starcoder2": _decoder(
         _PLAIN
         | {"gated": False, "two kernels": True, "norm bias": True}
         | dict.fromkeys(("input bias", "output bias", "mlp bias"), "use_bias"),
-        decoder_sizes(30, 3072, 12288, 24, 2, 49152),
+        (30, 3072, 12288, 24, 2, 49152),
         use_bias=True,
         tie_word_embeddings=True,
     ),
     "olmo2": _decoder(
-        _PLAIN
-        | _BIASES
-        | {"input_layernorm": False, "post_feedforward_layernorm": True}
-        | {"a norm for each head": True},
-        decoder_sizes(32, 4096, 11008, 32, None, 50304),
+        (_PLAIN | _BIASES | {"input_layernorm": False})
+        | dict.fromkeys(("post_feedforward_layernorm", "a norm for each head"), True),
+        (32, 4096, 11008, 32, None, 50304),
     ),
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,

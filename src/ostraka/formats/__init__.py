@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ostraka.formats.orbax.items import is_finished
-from ostraka.formats.orbax.items import version_of_orbax as version_of_orbax
+from ostraka.formats.orbax.files import is_finished
+from ostraka.formats.orbax.files import version_of_orbax as version_of_orbax
 from ostraka.formats.orbax.names import ORBAX_KEY
 from ostraka.formats.orbax.names import is_orbax as is_orbax
 from ostraka.formats.orbax.source import about_orbax as about_orbax

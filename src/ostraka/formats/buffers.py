@@ -7,17 +7,20 @@ cut from larger pieces (arenas) in file order, so one read fills many of them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ostraka.common import memory as _recycle
 from ostraka.common.dtypes import numpy_dtype
+from ostraka.errors import StoreError
 from ostraka.layout import box as _box
+from ostraka.layout.box import Box
 from ostraka.layout.plan_read import Chunk
 from ostraka.layout.spec import LeafSpec, Target
 
@@ -44,7 +47,7 @@ class Buffers:
         self._recycled = _recycle.current()
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
-        self._kinds: dict[tuple[str, _box.Box], tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        self._kinds: dict[tuple[str, Box], tuple[tuple[int, ...], np.dtype[Any], int]] = {}
         self._made: dict[int, tuple[Array, Array, int]] = {}
         """The array, the memory that it was cut from, and its offset there."""
 
@@ -100,6 +103,61 @@ class Buffers:
             start = 0
         self._arena_used = start + nbytes
         return self._arena, start
+
+
+class CountedBuffers(Buffers):
+    """Buffers that count the elements that they still lack."""
+
+    def __init__(self, targets: Sequence[Target], leaves: Sequence[LeafSpec]):
+        super().__init__(targets, leaves)
+        self._missing = [_box.count(target.box) for target in targets]
+        self.by_leaf: dict[int, list[int]] = {}
+        """The targets of each leaf that lack elements at first."""
+        for number, target in enumerate(targets):
+            if self._missing[number]:
+                self.by_leaf.setdefault(target.leaf, []).append(number)
+
+    def take_empty(self) -> Iterator[tuple[int, Array]]:
+        """Hand over the buffers without elements."""
+        for number, missing in enumerate(self._missing):
+            if missing == 0:
+                self.allocate([number])
+                yield number, self.take(number)
+
+    def allocate(self, targets: Iterable[int]) -> None:
+        """Allocate memory for targets of one leaf. Raises StoreError if there is none."""
+        numbers = list(targets)
+        try:
+            super().allocate(numbers)
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            spec = self._leaves[self._targets[numbers[0]].leaf]
+            raise StoreError(
+                f"leaf {spec.path!r} has {spec.nbytes:,} bytes, for which there is no memory; "
+                "restore a part of it",
+                errno=errno.ENOMEM,
+            ) from error
+
+    def copy(self, elements: Array, box: Box, targets: Iterable[int]) -> None:
+        """Copy the elements of a box to targets that overlap it."""
+        for number in targets:
+            shared = self._shared(box, number)
+            within = _box.slices(shared, self._targets[number].box)
+            memory = self.array(number)[(*within, ...)]  # a view, also if 0-d
+            if memory.flags.c_contiguous:
+                map_pages(memory)
+            memory[...] = elements[(*_box.slices(shared, box), ...)]
+
+    def take_complete(self, box: Box, targets: Iterable[int]) -> Iterator[tuple[int, Array]]:
+        """Note that targets have the elements of a box. Hand over those that lack no others."""
+        for number in targets:
+            self._missing[number] -= _box.count(self._shared(box, number))
+            if self._missing[number] == 0:
+                yield number, self.take(number)
+
+    def _shared(self, box: Box, number: int) -> Box:
+        found = _box.intersect(box, self._targets[number].box)
+        assert found is not None
+        return found
 
 
 def _join(places: Iterable[tuple[Array, int, int]]) -> list[Array]:

@@ -7,10 +7,8 @@ Each format implements it in a folder of `formats/`.
 from __future__ import annotations
 
 import errno
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ostraka.formats.source_files import Sampling
@@ -31,8 +29,6 @@ CONFIG = "config"
 
 _NO_ANSWER = (errno.EHOSTUNREACH, errno.EAGAIN, errno.EPROTO)
 """Errors of a store that did not answer, or was in trouble."""
-_SHORT_BYTES = 256
-_SHORT_REMOTE_BYTES = 1 << 20
 
 
 def names_in(store: Store) -> list[str]:
@@ -50,7 +46,7 @@ def names_in(store: Store) -> list[str]:
 
 def shortest_range_bytes(store: Store) -> int:
     """Shorter ranges are read together with the gaps between them: in buckets each is a request."""
-    return _SHORT_REMOTE_BYTES if store.traits.is_remote else _SHORT_BYTES
+    return 1 << 20 if store.traits.is_remote else 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +104,12 @@ class StoredBox(NamedTuple):
 class Source(Protocol):
     """An opened checkpoint."""
 
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def location(self) -> str:
-        """Its name in messages."""
-        ...
-
-    @property
-    def saved(self) -> Saved: ...
+    store: Store
+    location: str
+    """Its name in messages."""
+    saved: Saved
+    reads_whole_rows: bool
+    """True if reading a part of each row costs as much as reading whole rows."""
 
     @property
     def tree(self) -> Branch | Leaf:
@@ -159,11 +151,6 @@ class Source(Protocol):
         """The number of parts along each dimension of a leaf. A part lies in one file."""
         ...
 
-    @property
-    def reads_whole_rows(self) -> bool:
-        """True if reading a part of each row costs as much as reading whole rows."""
-        ...
-
     def files_of(self, leaf: int) -> Sequence[Any]:
         """The file of each part of `grid_of`, in row-major order.
 
@@ -197,26 +184,3 @@ class Source(Protocol):
         Empty if the id identifies the bytes.
         """
         ...
-
-
-class BaseSource(ABC):
-    """The answers that sources of all formats share."""
-
-    def __init__(self, store: Store):
-        self.store = store
-
-    @property
-    def location(self) -> str:
-        return self.store.location
-
-    @property
-    def tree(self) -> Branch | Leaf:
-        return self._tree
-
-    @cached_property
-    def _tree(self) -> Branch | Leaf:
-        return self.decode_tree()
-
-    @abstractmethod
-    def decode_tree(self) -> Branch | Leaf:
-        """Decode the tree. Called once, when it is first needed."""

@@ -55,12 +55,8 @@ def states_of(files: Iterable[FileInfo]) -> dict[str, Any]:
 
 def look_settled(store: Store, name: str) -> FileInfo | None:
     """Look at a file that is about to be opened. Raises SourceChanged if it is being written."""
-
-    def look() -> list[FileInfo]:
-        found = store.look(name)
-        return [] if found is None else [found]
-
-    return next(iter(settled(store, look)), None)
+    found = settled(store, lambda: [file for file in [store.look(name)] if file is not None])
+    return next(iter(found), None)
 
 
 def settled(store: Store, look: Callable[[], Sequence[FileInfo]]) -> Sequence[FileInfo]:
@@ -88,12 +84,9 @@ def refuse_changed(files: Iterable[OpenedFile]) -> None:
             raise changed(file.store, file.stored_as)
 
     listed = list({(id(file.store), file.stored_as): file for file in files}.values())
-    if len(listed) > 1 and listed[0].store.traits.is_remote:
+    if listed:
         threads = listed[0].store.traits.reads_at_once
         run_all(check, listed, threads=threads, stop=StopSignal())
-        return
-    for file in listed:
-        check(file)
 
 
 def changed(store: Store, name: str) -> SourceChanged:

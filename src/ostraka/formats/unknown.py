@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 from ostraka.errors import CheckpointNotFound, NotACheckpoint, nearest
@@ -24,45 +24,45 @@ LIKELY_NAMES = re.compile(
 """Names of files that may be checkpoints of other programs."""
 
 _SAVE = "write the result with ostraka.save"
-_FLAX = (
-    "a msgpack file, such as flax.serialization.to_bytes and flax.training.checkpoints write; read "
-    "it with flax.serialization.msgpack_restore, and " + _SAVE
-)
 _TORCH = (
     "a file of torch.save, which is a pickle; load it in PyTorch with weights_only=True and write "
     "it with safetensors.torch.save_file, which Ostraka reads"
 )
-_PICKLE = (
-    "a pickle, which runs code when it is loaded; load it where you trust it, and write its arrays "
-    "with ostraka.save"
+_BY_START = {
+    b"\x89HDF\r\n\x1a\n": f"an HDF5 file, as Keras writes; read it with h5py or Keras, and {_SAVE}",
+    b"GGUF": "a GGUF file, whose weights are mostly quantised; convert the safetensors files that "
+    "it was made of",
+    b"\x93NUMPY": f"a .npy file of numpy; read it with numpy.load, and {_SAVE}",
+    bytes.fromhex("80028a0a6cfc9c46f9206aa85019"): _TORCH,
+}
+_MAP_WITH_TEXT = re.compile(
+    rb"(?:[\x81-\x8F]|\xDE..|\xDF....)(?:(?P<short>[\xA0-\xBF])|\xD9(?P<long>.))", re.DOTALL
 )
-_KERAS = "a model of Keras; load it with keras.models.load_model, and save its weights as a dict"
-_HDF5 = "an HDF5 file, as Keras writes; read it with h5py or Keras, and " + _SAVE
-_GGUF = (
-    "a GGUF file, whose weights are mostly quantised; convert the safetensors files that it was "
-    "made of"
-)
-_NPZ = "a .npz file of numpy; read it with numpy.load, and " + _SAVE
-_NPY = "a .npy file of numpy; read it with numpy.load, and " + _SAVE
-_LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
-_FIRST_LETTER, _MAP_16, _MAP_32, _TEXT_8 = 0xA0, 0xDE, 0xDF, 0xD9
+"""The start of a msgpack map whose first key is a string, up to that string."""
 
 
 def describe_file(start: bytes) -> str | None:
     """A description of a file by its first bytes, as the end of a sentence, or None."""
     if start.startswith(b"PK\x03\x04"):
         return _describe_zip(start)
-    for magic, what in (
-        (b"\x89HDF\r\n\x1a\n", _HDF5),
-        (b"GGUF", _GGUF),
-        (b"\x93NUMPY", _NPY),
-        (_LEGACY_TORCH, _TORCH),
-    ):
+    for magic, what in _BY_START.items():
         if start.startswith(magic):
             return what
     if len(start) > 2 and start[0] == 0x80 and 2 <= start[1] <= 5:
-        return _PICKLE
-    return _FLAX if _is_msgpack(start) else None
+        return (
+            "a pickle, which runs code when it is loaded; load it where you trust it, and write "
+            "its arrays with ostraka.save"
+        )
+    match = _MAP_WITH_TEXT.match(start)
+    if match is None:
+        return None
+    length = match["short"][0] - 0xA0 if match["short"] else match["long"][0]
+    if not start[match.end() :][:length].decode("utf-8", "replace").isprintable():
+        return None
+    return (
+        "a msgpack file, such as flax.serialization.to_bytes and flax.training.checkpoints write; "
+        f"read it with flax.serialization.msgpack_restore, and {_SAVE}"
+    )
 
 
 def _describe_zip(start: bytes) -> str | None:
@@ -70,31 +70,14 @@ def _describe_zip(start: bytes) -> str | None:
     length = int.from_bytes(start[26:28], "little")
     name = start[30 : 30 + length]
     if name.endswith(b".npy"):
-        return _NPZ
+        return f"a .npz file of numpy; read it with numpy.load, and {_SAVE}"
     if name.endswith((b"/data.pkl", b"/.format_version", b"/byteorder", b"/version")):
         return _TORCH
     if name in (b"metadata.json", b"config.json"):
-        return _KERAS
+        return (
+            "a model of Keras; load it with keras.models.load_model, and save its weights as a dict"
+        )
     return None
-
-
-def _is_msgpack(start: bytes) -> bool:
-    """True if the bytes begin with a map whose first key is a string."""
-    if not start:
-        return False
-    at = {_MAP_16: 3, _MAP_32: 5}.get(start[0], 1)
-    if at == 1 and not 0x81 <= start[0] <= 0x8F:
-        return False
-    kind = start[at : at + 1]
-    if not kind:
-        return False
-    if _FIRST_LETTER <= kind[0] < _FIRST_LETTER + 32:
-        text = start[at + 1 : at + 1 + kind[0] - _FIRST_LETTER]
-    elif kind[0] == _TEXT_8:
-        text = start[at + 2 : at + 2 + int.from_bytes(start[at + 1 : at + 2], "little")]
-    else:
-        return False
-    return text.decode("utf-8", "replace").isprintable()
 
 
 _MOST_NAMES = 100
@@ -153,8 +136,7 @@ def _something_else(store: Store, names: Sequence[str]) -> str | None:
         return f"is not an Ostraka checkpoint: its {METADATA_NAME} was written by something else"
     if has_orbax_names(names):
         return "is a part of an Orbax checkpoint, and has no arrays; give the directory above it"
-    foreign = _foreign_file(store, names)
-    if foreign is not None:
+    if (foreign := _foreign_file(store, names)) is not None:
         return foreign
     orbax = [name for name in names[:_MOST_NAMES] if has_orbax_names(names_in(store.at(name)))]
     if orbax:
@@ -182,19 +164,18 @@ def likely_steps(store: Store) -> str | None:
     where, names = store.location, names_in(store)
     if any(map(is_shards_directory, names)):
         return f"a save to {where} itself never finished; give the Manager another directory"
-    found: list[str] = []
-    for name in names[:_MOST_NAMES]:
-        what = _likely_step(store.at(name), name)
-        if what is not None:
-            found.append(f"{name} {what}")
-    if not found and (file := _foreign_file(store, names)) is not None:
+    likely = {name: _likely_step(store.at(name), name) for name in names[:_MOST_NAMES]}
+    found = [f"{name} {what}" for name, what in likely.items() if what is not None]
+    if found:
+        return found[-1] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    if (file := _foreign_file(store, names)) is not None:
         return f"it {file}"
-    if not found and any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith(".safetensors") for name in names):
         return f"it holds safetensors files; read them with ostraka.restore({where!r})"
-    if not found:
-        return _likely_above(store)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{found[-1]}{more}"
+    root = open_above(store) if step_of(where.rpartition("/")[2]) is not None else None
+    if root is None or not _has_steps(root, names_in(root)):
+        return None
+    return f"{root.location} holds steps; to go on from them, give the Manager that directory"
 
 
 def _likely_step(store: Store, name: str) -> str | None:
@@ -211,18 +192,15 @@ def _likely_step(store: Store, name: str) -> str | None:
         )
     if any(one.endswith(".safetensors") for one in names):
         return f"holds safetensors files; read them with ostraka.restore({store.location!r})"
-    if any(_is_step(store, one) for one in _highest(possible_steps(names))):
+    if _has_steps(store, names):
         return f"holds steps; to go on from them, give the Manager {store.location}"
     return None
 
 
-def _likely_above(store: Store) -> str | None:
-    """A sentence if the path looks like a step and the directory above has steps, or None."""
-    root = open_above(store) if step_of(store.location.rpartition("/")[2]) is not None else None
-    names = [] if root is None else names_in(root)
-    if root is None or not any(_is_step(root, one) for one in _highest(possible_steps(names))):
-        return None
-    return f"{root.location} holds steps; to go on from them, give the Manager that directory"
+def _has_steps(root: Store, names: Sequence[str]) -> bool:
+    """True if one of the highest steps among these names is a checkpoint."""
+    steps = list(possible_steps(names).values())[-3:]
+    return any(_is_step(root, name) for named in steps for name in named)
 
 
 def _is_step(root: Store, name: str) -> bool:
@@ -230,11 +208,6 @@ def _is_step(root: Store, name: str) -> bool:
     names = names_in(store)
     is_own = METADATA_NAME in names and step_of(name) is not None
     return is_own or has_orbax_names(names) or is_step(store, names)
-
-
-def _highest(steps: Mapping[int, list[str]]) -> list[str]:
-    """The names of the highest steps."""
-    return [name for step in list(steps)[-3:] for name in steps[step]]
 
 
 def _hint_beside(store: Store) -> str:
@@ -245,7 +218,10 @@ def _hint_beside(store: Store) -> str:
         return ""
     names = names_in(root)
     if not names and isinstance(store, LocalStore):
-        return _hint_at_hub(os.path.relpath(store.location))
+        path = os.path.relpath(store.location)
+        is_repo = _REPO_ID.fullmatch(path) and step_of(name) is None
+        command = f"`hf download {path} --local-dir DIR` and pass DIR"
+        return f" (if it is a Hugging Face repo id, run {command})" if is_repo else ""
     steps = [
         step
         for step, found in steps_among(names).items()
@@ -254,15 +230,6 @@ def _hint_beside(store: Store) -> str:
     if steps and step_of(name) is not None:
         return f"; the steps in {above} are {list_steps(steps)}"
     return nearest(name, names[:_MOST_NAMES])
-
-
-def _hint_at_hub(path: str) -> str:
-    """The command that downloads a repo of the Hugging Face Hub, if a path looks like its id."""
-    if not _REPO_ID.fullmatch(path) or step_of(path.rpartition("/")[2]) is not None:
-        return ""
-    return (
-        f" (if it is a Hugging Face repo id, run `hf download {path} --local-dir DIR` and pass DIR)"
-    )
 
 
 def _start_of_file(store: Store) -> bytes | None:
@@ -293,7 +260,5 @@ def _file(where: str, start: bytes) -> str:
             "looks like a safetensors file, and its name does not end in .safetensors; rename it "
             "to have it opened as one"
         )
-    known = describe_file(start)
-    if known is not None:
-        return f"is {known}"
-    return "is a file, not a checkpoint directory; give the directory that a save was given"
+    other = "a file, not a checkpoint directory; give the directory that a save was given"
+    return f"is {describe_file(start) or other}"

@@ -15,13 +15,14 @@ from itertools import groupby
 from ostraka.common.progress import Count, OnBytes
 from ostraka.common.threads import StopSignal, run_as_completed
 from ostraka.errors import Damaged, Problem
-from ostraka.formats.ostraka.compare import PIECE_BYTES, unmatched_blocks
 from ostraka.formats.ostraka.damage import (
     MISSING,
+    PIECE_BYTES,
     check_metadata_copy,
     damage_on_contradiction,
     damage_on_loss,
     other_size,
+    unmatched_blocks,
 )
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import lost_in

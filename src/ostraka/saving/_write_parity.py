@@ -20,7 +20,7 @@ import numpy as np
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, StoreError
 from ostraka.formats.buffers import Scratch, aligned
-from ostraka.formats.ostraka.parity_group import sum_up
+from ostraka.formats.ostraka.rebuild import sum_up
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.layout import parity_code
 from ostraka.layout import shard_file as _format

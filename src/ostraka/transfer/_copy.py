@@ -258,7 +258,7 @@ def _files_of(source: OrbaxSource | SafetensorsSource) -> list[_ForeignFile]:
     if isinstance(source, OrbaxSource):
         return [_ForeignFile(store, file, file.name) for file in files]
     if not store.list():  # a single file, or an index that was given as such
-        stores = {file.name: (file.store, file.stored_as) for file in source.found.files}
+        stores = {file.name: file.opened[:2] for file in source.found.files}
     else:
         names = [*store.list(), *(file.name for file in files if "/" in file.name)]
         is_hidden = re.compile(r"(^|/)\.").search

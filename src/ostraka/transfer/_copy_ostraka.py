@@ -14,8 +14,13 @@ from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, PathInTheWay, Problem
 from ostraka.formats.buffers import Scratch, aligned
-from ostraka.formats.ostraka.compare import PIECE_BYTES, unmatched_blocks
-from ostraka.formats.ostraka.damage import damage_on_contradiction, damage_on_loss, damaged
+from ostraka.formats.ostraka.damage import (
+    PIECE_BYTES,
+    damage_on_contradiction,
+    damage_on_loss,
+    damaged,
+    unmatched_blocks,
+)
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.layout import shard_file as _format

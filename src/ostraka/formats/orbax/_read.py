@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, Unreadable, UnsupportedFormat
-from ostraka.formats.buffers import Array, Buffers, map_pages
+from ostraka.errors import OstrakaError, StoreError, Unreadable, UnsupportedFormat
+from ostraka.formats.buffers import Array, CountedBuffers, map_pages
 from ostraka.formats.orbax._zarr import ZARR2, ZARR3, ZarrArray, parse_zarr2, parse_zarr3
-from ostraka.formats.orbax.files import MANIFEST, TreeMetadata, decode_json, malformed
-from ostraka.formats.ostraka.damage import damaged
+from ostraka.formats.orbax.files import TreeMetadata, decode_json, malformed
+from ostraka.formats.orbax.names import MANIFEST, METADATA
+from ostraka.formats.ostraka.damage import MISSING, damaged
 from ostraka.formats.source import OnBytes
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
@@ -54,16 +55,6 @@ class _Piece:
     nbytes: int
 
 
-def read_arrays(
-    arrays: Sequence[StoredArray],
-    leaves: Sequence[LeafSpec],
-    targets: Sequence[Target],
-    on_bytes: OnBytes,
-) -> Iterator[tuple[int, Array]]:
-    """Yield the number and the elements of each target, as soon as it is complete."""
-    return _Reading(arrays, leaves, targets, on_bytes).run()
-
-
 def read_values(arrays: Sequence[StoredArray], paths: Sequence[str]) -> list[Any]:
     """The values of arrays without dimensions, as Python numbers."""
     leaves = [
@@ -71,12 +62,12 @@ def read_values(arrays: Sequence[StoredArray], paths: Sequence[str]) -> list[Any
         for path, array in zip(paths, arrays, strict=True)
     ]
     targets = [Target(number, ()) for number in range(len(arrays))]
-    found = dict(read_arrays(arrays, leaves, targets, lambda nbytes: None))
+    found = dict(ArrayReader(arrays, leaves, targets, lambda nbytes: None).run())
     return [found[number].item() for number in range(len(arrays))]
 
 
-class _Reading:
-    """One read. This thread starts reads and returns results, TensorStore's threads do the work."""
+class ArrayReader:
+    """Reads boxes of arrays. This thread starts the reads, TensorStore's threads do the work."""
 
     def __init__(
         self,
@@ -89,20 +80,19 @@ class _Reading:
         self._leaves = leaves
         self._targets = targets
         self._on_bytes = on_bytes
-        self._buffers = Buffers(targets, leaves)
-        self._missing = [_box.count(target.box) for target in targets]
-        """For each target, the number of elements yet to come."""
+        self._buffers = CountedBuffers(targets, leaves)
         self._done: SimpleQueue[tuple[_Piece, Array | None, Any]] = SimpleQueue()
         self._under_way: dict[_Piece, Any] = {}
         self._held_bytes = 0
 
     def run(self) -> Iterator[tuple[int, Array]]:
+        """Yield the number and the elements of each target, as soon as it is complete."""
         try:
-            empty = [number for number, missing in enumerate(self._missing) if missing == 0]
-            self._buffers.allocate(empty)
-            yield from ((number, self._buffers.take(number)) for number in empty)
+            yield from self._buffers.take_empty()
             for piece in self._pieces():
-                while self._under_way and not self._has_room(piece):
+                while len(self._under_way) >= _AT_ONCE or (
+                    self._under_way and self._held_bytes + piece.nbytes > _AT_ONCE_BYTES
+                ):
                     yield from self._finish(*self._done.get())
                 self._begin(piece)
                 while not self._done.empty():
@@ -113,16 +103,13 @@ class _Reading:
             for future in self._under_way.values():
                 future.cancel()
 
-    def _has_room(self, piece: _Piece) -> bool:
-        fits = self._held_bytes + piece.nbytes <= _AT_ONCE_BYTES
-        return fits and len(self._under_way) < _AT_ONCE
-
     def _begin(self, piece: _Piece) -> None:
         import tensorstore as ts
 
         leaf = self._leaves[piece.leaf]
         array = self._arrays[piece.leaf]
-        self._allocate(piece)
+        done = self._done
+        self._buffers.allocate(piece.wanted)
         shared = None
         if len(piece.wanted) == 1 and self._targets[piece.wanted[0]].dtype is None:
             number = piece.wanted[0]
@@ -140,18 +127,8 @@ class _Reading:
             raise self._explained(piece, error) from error
         self._held_bytes += piece.nbytes
         self._under_way[piece] = future
-        future.add_done_callback(partial(_hand_over, self._done, piece, shared))
-
-    def _allocate(self, piece: _Piece) -> None:
-        try:
-            self._buffers.allocate(piece.wanted)
-        except (MemoryError, OSError, OverflowError, ValueError) as error:
-            size = f"{self._leaves[piece.leaf].nbytes:,}"
-            raise StoreError(
-                f"leaf {self._leaves[piece.leaf].path!r} has {size} bytes, for which there is no "
-                "memory; restore a part of it",
-                errno=errno.ENOMEM,
-            ) from error
+        # Without `self`, which would not be let go of before TensorStore lets go of the callback.
+        future.add_done_callback(lambda future: done.put((piece, shared, future)))
 
     def _finish(
         self, piece: _Piece, shared: Array | None, future: Any
@@ -163,26 +140,14 @@ class _Reading:
         except Exception as error:
             raise self._explained(piece, error) from error
         self._on_bytes(piece.nbytes)
-        for number in piece.wanted:
-            target = self._targets[number].box
-            part = _box.intersect(piece.box, target)
-            assert part is not None or not piece.box
-            box = part or ()
-            if shared is not None:
-                memory = self._buffers.array(number)
-                memory[_box.slices(box, target)] = shared[_box.slices(box, piece.box)]
-            self._missing[number] -= _box.count(box)
-            if self._missing[number] == 0:
-                yield number, self._buffers.take(number)
+        if shared is not None:
+            self._buffers.copy(shared, piece.box, piece.wanted)
+        yield from self._buffers.take_complete(piece.box, piece.wanted)
 
     # What to read
 
     def _pieces(self) -> Iterator[_Piece]:
-        by_leaf: dict[int, list[int]] = {}
-        for number, target in enumerate(self._targets):
-            if self._missing[number]:
-                by_leaf.setdefault(target.leaf, []).append(number)
-        for leaf, numbers in by_leaf.items():
+        for leaf, numbers in self._buffers.by_leaf.items():
             for together in self._clusters(leaf, numbers):
                 box = _around([self._targets[number].box for number in together])
                 yield from self._cut(leaf, box, together)
@@ -192,7 +157,7 @@ class _Reading:
 
         All targets of a small leaf are one group: a read costs more than copying its result.
         """
-        elements = sum(self._missing[number] for number in numbers)
+        elements = sum(_box.count(self._targets[number].box) for number in numbers)
         if elements * numpy_dtype(self._leaves[leaf].dtype).itemsize <= _SMALL_BYTES:
             return [list(numbers)]
         chunk = self._arrays[leaf].zarr.read_chunk
@@ -237,15 +202,6 @@ class _Reading:
         return array.item.explained(error, array.name, (self._leaves[piece.leaf].path,))
 
 
-def _hand_over(
-    done: SimpleQueue[tuple[_Piece, Array | None, Any]],
-    piece: _Piece,
-    shared: Array | None,
-    future: Any,
-) -> None:
-    done.put((piece, shared, future))
-
-
 def _around(boxes: Sequence[Box]) -> Box:
     """The smallest box around all boxes."""
     return tuple(
@@ -269,17 +225,6 @@ def _halves(box: Box, chunks: Box, chunk: Sequence[int]) -> tuple[Box, Box]:
     start, stop = box[dimension]
     before, after = box[:dimension], box[dimension + 1 :]
     return (*before, (start, middle), *after), (*before, (middle, stop), *after)
-
-
-def explained(error: Exception, location: str, name: str, leaves: tuple[str, ...]) -> OstrakaError:
-    """TensorStore's error as one of Ostraka's."""
-    text = " ".join(str(error).split())
-    refused = next((number for word, number in _REFUSALS.items() if word in text), None)
-    if refused is not None:
-        message = f"can't read {location}/{name}: {os.strerror(refused)}"
-        return StoreError(message, errno=refused, filename=f"{location}/{name}")
-    found = "it is missing" if "NOT_FOUND" in text else f"it can't be read ({text[:200]})"
-    return Damaged(location, [Problem(name, found, leaves)])
 
 
 _REFUSALS: Mapping[str, int] = {
@@ -326,39 +271,51 @@ class Item:
             return base
         return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}
 
-    def find_arrays(self, names: Sequence[str]) -> list[StoredArray]:
-        """The arrays of these names. Reads their metadata together. Raises Damaged."""
-        self._check_names(names)
-        self._refuse_other_kinds()
+    def find_arrays(self, names: Collection[str]) -> dict[str, StoredArray]:
+        """The arrays by these names. Reads their metadata together. Raises Damaged."""
+        with malformed(self.store, METADATA):
+            for name in names if not self.metadata.use_ocdbt else ():
+                parts = name.split("/") if name else []
+                if any(part in ("", ".", "..") or "\0" in part for part in parts):
+                    raise ValueError(f"the name {name!r:.80} can't be that of a directory")
+        if isinstance(self.store, LocalStore):
+            # TensorStore would follow links, and wait for pipes for ever.
+            try:
+                refuse_other_kinds_below(self.store.location)
+            except Unreadable as error:
+                name = os.path.relpath(str(error.filename), self.store.location)
+                raise damaged(self.store, name, error.found) from error
         file, parse = (ZARR3, parse_zarr3) if self.metadata.use_zarr3 else (ZARR2, parse_zarr2)
         try:
             kvstore = import_tensorstore().KvStore.open(self._kvstore, context=self._context)
             opened = kvstore.result()
-            reads = [opened.read(_join(name, file)) for name in names]
+            reads = {name: opened.read(_join(name, file)) for name in names}
         except Exception as error:
             name = MANIFEST if self.metadata.use_ocdbt else file
             raise self.explained(error, name, ()) from error
-        found: list[StoredArray] = []
-        for name, read in zip(names, reads, strict=True):
+        found: dict[str, StoredArray] = {}
+        for name, read in reads.items():
             where = _join(name, file)
             try:
                 result = read.result()
+                if result.state != "value":
+                    raise ValueError("NOT_FOUND")
             except Exception as error:
                 raise self.explained(error, where, (name,)) from error
-            if result.state != "value":
-                raise self.explained(ValueError("NOT_FOUND"), where, (name,))
             with malformed(self.store, where):
                 zarr = parse(decode_json(self.store, where, result.value))
-            found.append(StoredArray(self, name, zarr))
+            found[name] = StoredArray(self, name, zarr)
         return found
 
     def open_array(self, array: StoredArray) -> Any:
         """A TensorStore to read an array from, opened without reading anything."""
         opened = self._opened.get(array.name)
         if opened is None:
+            above = "" if self.metadata.use_ocdbt else self._kvstore["path"]
+            path = above + (f"{array.name}/" if array.name else "")
             spec = {
                 "driver": array.zarr.driver,
-                "kvstore": {**self._kvstore, "path": self._path_of(array.name)},
+                "kvstore": {**self._kvstore, "path": path},
                 "metadata": array.zarr.metadata,
                 "recheck_cached_data": False,
                 "recheck_cached_metadata": False,
@@ -371,31 +328,17 @@ class Item:
         return opened
 
     def explained(self, error: Exception, name: str, leaves: tuple[str, ...]) -> OstrakaError:
+        """TensorStore's error as one of Ostraka's."""
         if isinstance(error, OstrakaError):
             return error
-        return explained(error, self.store.location, name, leaves)
-
-    def _path_of(self, name: str) -> str:
-        above = "" if self.metadata.use_ocdbt else _base_of(self.store)["path"]
-        return above + (f"{name}/" if name else "")
-
-    def _refuse_other_kinds(self) -> None:
-        """Refuse links and pipes. TensorStore would follow links, and wait for pipes for ever."""
-        if not isinstance(self.store, LocalStore):
-            return
-        try:
-            refuse_other_kinds_below(self.store.location)
-        except Unreadable as error:
-            name = os.path.relpath(str(error.filename), self.store.location)
-            raise damaged(self.store, name, error.found) from error
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        """Refuse names of arrays that lead out of the item's directory."""
-        with malformed(self.store, "_METADATA"):
-            for name in names if not self.metadata.use_ocdbt else ():
-                parts = name.split("/") if name else []
-                if any(part in ("", ".", "..") or "\0" in part for part in parts):
-                    raise ValueError(f"the name {name!r:.80} can't be that of a directory")
+        text = " ".join(str(error).split())
+        refused = next((number for word, number in _REFUSALS.items() if word in text), None)
+        if refused is not None:
+            where = f"{self.store.location}/{name}"
+            message = f"can't read {where}: {os.strerror(refused)}"
+            return StoreError(message, errno=refused, filename=where)
+        found = MISSING if "NOT_FOUND" in text else f"it can't be read ({text[:200]})"
+        return damaged(self.store, name, found, leaves)
 
 
 def _join(name: str, file: str) -> str:

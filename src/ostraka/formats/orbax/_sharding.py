@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ostraka.formats.orbax.files import as_list, as_object, as_sizes, as_text
+from ostraka.formats.orbax.files import as_list, as_object, as_sizes, as_text, malformed
+from ostraka.formats.orbax.names import SHARDING
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, Partition, check_partition
+from ostraka.storage import Store
 
 _AXIS_TYPES = {f"AxisType.{kind}": kind.lower() for kind in ("Auto", "Explicit", "Manual")}
 _NUMBER_AT_END = re.compile(r"(?<![0-9])([0-9]{1,9})\)?$")
@@ -82,36 +84,30 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return tuple(as_text(axis) for axis in (as_list(entry) if isinstance(entry, list) else [entry]))
 
 
-class Meshes:
-    """The meshes of a checkpoint, numbered as its leaves are placed on them."""
+def place_leaves(
+    leaves: Sequence[LeafSpec], shardings: Sequence[tuple[Store, Sharding | None]]
+) -> tuple[list[LeafSpec], tuple[MeshSpec, ...], int]:
+    """The leaves with their saved shardings, the meshes of these, and the number of devices.
 
-    def __init__(self, shardings: Sequence[Sharding | None], processes: int):
-        found = [sharding for sharding in shardings if sharding is not None]
-        ids = sorted({device for sharding in found for device in sharding.mesh.devices})
-        self._numbers = {device: number for number, device in enumerate(ids)}
-        self._meshes: dict[MeshSpec, int] = {}
-        count = max(len(ids), 1)
-        self.process_of = tuple(device * min(processes, count) // count for device in range(count))
-
-    @property
-    def meshes(self) -> tuple[MeshSpec, ...]:
-        return tuple(self._meshes)
-
-    def place(self, leaf: LeafSpec, sharding: Sharding | None) -> LeafSpec:
-        """The leaf with its saved sharding. Raises ValueError if the sharding does not fit."""
+    Each sharding comes with the item that has it. Raises Damaged if it does not fit its leaf.
+    """
+    saved = [sharding.mesh.devices for _, sharding in shardings if sharding is not None]
+    ids = sorted({device for devices in saved for device in devices})
+    numbers = {device: number for number, device in enumerate(ids)}
+    meshes: dict[MeshSpec, int] = {}
+    placed: list[LeafSpec] = []
+    for leaf, (store, sharding) in zip(leaves, shardings, strict=True):
         if sharding is None:
-            return replace(leaf, mesh=HOST_LOCAL)
-        mesh = sharding.mesh
-        check_partition(leaf.path, leaf.logical_shape, mesh, sharding.partition)
-        mesh = replace(mesh, devices=tuple(self._numbers[device] for device in mesh.devices))
-        number = self._meshes.setdefault(mesh, len(self._meshes))
+            placed.append(replace(leaf, mesh=HOST_LOCAL))
+            continue
+        mesh, partition = sharding.mesh, sharding.partition
+        with malformed(store, SHARDING):
+            check_partition(leaf.path, leaf.logical_shape, mesh, partition)
+        mesh = replace(mesh, devices=tuple(numbers[device] for device in mesh.devices))
+        number = meshes.setdefault(mesh, len(meshes))
         # Orbax does not say whether an array was committed to its device. What is on the first one
         # most often was not, and could not be used beside sharded arrays if it came back so.
         is_free = not mesh.axis_names and mesh.devices == (0,)
-        return replace(
-            leaf,
-            mesh=number,
-            partition=sharding.partition,
-            memory=sharding.memory,
-            uncommitted=is_free,
-        )
+        leaf = replace(leaf, mesh=number, partition=partition, memory=sharding.memory)
+        placed.append(replace(leaf, uncommitted=is_free))
+    return placed, tuple(meshes), max(len(ids), 1)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ostraka.common.dtypes import DTYPES
 from ostraka.formats.orbax.files import as_list, as_object, as_sizes, as_text
 from ostraka.layout.box import Box
@@ -21,7 +23,6 @@ _MOST_DIMENSIONS = 32
 _COMPRESSORS = frozenset({"zstd", "blosc", "zlib", "gzip", "bz2"})
 _CODECS = frozenset({"bytes", "zstd", "gzip", "blosc", "crc32c", "transpose", "sharding_indexed"})
 _ZARR2_DTYPE = re.compile(r"[<|]([biufc])(1|2|4|8|16)")
-_ZARR2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ def parse_zarr2(document: Any) -> ZarrArray:
     found = as_object(document)
     shape = as_sizes(found["shape"], least=0)
     chunk = _chunk(found["chunks"], shape)
-    dtype = _zarr2_dtype(as_text(found["dtype"]))
+    text = as_text(found["dtype"])
+    dtype = _known_dtype(np.dtype(text).name if _ZARR2_DTYPE.fullmatch(text) else text)
     compressor = found.get("compressor")
     if compressor is not None and as_object(compressor)["id"] not in _COMPRESSORS:
         raise ValueError(f"its compressor is {compressor['id']!r}")
@@ -81,9 +83,7 @@ def parse_zarr3(document: Any) -> ZarrArray:
     shape = as_sizes(found["shape"], least=0)
     grid = found["chunk_grid"]
     chunk = _chunk(as_object(grid["configuration"])["chunk_shape"], shape)
-    dtype = as_text(found["data_type"])
-    if dtype not in DTYPES:
-        raise ValueError(f"its dtype is {dtype!r}")
+    dtype = _known_dtype(as_text(found["data_type"]))
     codecs = [_codec(codec) for codec in as_list(found["codecs"])]
     encoding = as_object(found["chunk_key_encoding"])
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
@@ -120,14 +120,9 @@ def _chunk(value: Any, shape: Sequence[int]) -> tuple[int, ...]:
     return chunk
 
 
-def _zarr2_dtype(text: str) -> str:
-    match = _ZARR2_DTYPE.fullmatch(text)
-    name = text
-    if match is not None:
-        kind, size = _ZARR2_KINDS[match[1]], int(match[2])
-        name = kind if kind == "bool" else f"{kind}{8 * size}"
+def _known_dtype(name: str) -> str:
     if name not in DTYPES:
-        raise ValueError(f"its dtype is {text!r}")
+        raise ValueError(f"its dtype is {name!r}")
     return name
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,22 @@ import xxhash
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import name_few
-from ostraka.formats.orbax._sharding import Meshes, Sharding, parse_sharding
+from ostraka.formats.orbax._sharding import Sharding, parse_sharding, place_leaves
 from ostraka.formats.orbax.files import (
     Entry,
+    OrbaxItem,
+    OrbaxListing,
+    TreeMetadata,
     as_object,
     as_text,
     count_processes,
+    find_parts,
     malformed,
     read_if_there,
     read_key_impls,
     read_shardings,
     read_strings,
 )
-from ostraka.formats.orbax.items import OrbaxItem, OrbaxListing, find_parts
 from ostraka.formats.orbax.names import (
     ARRAY_METADATAS,
     MANIFEST,
@@ -36,7 +40,7 @@ from ostraka.formats.orbax.names import (
     SMALL_FILES,
 )
 from ostraka.formats.orbax.tree import ARRAY_TYPES, EMPTY_TYPES, encode_tree, fit_to, path_of
-from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import (
     OpenedFile,
     Sampling,
@@ -52,7 +56,7 @@ from ostraka.layout.spec import LeafSpec, Target
 from ostraka.storage import FileInfo, Store
 from ostraka.tree.json_tree import saved_tree
 from ostraka.tree.json_values import encode_scalar
-from ostraka.tree.nodes import ROOT, Branch, Leaf, Node, UnreadableLeaf, escape, join, mapped
+from ostraka.tree.nodes import ROOT, Leaf, Node, UnreadableLeaf, escape, join, mapped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,56 +73,46 @@ _MOST_SAMPLED = 256
 _OF_PROCESS = re.compile(r"(?:^|/)ocdbt\.process_([0-9]{1,9})/")
 
 
-class OrbaxSource(BaseSource):
+class OrbaxSource:
     """A checkpoint that Orbax wrote: a single tree, or a step with several items."""
 
+    reads_whole_rows = True  # whole chunks
+
     def __init__(self, store: Store, found: OrbaxListing):
-        super().__init__(store)
+        self.store = store
+        self.location = store.location
         self._found = found
-        self._arrays: list[StoredArray] = []
-        self._lost: dict[str, str] = {}
-        """Reasons why leaves can't be read, by path."""
-        leaves: list[LeafSpec] = []
-        shardings: list[tuple[Store, Sharding | None]] = []
         trees: list[Any] = []
+        collected = _Collected()
         for part in found.parts:
             above = "" if found.is_single else join("", escape(part.name))
-            if part.tree is None:
-                trees.append(part.encoded)
-                if part.lost is not None:
-                    self._lost[above or ROOT] = part.lost
+            if part.tree is not None:
+                trees.append(_OpenedItem(part, part.tree, above, collected).encoded)
                 continue
-            opened = _OpenedItem(part, above, first=len(leaves))
-            trees.append(opened.encoded)
-            leaves += opened.leaves
-            self._arrays += opened.arrays
-            self._lost |= opened.lost
-            shardings += [(part.store, sharding) for sharding in opened.shardings]
-        processes = max(count_processes(part.store) for part in found.parts)
-        meshes = Meshes([sharding for _, sharding in shardings], processes)
-        for number, (place, sharding) in enumerate(shardings):
-            with malformed(place, SHARDING):
-                leaves[number] = meshes.place(leaves[number], sharding)
+            trees.append(part.encoded)
+            if part.lost is not None:
+                collected.lost[above or ROOT] = part.lost
+        self._arrays, self._lost = collected.arrays, collected.lost
+        leaves, meshes, devices = place_leaves(collected.leaves, collected.shardings)
+        processes = min(max(count_processes(part.store) for part in found.parts), devices)
         names = [part.name for part in found.parts]
         self.saved = Saved(
             id=_id_of(found),
             tree=trees[0] if found.is_single else {"dict": names, "items": trees},
             leaves=tuple(leaves),
-            meshes=meshes.meshes,
-            process_of=meshes.process_of,
+            meshes=meshes,
+            process_of=tuple(device * processes // devices for device in range(devices)),
             user=_user(found),
             writer=_writer(found.about),
         )
-
-    def decode_tree(self) -> Branch | Leaf:
-        def mark_lost(node: Node) -> Node:
-            if isinstance(node, Leaf) and node.path in self._lost:
-                return Leaf(node.path, UnreadableLeaf(self._lost[node.path]))
-            return node
-
         with malformed(self.store, METADATA):
-            found = saved_tree(self.saved.tree, [leaf.path for leaf in self.saved.leaves])
-        return mapped(found, mark_lost) if self._lost else found
+            tree = saved_tree(self.saved.tree, [leaf.path for leaf in leaves])
+        self.tree = mapped(tree, self._mark_lost) if self._lost else tree
+
+    def _mark_lost(self, node: Node) -> Node:
+        if isinstance(node, Leaf) and node.path in self._lost:
+            return Leaf(node.path, UnreadableLeaf(self._lost[node.path]))
+        return node
 
     def tree_for(self, like: Node) -> Node:
         return fit_to(self.tree, like)
@@ -126,10 +120,10 @@ class OrbaxSource(BaseSource):
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        from ostraka.formats.orbax._read import read_arrays
+        from ostraka.formats.orbax._read import ArrayReader
 
         tell = on_bytes or (lambda nbytes: None)
-        yield from read_arrays(self._arrays, self.saved.leaves, targets, tell)
+        yield from ArrayReader(self._arrays, self.saved.leaves, targets, tell).run()
         self._refuse_changed({target.leaf for target in targets})
 
     def _refuse_changed(self, leaves: Collection[int]) -> None:
@@ -138,19 +132,16 @@ class OrbaxSource(BaseSource):
         The manifest of a database stands for its data files, which have random names and are never
         written again.
         """
-        arrays = [self._arrays[leaf] for leaf in leaves]
-        manifests = {
-            self._above(array.item.store) + MANIFEST
-            for array in arrays
-            if array.item.metadata.use_ocdbt
-        }
+        manifests: set[str] = set()
+        places: set[str] = set()
+        for array in map(self._arrays.__getitem__, leaves):
+            above = self._above(array.item.store)
+            if array.item.metadata.use_ocdbt:
+                manifests.add(above + MANIFEST)
+            else:
+                places.add(f"{above}{array.name}/".lstrip("/"))
         states = self._found.states
         refuse_changed(OpenedFile(self.store, name, states.get(name)) for name in manifests)
-        places = {
-            f"{self._above(array.item.store)}{array.name}/".lstrip("/")
-            for array in arrays
-            if not array.item.metadata.use_ocdbt
-        }
         for place in [""] if len(places) > _MOST_LISTED else places:
             self.refuse_changed_below(place)
 
@@ -169,10 +160,6 @@ class OrbaxSource(BaseSource):
 
     def order(self) -> range:
         return range(len(self.saved.leaves))
-
-    @property
-    def reads_whole_rows(self) -> bool:
-        return True  # whole chunks
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         zarr = self._arrays[leaf].zarr
@@ -204,14 +191,14 @@ class OrbaxSource(BaseSource):
                 name = self._above(part.store) + file.name
                 is_small = file.name.rpartition("/")[2] in SMALL_FILES
                 if not is_small and not file.name.startswith(f"{ARRAY_METADATAS}/"):
-                    found.append(StoredFile(name, file.size, process=_process_of(name)))
+                    match = _OF_PROCESS.search(name)
+                    found.append(StoredFile(name, file.size, process=int(match[1]) if match else 0))
         return found
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             return states_of(self.store.files("")) == self._found.states
-        except (OSError, ValueError):
-            return False
+        return False
 
     @property
     def version(self) -> str:
@@ -243,55 +230,62 @@ class OrbaxSource(BaseSource):
         return found
 
 
+@dataclass(slots=True)
+class _Collected:
+    """The leaves of all items, by number."""
+
+    leaves: list[LeafSpec] = field(default_factory=list[LeafSpec])
+    arrays: list[StoredArray] = field(default_factory=list["StoredArray"])
+    shardings: list[tuple[Store, Sharding | None]] = field(default_factory=list[Any])
+    """The sharding of each, and the item that has it."""
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    """Reasons why leaves can't be read, by path."""
+
+
 class _OpenedItem:
-    """An item with arrays: its tree, and the arrays in it."""
+    """An item with arrays: its tree, and the arrays in it, which go to `to`."""
 
-    def __init__(self, part: OrbaxItem, above: str, *, first: int):
-        from ostraka.formats.orbax._read import (
-            Item,
-            read_values,  # with numpy and TensorStore
-        )
+    def __init__(self, part: OrbaxItem, tree: TreeMetadata, above: str, to: _Collected):
+        # Imports numpy and TensorStore.
+        from ostraka.formats.orbax._read import Item, read_values
 
-        assert part.tree is not None
-        self._store = part.store
-        self._first = first
+        self._part = part
         self._above = above
-        self._is_leaf = part.is_leaf
-        self._is_key = part.is_key
-        self.lost: dict[str, str] = {}
-        self.leaves: list[LeafSpec] = []
-        self.arrays: list[StoredArray] = []
-        self.shardings: list[Sharding | None] = []
-        entries = part.tree.entries
-        self._mixed_up = _mixed_up(entries)
-        stored = [entry for entry in entries if entry.value_type in (*ARRAY_TYPES, "scalar")]
-        stored = [entry for entry in stored if entry.name not in self._mixed_up]
-        item = Item(part.store, part.tree)
-        self._found = {array.name: array for array in item.find_arrays([e.name for e in stored])}
-        scalars = [entry for entry in stored if self._is_scalar(entry)]
-        values = read_values(
-            [self._found[entry.name] for entry in scalars], [self._path(e) for e in scalars]
-        )
-        self._scalars = {entry.name: value for entry, value in zip(scalars, values, strict=True)}
-        has_text = any(entry.value_type == "string" for entry in entries)
+        self._to = to
+        by_name: dict[str, list[Entry]] = {}
+        for entry in tree.entries:
+            if entry.value_type not in EMPTY_TYPES:
+                by_name.setdefault(entry.name, []).append(entry)
+        self._mixed_up = {name: found for name, found in by_name.items() if len(found) > 1}
+        """Leaves that Orbax wrote to one path, such as `a.b` and `a/b`. Only one survives."""
+        known = (e for e in tree.entries if e.value_type in (*ARRAY_TYPES, "scalar"))
+        stored = {entry.name: entry for entry in known if entry.name not in self._mixed_up}
+        self._found = Item(part.store, tree).find_arrays(stored)
+        scalars = [
+            name
+            for name, entry in stored.items()
+            if entry.value_type == "scalar" and not self._found[name].zarr.shape
+        ]
+        paths = [self._path(stored[name]) for name in scalars]
+        values = read_values([self._found[name] for name in scalars], paths)
+        self._scalars = dict(zip(scalars, values, strict=True))
+        has_text = any(entry.value_type == "string" for entry in tree.entries)
         self._strings = read_strings(part.store) if has_text else {}
         self._shardings = read_shardings(part.store)
-        self._impls = read_key_impls(part.store, set(filter(self._may_be_key, self._found)))
+        may_be_keys = {
+            name
+            for name, array in self._found.items()
+            if array.zarr.dtype == "uint32" and array.zarr.shape[-1:] in ((2,), (4,))
+        }
+        self._impls = read_key_impls(part.store, may_be_keys)
         with malformed(part.store, METADATA):
-            if self._is_leaf:
-                self.encoded = self._encode(entries[0])
+            if part.is_leaf:
+                self.encoded = self._encode(tree.entries[0])
             else:
-                self.encoded = encode_tree(entries, self._encode)
+                self.encoded = encode_tree(tree.entries, self._encode)
 
     def _path(self, entry: Entry) -> str:
-        return self._above or ROOT if self._is_leaf else path_of(entry.keys, self._above)
-
-    def _is_scalar(self, entry: Entry) -> bool:
-        return entry.value_type == "scalar" and not self._found[entry.name].zarr.shape
-
-    def _may_be_key(self, name: str) -> bool:
-        zarr = self._found[name].zarr
-        return zarr.dtype == "uint32" and zarr.shape[-1:] in ((2,), (4,))
+        return self._above or ROOT if self._part.is_leaf else path_of(entry.keys, self._above)
 
     def _encode(self, entry: Entry) -> Any:
         """A leaf of the tree as JSON. An array is its number."""
@@ -299,7 +293,7 @@ class _OpenedItem:
         if name in self._mixed_up:
             others = [path_of(e.keys) for e in self._mixed_up[name] if e is not entry]
             why = f"Orbax wrote it to the same place as {name_few(others)}, so one of them is gone"
-            self.lost[self._path(entry)] = why
+            self._to.lost[self._path(entry)] = why
             return None
         if entry.value_type == "string":
             return encode_scalar(as_text(self._strings[name]))
@@ -309,42 +303,28 @@ class _OpenedItem:
             return encode_scalar(self._scalars[name])
         if name not in self._found:
             why = f"it is of the kind {entry.value_type!r:.40}, which only its own handler can read"
-            self.lost[self._path(entry)] = why
+            self._to.lost[self._path(entry)] = why
             return None
         return self._add_array(entry)
 
     def _add_array(self, entry: Entry) -> int:
         array = self._found[entry.name]
-        impl = self._impls.get(entry.name)
-        if impl is None and self._is_key:
-            impl = "threefry2x32" if array.zarr.shape[-1:] == (2,) else "rbg"
-        if impl is not None and array.zarr.shape[-1:] != (_KEY_WORDS.get(impl),):
-            shape = list(array.zarr.shape)
-            raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {shape}")
-        kind = "jax" if entry.value_type == "jax.Array" else "numpy"
-        self.leaves.append(
-            LeafSpec(
-                self._path(entry),
-                kind if impl is None else "key",
-                array.zarr.dtype,
-                array.zarr.shape,
-                prng=impl,
-            )
+        shape, impl = array.zarr.shape, self._impls.get(entry.name)
+        if impl is None and self._part.is_key:
+            impl = "threefry2x32" if shape[-1:] == (2,) else "rbg"
+        if impl is not None and shape[-1:] != (_KEY_WORDS.get(impl),):
+            raise ValueError(f"{entry.name!r} has keys of the kind {impl!r:.40} in {list(shape)}")
+        is_jax = entry.value_type == "jax.Array"
+        kind = "key" if impl is not None else "jax" if is_jax else "numpy"
+        self._to.leaves.append(
+            LeafSpec(self._path(entry), kind, array.zarr.dtype, shape, prng=impl)
         )
-        self.arrays.append(array)
-        sharding = self._shardings.get(entry.name) if kind == "jax" else None
-        with malformed(self._store, SHARDING):
-            self.shardings.append(None if sharding is None else parse_sharding(sharding))
-        return self._first + len(self.leaves) - 1
-
-
-def _mixed_up(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Leaves that Orbax wrote to one path, such as `a.b` and `a/b`. Only one survives."""
-    by_name: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if entry.value_type not in EMPTY_TYPES:
-            by_name.setdefault(entry.name, []).append(entry)
-    return {name: found for name, found in by_name.items() if len(found) > 1}
+        self._to.arrays.append(array)
+        sharding = self._shardings.get(entry.name) if is_jax else None
+        with malformed(self._part.store, SHARDING):
+            parsed = None if sharding is None else parse_sharding(sharding)
+        self._to.shardings.append((self._part.store, parsed))
+        return len(self._to.leaves) - 1
 
 
 def _id_of(found: OrbaxListing) -> str:
@@ -370,11 +350,6 @@ def _writer(about: Mapping[str, Any]) -> dict[str, Any]:
         return {"library": "Orbax"}
     when = datetime.fromtimestamp(finished / 1e9, UTC)
     return {"library": "Orbax", "time": when.isoformat(timespec="milliseconds")}
-
-
-def _process_of(file: str) -> int:
-    match = _OF_PROCESS.search(file)
-    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.formats.orbax.files import Entry, Key
-from ostraka.tree.json_values import encode_scalar
 from ostraka.tree.nodes import (
     MAX_DEPTH,
     ROOT,
@@ -25,6 +24,7 @@ from ostraka.tree.nodes import (
     escape,
     join,
     leaves_of,
+    mapped,
 )
 
 _EMPTY: dict[str, Any] = {
@@ -59,24 +59,20 @@ def encode_tree(entries: Sequence[Entry], encode_leaf: Callable[[Entry], Any]) -
         return encode_leaf(entries[0])
     root = _Node()
     for entry in entries:
-        _insert(root, entry)
+        if not 0 < len(entry.keys) < MAX_DEPTH:
+            raise ValueError(f"a leaf is {len(entry.keys)} levels deep")
+        node = root
+        for key in entry.keys[:-1]:
+            node.in_sequence &= key.in_sequence
+            found = node.children.setdefault(key.text, _Node())
+            if isinstance(found, Entry):
+                raise ValueError(f"{path_of(entry.keys)!r} is below another leaf")
+            node = found
+        last = entry.keys[-1]
+        node.in_sequence &= last.in_sequence
+        if node.children.setdefault(last.text, entry) is not entry:
+            raise ValueError(f"{path_of(entry.keys)!r} is there twice")
     return _encode(root, encode_leaf)
-
-
-def _insert(root: _Node, entry: Entry) -> None:
-    if not 0 < len(entry.keys) < MAX_DEPTH:
-        raise ValueError(f"a leaf is {len(entry.keys)} levels deep")
-    node = root
-    for key in entry.keys[:-1]:
-        node.in_sequence &= key.in_sequence
-        found = node.children.setdefault(key.text, _Node())
-        if isinstance(found, Entry):
-            raise ValueError(f"{path_of(entry.keys)!r} is below another leaf")
-        node = found
-    last = entry.keys[-1]
-    node.in_sequence &= last.in_sequence
-    if node.children.setdefault(last.text, entry) is not entry:
-        raise ValueError(f"{path_of(entry.keys)!r} is there twice")
 
 
 def _encode(node: _Node | Entry, encode_leaf: Callable[[Entry], Any]) -> Any:
@@ -89,18 +85,6 @@ def _encode(node: _Node | Entry, encode_leaf: Callable[[Entry], Any]) -> Any:
         return {"list": None, "items": items}
     items = [_encode(child, encode_leaf) for child in node.children.values()]
     return {"dict": list(node.children), "items": items}
-
-
-def encode_json(value: Any) -> Any:
-    """The value of a JSON item, in the form of Ostraka's `_METADATA`."""
-    if isinstance(value, dict):
-        entries: dict[str, Any] = value
-        items = [encode_json(item) for item in entries.values()]
-        return {"dict": list(entries), "items": items}
-    if isinstance(value, list):
-        sequence: list[Any] = value
-        return {"list": None, "items": [encode_json(item) for item in sequence]}
-    return encode_scalar(value)
 
 
 # With a template
@@ -160,10 +144,5 @@ def _is_flax_state(key: str, child: Node) -> bool:
 
 def _moved(node: Node, path: str) -> Node:
     """The same tree at another path."""
-    if isinstance(node, Leaf):
-        return replace(node, path=path)
-    children = [
-        _moved(child, join(path, escape(str(key))))
-        for key, child in zip(node.keys, node.children, strict=True)
-    ]
-    return replace(node, path=path, children=tuple(children))
+    above = len(node.path)
+    return mapped(node, lambda below: replace(below, path=path + below.path[above:]))

@@ -1,25 +1,32 @@
-"""The sentences about damage, which is bytes that are lost or corrupt. No JAX.
+"""Damage is bytes that are lost or corrupt: how to find it, and the sentences about it. No JAX.
 
 Each sentence completes "FILE: …". `Problem.found` and the text of `BytesLost` are such sentences.
+
+Three ways to compare a file with its digests: `matches` for a block in memory, `unmatched_blocks`
+for blocks of an open file, and `Comparison` for bytes that pass by in order on their way elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ostraka.common.dtypes import DTYPES
 from ostraka.errors import Damaged, LostBox, OstrakaError, Problem, StoreError, UnsupportedFormat
 from ostraka.layout import box as _box
 from ostraka.layout import shard_file
-from ostraka.layout.metadata import Metadata
+from ostraka.layout.metadata import IndexEntry, Metadata
 from ostraka.layout.shard_file import METADATA_NAME, Block, Entry
 from ostraka.layout.spec import StoredLeaf
-from ostraka.storage import Store
+from ostraka.storage import FileReader, Store
 
 MISSING = "it is missing"
 NOT_AS_WRITTEN = "its digest is not the one that was written"
 NOT_THE_COPY = f"it is not the copy of {METADATA_NAME} that was written"
+PIECE_BYTES = 2 << 20
+"""Bytes to read at a time, however long a block is. Larger pieces have the processor wait for the
+disk, smaller ones have the disk wait for the interpreter."""
 
 
 def other_size(found: int, written: int) -> str:
@@ -113,3 +120,75 @@ def boxes_between(
         lost = _box.around_span(first * 8 // bits, last_element, box)
         found.append(LostBox(spec.path, lost, spec.shape))
     return tuple(found)
+
+
+# Comparing with digests
+
+
+def matches(block: Block, pieces: Iterable[Any]) -> bool:
+    """True if the stored bytes of a block, given in pieces, have its digest."""
+    return shard_file.block_digest(pieces) == block.digest
+
+
+def unmatched_blocks(
+    reader: FileReader,
+    blocks: Sequence[Block],
+    memory: Any,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[tuple[int, str]]:
+    """The number of each block that does not match its digest, with a sentence about it.
+
+    Blocks are read into `memory`, in pieces of at most its length. `on_read` receives the number of
+    bytes of each piece, and may raise to stop. Lost bytes, and bytes past the end of the
+    file, don't match. Other errors of the store are raised.
+    """
+
+    def pieces(block: Block) -> Iterator[Any]:
+        for at in range(block.file_start, block.file_stop, len(memory)):
+            piece = memory[: block.file_stop - at]
+            count = reader.read_into(at, [piece])
+            on_read(count)
+            if count < len(piece):
+                raise BytesLost(ends_at(at + count))
+            yield piece
+
+    for number, block in enumerate(blocks):
+        found = not_as_written(block)
+        try:
+            with damage_on_loss(BytesLost):
+                if matches(block, pieces(block)):
+                    continue
+        except BytesLost as error:
+            found = str(error)
+        yield number, found
+
+
+class Comparison:
+    """Compares blocks with their digests while the bytes of their file pass by, in order."""
+
+    def __init__(self, blocks: Iterable[Block]):
+        self._blocks = iter(blocks)
+        self._block = next(self._blocks, None)
+        self._state = shard_file.new_block_digest()
+
+    def add(self, at: int, piece: Any) -> None:
+        """Take the bytes from offset `at` of the file on.
+
+        Raises BytesLost if a block that ends in them does not match.
+        """
+        stop = at + len(piece)
+        while (block := self._block) is not None and block.file_start < stop:
+            self._state.update(piece[max(block.file_start - at, 0) : block.file_stop - at].data)
+            if block.file_stop > stop:
+                return
+            if self._state.hexdigest() != block.digest:
+                raise BytesLost(not_as_written(block))
+            self._state = shard_file.new_block_digest()
+            self._block = next(self._blocks, None)
+
+
+def index_problem(data: bytes, expected: IndexEntry) -> str | None:
+    """The sentence for a process index that differs from `expected`, or None if it matches."""
+    if len(data) != expected.size:
+        return other_size(len(data), expected.size)
+    return None if shard_file.digest(data) == expected.digest else NOT_AS_WRITTEN

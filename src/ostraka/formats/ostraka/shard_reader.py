@@ -9,15 +9,17 @@ from functools import cached_property
 from typing import Any
 
 from ostraka.errors import Damaged
-from ostraka.formats.ostraka.compare import matches, unmatched_blocks
 from ostraka.formats.ostraka.damage import (
     block_bytes,
     damage_on_loss,
     damaged,
     ends_at,
+    matches,
     not_as_written,
     other_size,
+    unmatched_blocks,
 )
+from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shards import Shards, lost_in
 from ostraka.layout import shard_file as _format
 from ostraka.layout.parity_file import ParityFile
@@ -52,7 +54,7 @@ class ShardFile:
         self._reader: FileReader | None = None
         self._lost: Damaged | None = None
         """Why it can't be opened, if it can be rebuilt."""
-        self._substitute = shards.substitute_for(entry)
+        self._rebuild: Rebuild | None = None
         self._lock = threading.Lock()
 
     @cached_property
@@ -68,7 +70,8 @@ class ShardFile:
                 try:
                     self._reader = self._open()
                 except Damaged as error:
-                    if self._substitute is None:
+                    self._rebuild = self._shards.open_rebuild(self.entry)
+                    if self._rebuild is None:
                         raise
                     self._lost = error
         yield
@@ -81,23 +84,20 @@ class ShardFile:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        if self._substitute is not None:
-            self._substitute.close()
+        if self._rebuild is not None:
+            self._rebuild.close()
 
     def _rebuilt(self, start: int, stop: int, lost: Damaged) -> Any:
         """A lost range of whole blocks, from parity if the file has it. Raises Damaged."""
-        if self._substitute is None:
+        with self._lock:
+            self._rebuild = self._rebuild or self._shards.open_rebuild(self.entry)
+        if self._rebuild is None:
             raise lost
-        return self._substitute.read(start, stop, lost)
+        return self._rebuild.substitute(start, stop, lost)
 
     def check_header(self) -> None:
         """Compare the header with its digest."""
-        header = bytearray(self.entry.header_bytes)
-        try:
-            self.fill(0, len(header), [header], self.blocks[:1])
-            self.compare(self.blocks[0], [header])
-        except Damaged as error:
-            self._rebuilt(0, len(header), error)
+        self.read_stored(self.blocks[:1], memoryview(bytearray(self.entry.header_bytes)))
 
     def read(
         self, first: int, last: int, buffers: Sequence[Any], take_memory: Callable[[int], Any]
@@ -119,44 +119,40 @@ class ShardFile:
                 return stop - start
             stored = take_memory(stop - start)
             self.fill(start, stop, [stored], blocks)
-            self._unpack_all(places, stored)
+            self._unpack(places, stored)
         except Damaged as error:
-            self._unpack_all(places, self._rebuilt(start, stop, error))
+            self._unpack(places, self._rebuilt(start, stop, error))
         return stop - start
 
-    def _unpack_all(self, places: Sequence[tuple[Block, Sequence[Any]]], stored: Any) -> None:
-        start = places[0][0].file_start
-        for block, pieces in places:
-            self._unpack(block, stored[block.file_start - start : block.file_stop - start], pieces)
-
-    def _unpack(self, block: Block, stored: Any, pieces: Sequence[Any]) -> None:
-        """Compare the stored bytes of a block, and fill `pieces` with its data."""
+    def _unpack(self, places: Sequence[tuple[Block, Sequence[Any]]], stored: Any) -> None:
+        """Compare the stored bytes of adjacent blocks, and fill their pieces with the data."""
         import numpy as np  # only here: a look at the tree does without
 
-        self.compare(block, [stored])
-        data = stored
-        if block.result:
-            data = pieces[0] if len(pieces) == 1 else np.empty(block.stop - block.start, np.uint8)
-            self._decode(block, stored, data)
-        if data is pieces[0]:
-            return
-        start = 0
-        for piece in pieces:
-            piece[:] = data[start : start + len(piece)]
-            start += len(piece)
+        first = places[0][0].file_start
+        for block, pieces in places:
+            data = stored[block.file_start - first : block.file_stop - first]
+            self.compare(block, [data])
+            if block.result:
+                size = block.stop - block.start
+                result = pieces[0] if len(pieces) == 1 else np.empty(size, np.uint8)
+                self._decode(block, data, result)
+                data = result
+            start = 0
+            for piece in pieces if data is not pieces[0] else ():
+                piece[:] = data[start : start + len(piece)]
+                start += len(piece)
 
     def _decode(self, block: Block, stored: Any, data: Any) -> None:
         """Decompress a block, and compare the result with its digest."""
         from ostraka.layout import codec
 
+        what = block_bytes(block)
         try:
             codec.decode(stored, data)
         except codec.Undecodable as error:
-            found = f"{block_bytes(block)} can't be decompressed: {error}"
-            raise self._block_damaged(found, block) from error
+            raise self._block_damaged(f"{what} can't be decompressed: {error}", block) from error
         if _format.block_digest([data]) != block.result:
-            found = f"{block_bytes(block)} do not decompress to what was saved"
-            raise self._block_damaged(found, block)
+            raise self._block_damaged(f"{what} do not decompress to what was saved", block)
 
     def check(self, block: Block, scratch: memoryview) -> None:
         """Compare a block with its digest, and discard its bytes.
@@ -168,7 +164,7 @@ class ShardFile:
 
             stored = np.empty(block.file_stop - block.file_start, np.uint8)
             self.fill(block.file_start, block.file_stop, [stored], [block])
-            self._unpack(block, stored, [np.empty(block.stop - block.start, np.uint8)])
+            self._unpack([(block, [np.empty(block.stop - block.start, np.uint8)])], stored)
             return
         for _, found in unmatched_blocks(self._open_reader(), [block], scratch):
             raise self._block_damaged(found, block)
@@ -198,15 +194,15 @@ class ShardFile:
         size, end = self.entry.size, self.blocks[-1].stop
         with damage_on_loss(lambda found: self.damaged(found, 0, end)):
             reader = self._shards.store.open(self.name, self.first_bytes)
-        if reader.size != size:
-            reader.close()
-            if reader.size > size:  # All bytes of all leaves are there.
-                raise self.damaged(other_size(reader.size, size), span=(size, reader.size))
-            first = reader.size
-            lost = next(block for block in self.blocks if block.file_stop > first)
-            at = lost.start if lost.result else lost.stop - (lost.file_stop - first)
-            raise self.damaged(other_size(reader.size, size), at, end, (first, size))
-        return reader
+        found = reader.size
+        if found == size:
+            return reader
+        reader.close()
+        if found > size:  # All bytes of all leaves are there.
+            raise self.damaged(other_size(found, size), span=(size, found))
+        lost = next(block for block in self.blocks if block.file_stop > found)
+        at = lost.start if lost.result else lost.stop - (lost.file_stop - found)
+        raise self.damaged(other_size(found, size), at, end, (found, size))
 
     def _open_reader(self) -> FileReader:
         """The reader that `opened` has made. Raises Damaged if the file can't be opened."""
@@ -219,11 +215,10 @@ class ShardFile:
         """Read a range of the file inside `blocks`."""
         first, last = blocks[0].start, blocks[-1].stop
         with damage_on_loss(lambda found: self.damaged(found, first, last, (start, stop))):
-            count = self._open_reader().read_into(start, buffers)
-        if count != stop - start:
-            lost = next((b.start for b in blocks if b.file_stop > start + count), first)
-            span = (start + count, stop)
-            raise self.damaged(ends_at(start + count), lost, last, span)
+            end = start + self._open_reader().read_into(start, buffers)
+        if end != stop:
+            lost = next(block.start for block in blocks if block.file_stop > end)
+            raise self.damaged(ends_at(end), lost, last, (end, stop))
 
     def _block_damaged(self, found: str, block: Block) -> Damaged:
         return self.damaged(found, block.start, block.stop, (block.file_start, block.file_stop))

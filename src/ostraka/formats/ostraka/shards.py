@@ -8,9 +8,14 @@ from typing import Any, cast
 
 from ostraka.common.threads import RenewedLock, TooDeep, with_full_stack
 from ostraka.errors import Damaged, Problem, TooLarge
-from ostraka.formats.ostraka.compare import index_problem
-from ostraka.formats.ostraka.damage import boxes_between, damage_on_loss, damaged, other_size
-from ostraka.formats.ostraka.rebuild import Parities, Substitute
+from ostraka.formats.ostraka.damage import (
+    boxes_between,
+    damage_on_loss,
+    damaged,
+    index_problem,
+    other_size,
+)
+from ostraka.formats.ostraka.rebuild import Parities, Rebuild
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.parity_file import ParityFile
@@ -51,9 +56,8 @@ class Shards:
     def host_of(self, process: int) -> str | None:
         """The host of a process, as the save noted it."""
         hosts: Any = self.metadata.writer.get("hosts")
-        if not isinstance(hosts, list) or process >= len(cast(list[Any], hosts)):
-            return None
-        host = cast(list[Any], hosts)[process]
+        known = cast("list[Any]", hosts) if isinstance(hosts, list) else []
+        host = known[process] if process < len(known) else None
         return host if isinstance(host, str) else None
 
     def listed_by(self, process: int) -> dict[str, FileDigests]:
@@ -66,10 +70,9 @@ class Shards:
 
     def digests_of(self, file: FileEntry | ParityFile, data_bytes: int) -> FileDigests:
         """The digests of a file with so many bytes of data. Raises Damaged if they don't fit it."""
-        if isinstance(file, ParityFile):
-            assert self.parities is not None
-            return self.parities.digests_of(file)
         found = self.stored_digests(file)
+        if isinstance(file, ParityFile):
+            return found
         if found.data_bytes != data_bytes:
             raise self._is_other(file)
         longest = max(found.lengths[1:], default=0)
@@ -78,8 +81,11 @@ class Shards:
             raise self._index_damaged(self.metadata.process_of[file.device], what)
         return found
 
-    def stored_digests(self, file: FileEntry) -> FileDigests:
-        """The digests of a shard file of any contents. Raises Damaged if its index is damaged."""
+    def stored_digests(self, file: FileEntry | ParityFile) -> FileDigests:
+        """The digests of a file of any contents. Raises Damaged if they are damaged."""
+        if isinstance(file, ParityFile):
+            assert self.parities is not None
+            return self.parities.digests_of(file)
         process = self.metadata.process_of[file.device]
         found = self.listed_by(process).get(file.name)
         if found is None or (found.size, found.lengths[:1]) != (file.size, (file.header_bytes,)):
@@ -94,11 +100,11 @@ class Shards:
         what = f"it does not describe {file.name} as {METADATA_NAME} does"
         return self._index_damaged(self.metadata.process_of[file.device], what)
 
-    def substitute_for(self, file: FileEntry | ParityFile) -> Substitute | None:
-        """The parity that stands in for lost bytes of a file, or None if it has none."""
-        if isinstance(file, ParityFile) or self.parities is None or not self.parities.covers(file):
+    def open_rebuild(self, file: FileEntry | ParityFile) -> Rebuild | None:
+        """Rebuilds lost bytes of a file. None if no parity covers it."""
+        if self.parities is None or file.name not in self.parities.places:
             return None
-        return Substitute(self.parities, file)
+        return Rebuild(self.parities, file)
 
     def read_index(self, process: int) -> bytes:
         """The index of a process, as it was written. Raises Damaged."""
@@ -114,8 +120,7 @@ class Shards:
                     raise
                 found = other_size(error.size, expected.size)
                 raise self._index_damaged(process, found) from error
-        problem = index_problem(data, expected)
-        if problem is not None:
+        if (problem := index_problem(data, expected)) is not None:
             raise self._index_damaged(process, problem)
         return data
 
@@ -124,9 +129,10 @@ class Shards:
         try:
             return self.read_index(process)
         except Damaged as error:
-            if self.parities is None:
+            if self.parities is None or (copy := self.parities.index_copy(process)) is None:
                 raise
-            return self.parities.find_index(process, error)
+            self.parities.warn_of(error)
+            return copy
 
     def _decoded(self, process: int, data: bytes) -> dict[str, FileDigests]:
         try:
@@ -153,12 +159,6 @@ def lost_in(
     boxes = boxes_between(shards.metadata.leaves, contents, start, stop)
     is_parity = isinstance(file, ParityFile)
     process = file.process if is_parity else shards.metadata.process_of[file.device]
-    return Problem(
-        shards.name_of(file),
-        found,
-        tuple(lost.leaf for lost in boxes),
-        boxes,
-        span,
-        process,
-        shards.host_of(process),
-    )
+    leaves = tuple(lost.leaf for lost in boxes)
+    host = shards.host_of(process)
+    return Problem(shards.name_of(file), found, leaves, boxes, span, process, host)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ostraka.errors import NotACheckpoint
@@ -16,7 +16,7 @@ from ostraka.formats.ostraka.damage import (
     damaged,
 )
 from ostraka.formats.ostraka.shards import Shards
-from ostraka.formats.source import BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.source import OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import Sampling
 from ostraka.formats.unknown import looks_like_ours
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class OstrakaSource(BaseSource):
+class OstrakaSource:
     """A checkpoint that `ostraka.save` wrote."""
 
+    reads_whole_rows = True  # whole blocks, for their digests
+    version = ""  # Its id differs between any two saves, and its blocks have digests.
+
     def __init__(self, store: Store, metadata: Metadata, metadata_bytes: int):
-        super().__init__(store)
+        self.store = store
+        self.location = store.location
         self.metadata = metadata
         self.metadata_bytes = metadata_bytes
         self.shards = Shards(store, metadata)
@@ -42,13 +46,15 @@ class OstrakaSource(BaseSource):
         """Fits the tree to a template, if the save left out its containers."""
         self._files_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """Answers of `files_of`, by layout and first part."""
-        # What was saved is a part of `_METADATA`, but for leaves, which it has with their layouts.
-        names = {f.name for f in fields(Saved)} & {f.name for f in fields(Metadata)}
-        saved: dict[str, Any] = {name: getattr(metadata, name) for name in names}
-        saved["leaves"] = tuple(leaf.spec for leaf in metadata.leaves)
-        self.saved = Saved(**saved)
+        m, leaves = metadata, tuple(leaf.spec for leaf in metadata.leaves)
+        self.saved = Saved(m.id, m.tree, leaves, m.meshes, m.process_of, m.user, m.writer)
 
-    def decode_tree(self) -> Branch | Leaf:
+    @property
+    def tree(self) -> Branch | Leaf:
+        return self._tree
+
+    @cached_property
+    def _tree(self) -> Branch | Leaf:
         with damage_on_contradiction(self.store):
             return saved_tree(self.metadata.tree, [leaf.path for leaf in self.saved.leaves])
 
@@ -59,9 +65,9 @@ class OstrakaSource(BaseSource):
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         # Imports numpy, which a look at the tree does without.
-        from ostraka.formats.ostraka._fetch import read_boxes
+        from ostraka.formats.ostraka._fetch import BoxReader
 
-        return read_boxes(self.shards, targets, on_bytes)
+        return BoxReader(self.shards, targets, on_bytes or (lambda nbytes: None)).run()
 
     def order(self) -> list[int]:
         """Leaves by their offset in a file. Files are read side by side from their beginnings.
@@ -74,20 +80,15 @@ class OstrakaSource(BaseSource):
             key = (leaf.layout, leaf.spec.shape, leaf.spec.dtype)
             nbytes = sizes.get(key)
             if nbytes is None:
-                grid = self.metadata.layouts[leaf.layout].grid
-                nbytes = sizes[key] = largest_cell_bytes(leaf.spec, grid)
+                nbytes = sizes[key] = largest_cell_bytes(leaf.spec, self.grid_of(number))
             in_file.append((-alignment_of(nbytes), number, nbytes))
-        offsets = [0] * len(leaves)
+        offsets: list[tuple[int, int]] = []
         ends: Counter[int] = Counter()
         """The end of each part so far."""
         for _, number, nbytes in sorted(in_file):
-            offsets[number] = ends[leaves[number].part]
+            offsets.append((ends[leaves[number].part], number))
             ends[leaves[number].part] += nbytes
-        return sorted(range(len(leaves)), key=lambda number: (offsets[number], number))
-
-    @property
-    def reads_whole_rows(self) -> bool:
-        return True  # whole blocks, for their digests
+        return [number for _, number in sorted(offsets)]
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return self.metadata.layouts[self.metadata.leaves[leaf].layout].grid
@@ -107,49 +108,37 @@ class OstrakaSource(BaseSource):
         with damage_on_contradiction(self.store):
             contents = shard_contents(self.metadata, owners, self.shards.allowance())
         return sorted(
-            self._stored_box(file, entries, entry)
+            self._stored_box(file, entry, entries[-1].offset + entries[-1].nbytes)
             for file, entries in contents.values()
             for entry in entries
             if entry.leaf == leaf
         )
 
-    def _stored_box(self, file: FileEntry, entries: Sequence[Entry], entry: Entry) -> StoredBox:
+    def _stored_box(self, file: FileEntry, entry: Entry, data_bytes: int) -> StoredBox:
         start, stop = entry.offset, entry.offset + entry.nbytes
-        data_bytes = entries[-1].offset + entries[-1].nbytes
         if file.size != file.header_bytes + data_bytes:
-            # Where something is compressed, only the index of its process knows the places.
+            # Some boxes are stored in other sizes. Only the index of its process knows the places.
             blocks = self.shards.digests_of(file, data_bytes).blocks()
             start, stop, _ = stored_range(entry, blocks)
-        return StoredBox(
-            entry.box,
-            self.shards.name_of(file),
-            self.metadata.process_of[file.device],
-            file.header_bytes + start,
-            entry.nbytes,
-            stop - start,
-        )
+        name, process = self.shards.name_of(file), self.metadata.process_of[file.device]
+        at = file.header_bytes + start
+        return StoredBox(entry.box, name, process, at, entry.nbytes, stop - start)
 
     def files(self) -> list[StoredFile]:
-        name_of, process_of = self.shards.name_of, self.metadata.process_of
-        parity = () if self.metadata.parity is None else self.metadata.parity.files
-        return [
-            *(
-                StoredFile(name_of(file), file.size, file.device, process_of[file.device])
-                for file in self.metadata.files
-            ),
-            *(StoredFile(name_of(file), file.size, None, file.process) for file in parity),
+        found = [
+            StoredFile(self.shards.name_of(f), f.size, f.device, self.metadata.process_of[f.device])
+            for f in self.metadata.files
         ]
+        if self.metadata.parity is not None:
+            for f in self.metadata.parity.files:
+                found.append(StoredFile(self.shards.name_of(f), f.size, None, f.process))
+        return found
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             found = open_ostraka(self.store)
-        except (OSError, ValueError):
-            return False
-        return found is not None and found.metadata.id == self.metadata.id
-
-    @property
-    def version(self) -> str:
-        return ""  # Its id differs between any two saves, and its blocks have digests.
+            return found is not None and found.saved.id == self.saved.id
+        return False
 
     def samples(self, how: Sampling = "by version") -> list[tuple[str, str]]:
         return []

@@ -8,10 +8,9 @@ are read as one.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -19,11 +18,9 @@ from typing import NamedTuple
 from ostraka.common import memory as _recycle
 from ostraka.common.dtypes import DTYPES, from_bytes, numpy_dtype
 from ostraka.common.threads import StopSignal, run_as_completed
-from ostraka.errors import StoreError
-from ostraka.formats.buffers import Array, Buffers, Scratch, map_pages
+from ostraka.formats.buffers import Array, CountedBuffers, Scratch, map_pages
 from ostraka.formats.ostraka.damage import damage_on_loss, damaged
-from ostraka.formats.safetensors._header import Tensor
-from ostraka.formats.safetensors.files import TensorFile
+from ostraka.formats.safetensors.files import Tensor, TensorFile
 from ostraka.formats.source import OnBytes, shortest_range_bytes
 from ostraka.formats.source_files import refuse_changed
 from ostraka.layout import box as _box
@@ -45,18 +42,9 @@ class _Band(NamedTuple):
     wanted: tuple[int, ...]
 
 
-def read_tensors(
-    store: Store,
-    tensors: Sequence[tuple[TensorFile, Tensor]],
-    leaves: Sequence[LeafSpec],
-    targets: Sequence[Target],
-    on_bytes: OnBytes | None,
-) -> Iterator[tuple[int, Array]]:
-    """Yield the number and the elements of each target, as soon as it is complete."""
-    return _Reading(store, tensors, leaves, targets).run(on_bytes or (lambda nbytes: None))
+class TensorReader:
+    """Reads boxes of tensors."""
 
-
-class _Reading:
     def __init__(
         self,
         store: Store,
@@ -68,9 +56,7 @@ class _Reading:
         self._tensors = tensors
         self._leaves = leaves
         self._targets = targets
-        self._buffers = Buffers(targets, leaves)
-        self._missing = [_box.count(target.box) for target in targets]
-        """For each target, the number of elements yet to come."""
+        self._buffers = CountedBuffers(targets, leaves)
         self._scratch = Scratch(_recycle.current())
         self._rows = Scratch(_recycle.current())
         """Memory for whole rows, if only a part is wanted."""
@@ -78,10 +64,8 @@ class _Reading:
         self._short_bytes = shortest_range_bytes(store)
 
     def run(self, on_bytes: OnBytes) -> Iterator[tuple[int, Array]]:
-        empty = [number for number, missing in enumerate(self._missing) if missing == 0]
-        for number in empty:
-            self._allocate(self._targets[number].leaf, [number])
-        yield from ((number, self._buffers.take(number)) for number in empty)
+        """Yield the number and the elements of each target, as soon as it is complete."""
+        yield from self._buffers.take_empty()
         try:
             for _, (band, nbytes) in run_as_completed(
                 self._execute,
@@ -90,41 +74,36 @@ class _Reading:
                 stop=StopSignal(),
             ):
                 on_bytes(nbytes)
-                for number in band.wanted:
-                    shared = _shared(band.box, self._targets[number].box)
-                    self._missing[number] -= _box.count(shared)
-                    if self._missing[number] == 0:
-                        yield number, self._buffers.take(number)
+                yield from self._buffers.take_complete(band.box, band.wanted)
         finally:
             self._files.close()
-        read = (self._tensors[target.leaf][0] for target in self._targets)
-        files = {file.name: file for file in read}
-        refuse_changed(file.opened for file in files.values())
+        refuse_changed(self._tensors[target.leaf][0].opened for target in self._targets)
 
     # What to read
 
     def _bands(self) -> Iterator[_Band]:
         """The bands in the order of files and offsets. Allocates the memory of each in turn."""
-        by_leaf: dict[int, list[int]] = {}
-        for number, target in enumerate(self._targets):
-            if self._missing[number]:
-                by_leaf.setdefault(target.leaf, []).append(number)
-        file: TensorFile | None = None
-        for leaf in sorted(by_leaf, key=self._place_of):
-            if file is not None and file.name != self._tensors[leaf][0].name:
-                self._files.end(file)
-            file = self._tensors[leaf][0]
-            for area, numbers in self._areas(leaf, by_leaf[leaf]):
-                self._allocate(leaf, numbers)
-                for box in self._cut(leaf, area):
-                    targets = ((n, self._targets[n].box) for n in numbers)
-                    wanted = [n for n, other in targets if _box.intersect(box, other) is not None]
-                    self._files.expect(file)
-                    yield _Band(leaf, box, tuple(wanted))
-
-    def _place_of(self, leaf: int) -> tuple[str, int, int]:
-        file, tensor = self._tensors[leaf]
-        return file.name, tensor.start, leaf
+        by_leaf = self._buffers.by_leaf
+        by_file: dict[str, list[tuple[int, int]]] = {}
+        for leaf in by_leaf:
+            file, tensor = self._tensors[leaf]
+            by_file.setdefault(file.name, []).append((tensor.start, leaf))
+        for name in sorted(by_file):
+            file = self._tensors[by_file[name][0][1]][0]
+            self._files.hold(file)  # until all of its bands are known
+            for _, leaf in sorted(by_file[name]):
+                spec = self._leaves[leaf]
+                whole, itemsize = _box.full(spec.shape), numpy_dtype(spec.dtype).itemsize
+                is_packed = DTYPES[spec.dtype].packed
+                most = _box.count(whole) if is_packed else _CHUNK_BYTES // itemsize
+                for area, numbers in self._areas(leaf, by_leaf[leaf]):
+                    self._buffers.allocate(numbers)
+                    for box in _box.bands(area, whole, most):
+                        boxes = ((n, self._targets[n].box) for n in numbers)
+                        wanted = [n for n, other in boxes if _box.intersect(box, other) is not None]
+                        self._files.hold(file)
+                        yield _Band(leaf, box, tuple(wanted))
+            self._files.release(file)
 
     def _areas(self, leaf: int, numbers: Sequence[int]) -> list[tuple[Box, list[int]]]:
         """Boxes that cover the targets of a leaf, each with the targets that overlap it."""
@@ -135,115 +114,67 @@ class _Reading:
             areas = _joined(areas, dimension)
         return sorted(areas, key=lambda area: area[0])
 
-    def _cut(self, leaf: int, area: Box) -> Iterator[Box]:
-        spec = self._leaves[leaf]
-        if DTYPES[spec.dtype].packed:
-            return iter([area])
-        most = _CHUNK_BYTES // numpy_dtype(spec.dtype).itemsize
-        return _box.bands(area, _box.full(spec.shape), most)
-
-    def _allocate(self, leaf: int, numbers: Sequence[int]) -> None:
-        try:
-            self._buffers.allocate(numbers)
-        except (MemoryError, OSError, OverflowError, ValueError) as error:
-            spec = self._leaves[leaf]
-            raise StoreError(
-                f"leaf {spec.path!r} has {spec.nbytes:,} bytes, for which there is no memory; "
-                "restore a part of it",
-                errno=errno.ENOMEM,
-            ) from error
-
     # Reading
 
     def _execute(self, band: _Band) -> tuple[_Band, int]:
         """Read a band. Returns it, and the number of bytes read from the file."""
         file, tensor = self._tensors[band.leaf]
-        spec = self._leaves[band.leaf]
+        spec, target = self._leaves[band.leaf], self._targets[band.wanted[0]]
         with self._files.opened(file) as reader:
+
+            def fill(start: int, memory: Array) -> None:
+                """Read bytes of the tensor, from `start` on."""
+                with damage_on_loss(lambda found: damaged(self._store, file.name, found, leaves)):
+                    found = reader.read_into(tensor.start + start, [memory])
+                if found != memory.nbytes:
+                    raise damaged(self._store, file.name, "it is shorter than it was", leaves)
+
+            leaves = (spec.path,)
             if DTYPES[spec.dtype].packed:
-                data = self._scratch.take(tensor.nbytes)
-                self._read(file, reader, tensor.start, data, spec)
-                self._give(band, data, spec)
-                return band, tensor.nbytes
-            if len(band.wanted) == 1 and _box.is_contiguous(
-                band.box, self._targets[band.wanted[0]].box
+                memory = self._scratch.take(tensor.nbytes)
+                fill(0, memory)
+                nbytes = tensor.nbytes
+            elif (
+                len(band.wanted) == 1
+                and target.dtype is None
+                and _box.is_contiguous(band.box, target.box)
             ):
-                target = self._targets[band.wanted[0]].box
                 itemsize = numpy_dtype(spec.dtype).itemsize
-                start, stop = _box.flat_span(band.box, target)
+                start, stop = _box.flat_span(band.box, target.box)
                 whole = self._buffers.array(band.wanted[0]).reshape(-1).view("u1")
                 memory = whole[start * itemsize : stop * itemsize]
                 map_pages(memory)
-                return band, self._read_box(file, reader, tensor, band.box, spec, memory)
-            itemsize = numpy_dtype(spec.dtype).itemsize
-            memory = self._scratch.take(_box.count(band.box) * itemsize)
-            nbytes = self._read_box(file, reader, tensor, band.box, spec, memory)
-            self._give(band, memory, spec)
-            return band, nbytes
-
-    def _give(self, band: _Band, stored: Array, spec: LeafSpec) -> None:
-        """Copy the elements of a band to its targets."""
-        box = band.box
-        array = from_bytes(stored, spec.dtype, _box.shape_of(box))
-        for number in band.wanted:
-            target = self._targets[number].box
-            shared = _shared(box, target)
-            memory = self._buffers.array(number)[(*_box.slices(shared, target), ...)]
-            if memory.flags.c_contiguous:
-                map_pages(memory)
-            memory[...] = array[(*_box.slices(shared, box), ...)]
+                return band, self._read_box(fill, band.box, spec, memory)
+            else:
+                memory = self._scratch.take(_box.count(band.box) * numpy_dtype(spec.dtype).itemsize)
+                nbytes = self._read_box(fill, band.box, spec, memory)
+        elements = from_bytes(memory, spec.dtype, _box.shape_of(band.box))
+        self._buffers.copy(elements, band.box, band.wanted)
+        return band, nbytes
 
     def _read_box(
-        self,
-        file: TensorFile,
-        reader: FileReader,
-        tensor: Tensor,
-        box: Box,
-        spec: LeafSpec,
-        memory: Array,
+        self, fill: Callable[[int, Array], None], box: Box, spec: LeafSpec, memory: Array
     ) -> int:
         """Fill memory with the elements of a box, in order. Returns the number of bytes read."""
         within = _box.full(spec.shape)
-        itemsize = numpy_dtype(spec.dtype).itemsize
+        dtype = numpy_dtype(spec.dtype)
         rows = _box.rows_around(box, within)
-        first, last = _box.flat_span(rows, within)
-        start, span = tensor.start + first * itemsize, (last - first) * itemsize
+        first, last = (dtype.itemsize * at for at in _box.flat_span(rows, within))
         if rows == box:
-            self._read(file, reader, start, memory, spec)
-            return span
+            fill(first, memory)
+            return last - first
         run, offsets = _box.runs(box, spec.shape)
-        run_bytes = run * itemsize
-        if run_bytes < self._short_bytes or memory.size >= _NEARLY_ALL * span:
-            data = self._rows.take(span)
-            self._read(file, reader, start, data, spec)
-            array = data.view(numpy_dtype(spec.dtype)).reshape(_box.shape_of(rows))
-            wanted = memory.view(numpy_dtype(spec.dtype)).reshape(_box.shape_of(box))
+        run_bytes = run * dtype.itemsize
+        if run_bytes < self._short_bytes or memory.size >= _NEARLY_ALL * (last - first):
+            data = self._rows.take(last - first)
+            fill(first, data)
+            array = data.view(dtype).reshape(_box.shape_of(rows))
+            wanted = memory.view(dtype).reshape(_box.shape_of(box))
             wanted[...] = array[_box.slices(box, rows)]
-            return span
+            return last - first
         for number, offset in enumerate(offsets):
-            part = memory[number * run_bytes : (number + 1) * run_bytes]
-            self._read(file, reader, tensor.start + offset * itemsize, part, spec)
+            fill(offset * dtype.itemsize, memory[number * run_bytes : (number + 1) * run_bytes])
         return memory.size
-
-    def _read(
-        self,
-        file: TensorFile,
-        reader: FileReader,
-        start: int,
-        memory: Array,
-        spec: LeafSpec,
-    ) -> None:
-        with damage_on_loss(lambda found: damaged(self._store, file.name, found, (spec.path,))):
-            found = reader.read_into(start, [memory])
-        if found != memory.nbytes:
-            raise damaged(self._store, file.name, "it is shorter than it was", (spec.path,))
-
-
-def _shared(one: Box, other: Box) -> Box:
-    """The box that two overlapping boxes share."""
-    found = _box.intersect(one, other)
-    assert found is not None
-    return found
 
 
 def _joined(areas: Sequence[tuple[Box, list[int]]], dimension: int) -> list[tuple[Box, list[int]]]:
@@ -267,52 +198,44 @@ def _joined(areas: Sequence[tuple[Box, list[int]]], dimension: int) -> list[tupl
 
 
 class _OpenFiles:
-    """Files that stay open until their last read."""
+    """Files that stay open while somebody holds them."""
 
     def __init__(self, store: Store):
         self._store = store
         self._readers: dict[str, FileReader] = {}
-        self._reads_left: Counter[str] = Counter()
-        self._ended: set[str] = set()
-        """Files whose reads are planned."""
+        self._holds: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def expect(self, file: TensorFile) -> None:
-        """Expect one more read of a file."""
+    def hold(self, file: TensorFile) -> None:
         with self._lock:
-            self._reads_left[file.name] += 1
+            self._holds[file.name] += 1
 
-    def end(self, file: TensorFile) -> None:
-        """Note that all reads of a file are expected by now."""
+    def release(self, file: TensorFile) -> None:
         with self._lock:
-            self._ended.add(file.name)
-            self._close_if_done(file.name)
+            self._holds[file.name] -= 1
+            if not self._holds[file.name] and file.name in self._readers:
+                self._readers.pop(file.name).close()
 
     @contextmanager
     def opened(self, file: TensorFile) -> Generator[FileReader]:
-        with self._lock:
-            if file.name not in self._readers:
-                self._readers[file.name] = self._open(file)
-            reader = self._readers[file.name]
+        """The reader of a file that the caller holds, which is released at the end."""
         try:
+            with self._lock:
+                if file.name not in self._readers:
+                    self._readers[file.name] = self._open(file)
+                reader = self._readers[file.name]
             yield reader
         finally:
-            with self._lock:
-                self._reads_left[file.name] -= 1
-                self._close_if_done(file.name)
+            self.release(file)
 
     def _open(self, file: TensorFile) -> FileReader:
         with damage_on_loss(partial(damaged, self._store, file.name)):
-            reader = file.open()
+            reader = file.opened.store.open(file.opened.stored_as)
         if reader.size == file.size:
             return reader
         reader.close()
         text = f"it has {reader.size:,} bytes, and had {file.size:,} when it was opened"
         raise damaged(self._store, file.name, text)
-
-    def _close_if_done(self, name: str) -> None:
-        if name in self._ended and not self._reads_left[name] and name in self._readers:
-            self._readers.pop(name).close()
 
     def close(self) -> None:
         with self._lock:

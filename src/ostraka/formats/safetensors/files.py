@@ -11,26 +11,23 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from ostraka.common.dtypes import DTYPES
 from ostraka.common.threads import StopSignal, run_all, with_full_stack
 from ostraka.errors import Damaged, NotACheckpoint, Problem, UnsupportedFormat, name_few
 from ostraka.formats.orbax.names import has_orbax_names
 from ostraka.formats.ostraka.damage import damage_on_loss, damaged
-from ostraka.formats.safetensors._header import Tensor, is_text, read_header
 from ostraka.formats.source import names_in
-from ostraka.formats.source_files import (
-    OpenedFile,
-    look_settled,
-    refuse_changed,
-    state_of,
-)
+from ostraka.formats.source_files import OpenedFile, look_settled, refuse_changed, state_of
 from ostraka.layout.shard_file import METADATA_NAME, is_shards_directory
 from ostraka.storage import FileReader, LocalStore, Store, open_above
 
@@ -46,32 +43,40 @@ _MOST_CONFIG_BYTES = 16 << 20
 _MOST_DEPTH = 100
 _MOST_NAME_BYTES = 255
 _LFS = b"version https://git-lfs"
+_LFS_POINTER = "it is a pointer of Git LFS, not the file itself: run git lfs pull"
+_MOST_RANK = 64
+
+NAMES = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque} | {
+    "F4": "float4_e2m1fn"
+}
+"""Ostraka's names of the dtypes that it reads."""
+_BITS = {code: DTYPES[name].bits for code, name in NAMES.items()} | {"F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of each safetensors dtype."""
+
+
+class Tensor(NamedTuple):
+    """A tensor as a header describes it."""
+
+    code: str
+    """The dtype, under its safetensors name."""
+    shape: tuple[int, ...]
+    start: int
+    """The offset of its first byte, counted from the end of the header."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
     """A file with its header."""
 
-    store: Store
-    """The store that has it."""
-    stored_as: str
-    """Its name in the store."""
     name: str
     """Its name in the directory."""
+    opened: OpenedFile
+    """Its location, and its state before it was opened."""
     size: int
     header_bytes: int
-    state: Any
-    """Its state before it was opened, from `state_of`."""
     header_digest: str
-    metadata: Mapping[str, str]
     tensors: Mapping[str, Tensor]
-
-    def open(self) -> FileReader:
-        return self.store.open(self.stored_as)
-
-    @property
-    def opened(self) -> OpenedFile:
-        return OpenedFile(self.store, self.stored_as, self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +116,7 @@ def find_files(store: Store) -> TensorListing | None:
         return _by_index(store, above, name)
     if is_shards_directory(above.location.rpartition("/")[2]):
         return None
-    beside = _look_beside(above, [CONFIG_FILE])
-    config = _config(above)
-    (file,) = _read_headers(above, [name])
-    refuse_changed(beside.values())
-    return TensorListing(store.location, (file,), dict.fromkeys(file.tensors, 0), config, beside)
+    return _of_names(store, above, [name])
 
 
 def _in_directory(store: Store, names: Sequence[str]) -> TensorListing:
@@ -132,9 +133,14 @@ def _in_directory(store: Store, names: Sequence[str]) -> TensorListing:
         # Mistral publishes the same weights in both, under other names.
         chosen = [name for name in chosen if not name.startswith("consolidated")]
     _check_numbered(store, chosen)
-    beside = _look_beside(store, [CONFIG_FILE])
-    config = _config(store)
-    files = _read_headers(store, chosen)
+    return _of_names(store, store, chosen)
+
+
+def _of_names(store: Store, place: Store, names: Sequence[str]) -> TensorListing:
+    """The files of these names, without an index."""
+    beside = {CONFIG_FILE: _look(place, CONFIG_FILE)}
+    config = _config(place, beside[CONFIG_FILE])
+    files = _read_headers(place, names)
     refuse_changed(beside.values())
     file_of: dict[str, int] = {}
     for number, file in enumerate(files):
@@ -166,15 +172,15 @@ def _check_numbered(store: Store, names: Sequence[str]) -> None:
 
 def _by_index(store: Store, place: Store, index: str) -> TensorListing:
     """The files that an index lists. It decides between files with the same tensor."""
-    beside = _look_beside(place, [index, CONFIG_FILE])
-    config = _config(place)
+    beside = {name: _look(place, name) for name in (index, CONFIG_FILE)}
+    config = _config(place, beside[CONFIG_FILE])
     document = _read_json(place, index, _MOST_INDEX_BYTES)
     mapped = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(mapped, dict) or not mapped:
         raise damaged(place, index, "it has no weight_map, which says where tensors are")
     listed = cast("dict[str, Any]", mapped)
     for tensor, name in listed.items():
-        if not _is_plain(name) or not is_text(tensor):
+        if not _is_plain(name) or not _is_text(tensor):
             text = f"it says that the tensor is in {name!r}, which is no safetensors file beside it"
             raise damaged(place, index, text, (tensor,))
     names = sorted(set(listed.values()))
@@ -192,15 +198,11 @@ def _by_index(store: Store, place: Store, index: str) -> TensorListing:
     return TensorListing(store.location, tuple(files), file_of, config, beside)
 
 
-def _look_beside(store: Store, names: Sequence[str]) -> dict[str, OpenedFile]:
-    """The small files to read. They must not change before the headers have been read."""
-    found: dict[str, OpenedFile] = {}
-    for name in names:
-        place, stored_as = resolve(store, name)
-        with damage_on_loss(partial(damaged, store, name)):
-            state = state_of(look_settled(place, stored_as))
-        found[name] = OpenedFile(place, stored_as, state)
-    return found
+def _look(store: Store, name: str) -> OpenedFile:
+    """A file that is about to be read. It must not change before all headers have been read."""
+    place, stored_as = resolve(store, name)
+    with damage_on_loss(partial(damaged, store, name)):
+        return OpenedFile(place, stored_as, state_of(look_settled(place, stored_as)))
 
 
 def _is_plain(name: Any) -> bool:
@@ -208,12 +210,11 @@ def _is_plain(name: Any) -> bool:
     if not isinstance(name, str) or not name.endswith(SUFFIX) or name == SUFFIX:
         return False
     is_plain = not any(sign in name for sign in "/\\\0") and not name.startswith("..")
-    return is_plain and is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
+    return is_plain and _is_text(name) and len(name.encode()) <= _MOST_NAME_BYTES
 
 
-def _config(store: Store) -> Mapping[str, Any] | None:
-    place, name = resolve(store, CONFIG_FILE)
-    if place.look(name) is None:
+def _config(store: Store, file: OpenedFile) -> Mapping[str, Any] | None:
+    if file.state is None:
         return None
     document = _read_json(store, CONFIG_FILE, _MOST_CONFIG_BYTES)
     if not isinstance(document, dict):
@@ -262,21 +263,16 @@ def _decode(store: Store, name: str, data: bytes) -> Any:
     try:
         return with_full_stack(decode)
     except (ValueError, RecursionError) as error:
-        if data.startswith(_LFS):
-            why = "it is a pointer of Git LFS, not the file itself: run git lfs pull"
-        else:
-            why = f"it can't be read as JSON ({' '.join(str(error).split())[:200]})"
+        why = f"it can't be read as JSON ({' '.join(str(error).split())[:200]})"
+        why = _LFS_POINTER if data.startswith(_LFS) else why
         raise damaged(store, name, why) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"it has {name[:100]!r} twice")
-            seen.add(name)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it has {twice[:100]!r} twice")
     return found
 
 
@@ -300,62 +296,49 @@ def _read_headers(
             return _read_header(store, name)
         except Damaged as error:
             tensors = tuple(t for t, file in (listed or {}).items() if file == name)
-            problems = [
-                Problem(problem.file, problem.found, problem.leaves or tensors)
-                for problem in error.problems
-            ]
+            problems = [replace(one, leaves=one.leaves or tensors) for one in error.problems]
             raise Damaged(error.path, problems) from error
 
     return run_all(read, sorted(names), threads=store.traits.reads_at_once, stop=StopSignal())
 
 
 def _read_header(store: Store, name: str) -> TensorFile:
-    place, stored_as = resolve(store, name)
-    with damage_on_loss(partial(damaged, store, name)):
-        there = look_settled(place, stored_as)
-        with closing(place.open(stored_as)) as file:
-            size = file.size
-            data = bytearray(min(size, _FIRST_BYTES))
-            _fill(store, name, file, 0, data)
-            length = int.from_bytes(data[:8], "little")
-            _check_length(store, name, size, length, bytes(data[:32]))
-            if 8 + length > len(data):
-                rest = bytearray(8 + length - len(data))
-                _fill(store, name, file, len(data), rest)
-                data += rest
+    def fill(file: FileReader, offset: int, data: bytearray) -> bytearray:
+        if file.read_into(offset, [data]) != len(data):
+            raise damaged(store, name, "it has become shorter while it was read")
+        return data
+
+    opened = _look(store, name)
+    with (
+        damage_on_loss(partial(damaged, store, name)),
+        closing(opened.store.open(opened.stored_as)) as file,
+    ):
+        size = file.size
+        data = fill(file, 0, bytearray(min(size, _FIRST_BYTES)))
+        length = int.from_bytes(data[:8], "little")
+        _check_length(store, name, size, length, bytes(data[:32]))
+        if 8 + length > len(data):
+            data += fill(file, len(data), bytearray(8 + length - len(data)))
     header = bytes(data[8 : 8 + length])
     document = _decode(store, name, header)
     if not isinstance(document, dict):
         raise damaged(store, name, "its header is no JSON object")
     fields = cast("dict[str, Any]", document)
     try:
-        metadata, tensors = read_header(fields, size - 8 - length)
+        metadata = _metadata(fields.pop("__metadata__", None))
+        tensors = {tensor: _tensor(tensor, about) for tensor, about in fields.items()}
+        _check_places(tensors, size - 8 - length)
     except ValueError as error:
         raise damaged(store, name, str(error)) from error
     _refuse_shards(store, name, metadata)
-    return TensorFile(
-        place,
-        stored_as,
-        name,
-        size,
-        8 + length,
-        state_of(there),
-        xxhash.xxh3_128_hexdigest(header),
-        metadata,
-        {t: about._replace(start=about.start + 8 + length) for t, about in tensors.items()},
-    )
-
-
-def _fill(store: Store, name: str, file: FileReader, offset: int, data: bytearray) -> None:
-    if file.read_into(offset, [data]) != len(data):
-        raise damaged(store, name, "it has become shorter while it was read")
+    tensors = {t: about._replace(start=about.start + 8 + length) for t, about in tensors.items()}
+    digest = xxhash.xxh3_128_hexdigest(header)
+    return TensorFile(name, opened, size, 8 + length, digest, tensors)
 
 
 def _check_length(store: Store, name: str, size: int, length: int, start: bytes) -> None:
     if start.startswith(_LFS):
-        raise damaged(
-            store, name, "it is a pointer of Git LFS, not the file itself: run git lfs pull"
-        )
+        raise damaged(store, name, _LFS_POINTER)
     if size < 8 or start[8:9] not in (b"{", b""):
         raise damaged(store, name, "it is no safetensors file")
     if length > MAX_HEADER_BYTES:
@@ -376,4 +359,72 @@ def _refuse_shards(store: Store, name: str, metadata: Mapping[str, str]) -> None
         raise UnsupportedFormat(
             f"{store.location}/{name} is a shard of PyTorch's distributed checkpoint, which has "
             "parts of tensors: put them together with PyTorch's consolidate_safetensors_files first"
+        )
+
+
+# Headers. Each function raises ValueError, a sentence about "its header".
+
+
+def _is_text(name: str) -> bool:
+    """True if a name can be written. JSON can escape halves of characters."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        if all(isinstance(text, str) for text in found.values()):
+            return found
+    raise ValueError("the __metadata__ of its header must be text by name")
+
+
+def _tensor(name: str, about: Any) -> Tensor:
+    if not isinstance(about, dict) or not _is_text(name):
+        raise ValueError(f"its header has no sound description of tensor {name[:200]!r}")
+    fields = cast("dict[str, Any]", about)
+    code: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(code, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise ValueError(
+            f"its header says of tensor {name[:200]!r} what can't be: dtype, shape and "
+            "data_offsets must be text and lists of sizes"
+        )
+    sizes, (start, stop) = tuple(shape), (offsets if len(offsets) == 2 else (1, 0))
+    if start > stop or len(sizes) > _MOST_RANK:
+        raise ValueError(f"its header has no sound offsets or shape for tensor {name[:200]!r}")
+    if code in _BITS:
+        bits = prod(sizes) * _BITS[code]
+        if bits % 8 or bits // 8 != stop - start:
+            raise ValueError(
+                f"its header says that tensor {name[:200]!r}, {code} of the shape "
+                f"{list(sizes)}, has {stop - start:,} bytes, not {bits / 8:,.0f}"
+            )
+    return Tensor(code, sizes, start, stop - start)
+
+
+def _are_sizes(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in cast("list[Any]", value))
+
+
+def _check_places(tensors: Mapping[str, Tensor], data_bytes: int) -> None:
+    """Check that tensors fill the file, without holes, and share no bytes."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != position:
+            what = "shares bytes with another" if tensor.start < position else "comes after a hole"
+            raise ValueError(f"its header says that tensor {name[:200]!r} {what}")
+        position += tensor.nbytes
+    if position != data_bytes:
+        what = "it is cut short" if position > data_bytes else "something is at its end"
+        raise ValueError(
+            f"its tensors have {position:,} bytes, and the file has {data_bytes:,} for them: {what}"
         )

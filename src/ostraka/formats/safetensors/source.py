@@ -7,89 +7,66 @@ into a model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ostraka.common.threads import StopSignal, run_all
-from ostraka.formats.safetensors._header import NAMES, Tensor
-from ostraka.formats.safetensors.files import TensorFile, TensorListing, find_files
-from ostraka.formats.source import CONFIG, BaseSource, OnBytes, Saved, StoredBox, StoredFile
+from ostraka.formats.safetensors.files import NAMES, Tensor, TensorFile, TensorListing, find_files
+from ostraka.formats.source import CONFIG, OnBytes, Saved, StoredBox, StoredFile
 from ostraka.formats.source_files import Sampling, digest_of_states, refuse_changed, sample
 from ostraka.layout.box import full
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.storage import Store
-from ostraka.tree.json_tree import encode
-from ostraka.tree.nodes import (
-    ArrayNumber,
-    Branch,
-    Leaf,
-    Node,
-    UnreadableLeaf,
-    dict_builder,
-    escape,
-    natural_order,
-)
+from ostraka.tree.nodes import ArrayNumber, Node, UnreadableLeaf, escape, flat_tree, natural_order
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class SafetensorsSource(BaseSource):
+class SafetensorsSource:
     """A safetensors file, or a directory of them."""
 
     def __init__(self, store: Store, found: TensorListing):
-        super().__init__(store)
+        self.store = store
+        self.location = found.location
+        self.reads_whole_rows = store.traits.is_remote
         self.found = found
-        self._numbers: dict[str, int] = {}
         self._tensors: list[tuple[TensorFile, Tensor]] = []
         """The tensors, by number, each with its file."""
-        self._lost: dict[str, UnreadableLeaf] = {}
+        names: list[str] = []
         leaves: list[LeafSpec] = []
+        values: dict[str, tuple[str, Any]] = {}
         for name in sorted(found.file_of, key=natural_order):
             file = found.files[found.file_of[name]]
             tensor = file.tensors[name]
-            dtype = NAMES.get(tensor.code)
+            path, dtype = escape(name), NAMES.get(tensor.code)
             if dtype is None:
                 why = f"it is of the dtype {tensor.code}, which Ostraka does not know"
-                self._lost[name] = UnreadableLeaf(why, tensor.shape)
+                values[path] = name, UnreadableLeaf(why, tensor.shape)
                 continue
-            self._numbers[name] = len(leaves)
+            values[path] = name, ArrayNumber(len(leaves))
+            names.append(name)
             self._tensors.append((file, tensor))
-            leaves.append(LeafSpec(escape(name), "jax", dtype, tensor.shape, uncommitted=True))
-        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+            leaves.append(LeafSpec(path, "jax", dtype, tensor.shape, uncommitted=True))
+        self.tree = flat_tree(values)
+        version = (found.config or {}).get("transformers_version")
+        library = "a program that writes safetensors"
+        if isinstance(version, str):
+            library = f"transformers {version[:40]}"
         self.saved = Saved(
             id=_id_of(found),
-            tree=encode(self._arrays_alone(), numbers, {}),
+            tree={"dict": names, "items": [*range(len(names))]},
             leaves=tuple(leaves),
             user={} if found.config is None else {CONFIG: found.config},
-            writer={"library": _library(found)},
+            writer={"library": library},
         )
-
-    @property
-    def location(self) -> str:
-        return self.found.location
 
     @property
     def header_bytes(self) -> int:
         """The bytes of all headers, without the index and config.json."""
         return sum(file.header_bytes for file in self.found.files)
-
-    def decode_tree(self) -> Node:
-        names = sorted(self.found.file_of, key=natural_order)
-        children = tuple(
-            Leaf(
-                escape(name),
-                self._lost[name] if name in self._lost else ArrayNumber(self._numbers[name]),
-            )
-            for name in names
-        )
-        return Branch("dict", "", children, dict_builder(names), names)
-
-    def _arrays_alone(self) -> Branch:
-        names = list(self._numbers)
-        children = tuple(Leaf(escape(name), ArrayNumber(n)) for name, n in self._numbers.items())
-        return Branch("dict", "", children, dict_builder(names), names)
 
     def tree_for(self, like: Node) -> Node:
         return self.tree
@@ -97,17 +74,14 @@ class SafetensorsSource(BaseSource):
     def read(
         self, targets: Sequence[Target], *, on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        from ostraka.formats.safetensors._read import read_tensors  # with numpy
+        from ostraka.formats.safetensors._read import TensorReader  # with numpy
 
-        return read_tensors(self.store, self._tensors, self.saved.leaves, targets, on_bytes)
+        reader = TensorReader(self.store, self._tensors, self.saved.leaves, targets)
+        return reader.run(on_bytes or (lambda nbytes: None))
 
     def order(self) -> list[int]:
         places = [(file.name, tensor.start) for file, tensor in self._tensors]
         return sorted(range(len(places)), key=lambda number: (places[number], number))
-
-    @property
-    def reads_whole_rows(self) -> bool:
-        return self.store.traits.is_remote
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
         return (1,) * len(self.saved.leaves[leaf].shape)
@@ -124,11 +98,10 @@ class SafetensorsSource(BaseSource):
         return [StoredFile(file.name, file.size) for file in self.found.files]
 
     def is_current(self) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             found = find_files(self.store)
-        except (OSError, ValueError):
-            return False
-        return found is not None and _states(found) == _states(self.found)
+            return found is not None and _states(found) == _states(self.found)
+        return False
 
     @property
     def version(self) -> str:
@@ -147,7 +120,7 @@ class SafetensorsSource(BaseSource):
 
 
 def _states(found: TensorListing) -> list[tuple[str, Any]]:
-    states = [(file.name, (file.size, file.state, file.header_digest)) for file in found.files]
+    states = [(f.name, (f.size, f.opened.state, f.header_digest)) for f in found.files]
     return [*states, *((name, file.state) for name, file in found.beside.items())]
 
 
@@ -155,13 +128,6 @@ def _id_of(found: TensorListing) -> str:
     """An id that is equal for copies of the same files, so that each host may download its own."""
     described = [(file.name, file.size, file.header_digest) for file in found.files]
     return xxhash.xxh3_128_hexdigest(repr(described).encode())
-
-
-def _library(found: TensorListing) -> str:
-    version = (found.config or {}).get("transformers_version")
-    if isinstance(version, str):
-        return f"transformers {version[:40]}"
-    return "a program that writes safetensors"
 
 
 def open_safetensors(store: Store) -> SafetensorsSource | None:

@@ -10,8 +10,13 @@ from typing import Any
 
 from ostraka.errors import Damaged, Problem, StoreError, count_of
 from ostraka.formats.buffers import Scratch
-from ostraka.formats.ostraka.compare import PIECE_BYTES, matches, unmatched_blocks
-from ostraka.formats.ostraka.damage import loss_of, other_size
+from ostraka.formats.ostraka.damage import (
+    PIECE_BYTES,
+    loss_of,
+    matches,
+    other_size,
+    unmatched_blocks,
+)
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._origins import Absent, Origin, RepairJob, SavedShard, header_of

@@ -17,7 +17,7 @@ from typing import Any
 
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
-from ostraka.formats.ostraka.compare import index_problem
+from ostraka.formats.ostraka.damage import index_problem
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._files import open_or_say
 from ostraka.integrity.repair._origins import PARITY, CopyOrigin, Live, RepairJob

@@ -13,7 +13,7 @@ import numpy as np
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, OstrakaError, describe
-from ostraka.formats.ostraka.compare import index_problem, matches
+from ostraka.formats.ostraka.damage import index_problem, matches
 from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.ostraka.source import open_ostraka
@@ -236,10 +236,10 @@ class ParityOrigin:
         found = self._windows.get(shard.name)
         if found is None:
             parities = self._shards.parities
-            if parities is None or not parities.covers(shard.entry):
+            rebuild = self._shards.open_rebuild(shard.entry)
+            if parities is None or rebuild is None:
                 raise Absent("it does not cover this file")
-            rebuild = parities.open_rebuild(shard.entry)
-            members = len(parities.members_of(parities.place_of(shard.entry)[0]))
+            members = len(parities.members_of(parities.places[shard.entry.name][0]))
             found = self._windows[shard.name] = _Window(rebuild, members)
         return found
 

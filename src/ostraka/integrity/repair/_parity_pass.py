@@ -19,10 +19,8 @@ import numpy as np
 
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged
-from ostraka.formats.ostraka.compare import Comparison
-from ostraka.formats.ostraka.damage import BytesLost
-from ostraka.formats.ostraka.parity_group import Column
-from ostraka.formats.ostraka.rebuild import Parities
+from ostraka.formats.ostraka.damage import BytesLost, Comparison
+from ostraka.formats.ostraka.rebuild import Column, Parities
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._files import leaves_of, open_or_say
 from ostraka.integrity.repair._origins import PARITY, RepairJob, SavedShard
@@ -69,7 +67,7 @@ def mend_groups(
     traits = job.store.traits
     if parities is None or traits.is_remote or not traits.in_any_order:
         return result
-    for number in range(parities.group_count):
+    for number in range(len(parities.parity.groups)):
         job.operation.check()
         if any(
             shards.metadata.process_of[f.device] in unknown for f in parities.members_of(number)
@@ -126,11 +124,11 @@ def _look_at(job: RepairJob, parities: Parities, number: int, shard_of: ShardOf)
             lost[place] = _LostMember(shard, opened)
         else:
             opened.close()
-            members[place] = _GroupFile(shard.name, parities.member_column(file), shard.blocks)
+            members[place] = _GroupFile(shard.name, Column(parities.shards, file), shard.blocks)
     if not lost:
         return None
     sums: dict[int, _GroupFile] = {}
-    for file in parities.files_of(number):
+    for file in parities.parity.files_of(number):
         if len(sums) < len(lost):
             with suppress(Damaged):
                 sums[file.number] = _read_sums(parities, file)

@@ -249,7 +249,7 @@ def _mend_parity(
     mine = sum(isinstance(result, Problem) for result in results)
     problems = job.operation.exchange("shards", mine, sum)
     mended: list[RepairResult] = []
-    for file in saved.shards.parities.files:
+    for file in saved.shards.parities.parity.files:
         if not job.has_share(file.process):
             continue
         job.operation.check()
