@@ -158,19 +158,8 @@ class Step:
         return not self.problems or self.unsupported is not None
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """The properties of the checkpoint in one directory."""
-
-    saved_s: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
-    problems: tuple[Problem, ...] = ()
-    unsupported: str | None = None
-    format: str = OSTRAKA
-    nbytes: int | None = None
-    version: Any = None
-    """The version of the file that describes the checkpoint."""
-    pinned: bool = False
+_UNREAD = Step(-1, None, NO_METRICS, False)
+"""A directory with a checkpoint, before it is read. `_step_of` gives it the number of its step."""
 
 
 class Root:
@@ -179,8 +168,11 @@ class Root:
     def __init__(self, path: PathLike):
         self.store = open_store(path)
         self.location = self.store.location
-        self._cache: dict[str, _Contents] = {}
-        """What each directory holds, by name. Pins are not remembered."""
+        self._cache: dict[str, tuple[Any, Step]] = {}
+        """By name, what each directory holds, and the version of the file that says so.
+
+        Pins are not remembered.
+        """
         self._has_warned = False
         self._spared: set[str] = set()
         """Directories that a warning named because they may have lost their `_METADATA`."""
@@ -224,9 +216,8 @@ class Root:
 
     def own_name(self, number: int) -> str:
         """Return the name to save a step under: its present one, if Ostraka wrote it."""
-        named = names_of_step(number, self.store.list())
-        own = [name for name, found in self._holding(named) if found.format == OSTRAKA]
-        return own[0] if own else name_of(number)
+        held = self._holding(names_of_step(number, self.store.list()))
+        return next((one.names[0] for one in held if not one.is_foreign), name_of(number))
 
     def at(self, name: str) -> Store:
         """Return the store of a step."""
@@ -417,10 +408,10 @@ class Root:
             possible = {step: names for step, names in possible.items() if step <= up_to}
         names = [name for names in possible.values() for name in names]
         look = self._look if trusting else self._look_with_pin
-        known: dict[str, _Contents | None] = {}
+        known: dict[str, Step | None] = {}
         if trusting:
-            known = {name: self._cache.get(name) for name in names}
-            known = {name: found for name, found in known.items() if found and not found.problems}
+            cached = {name: self._cache.get(name) for name in names}
+            known = {n: found[1] for n, found in cached.items() if found and not found[1].problems}
         if until is None and self.store.traits.is_remote:
             unknown = [name for name in names if name not in known]
             known |= dict(zip(unknown, self._of_each(unknown, look), strict=True))
@@ -437,18 +428,16 @@ class Root:
         return found, is_settled
 
     def _holding(
-        self, names: Sequence[str], look: Callable[[str], _Contents | None] | None = None
-    ) -> list[tuple[str, _Contents]]:
-        """Return the names that are directories with a checkpoint, and their contents."""
-        look = look or self._look_with_pin
-        found = [(name, held) for name in names if (held := look(name)) is not None]
+        self, names: Sequence[str], look: Callable[[str], Step | None] | None = None
+    ) -> list[Step]:
+        """Return those of a step's directories that have a checkpoint."""
+        found = filter(None, map(look or self._look_with_pin, names))
         # Neither a damaged directory nor a foreign one hides a good one of the same step.
-        found.sort(key=lambda pair: (bool(pair[1].problems), pair[1].format != OSTRAKA))
-        return found
+        return sorted(found, key=lambda one: (bool(one.problems), one.is_foreign))
 
-    def _look_with_pin(self, name: str) -> _Contents | None:
+    def _look_with_pin(self, name: str) -> Step | None:
         found = self._look(name)
-        if found is None or found.format != OSTRAKA:
+        if found is None or found.is_foreign:
             return found
         pinned = self.store.is_link(name)  # The target of a link is not the manager's to delete.
         if not pinned:
@@ -456,54 +445,51 @@ class Root:
                 pinned = self.at(name).look(PIN_NAME) is not None
         return replace(found, pinned=pinned)
 
-    def _look(self, name: str) -> _Contents | None:
-        """Return the contents of a directory, or None if it is no checkpoint.
+    def _look(self, name: str) -> Step | None:
+        """Return the checkpoint in a directory, or None if there is none.
 
         It is read again only if it was replaced.
         """
         place = self.at(name)
+        is_named = step_of(name) is not None
         try:
-            there = place.look(shard_file.METADATA_NAME) if step_of(name) is not None else None
+            there = place.look(shard_file.METADATA_NAME) if is_named else None
             if there is not None:
-                found = self._read(name, there.version, lambda: _read_own(place))
+                found = self._read(name, there.version, _read_own)
                 if found is not None:
                     return found
-            version = version_of_orbax(place, is_named=step_of(name) is not None)
+            version = version_of_orbax(place, is_named=is_named)
             if version is None:
-                self._cache.pop(name, None)
+                self.forget(name)
                 return None
-            return self._read(name, version, lambda: _read_foreign(place))
+            return self._read(name, version, _read_foreign)
         except StoreError as error:
             # It may be the newest step: a directory that can't be read must not count as none.
             problem = Problem(shard_file.METADATA_NAME, describe(error.__cause__ or error))
-            found = self._cache[name] = _Contents(problems=(problem,))
-            return found
+            return self._remember(name, None, replace(_UNREAD, problems=(problem,)))
 
-    def _read(
-        self, name: str, version: Any, read: Callable[[], _Contents | None]
-    ) -> _Contents | None:
+    def _read(self, name: str, version: Any, read: Callable[[Store], Step | None]) -> Step | None:
         known = self._cache.get(name)
-        if known is not None and known.version == version:
-            return known
-        found = read()
-        if found is not None:
-            found = self._cache[name] = replace(found, version=version)
-        return found
+        if known is not None and known[0] == version:
+            return known[1]
+        found = read(self.at(name))
+        return None if found is None else self._remember(name, version, found)
+
+    def _remember(self, name: str, version: Any, found: Step) -> Step:
+        versions = {} if found.is_foreign else {name: version}
+        step = replace(found, names=(name,), versions=versions)
+        self._cache[name] = (version, step)
+        return step
 
 
-def _step_of(number: int, holding: Sequence[tuple[str, _Contents]]) -> Step:
-    first = holding[0][1]
-    return Step(
-        number,
-        first.saved_s,
-        first.metrics,
-        any(found.pinned for _, found in holding),
-        tuple(name for name, _ in holding),
-        first.problems,
-        first.unsupported,
-        first.format,
-        first.nbytes,
-        {name: found.version for name, found in holding if found.format == OSTRAKA},
+def _step_of(number: int, holding: Sequence[Step]) -> Step:
+    """Return the step that some directories hold. The first of them counts."""
+    return replace(
+        holding[0],
+        step=number,
+        pinned=any(one.pinned for one in holding),
+        names=tuple(one.names[0] for one in holding),
+        versions={name: v for one in holding for name, v in one.versions.items()},
     )
 
 
@@ -532,46 +518,45 @@ def refuse_emptied(root: Root, number: int) -> None:
             return
 
 
-def _read_own(place: Store) -> _Contents | None:
+def _read_own(place: Store) -> Step | None:
     """Return what a `_METADATA` says, or None if Ostraka did not write it."""
     try:
         source = open_ostraka(place)
     except NotACheckpoint:
         return None
-    except Damaged as error:
-        return _Contents(problems=error.problems)
     except UnsupportedFormat as error:
-        return _Contents(problems=(_problem(error),), unsupported=str(error))
-    except OSError as error:
-        return _Contents(problems=(_problem(error),))
+        return replace(_UNREAD, problems=_problems(error), unsupported=str(error))
+    except (Damaged, OSError) as error:
+        return replace(_UNREAD, problems=_problems(error))
     if source is not None:
         nbytes = sum(file.nbytes for file in source.files())
-        return _Contents(saved_s(source.saved.writer), metrics_in(source.saved.user), nbytes=nbytes)
+        time_s, metrics = saved_s(source.saved.writer), metrics_in(source.saved.user)
+        return replace(_UNREAD, saved_s=time_s, metrics=metrics, nbytes=nbytes)
     names = place.list()
     if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):
         return None
     lost = Problem(shard_file.METADATA_NAME, "it is a link that leads nowhere")
-    return _Contents(problems=(lost,))
+    return replace(_UNREAD, problems=(lost,))
 
 
-def _read_foreign(place: Store) -> _Contents | None:
+def _read_foreign(place: Store) -> Step | None:
     """Return what Orbax says of its checkpoint, or None if it has finished none there."""
+    unread = replace(_UNREAD, format=ORBAX)
     try:
         about = about_orbax(place)
     except CheckpointNotFound:
         return None
-    except Damaged as error:
-        return _Contents(problems=error.problems, format=ORBAX)
-    except OSError as error:
-        return _Contents(problems=(_problem(error),), format=ORBAX)
+    except (Damaged, OSError) as error:
+        return replace(unread, problems=_problems(error))
     if about is None:
         return None
     numbers = {name: v for name, v in about.metrics.items() if type(v) in (int, float)}
-    return _Contents(saved_s(about.writer), numbers, format=ORBAX)
+    return replace(unread, saved_s=saved_s(about.writer), metrics=numbers)
 
 
-def _problem(error: Exception) -> Problem:
-    return Problem(shard_file.METADATA_NAME, str(error))
+def _problems(error: Exception) -> tuple[Problem, ...]:
+    own = Problem(shard_file.METADATA_NAME, str(error))
+    return error.problems if isinstance(error, Damaged) else (own,)
 
 
 def saved_s(writer: Mapping[str, Any]) -> float | None:
