@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ostraka.formats.ostraka.damage import (
     check_metadata_copy,
     damage_on_contradiction,
     damage_on_loss,
+    loss_of,
     other_size,
 )
 from ostraka.formats.ostraka.shard_reader import ShardFile
@@ -53,20 +55,19 @@ class _TaskResult:
 
     bytes_read: int = 0
     problems: list[Problem] = field(default_factory=list[Problem])
-    entries: Sequence[Entry] = ()
-    """The expected boxes of the file, if the task was to compare its header."""
-    boxes: dict[int, Box] = field(default_factory=dict[int, Box])
-    """The boxes in its header, by leaf."""
+    boxes: dict[int, Box | None] = field(default_factory=dict[int, Box | None])
+    """By leaf, the box in the header, if the task was to compare that. None if it is unknown."""
 
 
 _Task = Callable[[memoryview], _TaskResult]
+_Contents = Sequence[tuple[FileEntry, list[Entry]]]
+"""Shard files and their boxes."""
 
 
 class Check:
     """The check of one checkpoint, and its findings."""
 
     def __init__(self, source: OstrakaSource, on_bytes: OnBytes | None):
-        self.source = source
         self.problems: list[Problem] = []
         self.notes: list[Note] = []
         self.unchecked: list[str] = []
@@ -74,145 +75,218 @@ class Check:
         nbytes = sum(file.nbytes for file in source.files())
         self.bytes_read = Count(source.metadata_bytes + nbytes, on_bytes)
         self.bytes_read.done = source.metadata_bytes
+        self._source = source
+        self._shards = source.shards
+        self._metadata = source.metadata
         parity = source.metadata.parity
         self._parity = () if parity is None else parity.files
         self._own = {_format.METADATA_NAME}
         """Names of the checkpoint's own files."""
-        self._boxes: dict[int, list[Box]] = {}
-        """The boxes of each leaf that were found in headers."""
-        self._unknown: set[int] = set()
-        """Leaves in files whose header could not be compared."""
+        self._boxes: dict[int, list[Box | None]] = defaultdict(list)
+        """The boxes of each leaf that were found in headers. None for headers not compared."""
 
     def run(self, *, read: bool) -> None:
         """Check all files. Without `read`, only look at the sizes of shard files."""
+        source, shards = self._source, self._shards
         with _collected(self.problems):
-            _ = self.source.tree  # What can't be decoded can't be restored.
-        with _collected(self.problems), damage_on_contradiction(self.source.store):
-            shards = self.source.shards
-            contents = shard_contents(shards.metadata, None, shards.allowance())
+            _ = source.tree  # What can't be decoded can't be restored.
+        with _collected(self.problems), damage_on_contradiction(source.store):
+            contents = list(shard_contents(self._metadata, None, shards.allowance()).values())
             if read:
-                self._read_all(list(contents.values()))
+                self._read_all(contents)
                 self._check_coverage()
             else:
-                self._look_at_all(list(contents.values()))
+                self._look_at_all(contents)
         self._check_copy()
         self.problems = list(dict.fromkeys(self.problems))
-        own = self._own | {file.name for file in self.source.files()}
-        own |= {self.source.shards.name_of_index(p) for p in self.source.metadata.indexes}
-        self.notes += find_foreign(self.source.store, self.source.metadata.id, own)
+        own = self._own | {file.name for file in source.files()}
+        own |= {shards.name_of_index(process) for process in self._metadata.indexes}
+        self.notes += find_foreign(source.store, self._metadata.id, own)
 
     # Reading
 
-    def _read_all(self, contents: Sequence[tuple[FileEntry, list[Entry]]]) -> None:
+    def _read_all(self, contents: _Contents) -> None:
         scratch = _Scratch()
         found: dict[int, _TaskResult] = {}
         for number, result in run_as_completed(
             lambda task: task(scratch.memory),
             self._tasks(contents),
-            threads=max(_THREADS, self.source.store.traits.reads_at_once),
+            threads=max(_THREADS, self._source.store.traits.reads_at_once),
             stop=StopSignal(),
         ):
             found[number] = result
             self.bytes_read.add(result.bytes_read)
-        for number in sorted(found):
-            result = found[number]
+        for _, result in sorted(found.items()):
             self.problems += result.problems
-            for entry in result.entries:
-                if entry.leaf in result.boxes:
-                    self._boxes.setdefault(entry.leaf, []).append(result.boxes[entry.leaf])
-                else:
-                    self._unknown.add(entry.leaf)
+            for leaf, box in result.boxes.items():
+                self._boxes[leaf].append(box)
 
-    def _tasks(self, contents: Sequence[tuple[FileEntry, list[Entry]]]) -> Iterator[_Task]:
+    def _tasks(self, contents: _Contents) -> Iterator[_Task]:
         for entry, entries in contents:
             try:
-                file = ShardFile(self.source.shards, entry, entries)
+                file = ShardFile(self._shards, entry, entries)
             except Damaged as error:
                 self._set_aside(error, entry, entries)
             else:
-                yield from _tasks(file, self.source, entries)
+                yield from self._tasks_for(file, entries)
         for file in self._parity:
             with _collected(self.problems):
-                yield from _tasks(ShardFile(self.source.shards, file, ()), self.source, [])
+                yield from self._tasks_for(ShardFile(self._shards, file, ()), [])
         known = {entry.name for entry, _ in contents}
-        for process in self.source.metadata.indexes:
+        for process in self._metadata.indexes:
             with _collected(self.problems):
                 # Whoever reads files takes a copy of a lost index from parity.
-                self.source.shards.read_index(process)
-            yield from self._tasks_for_listed(process, known)
+                self._shards.read_index(process)
+            with _collected([]):  # A damaged index was told of with its files.
+                # The files that it has beyond the file table, such as parity files.
+                for name, digests in self._shards.listed_by(process).items():
+                    if name not in known and _LISTED_NAME.fullmatch(name):
+                        path = self._shards.path_of(name)
+                        self._own.add(path)
+                        self.bytes_read.total += digests.size
+                        yield partial(self._check_listed, process, path, digests)
+
+    def _tasks_for(self, file: ShardFile, entries: list[Entry]) -> list[_Task]:
+        """Tasks for groups of adjacent blocks, each for any thread."""
+        groups = groupby(file.blocks, lambda block: block.file_start // _TASK_BYTES)
+        parts = [list(blocks) for _, blocks in groups]
+        file.reads_left = len(parts)
+        return [partial(self._check_blocks, file, entries, blocks) for blocks in parts]
+
+    def _check_blocks(
+        self, file: ShardFile, entries: list[Entry], blocks: list[Block], scratch: memoryview
+    ) -> _TaskResult:
+        """Compare some blocks of a file, and its header with the expected boxes."""
+        found = _TaskResult()
+        if blocks[0].file_start == 0:
+            found.boxes = dict.fromkeys(entry.leaf for entry in entries)
+        # If it can't be opened, each task says so, and it is told once.
+        with _collected(found.problems), file.opened():
+            for block in blocks:
+                length = block.file_stop - block.file_start
+                with _collected(found.problems):
+                    if entries and block.file_start == 0 and length <= MAX_HEADER_BYTES:
+                        header = memoryview(bytearray(length))
+                        file.check(block, header)
+                        found.boxes |= self._compare_header(file, header, entries)
+                    else:
+                        file.check(block, scratch)
+                found.bytes_read += length
+        return found
+
+    def _compare_header(
+        self, file: ShardFile, header: memoryview, entries: list[Entry]
+    ) -> dict[int, Box]:
+        leaves = self._metadata.leaves
+        try:
+            return boxes_in_header(header, leaves, entries, file.blocks)
+        except Contradiction as error:
+            named = [e for e in entries if leaves[e.leaf].spec.path == error.leaf]
+            start, stop = (named[0].offset, named[0].offset + named[0].nbytes) if named else (0, 0)
+            raise file.damaged(str(error), start, stop, (0, len(header))) from error
+
+    def _check_listed(
+        self, process: int, name: str, digests: FileDigests, scratch: memoryview
+    ) -> _TaskResult:
+        """Compare a file without leaves with its digests in an index."""
+        found = _TaskResult(digests.size)
+
+        def damaged(what: str, span: tuple[int, int] | None = None) -> Damaged:
+            host = self._shards.host_of(process)
+            problem = Problem(name, what, span=span, process=process, host=host)
+            return Damaged(self._source.location, [problem])
+
+        with (
+            _collected(found.problems),
+            damage_on_loss(damaged),
+            closing(self._source.store.open(name)) as reader,
+        ):
+            if reader.size != digests.size:
+                raise damaged(other_size(reader.size, digests.size))
+            blocks = digests.blocks()
+            for number, what in unmatched_blocks(reader, blocks, scratch):
+                span = (blocks[number].file_start, blocks[number].file_stop)
+                found.problems += damaged(what, span).problems
+        return found
 
     def _set_aside(self, error: Damaged, file: FileEntry, entries: list[Entry]) -> None:
         """Check that a file with a damaged index exists and has its size."""
         self.problems += error.problems
-        self.unchecked.append(self.source.shards.name_of(file))
-        self._unknown.update(entry.leaf for entry in entries)
+        self.unchecked.append(self._shards.name_of(file))
+        for entry in entries:
+            self._boxes[entry.leaf].append(None)
         self.bytes_read.total -= file.size
-        self.problems += _look_at(self.source, file, entries)
-
-    def _tasks_for_listed(self, process: int, known: set[str]) -> Iterator[_Task]:
-        """Tasks for the files that an index has beyond the file table, such as parity files."""
-        shards = self.source.shards
-        with _collected([]):  # A damaged index was told of with its files.
-            for name, digests in shards.listed_by(process).items():
-                if name in known or not _LISTED_NAME.fullmatch(name):
-                    continue
-                path = f"{_format.shards_directory(self.source.metadata.id)}/{name}"
-                self._own.add(path)
-                self.bytes_read.total += digests.size
-                yield _listed_task(self.source, process, path, digests)
+        self._look_at(file, entries)
 
     # What was read, together
 
     def _check_coverage(self) -> None:
         """Find leaves without all of their elements, or with some of them twice, in the files."""
-        for number, leaf in enumerate(self.source.metadata.leaves):
-            if number in self._unknown:
-                continue
-            gap = find_gap(leaf.spec.shape, self._boxes.get(number, []))
+        for number, leaf in enumerate(self._metadata.leaves):
+            boxes = self._boxes[number]
+            known = [box for box in boxes if box is not None]
+            gap = find_gap(leaf.spec.shape, known) if len(known) == len(boxes) else None
             if gap is not None:
                 found = f"the files do not hold {leaf.spec.path!r} once as a whole: {gap}"
                 self.problems.append(Problem(_format.METADATA_NAME, found, (leaf.spec.path,)))
 
     def _check_copy(self) -> None:
         """Compare the copy of `_METADATA`. Other bytes are damage, missing bytes are a note."""
-        source = self.source
-        if not source.metadata.files:
+        if not self._metadata.files:
             return
-        name = source.shards.path_of(_format.METADATA_COPY)
+        store, name = self._source.store, self._shards.path_of(_format.METADATA_COPY)
         self._own.add(name)
         with _collected(self.problems):
-            check_metadata_copy(source.store, source.metadata)
-            there = source.store.look(name)
-            if there is not None and there.size != source.metadata_bytes:
+            check_metadata_copy(store, self._metadata)
+            there = store.look(name)
+            if there is not None and there.size != self._source.metadata_bytes:
                 found = f"this copy of {_format.METADATA_NAME} is not complete"
                 self.notes.append(Note(name, f"{found}; only a repair would need it"))
 
     # Without reading
 
-    def _look_at_all(self, contents: Sequence[tuple[FileEntry, list[Entry]]]) -> None:
-        directory = _format.shards_directory(self.source.metadata.id)
-        there = {info.name: info for info in self.source.store.files(f"{directory}/")}
-        place = _format.digest(self.source.location.encode())
+    def _look_at_all(self, contents: _Contents) -> None:
+        there = {info.name: info for info in self._source.store.files(self._shards.path_of(""))}
+        place = _format.digest(self._source.location.encode())
         for file in self._parity:
-            self.problems += _look_at(self.source, file, ())
+            self._look_at(file, ())
         for entry, entries in contents:
-            name = self.source.shards.name_of(entry)
             try:
-                file = ShardFile(self.source.shards, entry, entries)
+                digests = ShardFile(self._shards, entry, entries).digests
             except Damaged as error:
                 self._set_aside(error, entry, entries)
                 continue
-            if problems := _look_at(self.source, entry, entries):
-                self.problems += problems
+            name = self._shards.name_of(entry)
+            if not self._look_at(entry, entries):
                 continue
-            digests = file.digests
             if not digests.identity or digests.place != place:
                 self.notes.append(Note(name, UNPROVEN))
             elif there[name].identity == digests.identity:
                 self.proven += 1
             else:
                 found = f"it was written again since it was saved; {UNPROVEN}"
-                self.problems.append(_problem(self.source, entry, entries, found))
+                self._add_problem(entry, entries, found)
+
+    def _look_at(self, file: FileEntry | ParityFile, entries: Sequence[Entry]) -> bool:
+        """Return True if a file exists and has its size. Else add a problem."""
+        try:
+            info = self._source.store.look(self._shards.name_of(file))
+        except OSError as error:
+            if (found := loss_of(error)) is None:
+                raise
+        else:
+            if info is not None and info.size == file.size:
+                return True
+            found = MISSING if info is None else other_size(info.size, file.size)
+        self._add_problem(file, entries, found)
+        return False
+
+    def _add_problem(
+        self, file: FileEntry | ParityFile, entries: Sequence[Entry], found: str
+    ) -> None:
+        """Add a problem with all bytes of a file."""
+        end = entries[-1].offset + entries[-1].nbytes if entries else 0
+        self.problems.append(lost_in(self._shards, file, entries, found, 0, end))
 
 
 class _Scratch(threading.local):
@@ -229,100 +303,3 @@ def _collected(problems: list[Problem]) -> Generator[None]:
         yield
     except Damaged as error:
         problems += error.problems
-
-
-def _tasks(file: ShardFile, source: OstrakaSource, entries: list[Entry]) -> list[_Task]:
-    """Tasks for groups of adjacent blocks, each for any thread."""
-    groups = groupby(file.blocks, lambda block: block.file_start // _TASK_BYTES)
-    parts = [list(blocks) for _, blocks in groups]
-    file.reads_left = len(parts)
-    return [partial(_check_blocks, file, blocks, source, entries) for blocks in parts]
-
-
-def _check_blocks(
-    file: ShardFile,
-    blocks: list[Block],
-    source: OstrakaSource,
-    entries: list[Entry],
-    scratch: memoryview,
-) -> _TaskResult:
-    """Compare some blocks of a file, and its header with the expected boxes."""
-    found = _TaskResult(entries=entries if blocks[0].file_start == 0 else ())
-    # If it can't be opened, each task says so, and it is told once.
-    with _collected(found.problems), file.opened():
-        for block in blocks:
-            with _collected(found.problems):
-                length = block.file_stop - block.file_start
-                if entries and block.file_start == 0 and length <= MAX_HEADER_BYTES:
-                    header = memoryview(bytearray(length))
-                    file.check(block, header)
-                    found.boxes = _compare_header(file, header, source, entries)
-                else:
-                    file.check(block, scratch)
-            found.bytes_read += block.file_stop - block.file_start
-    return found
-
-
-def _compare_header(
-    file: ShardFile, header: memoryview, source: OstrakaSource, entries: list[Entry]
-) -> dict[int, Box]:
-    try:
-        return boxes_in_header(header, source.metadata.leaves, entries, file.blocks)
-    except Contradiction as error:
-        named = [e for e in entries if source.metadata.leaves[e.leaf].spec.path == error.leaf]
-        start, stop = (named[0].offset, named[0].offset + named[0].nbytes) if named else (0, 0)
-        span = (0, len(header))
-        problem = lost_in(source.shards, file.entry, named, str(error), start, stop, span)
-        raise Damaged(source.location, [problem]) from error
-
-
-def _problem(
-    source: OstrakaSource, file: FileEntry | ParityFile, entries: Sequence[Entry], found: str
-) -> Problem:
-    """A problem with all bytes of a file."""
-    end = entries[-1].offset + entries[-1].nbytes if entries else 0
-    return lost_in(source.shards, file, entries, found, 0, end)
-
-
-def _look_at(
-    source: OstrakaSource, file: FileEntry | ParityFile, entries: Sequence[Entry]
-) -> list[Problem]:
-    """The problem of a file that is missing or has another size, if it has one."""
-    problems: list[Problem] = []
-
-    def damaged(found: str) -> Damaged:
-        return Damaged(source.location, [_problem(source, file, entries, found)])
-
-    with _collected(problems), damage_on_loss(damaged):
-        info = source.store.look(source.shards.name_of(file))
-        if info is None:
-            raise damaged(MISSING)
-        if info.size != file.size:
-            raise damaged(other_size(info.size, file.size))
-    return problems
-
-
-def _listed_task(source: OstrakaSource, process: int, name: str, digests: FileDigests) -> _Task:
-    """A task that compares a file without leaves with its digests in an index."""
-
-    def damaged(found: str, span: tuple[int, int] | None = None) -> Damaged:
-        host = source.shards.host_of(process)
-        problem = Problem(name, found, span=span, process=process, host=host)
-        return Damaged(source.location, [problem])
-
-    def check(scratch: memoryview) -> _TaskResult:
-        found = _TaskResult(digests.size)
-        with (
-            _collected(found.problems),
-            damage_on_loss(damaged),
-            closing(source.store.open(name)) as reader,
-        ):
-            if reader.size != digests.size:
-                raise damaged(other_size(reader.size, digests.size))
-            blocks = digests.blocks()
-            for number, what in unmatched_blocks(reader, blocks, scratch):
-                span = (blocks[number].file_start, blocks[number].file_stop)
-                found.problems += damaged(what, span).problems
-        return found
-
-    return check

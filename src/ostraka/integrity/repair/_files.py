@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ from ostraka.formats.ostraka.compare import PIECE_BYTES, matches, unmatched_bloc
 from ostraka.formats.ostraka.damage import loss_of, other_size
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import Shards
-from ostraka.integrity.repair._origins import Absent, Origin, RepairJob, SavedShard, header_of
+from ostraka.integrity.repair._origins import Absent, Origin, RepairJob, SavedShard
 from ostraka.integrity.repair.report import MendedFile, RepairResult
-from ostraka.layout.metadata import Metadata
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.runs import decode_runs, encode_runs
 from ostraka.layout.shard_file import METADATA_NAME, Block
@@ -84,58 +83,30 @@ def open_or_say(store: Store, name: str) -> FileReader | str:
 
 
 def mend(
-    job: RepairJob,
-    metadata: Metadata,
-    origins: Sequence[Origin],
-    shard: SavedShard,
-    lost: LostFile,
+    job: RepairJob, origins: Sequence[Origin], shard: SavedShard, lost: LostFile
 ) -> RepairResult:
     """Replace a file atomically, or say why that is impossible. Until then it stays unchanged."""
-    leaves = leaves_of(metadata, shard, lost.blocks)
+    leaves, size = shard.leaves(lost.blocks), shard.entry.size
     used: dict[str, None] = {}
+    missing = set(lost.blocks)
     opened = open_or_say(job.store, shard.name)
-    reader = None if isinstance(opened, str) else opened
-    writer = None
+    left = nullcontext() if isinstance(opened, str) else closing(opened)
     try:
-        if not job.dry_run:
-            writer = job.store.create(shard.name, shard.entry.size, replace=True)
-        missing = set(lost.blocks)
-        for number, block in enumerate(shard.blocks):
-            job.operation.check()
-            data = None
-            if number not in missing and reader is not None:
-                data = _read_again(job, reader, block)
-            if data is None:
-                data, origin = _read_from_origins(metadata, origins, shard, number)
-                used[origin] = None
-            if writer is not None:
-                writer.write(block.file_start, [data])
-        job.operation.check()
-        if writer is not None:
-            writer.finish()
-            job.bytes_written.add(shard.entry.size)
-    except BaseException as error:
-        if writer is not None:
-            writer.abandon()
-        if isinstance(error, Absent):
-            return Problem(shard.name, f"{lost.found}, and can't be mended: {error}", leaves)
-        raise
-    finally:
-        if reader is not None:
-            reader.close()
+        with left as reader, job.replacing(shard.name, size) as writer:
+            for number, block in enumerate(shard.blocks):
+                job.operation.check()
+                data = None
+                if number not in missing and reader is not None:
+                    data = _read_again(job, reader, block)
+                if data is None:
+                    data, origin = _read_from_origins(origins, shard, number)
+                    used[origin] = None
+                if writer is not None:
+                    writer.write(block.file_start, [data])
+    except Absent as error:
+        return Problem(shard.name, f"{lost.found}, and can't be mended: {error}", leaves)
     by = tuple(used) or ("what is left of it",)
-    return MendedFile(shard.name, lost.found, leaves, by, shard.entry.size, job.process)
-
-
-def leaves_of(metadata: Metadata, shard: SavedShard, blocks: Sequence[int]) -> tuple[str, ...]:
-    """The leaves that have bytes in some blocks."""
-    found: dict[str, None] = {}
-    for number in blocks:
-        start, stop = shard.blocks[number][:2]
-        for entry in shard.contents:
-            if entry.offset < stop and entry.offset + entry.nbytes > max(start, 0):
-                found[metadata.leaves[entry.leaf].spec.path] = None
-    return tuple(found)
+    return MendedFile(shard.name, lost.found, leaves, by, size, job.process)
 
 
 def _read_again(job: RepairJob, reader: FileReader, block: Block) -> Any:
@@ -147,14 +118,14 @@ def _read_again(job: RepairJob, reader: FileReader, block: Block) -> Any:
 
 
 def _read_from_origins(
-    metadata: Metadata, origins: Sequence[Origin], shard: SavedShard, number: int
+    origins: Sequence[Origin], shard: SavedShard, number: int
 ) -> tuple[Any, str]:
     """The bytes of a block, compared with its digest, and the name of their origin.
 
     Raises Absent with the reason of each origin that could not give them.
     """
     block = shard.blocks[number]
-    if number == 0 and matches(block, [data := header_of(metadata, shard)]):
+    if number == 0 and matches(block, [data := shard.header()]):
         return data, METADATA_NAME
     reasons: list[str] = []
     for origin in origins:
@@ -196,21 +167,16 @@ def find_lost_parity(job: RepairJob, shards: Shards, file: ParityFile, *, is_sum
 def mend_parity(job: RepairJob, shards: Shards, file: ParityFile, found: str) -> RepairResult:
     """Make a parity file again from its group, which is complete, and replace it atomically."""
     assert shards.parities is not None
-    name = shards.name_of(file)
-    writer = job.store.create(name, file.size, replace=True)
+    name, at = shards.name_of(file), 0
     try:
-        at = 0
-        for piece in shards.parities.rebuild_parity(file):
-            job.operation.check()
-            writer.write(at, [piece])
-            at += len(piece)
-        writer.finish()
-    except BaseException as error:
-        writer.abandon()
-        if isinstance(error, Damaged):
-            why = "; ".join(map(str, error.problems))
-            return Problem(name, f"{found}, and can't be mended: {why}")
-        raise
+        with job.replacing(name, file.size) as writer:
+            assert writer is not None
+            for piece in shards.parities.rebuild_parity(file):
+                job.operation.check()
+                writer.write(at, [piece])
+                at += len(piece)
+    except Damaged as error:
+        why = "; ".join(map(str, error.problems))
+        return Problem(name, f"{found}, and can't be mended: {why}")
     job.bytes_read.add(sum(member.size for member in shards.parities.members_of(file.group)))
-    job.bytes_written.add(file.size)
     return MendedFile(name, found, (), ("its group",), file.size, job.process)

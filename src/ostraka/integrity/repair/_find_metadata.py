@@ -8,7 +8,7 @@ Both have all other files. So `repair` commits it only if every byte is proved t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostraka.errors import NotACheckpoint, OstrakaError, PathInTheWay, StoreError
 from ostraka.formats.ostraka.damage import NOT_AS_WRITTEN, damage_on_contradiction, damaged
@@ -23,8 +23,7 @@ OWN = -1
 """Stands for the checkpoint itself, in place of the number of a copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundMetadata:
+class FoundMetadata(NamedTuple):
     """The location of a `_METADATA`, and the damage of the checkpoint's own."""
 
     copy: int

@@ -20,7 +20,7 @@ from ostraka.common.threads import StopSignal, run_all
 from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._files import open_or_say
-from ostraka.integrity.repair._origins import PARITY, CopyOrigin, Live, RepairJob
+from ostraka.integrity.repair._origins import PARITY, CopyOrigin, RepairJob
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata
@@ -40,69 +40,40 @@ def find_index(
     copies: Sequence[CopyOrigin],
     process: int,
     files: Contents,
-    live: Sequence[Mapping[str, str]],
+    live: Sequence[Mapping[str, str | None]],
 ) -> tuple[bytes, str] | None:
     """Get a lost index back, with the name of its origin. Returns None if nothing has it.
 
-    `live` has what `live_digests` gave on each process.
+    `files` are in the order of the index. `live` has, for each process, the digests of the live
+    values by file.
     """
-    expected = shards.metadata.indexes[process]
+    metadata = shards.metadata
+    expected = metadata.indexes[process]
     for copy in copies:
         if (data := copy.read_index(process, expected)) is not None:
             return data, copy.name
-    if shards.parities is not None:
-        data = shards.parities.index_copy(process)
-        if data is not None:
-            return data, PARITY
-    if shards.metadata.version >= _format.COMPRESSED_VERSION:
+    if shards.parities is not None and (data := shards.parities.index_copy(process)) is not None:
+        return data, PARITY
+    if metadata.version >= _format.COMPRESSED_VERSION:
         return None
-    candidates = _find_candidates(job, shards.metadata, files, live)
-    data = _prove_index(shards.metadata, process, candidates, job.store.location)
-    return None if data is None else (data, "its shards")
-
-
-def live_digests(live: Live | None, files: Contents, *, is_remote: bool) -> dict[str, str]:
-    """By the name of each file that the live tree holds whole, its digests, a `/` and its ETag."""
-    if live is None:
-        return {}
-    found: dict[str, str] = {}
-    for file, contents in files:
-        digests = live.digest_file(file, contents, with_e_tag=is_remote)
-        if digests is not None:
-            found[file.name] = f"{''.join(digests.digests)}/{digests.identity}"
-    return found
-
-
-def _prove_index(
-    metadata: Metadata,
-    process: int,
-    candidates: Mapping[str, Sequence[FileDigests]],
-    location: str,
-) -> bytes | None:
-    """The index of a process, if any choice of candidates has the digest in `_METADATA`.
-
-    `candidates` has the possible digests of each file. An index may have `location` in it, the
-    place of the checkpoint, with the ETags of its files.
-    """
-    expected = metadata.indexes[process]
-    files = [file for file in metadata.files if metadata.process_of[file.device] == process]
-    names = [file.name for file in files]
-    choices = [candidates.get(name, ()) for name in names]
+    names = [file.name for file, _ in files]
+    choices = _find_candidates(job, metadata, files, live)
     for chosen in islice(product(*choices), _MOST_TRIED):
         described = dict(zip(names, chosen, strict=True))
-        for where in ("", location):
+        # An index may have the place of the checkpoint in it, with the ETags of its files.
+        for where in ("", job.store.location):
             data = _index.encode_index(
                 metadata.id, process, described, version=metadata.version, location=where
             )
             if index_problem(data, expected) is None:
-                return data
+                return data, "its shards"
     return None
 
 
 def _find_candidates(
-    job: RepairJob, metadata: Metadata, files: Contents, live: Sequence[Mapping[str, str]]
-) -> dict[str, list[FileDigests]]:
-    """By the name of each file, what the index may have had: its digests here, there and live."""
+    job: RepairJob, metadata: Metadata, files: Contents, live: Sequence[Mapping[str, str | None]]
+) -> list[list[FileDigests]]:
+    """For each file, what the index may have had: its digests here, there and live."""
     directory = _format.shards_directory(metadata.id)
     there = {info.name: info.identity for info in job.store.files(f"{directory}/")}
 
@@ -114,15 +85,14 @@ def _find_candidates(
             digests = _digest_again(store, path, file.size, lengths, job.bytes_read)
             if digests is not None:
                 found[replace(digests, identity=there.get(path, ""))] = None
-        for text in (texts[file.name] for texts in live if file.name in texts):
-            text, _, e_tag = text.partition("/")
+        for given in filter(None, (texts.get(file.name) for texts in live)):
+            text, _, e_tag = given.partition("/")
             digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
             found[FileDigests(file.size, lengths, digests, identity=e_tag)] = None
         return list(found)
 
     threads = job.store.traits.reads_at_once
-    results = run_all(lambda pair: look(*pair), files, threads=threads, stop=StopSignal())
-    return dict(zip((file.name for file, _ in files), results, strict=True))
+    return run_all(lambda pair: look(*pair), files, threads=threads, stop=StopSignal())
 
 
 def _digest_again(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,10 +20,13 @@ from ostraka.formats.ostraka.source import open_ostraka
 from ostraka.layout import header
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
-from ostraka.layout.shard_file import Block, Entry, FileDigests, FileEntry
+from ostraka.layout.shard_file import Block, Entry, FileEntry
 from ostraka.processes.operation import Operation
 from ostraka.saving.place import Place
-from ostraka.storage import FileReader, Store
+from ostraka.storage import FileReader, FileWriter, Store
+
+if TYPE_CHECKING:
+    from ostraka.integrity.repair._live import LiveOrigin
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +61,22 @@ class RepairJob:
             self.store.put(name, data, check=self.place.check)
             self.bytes_written.add(len(data))
 
+    @contextmanager
+    def replacing(self, name: str, size: int) -> Generator[FileWriter | None]:
+        """Replace a file atomically at the end of the block. Yields None in a dry run."""
+        if self.dry_run:
+            yield None
+            return
+        writer = self.store.create(name, size, replace=True)
+        try:
+            yield writer
+            self.operation.check()
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        self.bytes_written.add(size)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedShard:
@@ -68,48 +87,35 @@ class SavedShard:
     contents: Sequence[Entry]
     blocks: Sequence[Block]
     """The header, then the blocks of its data."""
+    metadata: Metadata
+
+    def within(self, number: int) -> list[Entry]:
+        """The boxes with bytes in a block."""
+        start, stop = self.blocks[number][:2]
+        return [e for e in self.contents if e.offset < stop and e.offset + e.nbytes > max(start, 0)]
+
+    def leaves(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        """The leaves that have bytes in some blocks."""
+        entries = (entry for number in numbers for entry in self.within(number))
+        return tuple(dict.fromkeys(self.metadata.leaves[e.leaf].spec.path for e in entries))
+
+    def header(self) -> bytes:
+        """The header of the file, which follows from `_METADATA` and the blocks."""
+        stored = {}
+        if any(block.result for block in self.blocks):
+            stored = {e.leaf: _format.stored_range(e, self.blocks) for e in self.contents}
+        return header.encode_header(
+            self.contents,
+            self.metadata.leaves,
+            self.metadata.id,
+            self.entry.header_bytes,
+            version=self.metadata.version,
+            stored=stored,
+        )
 
 
 class Absent(Exception):
     """An origin lacks some bytes. The text completes "ORIGIN: …"."""
-
-
-class Origin(Protocol):
-    """A source of lost blocks. Several threads may ask at once, each about a file of its own."""
-
-    name: str
-    """What a report calls it."""
-
-    def read(self, shard: SavedShard, number: int) -> Any:
-        """The stored bytes of a block, not yet compared with its digest. Raises Absent."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Live(Origin, Protocol):
-    """The live tree, as far as this process holds it."""
-
-    def covered_bytes(self, shard: SavedShard, numbers: Sequence[int]) -> int: ...
-
-    def digest_file(
-        self, file: FileEntry, contents: Sequence[Entry], *, with_e_tag: bool
-    ) -> FileDigests | None: ...
-
-
-def header_of(metadata: Metadata, shard: SavedShard) -> bytes:
-    """The header of a file, which follows from `_METADATA` and the blocks."""
-    stored = {}
-    if any(block.result for block in shard.blocks):
-        stored = {e.leaf: _format.stored_range(e, shard.blocks) for e in shard.contents}
-    return header.encode_header(
-        shard.contents,
-        metadata.leaves,
-        metadata.id,
-        shard.entry.header_bytes,
-        version=metadata.version,
-        stored=stored,
-    )
 
 
 class CopyOrigin:
@@ -265,3 +271,10 @@ class ParityOrigin:
         )
         window.start, window.stop, window.data = ranges[0][0], ranges[-1][1], tuple(data)
         self._bytes_read.add(window.members * (window.stop - window.start))
+
+
+Origin: TypeAlias = "CopyOrigin | ParityOrigin | LiveOrigin"
+"""A source of lost blocks. Several threads may ask at once, each about a file of its own.
+
+`read` returns the stored bytes of a block, not yet compared with its digest. It raises Absent.
+"""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, Problem, problems_from_json, problems_to_json
@@ -21,10 +22,9 @@ from ostraka.formats.ostraka.damage import MISSING, damage_on_contradiction, dam
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity.repair._files import LostFile, find_lost, find_lost_parity, mend, mend_parity
 from ostraka.integrity.repair._find_metadata import OWN, FoundMetadata, find_metadata
-from ostraka.integrity.repair._indexes import find_index, live_digests
+from ostraka.integrity.repair._indexes import find_index
 from ostraka.integrity.repair._origins import (
     CopyOrigin,
-    Live,
     Origin,
     ParityOrigin,
     RepairJob,
@@ -36,17 +36,19 @@ from ostraka.integrity.repair.report import (
     RepairReport,
     RepairResult,
     decode_mended,
-    encode_mended,
 )
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka.layout.shard_file import METADATA_COPY, METADATA_NAME, Entry, FileEntry
 from ostraka.saving.place import find_temporaries
 
+if TYPE_CHECKING:
+    from ostraka.integrity.repair._live import LiveOrigin
+
 
 @dataclass(frozen=True, slots=True)
 class _SavedFiles:
-    """The checkpoint as it was saved, by its `_METADATA`."""
+    """The checkpoint as it was saved, by its `_METADATA`, and the origins of bytes it has lost."""
 
     found: FoundMetadata
     data: bytes
@@ -55,24 +57,21 @@ class _SavedFiles:
     shards: Shards
     contents: Mapping[tuple[int, int], tuple[FileEntry, list[Entry]]]
     """Shard files and their boxes, by device and part."""
+    copies: Sequence[CopyOrigin]
+    live: LiveOrigin | None
 
     def shard(self, device: int, part: int) -> SavedShard:
         """A shard file. Raises Damaged if its index contradicts `_METADATA`."""
         file, contents = self.contents[device, part]
-        data_bytes = contents[-1].offset + contents[-1].nbytes
-        digests = self.shards.digests_of(file, data_bytes)
-        return SavedShard(self.shards.name_of(file), file, contents, digests.blocks())
-
-    def process_of(self, file: FileEntry) -> int:
-        return self.metadata.process_of[file.device]
+        digests = self.shards.digests_of(file, contents[-1].offset + contents[-1].nbytes)
+        name = self.shards.name_of(file)
+        return SavedShard(name, file, contents, digests.blocks(), self.metadata)
 
 
-def run_stages(job: RepairJob, make_live: Callable[[Metadata], Live] | None) -> RepairReport:
+def run_stages(job: RepairJob, make_live: Callable[[Metadata], LiveOrigin] | None) -> RepairReport:
     """Repair a checkpoint, together with the other processes of the operation."""
-    saved = _agree_on_metadata(job)
-    copies = [CopyOrigin(copy, saved.metadata, job.bytes_read) for copy in job.copies]
-    live = None if make_live is None else make_live(saved.metadata)
-    origins: list[Origin] = [*copies] if live is None else [live, *copies]
+    saved = _agree_on_metadata(job, make_live)
+    origins: list[Origin] = [*filter(None, [saved.live]), *saved.copies]
     if saved.shards.parities is not None:
         origins.append(ParityOrigin(saved.shards, job.bytes_read))
     with ExitStack() as stack:
@@ -82,23 +81,24 @@ def run_stages(job: RepairJob, make_live: Callable[[Metadata], Live] | None) -> 
             directory = _format.shards_directory(saved.metadata.id)
             for name in find_temporaries(job.store, directory):  # of a repair that was killed
                 job.place.delete(name)
-        results, unknown = _mend_indexes(job, saved, copies, live)
+        results, unknown = _mend_indexes(job, saved)
         done = PassResult()
-        if not copies and live is None:  # Nothing is better than parity.
+        if not saved.copies and saved.live is None:  # Nothing is better than parity.
             done = mend_groups(job, saved.shards, saved.shard, unknown)
             results += done.mended
         problems, lost = _find_lost(job, saved, unknown, done.whole)
         results += problems
-        results += _mend_files(job, saved, origins, live, lost)
+        results += _mend_files(job, saved, origins, lost)
         results += _mend_parity(job, saved, results, done.sums)
     return _finish(job, saved, results)
 
 
-def _agree_on_metadata(job: RepairJob) -> _SavedFiles:
-    def decide(_: list[Any]) -> list[Any]:
+def _agree_on_metadata(
+    job: RepairJob, make_live: Callable[[Metadata], LiveOrigin] | None
+) -> _SavedFiles:
+    def decide(_: list[Any]) -> FoundMetadata:
         job.place.take()
-        found = find_metadata(job.store, job.copies)
-        return [found.copy, found.name, found.found, found.was_committed]
+        return find_metadata(job.store, job.copies)
 
     found = FoundMetadata(*job.operation.exchange("metadata", None, decide))
     data = (job.store if found.copy == OWN else job.copies[found.copy]).get(found.name)
@@ -109,12 +109,13 @@ def _agree_on_metadata(job: RepairJob) -> _SavedFiles:
         contents = shard_contents(metadata)
     job.bytes_read.total = sum(file.size for file in metadata.files)
     job.bytes_read.add(len(data))
-    return _SavedFiles(found, data, metadata, Shards(job.store, metadata), contents)
+    copies = [CopyOrigin(copy, metadata, job.bytes_read) for copy in job.copies]
+    live = None if make_live is None else make_live(metadata)
+    shards = Shards(job.store, metadata)
+    return _SavedFiles(found, data, metadata, shards, contents, copies, live)
 
 
-def _mend_indexes(
-    job: RepairJob, saved: _SavedFiles, copies: Sequence[CopyOrigin], live: Live | None
-) -> tuple[list[RepairResult], set[int]]:
+def _mend_indexes(job: RepairJob, saved: _SavedFiles) -> tuple[list[RepairResult], set[int]]:
     """Get lost indexes back. Also returns the processes whose index stays lost."""
     mine: list[Any] = []
     for process in filter(job.has_share, sorted(saved.metadata.indexes)):
@@ -125,8 +126,13 @@ def _mend_indexes(
     lost: list[Any] = job.operation.exchange("indexes", mine, _join)
     if not lost:
         return [], set()
+    process_of = saved.metadata.process_of
     files = {
-        process: [file for file in saved.contents.values() if saved.process_of(file[0]) == process]
+        process: [
+            saved.contents[file.device, file.part]
+            for file in saved.metadata.files
+            if process_of[file.device] == process
+        ]
         for process, _ in lost
     }
     results: list[RepairResult] = []
@@ -134,8 +140,7 @@ def _mend_indexes(
     def decide(posts: list[Any]) -> list[str | None]:
         texts: list[str | None] = []
         for process, found in lost:
-            posted = [post[str(process)] for post in posts]
-            got = find_index(job, saved.shards, copies, process, files[process], posted)
+            got = find_index(job, saved.shards, saved.copies, process, files[process], posts)
             name = saved.shards.name_of_index(process)
             if got is None:
                 why = "not all of its shards are whole, here or in a copy, to make it again from"
@@ -150,16 +155,17 @@ def _mend_indexes(
             texts.append(data.decode())
         return texts
 
-    is_remote = job.store.traits.is_remote
-    posted = {str(p): live_digests(live, files[p], is_remote=is_remote) for p in files}
-    unknown: set[int] = set()
+    posted: dict[str, str | None] = {}
+    if saved.live is not None:
+        is_remote = job.store.traits.is_remote
+        for file, contents in chain.from_iterable(files.values()):
+            posted[file.name] = saved.live.digest_file(file, contents, with_e_tag=is_remote)
     texts = job.operation.exchange("candidates", posted, decide)
-    for (process, _), text in zip(lost, texts, strict=True):
-        if text is None:
-            unknown.add(process)
-        else:
+    found = {process: text for (process, _), text in zip(lost, texts, strict=True)}
+    for process, text in found.items():
+        if text is not None:
             saved.shards.provide_index(process, text.encode())
-    return results, unknown
+    return results, {process for process, text in found.items() if text is None}
 
 
 def _find_lost(
@@ -172,7 +178,7 @@ def _find_lost(
     shards: list[SavedShard] = []
     problems: list[Problem] = []
     for key, (file, _) in saved.contents.items():
-        process = saved.process_of(file)
+        process = saved.metadata.process_of[file.device]
         if process in unknown or saved.shards.name_of(file) in whole or not job.has_share(process):
             continue
         try:
@@ -191,28 +197,22 @@ def _find_lost(
 
 
 def _mend_files(
-    job: RepairJob,
-    saved: _SavedFiles,
-    origins: Sequence[Origin],
-    live: Live | None,
-    lost: Sequence[LostFile],
+    job: RepairJob, saved: _SavedFiles, origins: Sequence[Origin], lost: Sequence[LostFile]
 ) -> list[RepairResult]:
     if not lost:
         return []
-    shares = zip(lost, _assign(job, saved, live, lost), strict=True)
+    shares = zip(lost, _assign(job, saved, lost), strict=True)
+    return run_all(
+        lambda one: mend(job, origins, saved.shard(one.device, one.part), one),
+        [one for one, process in shares if process == job.process],
+        threads=job.store.traits.at_once,
+        stop=StopSignal(),
+    )
 
-    def mend_one(one: LostFile) -> RepairResult:
-        return mend(job, saved.metadata, origins, saved.shard(one.device, one.part), one)
 
-    mine = [one for one, process in shares if process == job.process]
-    return run_all(mend_one, mine, threads=job.store.traits.at_once, stop=StopSignal())
-
-
-def _assign(
-    job: RepairJob, saved: _SavedFiles, live: Live | None, lost: Sequence[LostFile]
-) -> list[int]:
+def _assign(job: RepairJob, saved: _SavedFiles, lost: Sequence[LostFile]) -> list[int]:
     """Assign each lost file to the process that holds most of its lost bytes."""
-    count = job.operation.count
+    count, live = job.operation.count, saved.live
     if count == 1:
         return [0] * len(lost)
     covered = [
@@ -237,10 +237,7 @@ def _assign(
 
 
 def _mend_parity(
-    job: RepairJob,
-    saved: _SavedFiles,
-    results: Sequence[RepairResult],
-    summed: Collection[str],
+    job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult], summed: Collection[str]
 ) -> list[RepairResult]:
     """Mend parity files, after the indexes and shards that they are made of."""
     if saved.shards.parities is None:
@@ -270,13 +267,13 @@ def _finish(job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult])
     """Write `_METADATA` if it was lost, last of all, and report the results of all processes."""
 
     def decide(posts: list[Any]) -> dict[str, Any]:
-        mended = [file for post in posts for file in decode_mended(post["mended"])]
+        mended = decode_mended(_join([post["mended"] for post in posts]))
         problems = list(problems_from_json(_join([post["problems"] for post in posts])))
         written_before = job.bytes_written.done
         notes = _mend_metadata(job, saved, mended, problems)
         written = job.bytes_written.done - written_before
         return {
-            "mended": encode_mended(sorted(mended, key=lambda file: file.file)),
+            "mended": list(map(astuple, sorted(mended, key=lambda file: file.file))),
             "problems": problems_to_json(problems),
             "notes": notes,
             "read": sum(post["read"] for post in posts),
@@ -284,7 +281,7 @@ def _finish(job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult])
         }
 
     mine = {
-        "mended": encode_mended([one for one in results if isinstance(one, MendedFile)]),
+        "mended": [astuple(one) for one in results if isinstance(one, MendedFile)],
         "problems": problems_to_json([one for one in results if isinstance(one, Problem)]),
         "read": job.bytes_read.done,
         "written": job.bytes_written.done,

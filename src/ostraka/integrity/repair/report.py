@@ -89,12 +89,8 @@ class RepairReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def encode_mended(files: Sequence[MendedFile]) -> list[Any]:
-    """Return files as JSON, to send them to another process."""
-    return [[f.file, f.found, f.leaves, f.origins, f.nbytes, f.process] for f in files]
-
-
 def decode_mended(encoded: Sequence[Any]) -> list[MendedFile]:
+    """Return the files that other processes sent as JSON."""
     return [
         MendedFile(file, found, tuple(leaves), tuple(origins), nbytes, process)
         for file, found, leaves, origins, nbytes, process in encoded
