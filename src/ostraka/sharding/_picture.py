@@ -22,7 +22,7 @@ from ostraka.sharding.drawing import draw
 from ostraka.sharding.leaves import every_dimension
 from ostraka.sharding.mesh import AnyMesh, mesh_spec, refuse_swapped
 from ostraka.sharding.specs import array_leaves, has_shape, partition_of, to_spec
-from ostraka.tree.nodes import Leaf, leaves_of
+from ostraka.tree.nodes import leaves_of
 
 
 def picture(
@@ -82,38 +82,18 @@ def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
     parsed = parse(value)
     leaves = list(leaves_of(parsed))
     if len(leaves) == 1 and has_shape(leaves[0].value):
-        mesh, partition = _lies(leaves[0])
+        mesh, partition = _lies(leaves[0].path, leaves[0].value)
         shape = tuple(leaves[0].value.shape)
         return draw(shape, mesh, every_dimension(partition, len(shape)), dimensions=dimensions)
     rows = [("leaf", "shape", "spec", "bytes a device", "mesh")]
     for leaf in array_leaves(parsed):
-        mesh, partition = _lies(Leaf(leaf.path, leaf.value))
-        parts = prod(partition_grid(mesh, partition, len(leaf.shape)))
-        rows.append(
-            (
-                leaf.path,
-                str(leaf.shape),
-                show_partition(partition) if mesh.devices != (HOST_LOCAL,) else "host",
-                f"{leaf.nbytes // parts:,}",
-                str(mesh) if mesh.devices != (HOST_LOCAL,) else "",
-            )
-        )
-    return _table(rows)
-
-
-def _lies(leaf: Leaf) -> tuple[MeshSpec, Partition]:
-    """Return a leaf's mesh and partition. Host memory is a mesh of its own."""
-    sharding = getattr(leaf.value, "sharding", None)
-    if sharding is None:
-        return MeshSpec((), (), (HOST_LOCAL,)), ()
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh):
-        partition = partition_of(leaf.path, sharding.spec, len(leaf.value.shape))
-        return mesh_spec(sharding.mesh), partition
-    return describe_sharding(leaf.path, sharding, Devices())
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        mesh, partition = _lies(leaf.path, leaf.value)
+        nbytes = leaf.nbytes // prod(partition_grid(mesh, partition, len(leaf.shape)))
+        spec, where = show_partition(partition), str(mesh)
+        if mesh.devices == (HOST_LOCAL,):
+            spec, where = "host", ""
+        rows.append((leaf.path, str(leaf.shape), spec, f"{nbytes:,}", where))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
             cell.rjust(width) if column == 3 else cell.ljust(width)
@@ -122,3 +102,13 @@ def _table(rows: list[tuple[str, ...]]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def _lies(path: str, value: Any) -> tuple[MeshSpec, Partition]:
+    """Return a leaf's mesh and partition. Host memory is a mesh of its own."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        return MeshSpec((), (), (HOST_LOCAL,)), ()
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return mesh_spec(sharding.mesh), partition_of(path, sharding.spec, len(value.shape))
+    return describe_sharding(path, sharding, Devices())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from ostraka.sharding.specs import (
     parse_state,
     resolve_checked,
 )
-from ostraka.tree.nodes import Branch, Leaf, leaves_of, rebuild, unwrapped
+from ostraka.tree.nodes import leaves_of, rebuild, unwrapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
@@ -62,27 +62,23 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
     parsed = parse(tree)
     given = as_mesh(mesh)
     found, findings = resolve_checked(parse_state(tree), given, specs)
-    leaves = list(array_leaves(parsed))
-    findings += _narrowed(leaves)
+    leaves = {leaf.path: leaf for leaf in array_leaves(parsed)}
+    findings += _narrowed(leaves.values())
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)
     shardings = {path: NamedSharding(target, spec) for path, spec in found.items()}
+    abstract = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype, sharding=shardings[path])
+        for path, leaf in leaves.items()
+        if isinstance(leaf.value, jax.ShapeDtypeStruct)
+    }
+    concrete = [path for path in leaves if path not in abstract]
+    placed = put([leaves[path].value for path in concrete], [shardings[path] for path in concrete])
     values = {leaf.path: unwrapped(leaf.value) for leaf in leaves_of(parsed)}
-    concrete: list[ArrayLeaf] = []
-    for leaf in leaves:
-        if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            sharding = shardings[leaf.path]
-            values[leaf.path] = jax.ShapeDtypeStruct(
-                leaf.shape, leaf.value.dtype, sharding=sharding
-            )
-        else:
-            concrete.append(leaf)
-    placed = put([leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete])
-    values.update((leaf.path, array) for leaf, array in zip(concrete, placed, strict=True))
-    return rebuild(parsed, values)
+    return rebuild(parsed, values | abstract | dict(zip(concrete, placed, strict=True)))
 
 
-def _narrowed(leaves: Sequence[ArrayLeaf]) -> Iterator[Finding]:
+def _narrowed(leaves: Iterable[ArrayLeaf]) -> Iterator[Finding]:
     """Yield errors for NumPy arrays whose dtype JAX would silently change."""
     for leaf in leaves:
         if leaf.is_key or isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
@@ -221,16 +217,28 @@ def prepare(
     model = abstract[0] if model_key is None else abstract[0][model_key]
     model_leaves = list(array_leaves(parse_state(model)))
     specs = _model_specs(model, model_leaves, mesh, rules)
-    trees = [parse_state(state) for state in abstract]
-    # The optimizer has no part of the model; its arrays follow the parameters.
-    prefixes = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
+    prefix = "" if model_key is None else f"{model_key}/"
+    own = {f"{prefix}{path}": spec for path, spec in specs.items()}
     flat: list[NamedSharding] = []
-    for tree, prefix in zip(trees, prefixes, strict=True):
-        found = _specs_of(tree, prefix, model_leaves, specs)
+    arrays: list[ArrayLeaf] = []
+    for tree in map(parse_state, abstract):
+        leaves = list(array_leaves(tree))
+        arrays += leaves
+        beside = [leaf for leaf in leaves if leaf.path not in own]
+        found = own | follow_specs(beside, model_leaves, specs)
         values = {leaf.path: found.get(leaf.path, PartitionSpec()) for leaf in leaves_of(tree)}
         flat += [NamedSharding(making, spec) for spec in jax.tree.leaves(rebuild(tree, values))]
+        own = {}  # The optimizer has no part of the model; its arrays follow the parameters.
     structures: list[tuple[Any, Any]] = []
-    eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
+    # Eager sharding places variables by their annotations. It can't if they are annotated for
+    # another mesh, or if arrays of an optimizer have the annotations of a parameter with more
+    # dimensions, as factored moments do.
+    sizes = mesh_spec(mesh)
+    eager = not any(
+        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
+        for leaf in arrays
+        if leaf.named is not None
+    )
 
     def make() -> list[Any]:
         from flax import nnx
@@ -330,44 +338,7 @@ def _shapes(
         ) from error
 
 
-def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
-    """Return True if eager sharding can place variables by their annotations.
-
-    It can't if they are annotated for another mesh, or if arrays of an optimizer have the
-    annotations of a parameter with more dimensions, as factored moments do.
-    """
-    sizes = mesh_spec(mesh)
-    return not any(
-        find_misfits(leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named))
-        for leaf in leaves
-        if leaf.named is not None
-    )
-
-
-def _specs_of(
-    tree: Branch | Leaf,
-    prefix: str | None,
-    parameters: Sequence[ArrayLeaf],
-    specs: Mapping[str, PartitionSpec],
-) -> dict[str, PartitionSpec]:
-    """Return the specs of an object's arrays: those of the model, or of their parameters."""
-    found: dict[str, PartitionSpec] = {}
-    beside: list[ArrayLeaf] = []
-    for leaf in array_leaves(tree):
-        if prefix is not None and leaf.path.startswith(prefix):
-            found[leaf.path] = specs[leaf.path.removeprefix(prefix)]
-        else:
-            beside.append(leaf)
-    return found | follow_specs(beside, parameters, specs)
-
-
 # Check the arguments of `init`: likely mistakes get a message with the remedy.
-
-_NEEDED = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def check_function(model_fn: Any) -> None:
@@ -403,8 +374,8 @@ def _required(function: Any) -> list[str]:
         found = inspect.signature(function.__init__ if is_class else function)
     except (TypeError, ValueError):  # some builtins have no signature
         return []
-    parameters = list(found.parameters.values())[is_class:]
-    return [p.name for p in parameters if p.kind in _NEEDED and p.default is p.empty]
+    needed = [p for p in list(found.parameters.values())[is_class:] if p.default is p.empty]
+    return [p.name for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -116,12 +116,9 @@ def find_cuts(
 class _NamedLeaf:
     """A leaf with the names on its path: above the layer, of the layer, and its own."""
 
-    leaf: ShapedLeaf
+    path: str
+    shape: tuple[int, ...]
     names: tuple[str, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape
 
     @property
     def own(self) -> str:
@@ -144,7 +141,7 @@ class _Model:
     def __init__(
         self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]
     ) -> None:
-        self._leaves = [_NamedLeaf(leaf, names_on(leaf.path)) for leaf in leaves]
+        self._leaves = [_NamedLeaf(leaf.path, leaf.shape, names_on(leaf.path)) for leaf in leaves]
         self._column = column
         self._row = row
         self._beside: dict[tuple[str, ...], dict[str, list[_NamedLeaf]]] = defaultdict(dict)
@@ -159,7 +156,7 @@ class _Model:
                 continue
             role = self._role(leaf)
             if role is not None:
-                found[leaf.leaf.path] = self._cuts_of(leaf, role)
+                found[leaf.path] = self._cuts_of(leaf, role)
             elif leaf.own in KERNELS and leaf.layer not in ("gate", "router"):
                 rest.append(leaf)
         found |= self._by_shape(rest)
@@ -276,26 +273,17 @@ class _Model:
 
     def _is_stacked_flat(self, leaf: _NamedLeaf) -> bool:
         """Return True if a bias says that the first of three dimensions counts layers."""
-        biases = [other for other in self._beside[leaf.above][leaf.layer] if other.own == "bias"]
-        shape = leaf.shape
-        return (
-            len(shape) == 3
-            and any(other.shape == (shape[0], shape[2]) for other in biases)
-            and shape[0] != shape[1]
-        )
+        beside, shape = self._beside[leaf.above][leaf.layer], leaf.shape
+        biases = {other.shape for other in beside if other.own == "bias"}
+        return len(shape) == 3 and shape[0] != shape[1] and (shape[0], shape[2]) in biases
 
     def _units(self, leaf: _NamedLeaf, role: Role, size: int, rank: int) -> int:
         """Return the number of heads in a dimension that has all of them, if it is known."""
         if role not in ("in", "out") or rank > 2:
             return size
-        norms = [
-            other.shape[-1]
-            for name, others in self._beside[leaf.above].items()
-            if is_norm_of_heads(name)
-            for other in others
-        ]
-        known = norms and not size % norms[0]
-        return size // norms[0] if known else size
+        beside = self._beside[leaf.above].items()
+        norms = [o.shape[-1] for name, others in beside if is_norm_of_heads(name) for o in others]
+        return size // norms[0] if norms and not size % norms[0] else size
 
     # The width of the model
 
@@ -354,7 +342,7 @@ class _Model:
         for leaf in leaves:
             width, stacked = self._width(leaf)
             if len(leaf.shape) == 2 and leaf.shape[0] == width and leaf.shape[1] in words:
-                found[leaf.leaf.path] = (Cut(1, leaf.shape[1]),)
+                found[leaf.path] = (Cut(1, leaf.shape[1]),)
             elif len(leaf.shape) - (stacked is not None) in (2, 3):
                 together[leaf.above].append(leaf)
         for group in together.values():
@@ -372,8 +360,8 @@ class _Model:
             width, heads, size = leaf.shape
             back = [o for o in group if o.shape == (heads, size, width) and o is not leaf]
             if back and width == self._width(leaf)[0]:
-                found[leaf.leaf.path] = (Cut(1, heads),)
-                found |= {other.leaf.path: (Cut(0, heads),) for other in back}
+                found[leaf.path] = (Cut(1, heads),)
+                found |= {other.path: (Cut(0, heads),) for other in back}
         return found
 
     def _chains(self, group: Sequence[_NamedLeaf]) -> Cuts:
@@ -386,8 +374,8 @@ class _Model:
                 continue
             into, back = ordered
             last = len(into.shape) - 1
-            found[into.leaf.path] = (Cut(last, into.shape[last]),)
-            found[back.leaf.path] = (Cut(last - 1, back.shape[last - 1]),)
+            found[into.path] = (Cut(last, into.shape[last]),)
+            found[back.path] = (Cut(last - 1, back.shape[last - 1]),)
             next(pairs, None)  # the second has its partner
         return found
 
@@ -418,12 +406,12 @@ class _Model:
                 continue
             beside = self._beside[leaf.above]
             kernels = [k for name in (f"{stem}_proj", stem) for k in beside.get(name, ())]
-            kernel = next((k for k in kernels if k.leaf.path in cuts), None)
+            kernel = next((k for k in kernels if k.path in cuts), None)
             if kernel is None or self._role(kernel) not in ("in", "up", "head"):
                 continue
-            units = cuts[kernel.leaf.path][0].units
+            units = cuts[kernel.path][0].units
             last = len(leaf.shape) - 1
             dimension = last - 1 if last and leaf.shape[last - 1] == units else last
             if not leaf.shape[dimension] % units:
-                found[leaf.leaf.path] = (Cut(dimension, units),)
+                found[leaf.path] = (Cut(dimension, units),)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -43,17 +44,20 @@ def draw(
     drawn = _drawn_dimensions(grid, dimensions)
     table = holders(mesh, partition, rank).reshape(*grid, -1)
     others = [d for d in range(rank) if d not in drawn]
+    spans = [
+        [f"{part * size // parts}:{(part + 1) * size // parts}" for part in range(parts)]
+        for size, parts in zip(shape, grid, strict=True)
+    ]
     spec = show_partition(partition if any(partition) else ())
     lines = [f"{shape} {spec} on {mesh}"]
     for index in islice(product(*(range(grid[d]) for d in others)), most):
         place = dict(zip(others, index, strict=True))
-        fixed = [f"dimension {d}: {_span(shape, grid, d, i)}" for d, i in place.items()]
-        cut = [text for text, d in zip(fixed, place, strict=True) if grid[d] > 1]
+        cut = [f"dimension {d}: {spans[d][i]}" for d, i in place.items() if grid[d] > 1]
         if cut:
             lines += ["", ", ".join(cut)]
         selection = tuple(place.get(d, slice(None)) for d in range(rank))
         cells = table[selection].reshape(*(grid[d] for d in drawn), -1)
-        lines += _grid(cells, shape, grid, drawn)
+        lines += _grid(cells, [spans[d] for d in drawn])
     drawings = prod(grid[d] for d in others)
     if most is not None and drawings > most:
         lines += ["", f"… and {drawings - most:,} more like these"]
@@ -73,26 +77,13 @@ def _drawn_dimensions(grid: tuple[int, ...], chosen: tuple[int, int] | None) -> 
     return sorted(cut + whole[: 2 - len(cut)])
 
 
-def _span(shape: tuple[int, ...], grid: tuple[int, ...], dimension: int, part: int) -> str:
-    size = shape[dimension] // grid[dimension]
-    return f"{part * size}:{(part + 1) * size}"
-
-
-def _grid(
-    cells: np.ndarray[Any, Any],
-    shape: tuple[int, ...],
-    grid: tuple[int, ...],
-    drawn: list[int],
-) -> list[str]:
+def _grid(cells: np.ndarray[Any, Any], spans: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of one drawing. One dimension is drawn across, two down and across."""
-    down, across = [None, None, *drawn][-2:]
-    rows = [0] if down is None else _some(grid[down])
-    columns = [0] if across is None else _some(grid[across])
-    holding = cells.reshape(
-        1 if down is None else grid[down], 1 if across is None else grid[across], -1
-    )
-    heads = [_head(shape, grid, across, column) for column in columns]
-    labels = [_head(shape, grid, down, row) for row in rows]
+    down, across = [[""], [""], *spans][-2:]
+    rows, columns = _some(len(down)), _some(len(across))
+    holding = cells.reshape(len(down), len(across), -1)
+    heads = ["…" if column is None else across[column] for column in columns]
+    labels = ["…" if row is None else down[row] for row in rows]
     texts = [
         ["…" if None in (row, column) else _numbers(holding[row, column]) for column in columns]
         for row in rows
@@ -120,14 +111,6 @@ def _some(parts: int) -> list[int | None]:
         return list(range(parts))
     half = _MOST_CELLS // 2
     return [*range(half), None, *range(parts - half, parts)]
-
-
-def _head(
-    shape: tuple[int, ...], grid: tuple[int, ...], dimension: int | None, part: int | None
-) -> str:
-    if dimension is None:
-        return ""
-    return "…" if part is None else _span(shape, grid, dimension, part)
 
 
 def _numbers(devices: np.ndarray[Any, Any]) -> str:

@@ -225,7 +225,7 @@ def is_rules(value: Any) -> bool:
     return isinstance(value, CombinedRules | Logical | Preset | str) or inspect.isroutine(value)
 
 
-def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
+def _decide(rule: Any, known: Sequence[str]) -> Decision:
     """Prepare one rule to be applied to leaves."""
     if _is_spec(rule):
         return Decision(lambda leaf: rule)
@@ -234,7 +234,7 @@ def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
     if isinstance(rule, str) and rule == "metadata":
         return Decision(lambda leaf: NOTHING if leaf.named is None else leaf.named)
     if _is_table(rule):
-        return cast("Decision[ArrayLeaf]", decide_by_table(rule, known))
+        return decide_by_table(rule, known)
     if inspect.isroutine(rule) or (callable(rule) and not _is_tree(rule)):
         return Decision(_called(rule))
     if not _is_tree(rule):
@@ -245,7 +245,7 @@ def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
     entries = {leaf.path: leaf.value for leaf in leaves_of(parse_state(rule))}
     for path, spec in entries.items():
         to_spec(path, spec)
-    return cast("Decision[ArrayLeaf]", decide_by_paths(entries, known))
+    return decide_by_paths(entries, known)
 
 
 def _physical(leaf: ArrayLeaf, axes: Mapping[str, Any]) -> Any:
@@ -271,15 +271,12 @@ def _is_spec(value: Any) -> bool:
         return True
     if not isinstance(value, tuple | list) or hasattr(value, "_fields"):
         return False
-    return all(map(_is_axes, cast("Sequence[Any]", value)))
-
-
-def _is_axes(entry: Any) -> bool:
-    if entry is None or isinstance(entry, str):
-        return True
-    return isinstance(entry, tuple | list) and all(
-        isinstance(axis, str) for axis in cast("Sequence[Any]", entry)
-    )
+    entries = [
+        cast("Sequence[Any]", entry) if isinstance(entry, tuple | list) else [entry]
+        for entry in cast("Sequence[Any]", value)
+        if entry is not None
+    ]
+    return all(isinstance(axis, str) for axes in entries for axis in axes)
 
 
 def _is_table(value: Any) -> TypeGuard[Mapping[str, Any]]:
