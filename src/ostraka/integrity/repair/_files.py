@@ -14,8 +14,8 @@ from ostraka.formats.ostraka.compare import PIECE_BYTES, matches, unmatched_bloc
 from ostraka.formats.ostraka.damage import loss_of, other_size
 from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.shards import Shards
+from ostraka.integrity._report import MendedFile, RepairResult
 from ostraka.integrity.repair._origins import Absent, Origin, RepairJob, SavedShard
-from ostraka.integrity.repair.report import MendedFile, RepairResult
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.runs import decode_runs, encode_runs
 from ostraka.layout.shard_file import METADATA_NAME, Block
