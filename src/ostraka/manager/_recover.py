@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostraka.common.record import logger as log
 from ostraka.errors import (
@@ -31,14 +31,14 @@ from ostraka.storage import Store
 _ATTEMPTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     """A step to restore, and the one before it, if any."""
 
     step: int
     name: str
     in_mirror: bool
-    problems: tuple[Problem, ...]
+    problems: Sequence[Any]
+    """Its damage, as JSON."""
     before: int | None
 
 
@@ -186,7 +186,9 @@ class Recovery:
         """Return the restored step, and the value that `restore` returned for its store."""
         times_gone = 0
         while times_gone <= _ATTEMPTS:
-            choice = self._choose()
+            choice = _Choice(
+                *decide_together(f"choice of a step in {self._root.location}", self._decide)
+            )
             outcome = self._try(choice, restore)
             match outcome.status:
                 case "ok":
@@ -208,12 +210,7 @@ class Recovery:
 
     # Which step
 
-    def _choose(self) -> _Choice:
-        found = decide_together(f"choice of a step in {self._root.location}", self._decide)
-        found["problems"] = problems_from_json(found["problems"])
-        return _Choice(**found)
-
-    def _decide(self) -> dict[str, Any]:
+    def _decide(self) -> _Choice:
         def is_enough(found: Sequence[Step]) -> bool:
             left = [step for step in found if step.step not in self._given_up]
             return any(step.is_good for step in left[1:])
@@ -242,13 +239,8 @@ class Recovery:
         name, problems = chosen.names[0], chosen.problems
         if self._verify_first and not problems:
             problems = verify(self._store_of(name, in_mirror), raises=False).problems
-        return {
-            "step": chosen.step,
-            "name": name,
-            "in_mirror": in_mirror,
-            "problems": problems_to_json(problems),
-            "before": next((step.step for step in reversed(left[:-1]) if step.is_good), None),
-        }
+        before = next((step.step for step in reversed(left[:-1]) if step.is_good), None)
+        return _Choice(chosen.step, name, in_mirror, problems_to_json(problems), before)
 
     def _look_at_mirror(self, own: Mapping[int, Step]) -> dict[int, Step]:
         """Return the mirror's steps, if the root does not have the wanted one.
@@ -271,7 +263,7 @@ class Recovery:
 
     def _try(self, choice: _Choice, restore: Callable[[Store], Any]) -> _Outcome:
         if choice.problems:
-            return _Outcome("damaged", choice.problems, None, None)
+            return _Outcome("damaged", problems_from_json(choice.problems), None, None)
         store = self._store_of(choice.name, choice.in_mirror)
         if choice.in_mirror:
             log.info("step %d is restored from the mirror, %s", choice.step, store.location)
@@ -348,9 +340,6 @@ def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:
 
 def _worst(outcomes: list[Any]) -> list[Any]:
     """Return the worst status of all processes, and the problems of all."""
-    said = [status for status, _ in outcomes]
-    problems = [problem for _, found in outcomes for problem in found]
-    for status in ("failed", "damaged", "gone", "follows"):
-        if status in said:
-            return [status, problems]
-    return ["ok", []]
+    order = ["failed", "damaged", "gone", "follows", "ok"]
+    status = min((status for status, _ in outcomes), key=order.index)
+    return [status, [problem for _, found in outcomes for problem in found]]

@@ -159,7 +159,12 @@ class Step:
 
 
 _UNREAD = Step(-1, None, NO_METRICS, False)
-"""A directory with a checkpoint, before it is read. `_step_of` gives it the number of its step."""
+"""A directory with a checkpoint, before it is read. `Root._step` gives it its number."""
+
+_Look = Callable[[str], Step | None]
+"""Returns the checkpoint in a directory."""
+_Until = Callable[[Sequence[Step]], bool]
+"""Returns True if a scan has found enough."""
 
 
 class Root:
@@ -216,8 +221,8 @@ class Root:
 
     def own_name(self, number: int) -> str:
         """Return the name to save a step under: its present one, if Ostraka wrote it."""
-        held = self._holding(names_of_step(number, self.store.list()))
-        return next((one.names[0] for one in held if not one.is_foreign), name_of(number))
+        found = self._step(number, names_of_step(number, self.store.list()))
+        return next(iter(found.versions if found else ()), name_of(number))
 
     def at(self, name: str) -> Store:
         """Return the store of a step."""
@@ -239,11 +244,7 @@ class Root:
     # Which steps exist
 
     def scan(
-        self,
-        until: Callable[[Sequence[Step]], bool] | None = None,
-        *,
-        up_to: int | None = None,
-        trusting: bool = False,
+        self, until: _Until | None = None, *, up_to: int | None = None, trusting: bool = False
     ) -> list[Step]:
         """Return all steps up to a number, unreadable ones included. The newest is the last.
 
@@ -275,8 +276,7 @@ class Root:
 
     def look_again(self, steps: Iterable[Step]) -> list[Step]:
         """Return these steps as they are now, without those that are gone."""
-        found = ((step.step, self._holding(step.names)) for step in steps)
-        return [_step_of(number, holding) for number, holding in found if holding]
+        return list(filter(None, (self._step(step.step, step.names) for step in steps)))
 
     def steps_after(self, number: int, names: Sequence[str], *, descending: bool) -> Iterator[Step]:
         """Yield the steps above a number, unreadable ones included. `names` are the root's.
@@ -285,19 +285,17 @@ class Root:
         """
         named = possible_steps(names)
         for step in sorted((step for step in named if step > number), reverse=descending):
-            holding = self._holding(named[step])
-            if holding:
-                yield _step_of(step, holding)
+            if (found := self._step(step, named[step])) is not None:
+                yield found
         self._forget_all_but(names)
 
     def find(self, number: int) -> Step:
         """Return a step, readable or not. Raises CheckpointNotFound."""
         for _ in range(_RETRIES):
-            names = possible_steps(self.store.list()).get(number, [])
-            holding = self._holding(names)
-            if holding:
-                return _step_of(number, holding)
-            if names == possible_steps(self.store.list()).get(number, []):
+            names = names_of_step(number, self.store.list())
+            if (found := self._step(number, names)) is not None:
+                return found
+            if names == names_of_step(number, self.store.list()):
                 break  # Else it was renamed just now.
         raise no_such_step(self.location, number, sorted(step.step for step in self.scan()))
 
@@ -390,17 +388,11 @@ class Root:
         return run_all(work, names, threads=traits.reads_at_once, stop=StopSignal())
 
     def _forget_all_but(self, names: Sequence[str]) -> None:
-        there = set(names)
-        for name in list(self._cache):  # Another thread may add to it meanwhile.
-            if name not in there:
-                self._cache.pop(name, None)
+        for name in set(self._cache).difference(names):  # Another thread may add to it meanwhile.
+            self.forget(name)
 
     def _look_at(
-        self,
-        there: Sequence[str],
-        until: Callable[[Sequence[Step]], bool] | None,
-        up_to: int | None,
-        trusting: bool,
+        self, there: Sequence[str], until: _Until | None, up_to: int | None, trusting: bool
     ) -> tuple[list[Step], bool]:
         """Return the steps among these names, the newest first, and True if all were steps."""
         possible = possible_steps(there)
@@ -418,22 +410,29 @@ class Root:
         found: list[Step] = []
         is_settled = True
         for number, names in reversed(possible.items()):
-            holding = self._holding(names, lambda one: known[one] if one in known else look(one))
-            is_settled = is_settled and len(holding) == len(names)
-            if not holding:
+            step = self._step(number, names, lambda one: known[one] if one in known else look(one))
+            is_settled = is_settled and step is not None and len(step.names) == len(names)
+            if step is None:
                 continue
-            found.append(_step_of(number, holding))
+            found.append(step)
             if until is not None and until(found):
                 break
         return found, is_settled
 
-    def _holding(
-        self, names: Sequence[str], look: Callable[[str], Step | None] | None = None
-    ) -> list[Step]:
-        """Return those of a step's directories that have a checkpoint."""
+    def _step(self, number: int, names: Sequence[str], look: _Look | None = None) -> Step | None:
+        """Return the step that directories of these names hold, or None if none of them does."""
         found = filter(None, map(look or self._look_with_pin, names))
         # Neither a damaged directory nor a foreign one hides a good one of the same step.
-        return sorted(found, key=lambda one: (bool(one.problems), one.is_foreign))
+        held = sorted(found, key=lambda one: (bool(one.problems), one.is_foreign))
+        if not held:
+            return None
+        return replace(
+            held[0],
+            step=number,
+            pinned=any(one.pinned for one in held),
+            names=tuple(one.names[0] for one in held),
+            versions={name: v for one in held for name, v in one.versions.items()},
+        )
 
     def _look_with_pin(self, name: str) -> Step | None:
         found = self._look(name)
@@ -480,17 +479,6 @@ class Root:
         step = replace(found, names=(name,), versions=versions)
         self._cache[name] = (version, step)
         return step
-
-
-def _step_of(number: int, holding: Sequence[Step]) -> Step:
-    """Return the step that some directories hold. The first of them counts."""
-    return replace(
-        holding[0],
-        step=number,
-        pinned=any(one.pinned for one in holding),
-        names=tuple(one.names[0] for one in holding),
-        versions={name: v for one in holding for name, v in one.versions.items()},
-    )
 
 
 def ascending(steps: Iterable[Step]) -> list[Step]:

@@ -210,7 +210,7 @@ def prepare(
     """Trace the model for its shapes, and work out where everything goes."""
     check_function(model_fn)
     check_optimizer(optimizer)
-    is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
+    is_explicit, abstract, model_key = _trace(model_fn, mesh, optimizer, wrt)
     # Under Explicit axes JAX would compute every array whole on each device, and cut it at the
     # end, unless the model says otherwise.
     making = mesh if is_explicit else make_mesh(mesh)
@@ -296,10 +296,35 @@ def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list
 
 def _trace(
     model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
-) -> tuple[bool, tuple[list[Any], str | None]]:
-    """Return True if the model needs Explicit axes, and its shapes."""
+) -> tuple[bool, list[Any], str | None]:
+    """Return True if the model needs Explicit axes, and the abstract states of the objects.
+
+    Also returns the key of the model in the first. Eager sharding is off: no variable is placed by
+    its annotation.
+    """
+    from flax import nnx
+    from flax.errors import TraceContextError
+
+    model_key: str | None = None
+
+    def make() -> list[Any]:
+        nonlocal model_key
+        objects = _make_objects(model_fn, optimizer, wrt)
+        model_key = "model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None
+        return [nnx.state(made) for made in objects]
+
+    def trace(on: Mesh) -> list[Any]:
+        try:
+            with jax.sharding.use_abstract_mesh(on.abstract_mesh), nnx.use_eager_sharding(False):
+                return jax.eval_shape(make)
+        except TraceContextError as error:
+            raise InvalidTree(
+                "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it "
+                "inside model_fn, which is compiled"
+            ) from error
+
     try:
-        return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
+        return False, trace(make_mesh(mesh)), model_key
     except ValueError as error:
         if "of type Auto" not in str(error):  # JAX has no exception type of its own for this
             raise
@@ -308,34 +333,7 @@ def _trace(
                 f"model_fn makes arrays with explicit shardings, and the mesh ({mesh_spec(mesh)}) "
                 "has Auto axes: give one with Explicit axes, as jax.make_mesh makes it"
             ) from error
-    return True, _shapes(model_fn, mesh, optimizer, wrt)
-
-
-def _shapes(
-    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
-) -> tuple[list[Any], str | None]:
-    """Return the abstract states of the objects, and the key of the model in the first.
-
-    Eager sharding is off: no variable is placed by its annotation.
-    """
-    from flax import nnx
-    from flax.errors import TraceContextError
-
-    model_key: list[str | None] = []
-
-    def make() -> list[Any]:
-        objects = _make_objects(model_fn, optimizer, wrt)
-        model_key[:] = ["model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None]
-        return [nnx.state(made) for made in objects]
-
-    try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nnx.use_eager_sharding(False):
-            return jax.eval_shape(make), model_key[0]
-    except TraceContextError as error:
-        raise InvalidTree(
-            "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it inside "
-            "model_fn, which is compiled"
-        ) from error
+    return True, trace(mesh), model_key
 
 
 # Check the arguments of `init`: likely mistakes get a message with the remedy.

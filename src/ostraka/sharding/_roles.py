@@ -25,45 +25,51 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-INTO_HEADS = _words(
-    """
-    query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv
-    q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv
-    query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv q_lin k_lin v_lin
-    wq_b wkv_b q_b_proj kv_b_proj
-    """
-)
+Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
+"""Into heads and back, into hidden units and back, to the vocabulary and from it, T5's bias."""
+
+NAMES: dict[Role, frozenset[str]] = {
+    "in": _words(
+        """
+        query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv
+        q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv
+        query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv q_lin k_lin v_lin
+        wq_b wkv_b q_b_proj kv_b_proj
+        """
+    ),
+    "out": _words(
+        "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
+    ),
+    "up": _words(
+        """
+        up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1
+        wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in
+        w_in w_gate w_up pwconv1
+        """
+    ),
+    "down": _words(
+        """
+        down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out
+        ff_out ffn_out w_out w_down pwconv2
+        """
+    ),
+    "head": _words("lm_head unembed logits_dense logitdense embed_out output_projection"),
+    "embed": _words(
+        """
+        embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder
+        token_embedding word_embeddings wte embed_in shared
+        """
+    ),
+}
+"""The usual names of the layers with each role."""
 FUSED = _words("kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv query_key_value to_qkv")
 """Layers with keys, values and perhaps queries in one kernel."""
-OUT_OF_HEADS = _words(
-    "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
-)
-INTO_HIDDEN = _words(
-    """
-    up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1
-    wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in
-    w_in w_gate w_up pwconv1
-    """
-)
-OUT_OF_HIDDEN = _words(
-    """
-    down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out
-    ff_out ffn_out w_out w_down pwconv2
-    """
-)
-INTO_WORDS = _words("lm_head unembed logits_dense logitdense embed_out output_projection")
-OUT_OF_WORDS = _words(
-    """
-    embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder
-    token_embedding word_embeddings wte embed_in shared
-    """
-)
 GPT2 = ("c_attn", "c_fc", "c_proj")
 KERNELS = frozenset({"kernel", "weight", "w"})
 ARRAYS = KERNELS | {"embedding", "bias", "scale"}
 """The names of a layer's arrays."""
 
-_BOXED = ARRAYS | INTO_HEADS | OUT_OF_HEADS | INTO_HIDDEN | OUT_OF_HIDDEN
+_BOXED = ARRAYS | NAMES["in"] | NAMES["out"] | NAMES["up"] | NAMES["down"]
 
 
 def names_on(path: str) -> tuple[str, ...]:
@@ -87,10 +93,6 @@ def is_norm_of_heads(layer: str) -> bool:
 def is_of_positions(name: str) -> bool:
     """Return True if an embedding is of positions or types, and not of words."""
     return "pos" in name.lower() or "type" in name.lower() or name == "wpe"
-
-
-Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
-"""Into heads and back, into hidden units and back, to the vocabulary and from it, T5's bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +169,9 @@ class _Model:
     def _role(self, leaf: _NamedLeaf) -> Role | None:
         layer = leaf.layer
         if layer in self._column:
-            return "in" if layer in INTO_HEADS else "up"
+            return "in" if layer in NAMES["in"] else "up"
         if layer in self._row:
-            return "out" if layer in OUT_OF_HEADS else "down"
+            return "out" if layer in NAMES["out"] else "down"
         if layer == "relative_attention_bias":
             return "relative"
         if leaf.own == "embedding":
@@ -194,21 +196,14 @@ class _Model:
             return "down" if "gating_einsum" in beside else None
         if name == "gate" and self._is_router(leaf):
             return None
-        if name in OUT_OF_HEADS:
-            return "down" if not in_attention and INTO_HIDDEN & beside.keys() else "out"
-        tables: tuple[tuple[frozenset[str], Role], ...] = (
-            (INTO_HEADS, "in"),
-            (INTO_HIDDEN, "up"),
-            (OUT_OF_HIDDEN, "down"),
-            (INTO_WORDS, "head"),
-            (OUT_OF_WORDS, "embed"),
-        )
-        return next((role for names, role in tables if name in names), None)
+        if name in NAMES["out"]:
+            return "down" if not in_attention and NAMES["up"] & beside.keys() else "out"
+        return next((role for role, names in NAMES.items() if name in names), None)
 
     def _is_router(self, leaf: _NamedLeaf) -> bool:
         """Return True if a layer chooses among experts, which are beside it or stacked there."""
         beside = self._beside[leaf.above]
-        experts = [other for name in INTO_HIDDEN - {"gate"} for other in beside.get(name, ())]
+        experts = [other for name in NAMES["up"] - {"gate"} for other in beside.get(name, ())]
         return (
             (*leaf.above, "experts") in self._branches
             or "experts" in beside

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -252,17 +253,7 @@ class ParityOrigin:
 
     def _move(self, window: _Window, shard: SavedShard, number: int) -> None:
         """Rebuild some ranges of whole blocks, each in a thread."""
-        ranges: list[tuple[int, int]] = []
-        start = stop = shard.blocks[number].file_start
-        for block in shard.blocks[number:]:
-            stop = block.file_stop
-            if stop - start >= _RANGE_BYTES:
-                ranges.append((start, stop))
-                start = stop
-            if len(ranges) == self._threads:
-                break
-        if start < stop and len(ranges) < self._threads:
-            ranges.append((start, stop))
+        ranges = list(islice(_ranges(shard.blocks[number:]), self._threads))
         data = run_all(
             lambda one: window.rebuild.read(*one),
             ranges,
@@ -271,6 +262,14 @@ class ParityOrigin:
         )
         window.start, window.stop, window.data = ranges[0][0], ranges[-1][1], tuple(data)
         self._bytes_read.add(window.members * (window.stop - window.start))
+
+
+def _ranges(blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
+    start = blocks[0].file_start
+    for block in blocks:
+        if block.file_stop - start >= _RANGE_BYTES or block is blocks[-1]:
+            yield start, block.file_stop
+            start = block.file_stop
 
 
 Origin: TypeAlias = "CopyOrigin | ParityOrigin | LiveOrigin"
