@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -81,15 +82,11 @@ class Report:
     @property
     def damaged_leaves(self) -> dict[str, float]:
         """The lost fraction of each affected leaf, above 0 and at most 1."""
-        lost: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for box in (box for problem in self.problems for box in problem.boxes):
-            lost.setdefault(box.leaf, set()).add(box.box)
-            shapes[box.leaf] = box.shape
-        return {
-            leaf: min(sum(prod(b - a for a, b in box) for box in boxes) / prod(shapes[leaf]), 1.0)
-            for leaf, boxes in lost.items()
-        }
+        lost: Counter[str] = Counter()
+        boxes = dict.fromkeys(box for problem in self.problems for box in problem.boxes)
+        for box in boxes:
+            lost[box.leaf] += box.elements
+        return {box.leaf: min(lost[box.leaf] / prod(box.shape), 1.0) for box in boxes}
 
     def __str__(self) -> str:
         if self.steps:

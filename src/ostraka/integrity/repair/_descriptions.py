@@ -26,8 +26,7 @@ from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.damage import NOT_AS_WRITTEN, damage_on_contradiction, damaged
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.unknown import looks_like_ours, not_a_checkpoint
-from ostraka.integrity.repair._files import open_or_say
-from ostraka.integrity.repair._origins import PARITY, CopyOrigin, RepairJob
+from ostraka.integrity.repair._files import PARITY, CopyOrigin, RepairJob, open_or_say
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact

@@ -16,7 +16,7 @@ from ostraka.common.dtypes import numpy_dtype, to_bytes
 from ostraka.errors import RepairFailed, name_few
 from ostraka.integrity._report import RepairReport
 from ostraka.integrity.repair._descriptions import usual_e_tag
-from ostraka.integrity.repair._origins import Absent, SavedShard
+from ostraka.integrity.repair._files import Absent, SavedShard
 from ostraka.layout import box as _box
 from ostraka.layout import header as _header
 from ostraka.layout import shard_file as _format

@@ -25,8 +25,7 @@ from ostraka.formats.ostraka.parity_group import Column
 from ostraka.formats.ostraka.rebuild import Parities
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity._report import MendedFile
-from ostraka.integrity.repair._files import open_or_say
-from ostraka.integrity.repair._origins import PARITY, RepairJob, SavedShard
+from ostraka.integrity.repair._files import PARITY, RepairJob, SavedShard, open_or_say
 from ostraka.layout import parity_code
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import Block

@@ -38,18 +38,23 @@ from ostraka.integrity._report import (
     decode_mended,
 )
 from ostraka.integrity.repair._descriptions import OWN, FoundMetadata, find_index, find_metadata
-from ostraka.integrity.repair._files import LostFile, find_lost, find_lost_parity, mend, mend_parity
-from ostraka.integrity.repair._origins import (
+from ostraka.integrity.repair._files import (
     CopyOrigin,
+    LostFile,
     Origin,
     ParityOrigin,
     RepairJob,
     SavedShard,
+    find_lost,
+    find_lost_parity,
+    mend,
+    mend_parity,
 )
 from ostraka.integrity.repair._parity_pass import PassResult, mend_groups
 from ostraka.layout import shard_file as _format
 from ostraka.layout.file_names import steps_among
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
+from ostraka.layout.runs import decode_runs, encode_runs
 from ostraka.layout.shard_file import METADATA_COPY, METADATA_NAME, Entry, FileEntry
 from ostraka.processes.operation import Operation
 from ostraka.reading.locate import locate
@@ -310,8 +315,9 @@ def _find_lost(
         threads=job.store.traits.reads_at_once,
         stop=StopSignal(),
     )
-    mine = [lost.encode() for lost in found if lost is not None]
-    return problems, list(map(LostFile.decode, job.operation.exchange("lost", mine, _join)))
+    mine = [(one.device, one.part, one.found, encode_runs(one.blocks)) for one in found if one]
+    lost = job.operation.exchange("lost", mine, _join)
+    return problems, [LostFile(d, p, what, decode_runs(blocks)) for d, p, what, blocks in lost]
 
 
 def _mend_files(
