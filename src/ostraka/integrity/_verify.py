@@ -112,8 +112,16 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
             source = open_at(path)
         except Damaged as error:
             return Report(error.path, 0, 0, 0, time.perf_counter() - begin, error.problems)
-        if isinstance(source, SafetensorsSource):
-            return _verify_structure(source, begin)
+        if isinstance(source, SafetensorsSource):  # Opening it has checked all that can be checked.
+            return Report(
+                path=source.location,
+                leaves=len(source.saved.leaves),
+                files=len(source.files()),
+                bytes_read=source.header_bytes,
+                time_s=time.perf_counter() - begin,
+                problems=(),
+                has_digests=False,
+            )
         if not isinstance(source, OstrakaSource):
             raise UnsupportedFormat(
                 f"can't verify {source.location}: Ostraka did not write it, and it has no digests "
@@ -137,19 +145,6 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
         unchecked=tuple(check.unchecked),
         proven=check.proven,
         is_empty=not (check.problems or source.metadata.leaves or has_values(source.tree)),
-    )
-
-
-def _verify_structure(source: SafetensorsSource, begin: float) -> Report:
-    """The report on files without digests. Opening them has checked all that can be checked."""
-    return Report(
-        path=source.location,
-        leaves=len(source.saved.leaves),
-        files=len(source.files()),
-        bytes_read=source.header_bytes,
-        time_s=time.perf_counter() - begin,
-        problems=(),
-        has_digests=False,
     )
 
 

@@ -350,11 +350,10 @@ class Manager:
             raise ValueError(
                 "best() needs a metric: pass by=Best('loss', 'min'), or give the manager keep_best="
             )
-        ranked = decide_together(
+        return decide_together(
             f"look at {self.root}",
-            lambda: [step.step for step in best.ranked(self._root.steps())[:1]],
+            lambda: next((step.step for step in best.ranked(self._root.steps())), None),
         )
-        return ranked[0] if ranked else None
 
     def metrics(self, step: SupportsIndex) -> dict[str, float]:
         """Return the metrics that were saved with a step.

@@ -19,8 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostraka.sharding._picture import picture, show
-    from ostraka.sharding._place import init, place
+    from ostraka.sharding._place import init, picture, place, show
     from ostraka.sharding.findings import Finding
     from ostraka.sharding.mesh import ExplicitAxes, make_mesh
     from ostraka.sharding.presets import data_parallel, fsdp, tensor_parallel
@@ -47,7 +46,7 @@ __all__ = [
 
 # Looked up when first used: the planner takes presets and checks from here, and must not wait for
 # JAX. The modules that do without it come first.
-_HOMES = ("findings", "presets", "rules", "mesh", "specs", "_place", "_picture")
+_HOMES = ("findings", "presets", "rules", "mesh", "specs", "_place")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Put a tree onto a mesh, or make a model there: it is never whole on one device."""
+"""Put a tree onto a mesh, make a model there, and show how arrays lie there.
+
+A model that is made on a mesh is never whole on one device.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -13,11 +17,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka.errors import InvalidSharding, InvalidTree
-from ostraka.layout.spec import find_misfits
+from ostraka.layout.spec import (
+    HOST_LOCAL,
+    MeshSpec,
+    Partition,
+    find_misfits,
+    partition_grid,
+    show_partition,
+)
 from ostraka.live.parse import is_key, parse
-from ostraka.live.shardings import spec_entries
+from ostraka.live.shardings import Devices, describe_sharding, spec_entries
+from ostraka.sharding.drawing import draw
 from ostraka.sharding.findings import Finding, raise_errors
+from ostraka.sharding.leaves import every_dimension
 from ostraka.sharding.mesh import (
+    AnyMesh,
     as_mesh,
     has_explicit_axes,
     make_mesh,
@@ -30,8 +44,11 @@ from ostraka.sharding.specs import (
     ArrayLeaf,
     array_leaves,
     follow_specs,
+    has_shape,
     parse_state,
+    partition_of,
     resolve_checked,
+    to_spec,
 )
 from ostraka.tree.nodes import leaves_of, rebuild, unwrapped
 
@@ -354,7 +371,17 @@ def check_function(model_fn: Any) -> None:
             f"model_fn is a {kind}; it must be a function that makes the model, such as "
             "lambda: Model(rngs=nnx.Rngs(0))"
         )
-    needed = _required(model_fn)
+    is_class = isinstance(model_fn, type)
+    parameters: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        # The signature of a Flax class is that of its metaclass, which takes anything.
+        found = inspect.signature(model_fn.__init__ if is_class else model_fn)
+        parameters += list(found.parameters.values())[is_class:]
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed:
         name = getattr(model_fn, "__name__", "model_fn")
         given = ", ".join(f"{n}=nnx.Rngs(0)" if n == "rngs" else f"{n}=…" for n in needed)
@@ -362,18 +389,6 @@ def check_function(model_fn: Any) -> None:
             f"model_fn is called without arguments, and {name} needs {', '.join(needed)}: give "
             f"lambda: {name}({given})"
         )
-
-
-def _required(function: Any) -> list[str]:
-    """Return the names of the parameters that a function or a class can't do without."""
-    is_class = isinstance(function, type)
-    try:
-        # The signature of a Flax class is that of its metaclass, which takes anything.
-        found = inspect.signature(function.__init__ if is_class else function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    needed = [p for p in list(found.parameters.values())[is_class:] if p.default is p.empty]
-    return [p.name for p in needed if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -394,3 +409,95 @@ def check_optimizer(optimizer: Any) -> None:
     else:
         what, remedy = f"a {type(optimizer).__name__}", "give one, such as optax.adamw(1e-3)"
     raise InvalidTree(f"optimizer is {what}, and no optax transformation: {remedy}")
+
+
+# Show how arrays lie over devices, as text to print.
+
+
+def picture(
+    shape: Sequence[int],
+    mesh: AnyMesh,
+    spec: Any,
+    *,
+    dimensions: tuple[int, int] | None = None,
+) -> str:
+    """Draw the parts of an array, with the numbers of the devices that hold each.
+
+    Two dimensions are drawn, one down and one across. If more are sharded, there is a drawing for
+    each of their parts.
+
+    Args:
+        shape: The shape of the array.
+        mesh: The mesh, or axis sizes such as `{"data": 2, "model": 2}`.
+        spec: The PartitionSpec of the array.
+        dimensions: The two dimensions to draw. Default: the first two that are sharded.
+
+    Returns:
+        The drawing as text.
+
+    Raises:
+        InvalidSharding: The spec does not fit the shape or the mesh.
+
+    Example:
+        >>> print(picture((8, 4), {"data": 2, "model": 2}, P("data", "model")))
+        (8, 4) P('data', 'model') on data=2, model=2
+              0:2   2:4
+            ┌─────┬─────┐
+        0:4 │  0  │  1  │
+            ├─────┼─────┤
+        4:8 │  2  │  3  │
+            └─────┴─────┘
+    """
+    refuse_swapped("picture(shape, mesh, spec)", spec)
+    sizes = mesh_spec(mesh)
+    partition = partition_of("array", to_spec("array", spec), len(shape))
+    return draw(tuple(shape), sizes, partition, dimensions=dimensions)
+
+
+def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
+    """Describe how an array, a variable or a whole tree lies over devices.
+
+    Args:
+        value: An array, a variable or a tree.
+        dimensions: For an array: the two dimensions to draw, as in `picture`.
+
+    Returns:
+        Text to print: for an array the drawing of `picture`, for a tree a table with the path, the
+        shape, the spec and the bytes on each device of every array.
+
+    Example:
+        >>> print(show(model))
+    """
+    parsed = parse(value)
+    leaves = list(leaves_of(parsed))
+    if len(leaves) == 1 and has_shape(leaves[0].value):
+        mesh, partition = _lies(leaves[0].path, leaves[0].value)
+        shape = tuple(leaves[0].value.shape)
+        return draw(shape, mesh, every_dimension(partition, len(shape)), dimensions=dimensions)
+    rows = [("leaf", "shape", "spec", "bytes a device", "mesh")]
+    for leaf in array_leaves(parsed):
+        mesh, partition = _lies(leaf.path, leaf.value)
+        nbytes = leaf.nbytes // prod(partition_grid(mesh, partition, len(leaf.shape)))
+        spec, where = show_partition(partition), str(mesh)
+        if mesh.devices == (HOST_LOCAL,):
+            spec, where = "host", ""
+        rows.append((leaf.path, str(leaf.shape), spec, f"{nbytes:,}", where))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column == 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _lies(path: str, value: Any) -> tuple[MeshSpec, Partition]:
+    """Return a leaf's mesh and partition. Host memory is a mesh of its own."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        return MeshSpec((), (), (HOST_LOCAL,)), ()
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return mesh_spec(sharding.mesh), partition_of(path, sharding.spec, len(value.shape))
+    return describe_sharding(path, sharding, Devices())

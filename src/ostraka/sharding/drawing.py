@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice, product
+from itertools import groupby, islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -117,11 +117,9 @@ def _numbers(devices: np.ndarray[Any, Any]) -> str:
     """Return device numbers, with runs of them as 0–3."""
     if HOST_LOCAL in devices:
         return "host"
-    runs: list[list[int]] = []
-    for number in sorted(int(device) for device in devices):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # In a run, each number is as far from its position as the others.
+    pairs = enumerate(sorted(map(int, devices)))
+    groups = groupby(pairs, lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     shown = [f"{run[0]}–{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs[:4]]
     return " ".join(shown) + (" …" if len(runs) > 4 else "")

@@ -237,7 +237,14 @@ class ParityOrigin:
 
     def read(self, shard: SavedShard, number: int) -> Any:
         block = shard.blocks[number]
-        window = self._open(shard)
+        window = self._windows.get(shard.name)
+        if window is None:
+            parities = self._shards.parities
+            if parities is None or not parities.covers(shard.entry):
+                raise Absent("it does not cover this file")
+            members = parities.members_of(parities.place_of(shard.entry)[0])
+            window = _Window(parities.open_rebuild(shard.entry), len(members))
+            self._windows[shard.name] = window
         if not window.start <= block.file_start < block.file_stop <= window.stop:
             try:
                 self._move(window, shard, number)
@@ -255,17 +262,6 @@ class ParityOrigin:
         for window in self._windows.values():
             window.rebuild.close()
         self._windows.clear()
-
-    def _open(self, shard: SavedShard) -> _Window:
-        found = self._windows.get(shard.name)
-        if found is None:
-            parities = self._shards.parities
-            if parities is None or not parities.covers(shard.entry):
-                raise Absent("it does not cover this file")
-            rebuild = parities.open_rebuild(shard.entry)
-            members = len(parities.members_of(parities.place_of(shard.entry)[0]))
-            found = self._windows[shard.name] = _Window(rebuild, members)
-        return found
 
     def _move(self, window: _Window, shard: SavedShard, number: int) -> None:
         """Rebuild some ranges of whole blocks, each in a thread."""
