@@ -200,6 +200,7 @@ class _TaskResult:
 
 
 _Task = Callable[[memoryview], _TaskResult]
+_AnyFile = FileEntry | ParityFile
 _Contents = Sequence[tuple[FileEntry, list[Entry]]]
 """Shard files and their boxes."""
 
@@ -407,7 +408,7 @@ class Check:
                 found = f"it was written again since it was saved; {UNPROVEN}"
                 self._add_problem(entry, entries, found)
 
-    def _look_at(self, file: FileEntry | ParityFile, entries: Sequence[Entry]) -> bool:
+    def _look_at(self, file: _AnyFile, entries: Sequence[Entry]) -> bool:
         """Return True if a file exists and has its size. Else add a problem."""
         try:
             info = self._source.store.look(self._shards.name_of(file))
@@ -421,9 +422,7 @@ class Check:
         self._add_problem(file, entries, found)
         return False
 
-    def _add_problem(
-        self, file: FileEntry | ParityFile, entries: Sequence[Entry], found: str
-    ) -> None:
+    def _add_problem(self, file: _AnyFile, entries: Sequence[Entry], found: str) -> None:
         """Add a problem with all bytes of a file."""
         end = entries[-1].offset + entries[-1].nbytes if entries else 0
         self.problems.append(lost_in(self._shards, file, entries, found, 0, end))

@@ -42,17 +42,11 @@ class _Choice(NamedTuple):
     before: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The outcome of one restore.
+_Outcome = tuple[str, tuple[Problem, ...], Any, Exception | None]
+"""The status of one restore, the damage, the value and the error.
 
-    `status` is `ok`, `damaged`, `gone`, `follows` (another process failed), or `failed`.
-    """
-
-    status: str
-    problems: tuple[Problem, ...]
-    value: Any
-    error: Exception | None
+The status is `ok`, `damaged`, `gone`, `follows` (another process failed), or `failed`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +183,19 @@ class Recovery:
             choice = _Choice(
                 *decide_together(f"choice of a step in {self._root.location}", self._decide)
             )
-            outcome = self._try(choice, restore)
-            match outcome.status:
-                case "ok":
-                    return choice.step, outcome.value
-                case "damaged" if self._has_copy(choice, outcome):
+            status, problems, value, error = self._try(choice, restore)
+            match status:
+                case "damaged" if self._has_copy(choice, problems):
                     pass
                 case "damaged":
-                    self._report_damage(choice, outcome)
+                    self._report_damage(choice, problems, error)
                 case "gone" if self._step is None:
                     times_gone += 1  # The retention of another run deleted it.
-                case _ if outcome.error is not None:
-                    raise outcome.error
+                case _ if error is not None:
+                    raise error
                 case _:
-                    # It failed on another process only; here everything was restored.
-                    return choice.step, outcome.value
+                    # If it failed, then on another process only; here everything was restored.
+                    return choice.step, value
         raise CheckpointNotFound(
             f"steps of {self._root.location} were deleted while they were being restored"
         )
@@ -263,7 +255,7 @@ class Recovery:
 
     def _try(self, choice: _Choice, restore: Callable[[Store], Any]) -> _Outcome:
         if choice.problems:
-            return _Outcome("damaged", problems_from_json(choice.problems), None, None)
+            return "damaged", problems_from_json(choice.problems), None, None
         store = self._store_of(choice.name, choice.in_mirror)
         if choice.in_mirror:
             log.info("step %d is restored from the mirror, %s", choice.step, store.location)
@@ -281,9 +273,9 @@ class Recovery:
         status, sent = agree(
             f"restore of step {choice.step}", [status, problems_to_json(problems)], _worst
         )
-        return _Outcome(status, problems_from_json(sent), value, failure)
+        return status, problems_from_json(sent), value, failure
 
-    def _has_copy(self, choice: _Choice, outcome: _Outcome) -> bool:
+    def _has_copy(self, choice: _Choice, problems: Sequence[Problem]) -> bool:
         """Return True if the mirror has the damaged step. The next attempt uses it then."""
         mirror = self._mirror
         if choice.in_mirror:
@@ -302,17 +294,19 @@ class Recovery:
         if not decide_together(f"look at the mirror {mirror.location}", look):
             return False
         self._copies.add(choice.step)
-        damaged = Damaged(self._root.path(choice.name), outcome.problems)
+        damaged = Damaged(self._root.path(choice.name), problems)
         what = f"step {choice.step} is restored from the mirror {mirror.location}: {damaged}"
         log.error("%s", what)
         warn_caller(UserWarning(what))
         return True
 
-    def _report_damage(self, choice: _Choice, outcome: _Outcome) -> None:
+    def _report_damage(
+        self, choice: _Choice, problems: Sequence[Problem], error: Exception | None
+    ) -> None:
         """Log the damage. Raise unless `fallback` is set and there is a step before it."""
         self._given_up.add(choice.step)
         store = self._store_of(choice.name, choice.in_mirror)
-        damaged = Damaged(store.location, outcome.problems)
+        damaged = Damaged(store.location, problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
         if choice.before is None:
             hint = f"{self._places} has no intact step before it"
@@ -324,9 +318,9 @@ class Recovery:
             hint = f"the step before it is {choice.before}: pass step={choice.before}, or "
             hint += "fallback=True"
         damaged.args = (f"{damaged}; {hint}",)
-        for note in getattr(outcome.error, "__notes__", []):
+        for note in getattr(error, "__notes__", []):
             damaged.add_note(note)
-        raise damaged from outcome.error
+        raise damaged from error
 
 
 def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from ostraka.sharding.leaves import ShapedLeaf
+from ostraka.sharding.leaves import Leaves
 from ostraka.tree.nodes import natural_order
 
 # Names of layers, and of their arrays, in widely used models. No JAX.
@@ -107,11 +107,9 @@ Cuts = dict[str, tuple[Cut, ...]]
 """The cuts of each leaf, by path, best first."""
 
 
-def find_cuts(
-    leaves: Sequence[ShapedLeaf], *, column: Collection[str] = (), row: Collection[str] = ()
-) -> Cuts:
+def find_cuts(leaves: Leaves, *, column: Collection[str] = (), row: Collection[str] = ()) -> Cuts:
     """Return the cuts of each leaf that tensor parallelism shards."""
-    return _Model(leaves, frozenset(column), frozenset(row)).cuts()
+    return _Model(leaves, column, row).cuts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +138,7 @@ class _NamedLeaf:
 class _Model:
     """The leaves of a tree, and properties of the whole model."""
 
-    def __init__(
-        self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]
-    ) -> None:
+    def __init__(self, leaves: Leaves, column: Collection[str], row: Collection[str]) -> None:
         self._leaves = [_NamedLeaf(leaf.path, leaf.shape, names_on(leaf.path)) for leaf in leaves]
         self._column = column
         self._row = row

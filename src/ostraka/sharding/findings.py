@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ostraka.errors import InvalidSharding, headed_list
 from ostraka.layout.spec import MeshSpec, Partition, find_misfits, show_partition
-from ostraka.sharding.leaves import ShapedLeaf, cut_as, every_dimension, kernel_of
+from ostraka.sharding.leaves import (
+    Leaves,
+    Partitions,
+    ShapedLeaf,
+    cut_as,
+    every_dimension,
+    kernel_of,
+)
 
 REPLICATED_LIMIT_BYTES = 64 << 20
 """Warn about larger leaves if every device holds the whole leaf. In bytes."""
@@ -34,11 +41,7 @@ class Finding:
 
 
 def findings_of(
-    leaves: Sequence[ShapedLeaf],
-    mesh: MeshSpec,
-    partitions: Mapping[str, Partition],
-    *,
-    replicated_limit_bytes: int,
+    leaves: Leaves, mesh: MeshSpec, partitions: Partitions, *, replicated_limit_bytes: int
 ) -> list[Finding]:
     """Return an error for each spec that does not fit, then warnings about the other leaves."""
     findings: list[Finding] = []
@@ -76,9 +79,7 @@ def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
         raise InvalidSharding(headed_list(subject, errors))
 
 
-def _disagreements(
-    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition]
-) -> Iterator[Finding]:
+def _disagreements(leaves: Leaves, partitions: Partitions) -> Iterator[Finding]:
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     for leaf in leaves:
         kernel = kernel_of(leaf.path, leaf.shape, shapes)
@@ -108,9 +109,7 @@ def _is_replicated(mesh: MeshSpec, partition: Partition) -> bool:
     return len(mesh.devices) > 1 and mesh.size_of(axes) == 1
 
 
-def left_whole(
-    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, partitions: Mapping[str, Partition]
-) -> Iterator[Finding]:
+def left_whole(leaves: Leaves, mesh: MeshSpec, partitions: Partitions) -> Iterator[Finding]:
     """Yield a warning for large leaves that presets left whole, one for the leaf of all layers."""
     alike: dict[object, list[ShapedLeaf]] = {}
     for leaf in leaves:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.layout.spec import MeshSpec, Partition
 from ostraka.sharding._roles import Cut, find_cuts
-from ostraka.sharding.leaves import ShapedLeaf
-from ostraka.sharding.rules import Fill, Leaves, Preset
+from ostraka.sharding.leaves import Leaves, ShapedLeaf
+from ostraka.sharding.rules import Fill, Preset
 
 FSDP_AXES = ("fsdp", "data", "dp")
 TENSOR_AXES = ("tp", "model", "tensor")

@@ -11,15 +11,13 @@ from typing import Any, cast
 from ostraka.errors import name_few, nearest
 from ostraka.layout.spec import MeshSpec, Partition
 from ostraka.sharding.findings import Finding
-from ostraka.sharding.leaves import ShapedLeaf, cut_as, kernel_of
+from ostraka.sharding.leaves import Leaves, Partitions, ShapedLeaf, cut_as, kernel_of
 from ostraka.tree import patterns as _pattern
 from ostraka.tree.nodes import ROOT, segment
 
 SpecRules = Any
 """A function, a mapping of patterns, a tree of specs, one spec, "metadata", logical axes, a preset,
 or several of these."""
-
-Leaves = Sequence[ShapedLeaf]
 
 Fill = Callable[[ShapedLeaf, Partition], Partition]
 """Takes a leaf and its partition, and returns the partition with more dimensions sharded."""
@@ -276,7 +274,7 @@ def _missing(paths: Sequence[str], entries: Sequence[str]) -> list[Finding]:
 
 
 def fill(
-    leaves: Leaves, mesh: MeshSpec, fixed: Mapping[str, Partition], presets: Sequence[Preset]
+    leaves: Leaves, mesh: MeshSpec, fixed: Partitions, presets: Sequence[Preset]
 ) -> dict[str, Partition]:
     """Return the partitions by path of leaves that have none in `fixed`, from presets."""
     leaves = [leaf for leaf in leaves if leaf.shape]
