@@ -17,16 +17,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import NotACheckpoint, OstrakaError, PathInTheWay, StoreError
 from ostraka.formats.ostraka.compare import index_problem
 from ostraka.formats.ostraka.damage import NOT_AS_WRITTEN, damage_on_contradiction, damaged
-from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.unknown import looks_like_ours, not_a_checkpoint
-from ostraka.integrity.repair._files import PARITY, CopyOrigin, RepairJob, open_or_say
+from ostraka.integrity.repair._files import (
+    PARITY,
+    FoundMetadata,
+    RepairJob,
+    SavedFiles,
+    open_or_say,
+)
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact
@@ -44,18 +49,6 @@ from ostraka.storage.requests import PART_BYTES, part_bytes_of
 
 OWN = -1
 """Stands for the checkpoint itself, in place of the number of a copy."""
-
-
-class FoundMetadata(NamedTuple):
-    """The location of a `_METADATA`, and the damage of the checkpoint's own."""
-
-    copy: int
-    """OWN, or the number of the other copy that has it."""
-    name: str
-    found: str
-    """The damage of the checkpoint's own `_METADATA`, or the empty string."""
-    was_committed: bool
-    """True if the save is known to have been committed: its `_METADATA` begins with its id."""
 
 
 def find_metadata(store: Store, copies: Sequence[Store]) -> FoundMetadata:
@@ -139,29 +132,25 @@ def _read(store: Store, name: str) -> Metadata | None:
 
 Contents = Sequence[tuple[FileEntry, list[Entry]]]
 """Shard files and their boxes."""
+LiveDigests = Sequence[Mapping[str, str | None]]
+"""For each process, the digests of the live values by file."""
 
 _MOST_TRIED = 4096
 
 
 def find_index(
-    job: RepairJob,
-    shards: Shards,
-    copies: Sequence[CopyOrigin],
-    process: int,
-    files: Contents,
-    live: Sequence[Mapping[str, str | None]],
+    job: RepairJob, saved: SavedFiles, process: int, files: Contents, live: LiveDigests
 ) -> tuple[bytes, str] | None:
     """Get a lost index back, with the name of its origin. Returns None if nothing has it.
 
-    `files` are in the order of the index. `live` has, for each process, the digests of the live
-    values by file.
+    `files` are in the order of the index.
     """
-    metadata = shards.metadata
+    metadata, parities = saved.metadata, saved.shards.parities
     expected = metadata.indexes[process]
-    for copy in copies:
+    for copy in saved.copies:
         if (data := copy.read_index(process, expected)) is not None:
             return data, copy.name
-    if shards.parities is not None and (data := shards.parities.index_copy(process)) is not None:
+    if parities is not None and (data := parities.index_copy(process)) is not None:
         return data, PARITY
     if metadata.version >= _format.COMPRESSED_VERSION:
         return None
@@ -180,7 +169,7 @@ def find_index(
 
 
 def _find_candidates(
-    job: RepairJob, metadata: Metadata, files: Contents, live: Sequence[Mapping[str, str | None]]
+    job: RepairJob, metadata: Metadata, files: Contents, live: LiveDigests
 ) -> list[list[FileDigests]]:
     """For each file, what the index may have had: its digests here, there and live."""
     directory = _format.shards_directory(metadata.id)

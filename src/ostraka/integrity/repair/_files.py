@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -289,6 +289,43 @@ Origin: TypeAlias = "CopyOrigin | ParityOrigin | LiveOrigin"
 
 `read` returns the stored bytes of a block, not yet compared with its digest. It raises Absent.
 """
+
+
+# The checkpoint as it was saved
+
+
+class FoundMetadata(NamedTuple):
+    """The location of a `_METADATA`, and the damage of the checkpoint's own."""
+
+    copy: int
+    """OWN, or the number of the other copy that has it."""
+    name: str
+    found: str
+    """The damage of the checkpoint's own `_METADATA`, or the empty string."""
+    was_committed: bool
+    """True if the save is known to have been committed: its `_METADATA` begins with its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """The checkpoint as it was saved, by its `_METADATA`, and the origins of bytes it has lost."""
+
+    found: FoundMetadata
+    data: bytes
+    """The bytes of `_METADATA`."""
+    metadata: Metadata
+    shards: Shards
+    contents: Mapping[tuple[int, int], tuple[FileEntry, list[Entry]]]
+    """Shard files and their boxes, by device and part."""
+    copies: Sequence[CopyOrigin]
+    live: LiveOrigin | None
+
+    def shard(self, device: int, part: int) -> SavedShard:
+        """A shard file. Raises Damaged if its index contradicts `_METADATA`."""
+        file, contents = self.contents[device, part]
+        digests = self.shards.digests_of(file, contents[-1].offset + contents[-1].nbytes)
+        name = self.shards.name_of(file)
+        return SavedShard(name, file, contents, digests.blocks(), self.metadata)
 
 
 # Shard files

@@ -9,7 +9,7 @@ are mended block by block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,9 +23,8 @@ from ostraka.formats.ostraka.compare import Comparison
 from ostraka.formats.ostraka.damage import BytesLost
 from ostraka.formats.ostraka.parity_group import Column
 from ostraka.formats.ostraka.rebuild import Parities
-from ostraka.formats.ostraka.shards import Shards
 from ostraka.integrity._report import MendedFile
-from ostraka.integrity.repair._files import PARITY, RepairJob, SavedShard, open_or_say
+from ostraka.integrity.repair._files import PARITY, RepairJob, SavedFiles, SavedShard, open_or_say
 from ostraka.layout import parity_code
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import Block
@@ -52,26 +51,20 @@ class PassResult:
     """Names of parity files whose parity is right. Their other blocks were not read."""
 
 
-ShardOf = Callable[[int, int], SavedShard]
-"""A shard file, by its device and its part. Raises Damaged if its index contradicts it."""
-
-
-def mend_groups(
-    job: RepairJob, shards: Shards, shard_of: ShardOf, unknown: Collection[int]
-) -> PassResult:
+def mend_groups(job: RepairJob, saved: SavedFiles, unknown: Collection[int]) -> PassResult:
     """Mend all missing files of groups that have enough parity. Others are left unchanged.
 
     The indexes of `unknown` processes are lost.
     """
-    result, parities = PassResult(), shards.parities
+    result, parities = PassResult(), saved.shards.parities
     traits = job.store.traits
     if parities is None or traits.is_remote or not traits.in_any_order:
         return result
     for number in range(parities.group_count):
         job.operation.check()
-        writers = {shards.metadata.process_of[f.device] for f in parities.members_of(number)}
+        writers = {saved.metadata.process_of[f.device] for f in parities.members_of(number)}
         with suppress(BytesLost, Damaged):  # The next stages report it.
-            if writers.isdisjoint(unknown) and (group := _look_at(job, parities, number, shard_of)):
+            if writers.isdisjoint(unknown) and (group := _look_at(job, saved, parities, number)):
                 _mend_group(job, group, result)
     return result
 
@@ -108,13 +101,13 @@ class _Group:
     longest: int
 
 
-def _look_at(job: RepairJob, parities: Parities, number: int, shard_of: ShardOf) -> _Group | None:
+def _look_at(job: RepairJob, saved: SavedFiles, parities: Parities, number: int) -> _Group | None:
     """Open a group for a pass. Returns None if nothing is lost, or more than parity covers."""
     members: dict[int, _GroupFile] = {}
     lost: dict[int, _LostMember] = {}
     files = parities.members_of(number)
     for place, file in enumerate(files):
-        shard = shard_of(file.device, file.part)
+        shard = saved.shard(file.device, file.part)
         opened = open_or_say(job.store, shard.name)
         if isinstance(opened, str):
             lost[place] = _LostMember(shard, opened)

@@ -11,9 +11,9 @@ process whose devices hold most of it. Only a repair from the live tree needs JA
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -37,13 +37,15 @@ from ostraka.integrity._report import (
     RepairResult,
     decode_mended,
 )
-from ostraka.integrity.repair._descriptions import OWN, FoundMetadata, find_index, find_metadata
+from ostraka.integrity.repair._descriptions import OWN, find_index, find_metadata
 from ostraka.integrity.repair._files import (
     CopyOrigin,
+    FoundMetadata,
     LostFile,
     Origin,
     ParityOrigin,
     RepairJob,
+    SavedFiles,
     SavedShard,
     find_lost,
     find_lost_parity,
@@ -55,7 +57,7 @@ from ostraka.layout import shard_file as _format
 from ostraka.layout.file_names import steps_among
 from ostraka.layout.metadata import Metadata, decode_metadata, metadata_is_intact, shard_contents
 from ostraka.layout.runs import decode_runs, encode_runs
-from ostraka.layout.shard_file import METADATA_COPY, METADATA_NAME, Entry, FileEntry
+from ostraka.layout.shard_file import METADATA_COPY, METADATA_NAME
 from ostraka.processes.operation import Operation
 from ostraka.reading.locate import locate
 from ostraka.saving.place import Place, find_temporaries
@@ -171,28 +173,6 @@ def _copies(store: Store, given: PathLike | Sequence[PathLike] | None) -> list[S
 # The stages
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedFiles:
-    """The checkpoint as it was saved, by its `_METADATA`, and the origins of bytes it has lost."""
-
-    found: FoundMetadata
-    data: bytes
-    """The bytes of `_METADATA`."""
-    metadata: Metadata
-    shards: Shards
-    contents: Mapping[tuple[int, int], tuple[FileEntry, list[Entry]]]
-    """Shard files and their boxes, by device and part."""
-    copies: Sequence[CopyOrigin]
-    live: LiveOrigin | None
-
-    def shard(self, device: int, part: int) -> SavedShard:
-        """A shard file. Raises Damaged if its index contradicts `_METADATA`."""
-        file, contents = self.contents[device, part]
-        digests = self.shards.digests_of(file, contents[-1].offset + contents[-1].nbytes)
-        name = self.shards.name_of(file)
-        return SavedShard(name, file, contents, digests.blocks(), self.metadata)
-
-
 def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
     """Repair a checkpoint, together with the other processes of the operation."""
     saved = _agree_on_metadata(job, make_live)
@@ -209,7 +189,7 @@ def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
         results, unknown = _mend_indexes(job, saved)
         done = PassResult()
         if not saved.copies and saved.live is None:  # Nothing is better than parity.
-            done = mend_groups(job, saved.shards, saved.shard, unknown)
+            done = mend_groups(job, saved, unknown)
             results += done.mended
         problems, lost = _find_lost(job, saved, unknown, done.whole)
         results += problems
@@ -218,7 +198,7 @@ def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
     return _finish(job, saved, results)
 
 
-def _agree_on_metadata(job: RepairJob, make_live: _MakeLive | None) -> _SavedFiles:
+def _agree_on_metadata(job: RepairJob, make_live: _MakeLive | None) -> SavedFiles:
     def decide(_: list[Any]) -> FoundMetadata:
         job.place.take()
         return find_metadata(job.store, job.copies)
@@ -235,10 +215,10 @@ def _agree_on_metadata(job: RepairJob, make_live: _MakeLive | None) -> _SavedFil
     copies = [CopyOrigin(copy, metadata, job.bytes_read) for copy in job.copies]
     live = None if make_live is None else make_live(metadata)
     shards = Shards(job.store, metadata)
-    return _SavedFiles(found, data, metadata, shards, contents, copies, live)
+    return SavedFiles(found, data, metadata, shards, contents, copies, live)
 
 
-def _mend_indexes(job: RepairJob, saved: _SavedFiles) -> tuple[list[RepairResult], set[int]]:
+def _mend_indexes(job: RepairJob, saved: SavedFiles) -> tuple[list[RepairResult], set[int]]:
     """Get lost indexes back. Also returns the processes whose index stays lost."""
     mine: list[Any] = []
     for process in filter(job.has_share, sorted(saved.metadata.indexes)):
@@ -263,7 +243,7 @@ def _mend_indexes(job: RepairJob, saved: _SavedFiles) -> tuple[list[RepairResult
     def decide(posts: list[Any]) -> list[str | None]:
         texts: list[str | None] = []
         for process, found in lost:
-            got = find_index(job, saved.shards, saved.copies, process, files[process], posts)
+            got = find_index(job, saved, process, files[process], posts)
             name = saved.shards.name_of_index(process)
             if got is None:
                 why = "not all of its shards are whole, here or in a copy, to make it again from"
@@ -292,7 +272,7 @@ def _mend_indexes(job: RepairJob, saved: _SavedFiles) -> tuple[list[RepairResult
 
 
 def _find_lost(
-    job: RepairJob, saved: _SavedFiles, unknown: Collection[int], whole: Collection[str]
+    job: RepairJob, saved: SavedFiles, unknown: Collection[int], whole: Collection[str]
 ) -> tuple[list[Problem], list[LostFile]]:
     """The lost files of all processes. Also returns the problems with indexes, on this process.
 
@@ -321,7 +301,7 @@ def _find_lost(
 
 
 def _mend_files(
-    job: RepairJob, saved: _SavedFiles, origins: Sequence[Origin], lost: Sequence[LostFile]
+    job: RepairJob, saved: SavedFiles, origins: Sequence[Origin], lost: Sequence[LostFile]
 ) -> list[RepairResult]:
     if not lost:
         return []
@@ -334,7 +314,7 @@ def _mend_files(
     )
 
 
-def _assign(job: RepairJob, saved: _SavedFiles, lost: Sequence[LostFile]) -> list[int]:
+def _assign(job: RepairJob, saved: SavedFiles, lost: Sequence[LostFile]) -> list[int]:
     """Assign each lost file to the process that holds most of its lost bytes."""
     count, live = job.operation.count, saved.live
     if count == 1:
@@ -361,7 +341,7 @@ def _assign(job: RepairJob, saved: _SavedFiles, lost: Sequence[LostFile]) -> lis
 
 
 def _mend_parity(
-    job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult], summed: Collection[str]
+    job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult], summed: Collection[str]
 ) -> list[RepairResult]:
     """Mend parity files, after the indexes and shards that they are made of."""
     if saved.shards.parities is None:
@@ -387,7 +367,7 @@ def _mend_parity(
     return mended
 
 
-def _finish(job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult]) -> RepairReport:
+def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) -> RepairReport:
     """Write `_METADATA` if it was lost, last of all, and report the results of all processes."""
 
     def decide(posts: list[Any]) -> dict[str, Any]:
@@ -424,7 +404,7 @@ def _finish(job: RepairJob, saved: _SavedFiles, results: Sequence[RepairResult])
 
 
 def _mend_metadata(
-    job: RepairJob, saved: _SavedFiles, mended: list[MendedFile], problems: list[Problem]
+    job: RepairJob, saved: SavedFiles, mended: list[MendedFile], problems: list[Problem]
 ) -> list[str]:
     """On process 0, write `_METADATA` and its copy if they were lost. Returns notes for the report.
 
