@@ -31,12 +31,7 @@ from ostraka.formats.ostraka.damage import MISSING, damage_on_contradiction, dam
 from ostraka.formats.ostraka.shards import Shards
 from ostraka.formats.source import names_in
 from ostraka.formats.unknown import is_committed
-from ostraka.integrity._report import (
-    MendedFile,
-    RepairReport,
-    RepairResult,
-    decode_mended,
-)
+from ostraka.integrity._report import MendedFile, RepairReport, RepairResult, decode_mended
 from ostraka.integrity.repair._descriptions import OWN, find_index, find_metadata
 from ostraka.integrity.repair._files import (
     CopyOrigin,
