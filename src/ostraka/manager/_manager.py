@@ -649,8 +649,7 @@ class Manager:
         self._newest, self._is_foreign = found["newest"], found["is_foreign"]
         if self._mirror is not None:
             # Weakly: the thread must not keep a manager alive that nobody has any more.
-            again = weakref.WeakMethod(self._retention.begin_again)
-            self._mirror.start(found["mirror"], again)
+            self._mirror.start(found["mirror"], weakref.WeakMethod(self._retention.begin_again))
             weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
 
     def _leave(self, *, alone: bool) -> None:

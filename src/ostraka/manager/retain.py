@@ -213,8 +213,6 @@ class Retention:
         A step that a reader reads, or has yet to see, stays until a later save. The save has
         succeeded already, so errors go to the log, and the next run retries.
         """
-        if self._keep.keeps_all:
-            return
         ignore = frozenset(self.damaged)
         try:
             every = self._root.scan(trusting=True)

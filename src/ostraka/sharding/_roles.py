@@ -225,8 +225,7 @@ class _Model:
         if leaf.layer in self._column or leaf.layer in self._row:
             width = None  # the caller has said which side it is
         sizes = [leaf.shape[d] for d in core]
-        place = self._hidden_place(leaf, role, sizes, width)
-        dimension = core[place]
+        dimension = core[self._hidden_place(leaf, role, sizes, width)]
         return (Cut(dimension, self._units(leaf, role, leaf.shape[dimension], len(core))),)
 
     def _hidden_place(

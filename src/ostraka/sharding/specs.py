@@ -288,8 +288,7 @@ def _is_table(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def _is_tree(value: Any) -> bool:
     """Return True if a value has leaves below it and is no leaf itself."""
-    parsed = parse_state(value)
-    return [leaf.path for leaf in leaves_of(parsed)] != [ROOT]
+    return [leaf.path for leaf in leaves_of(parse_state(value))] != [ROOT]
 
 
 # Check a tree of specs: errors and warnings.

@@ -65,10 +65,17 @@ def find_metadata(store: Store, copies: Sequence[Store]) -> FoundMetadata:
     ids = {name.partition("-")[2] for name in names if _format.is_shards_directory(name)}
     if not ids and wanted is None:
         raise not_a_checkpoint(store) if data is None else damaged(store, METADATA_NAME, found)
+    own = [f"{_format.shards_directory(save_id)}/{METADATA_COPY}" for save_id in sorted(ids)]
+    candidates = [(OWN, store, name) for name in own]
+    for number, copy in enumerate(copies):
+        candidates += [(number, copy, name) for name in (METADATA_NAME, *own)]
     of_id: dict[str, FoundMetadata] = {}
-    for copy, name, metadata in _candidates(store, copies, sorted(ids)):
-        if metadata.id in ({wanted} if wanted else ids):
-            candidate = FoundMetadata(copy, name, found, wanted == metadata.id)
+    for number, place, name in candidates:
+        metadata = _read(place, name)
+        if metadata is None or metadata.id not in ({wanted} if wanted else ids):
+            continue
+        if number != OWN or name.startswith(f"{_format.shards_directory(metadata.id)}/"):
+            candidate = FoundMetadata(number, name, found, wanted == metadata.id)
             of_id.setdefault(metadata.id, candidate)
     if not of_id:
         what = f"{found}, and no copy of it was found; give one with from_="
@@ -104,22 +111,6 @@ def _look(store: Store) -> tuple[bytes | None, str]:
     return data, ""
 
 
-def _candidates(
-    store: Store, copies: Sequence[Store], ids: Sequence[str]
-) -> Iterator[tuple[int, str, Metadata]]:
-    """Every readable `_METADATA`, that of the checkpoint's own shards first."""
-    for save_id in ids:
-        name = f"{_format.shards_directory(save_id)}/{METADATA_COPY}"
-        metadata = _read(store, name)
-        if metadata is not None and metadata.id == save_id:
-            yield OWN, name, metadata
-    for number, copy in enumerate(copies):
-        for name in (METADATA_NAME, *(f"shards-{save_id}/{METADATA_COPY}" for save_id in ids)):
-            metadata = _read(copy, name)
-            if metadata is not None:
-                yield number, name, metadata
-
-
 def _read(store: Store, name: str) -> Metadata | None:
     try:
         data = store.get(name)
@@ -146,9 +137,8 @@ def find_index(
     `files` are in the order of the index.
     """
     metadata, parities = saved.metadata, saved.shards.parities
-    expected = metadata.indexes[process]
     for copy in saved.copies:
-        if (data := copy.read_index(process, expected)) is not None:
+        if (data := copy.read_index(process)) is not None:
             return data, copy.name
     if parities is not None and (data := parities.index_copy(process)) is not None:
         return data, PARITY
@@ -163,7 +153,7 @@ def find_index(
             data = _index.encode_index(
                 metadata.id, process, described, version=metadata.version, location=where
             )
-            if index_problem(data, expected) is None:
+            if index_problem(data, metadata.indexes[process]) is None:
                 return data, "its shards"
     return None
 

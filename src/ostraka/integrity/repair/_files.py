@@ -19,7 +19,7 @@ from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged, OstrakaError, Problem, StoreError, count_of, describe
 from ostraka.formats.buffers import Scratch
-from ostraka.formats.ostraka.compare import PIECE_BYTES, index_problem, matches, unmatched_blocks
+from ostraka.formats.ostraka.compare import PIECE_BYTES, matches, unmatched_blocks
 from ostraka.formats.ostraka.damage import loss_of, other_size
 from ostraka.formats.ostraka.rebuild import Rebuild
 from ostraka.formats.ostraka.shard_reader import ShardFile
@@ -28,7 +28,7 @@ from ostraka.formats.ostraka.source import open_ostraka
 from ostraka.integrity._report import MendedFile, RepairResult
 from ostraka.layout import header
 from ostraka.layout import shard_file as _format
-from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
+from ostraka.layout.metadata import Metadata, shard_contents
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import METADATA_NAME, Block, Entry, FileEntry
 from ostraka.processes.operation import Operation
@@ -139,10 +139,8 @@ class CopyOrigin:
     """Another copy of the same save, or any checkpoint with some of the same bytes."""
 
     def __init__(self, store: Store, metadata: Metadata, bytes_read: Count):
-        self.store = store
         self.name = store.location
-        self._directory = _format.shards_directory(metadata.id)
-        self._save_id = metadata.id
+        self._shards = Shards(store, metadata)
         self._bytes_read = bytes_read
         self._readers: dict[str, FileReader | None] = {}
         self._by_digest: dict[tuple[str, int], tuple[str, int]] | None = None
@@ -152,8 +150,7 @@ class CopyOrigin:
         block = shard.blocks[number]
         nbytes = block.file_stop - block.file_start
         try:
-            name = f"{self._directory}/{shard.entry.name}"
-            data = self._read(name, block.file_start, nbytes)
+            data = self._read(self._shards.name_of(shard.entry), block.file_start, nbytes)
             if data is not None and matches(block, [data]):
                 return data
             with self._lock:
@@ -167,13 +164,12 @@ class CopyOrigin:
             raise Absent("it does not have these bytes")
         return data
 
-    def read_index(self, process: int, expected: IndexEntry) -> bytes | None:
+    def read_index(self, process: int) -> bytes | None:
         """Read the index of a process of the same save. Returns None if it is damaged here, too."""
-        with suppress(OSError):
-            data = self.store.get(f"{self._directory}/{_format.index_name(process)}")
+        with suppress(OSError, Damaged):
+            data = self._shards.read_index(process)
             self._bytes_read.add(len(data))
-            if index_problem(data, expected) is None:
-                return data
+            return data
         return None
 
     def close(self) -> None:
@@ -186,7 +182,7 @@ class CopyOrigin:
             if name not in self._readers:
                 self._readers[name] = None
                 with suppress(FileNotFoundError):
-                    self._readers[name] = self.store.open(name)
+                    self._readers[name] = self._shards.store.open(name)
             reader = self._readers[name]
         if reader is None or reader.size < start + nbytes:
             return None
@@ -198,8 +194,8 @@ class CopyOrigin:
     def _find_blocks(self) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
         """By digest and length, the file and the offset of each block, if this is another save."""
         try:
-            source = open_ostraka(self.store)
-            if source is None or source.metadata.id == self._save_id:
+            source = open_ostraka(self._shards.store)
+            if source is None or source.metadata.id == self._shards.metadata.id:
                 return
             shards = source.shards
             files = shard_contents(source.metadata, None, shards.allowance()).values()

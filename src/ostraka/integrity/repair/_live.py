@@ -66,8 +66,7 @@ class LiveOrigin:
             for entry in shard.within(number)
         ]
         data = pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces)
-        expected = block.result or block.digest
-        if _format.block_digest([data]) != expected:
+        if _format.block_digest([data]) != (block.result or block.digest):
             raise Absent(f"{TRAINED_ON} (leaf {name_few(shard.leaves([number]), 8)})")
         return self._compress(shard, number, data) if block.result else data
 

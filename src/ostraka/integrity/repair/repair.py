@@ -117,8 +117,7 @@ def repair(
     place = Place(store, "repair", dry_run=dry_run)
 
     def run(operation: Operation, make_live: _MakeLive | None) -> RepairReport:
-        bytes_read = Count(on_bytes=on_bytes)
-        job = RepairJob(store, copies, operation, place, dry_run, bytes_read)
+        job = RepairJob(store, copies, operation, place, dry_run, Count(on_bytes=on_bytes))
         return _run_stages(job, make_live)
 
     try:
