@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from itertools import islice, product
+from itertools import accumulate, islice, pairwise, product
 from typing import Any
 
 from ostraka.common.progress import Count
@@ -44,7 +43,7 @@ from ostraka.layout.shard_file import (
     regroup,
 )
 from ostraka.saving.place import id_in
-from ostraka.storage import Store
+from ostraka.storage import FileReader, Store
 from ostraka.storage.requests import PART_BYTES, part_bytes_of
 
 OWN = -1
@@ -170,9 +169,14 @@ def _find_candidates(
         path = f"{directory}/{file.name}"
         lengths = tuple(_format.block_lengths(file.header_bytes, contents))
         for store in (job.store, *job.copies):
-            digests = _digest_again(store, path, file.size, lengths, job.bytes_read)
-            if digests is not None:
-                found[replace(digests, identity=there.get(path, ""))] = None
+            opened = open_or_say(store, path)
+            if isinstance(opened, str):
+                continue
+            with closing(opened) as reader:
+                if reader.size == file.size == sum(lengths):
+                    digests = tuple(_digest_blocks(reader, lengths, job.bytes_read))
+                    e_tag = there.get(path, "")
+                    found[FileDigests(file.size, lengths, digests, identity=e_tag)] = None
         for given in filter(None, (texts.get(file.name) for texts in live)):
             text, _, e_tag = given.partition("/")
             digests = tuple(text[i : i + 16] for i in range(0, len(text), 16))
@@ -183,24 +187,11 @@ def _find_candidates(
     return run_all(lambda pair: look(*pair), files, threads=threads, stop=StopSignal())
 
 
-def _digest_again(
-    store: Store, name: str, size: int, lengths: tuple[int, ...], bytes_read: Count
-) -> FileDigests | None:
-    """Digest a file again. Returns None if it is missing or has another size."""
-    opened = open_or_say(store, name)
-    if isinstance(opened, str):
-        return None
-    digests: list[str] = []
-    with closing(opened) as reader:
-        if reader.size != size or sum(lengths) != size:
-            return None
-        start = 0
-        for length in lengths:
-            block = bytearray(length)
-            bytes_read.add(reader.read_into(start, [block]))
-            digests.append(_format.block_digest([block]))
-            start += length
-    return FileDigests(size, lengths, tuple(digests))
+def _digest_blocks(reader: FileReader, lengths: Sequence[int], bytes_read: Count) -> Iterator[str]:
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        block = bytearray(stop - start)
+        bytes_read.add(reader.read_into(start, [block]))
+        yield _format.block_digest([block])
 
 
 def usual_e_tag(views: Iterator[Any], size: int) -> str:

@@ -315,6 +315,8 @@ class SavedFiles:
     """Shard files and their boxes, by device and part."""
     copies: Sequence[CopyOrigin]
     live: LiveOrigin | None
+    origins: Sequence[Origin]
+    """Both, and parity if there is any. The best comes first."""
 
     def shard(self, device: int, part: int) -> SavedShard:
         """A shard file. Raises Damaged if its index contradicts `_METADATA`."""

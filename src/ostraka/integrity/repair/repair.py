@@ -170,11 +170,8 @@ def _copies(store: Store, given: PathLike | Sequence[PathLike] | None) -> list[S
 def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
     """Repair a checkpoint, together with the other processes of the operation."""
     saved = _agree_on_metadata(job, make_live)
-    origins: list[Origin] = [*filter(None, [saved.live]), *saved.copies]
-    if saved.shards.parities is not None:
-        origins.append(ParityOrigin(saved.shards, job.bytes_read))
     with ExitStack() as stack:
-        for origin in origins:
+        for origin in saved.origins:
             stack.callback(origin.close)
         if job.process == 0:
             directory = _format.shards_directory(saved.metadata.id)
@@ -187,7 +184,7 @@ def _run_stages(job: RepairJob, make_live: _MakeLive | None) -> RepairReport:
             results += done.mended
         problems, lost = _find_lost(job, saved, unknown, done.whole)
         results += problems
-        results += _mend_files(job, saved, origins, lost)
+        results += _mend_files(job, saved, lost)
         results += _mend_parity(job, saved, results, done.sums)
     return _finish(job, saved, results)
 
@@ -209,7 +206,10 @@ def _agree_on_metadata(job: RepairJob, make_live: _MakeLive | None) -> SavedFile
     copies = [CopyOrigin(copy, metadata, job.bytes_read) for copy in job.copies]
     live = None if make_live is None else make_live(metadata)
     shards = Shards(job.store, metadata)
-    return SavedFiles(found, data, metadata, shards, contents, copies, live)
+    origins: list[Origin] = [*filter(None, [live]), *copies]
+    if shards.parities is not None:
+        origins.append(ParityOrigin(shards, job.bytes_read))
+    return SavedFiles(found, data, metadata, shards, contents, copies, live, origins)
 
 
 def _mend_indexes(job: RepairJob, saved: SavedFiles) -> tuple[list[RepairResult], set[int]]:
@@ -294,14 +294,12 @@ def _find_lost(
     return problems, [LostFile(d, p, what, decode_runs(blocks)) for d, p, what, blocks in lost]
 
 
-def _mend_files(
-    job: RepairJob, saved: SavedFiles, origins: Sequence[Origin], lost: Sequence[LostFile]
-) -> list[RepairResult]:
+def _mend_files(job: RepairJob, saved: SavedFiles, lost: Sequence[LostFile]) -> list[RepairResult]:
     if not lost:
         return []
     shares = zip(lost, _assign(job, saved, lost), strict=True)
     return run_all(
-        lambda one: mend(job, origins, saved.shard(one.device, one.part), one),
+        lambda one: mend(job, saved.origins, saved.shard(one.device, one.part), one),
         [one for one, process in shares if process == job.process],
         threads=job.store.traits.at_once,
         stop=StopSignal(),
