@@ -96,10 +96,7 @@ def verify(
         >>> print(ostraka.verify("runs/7"))
         >>> print(ostraka.verify("runs", all_steps=True, raises=False))
     """
-    if all_steps:
-        report = _verify_steps(path, read, on_bytes)
-    else:
-        report = _verify_one(path, read, on_bytes)
+    report = (_verify_steps if all_steps else _verify_one)(path, read, on_bytes)
     if report.problems and raises:
         raise Damaged(report.path, report.problems)
     return report

@@ -451,7 +451,7 @@ class StepCopier:
         watch = Stopwatch()
         with Operation(f"copy to {self._mirror.location}", member=self._member) as operation:
             progress = Count(on_bytes=check)
-            mine = self._copy_share(operation, progress, name, save_id)
+            mine = self._copy_share(progress, name, save_id)
             mine["written"] = [progress.done - progress.kept, watch.lap("copy")]
             answer = operation.exchange(
                 "commit", mine, lambda reports: self._commit(name, job, reports), is_last=True
@@ -462,12 +462,10 @@ class StepCopier:
             report("mirror", path, watch, summary, self._on_record, in_background=True)
         return answer["status"], answer["why"]
 
-    def _copy_share(
-        self, operation: Operation, progress: Count, name: str, save_id: str
-    ) -> dict[str, Any]:
+    def _copy_share(self, progress: Count, name: str, save_id: str) -> dict[str, Any]:
         """Copy this process's files. Return the status instead of raising: the others go on."""
         source = None
-        process, count = operation.process, operation.count
+        process, count = self._member.process, self._member.count
         try:
             source = open_ostraka(self._root.at(name))
             if source is None or source.metadata.id != save_id:
@@ -484,10 +482,9 @@ class StepCopier:
         assert job is not None
         source, place = job
         for status in ("gone", "damaged"):
-            for said in reports:
-                if said["status"] == status:
-                    place.discard()
-                    return said
+            if failed := [said for said in reports if said["status"] == status]:
+                place.discard()
+                return failed[0]
         lost = find_lost(source, self._mirror.at(name)) if len(reports) > 1 else []
         if lost:
             raise StoreError(

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -42,6 +43,7 @@ from ostraka.sharding.mesh import (
 from ostraka.sharding.rules import combine
 from ostraka.sharding.specs import (
     ArrayLeaf,
+    Specs,
     array_leaves,
     follow_specs,
     has_shape,
@@ -50,7 +52,7 @@ from ostraka.sharding.specs import (
     resolve_checked,
     to_spec,
 )
-from ostraka.tree.nodes import leaves_of, rebuild, unwrapped
+from ostraka.tree.nodes import Node, leaves_of, rebuild, unwrapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
@@ -227,13 +229,14 @@ def prepare(
     """Trace the model for its shapes, and work out where everything goes."""
     check_function(model_fn)
     check_optimizer(optimizer)
-    is_explicit, abstract, model_key = _trace(model_fn, mesh, optimizer, wrt)
+    make_objects = partial(_make_objects, model_fn, optimizer, wrt)
+    is_explicit, abstract, model_key = _trace(make_objects, mesh)
     # Under Explicit axes JAX would compute every array whole on each device, and cut it at the
     # end, unless the model says otherwise.
     making = mesh if is_explicit else make_mesh(mesh)
-    model = abstract[0] if model_key is None else abstract[0][model_key]
-    model_leaves = list(array_leaves(parse_state(model)))
-    specs = _model_specs(model, model_leaves, mesh, rules)
+    model = parse_state(abstract[0] if model_key is None else abstract[0][model_key])
+    model_leaves = list(array_leaves(model))
+    specs = _model_specs(model, mesh, rules)
     prefix = "" if model_key is None else f"{model_key}/"
     own = {f"{prefix}{path}": spec for path, spec in specs.items()}
     flat: list[NamedSharding] = []
@@ -261,24 +264,23 @@ def prepare(
         from flax import nnx
 
         with jax.sharding.use_abstract_mesh(making.abstract_mesh), nnx.use_eager_sharding(eager):
-            states = [nnx.split(made) for made in _make_objects(model_fn, optimizer, wrt)]
+            states = [nnx.split(made) for made in make_objects()]
         structures[:] = [(graphdef, jax.tree.structure(state)) for graphdef, state in states]
         return jax.tree.leaves([state for _, state in states])
 
     return PreparedModel(make, structures, flat, is_explicit)
 
 
-def _model_specs(
-    model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
-) -> dict[str, PartitionSpec]:
+def _model_specs(model: Node, mesh: Mesh, rules: Any) -> Specs:
     if rules is None:
+        leaves = array_leaves(model)
         if all(leaf.named is None and _traced_spec(leaf.value) is None for leaf in leaves):
             raise InvalidSharding(
                 "no variable of the model says how it is cut (out_sharding): give rules, such as "
                 'fsdp("data")'
             )
         rules = combine("metadata", _traced_spec)
-    specs, findings = resolve_checked(parse_state(model), mesh, rules)
+    specs, findings = resolve_checked(model, mesh, rules)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 
@@ -311,9 +313,7 @@ def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list
     return [made, nnx.Optimizer(made, optimizer, wrt=nnx.Param if wrt is None else wrt)]
 
 
-def _trace(
-    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
-) -> tuple[bool, list[Any], str | None]:
+def _trace(make: Callable[[], list[Any]], mesh: Mesh) -> tuple[bool, list[Any], str | None]:
     """Return True if the model needs Explicit axes, and the abstract states of the objects.
 
     Also returns the key of the model in the first. Eager sharding is off: no variable is placed by
@@ -324,16 +324,16 @@ def _trace(
 
     model_key: str | None = None
 
-    def make() -> list[Any]:
+    def make_states() -> list[Any]:
         nonlocal model_key
-        objects = _make_objects(model_fn, optimizer, wrt)
+        objects = make()
         model_key = "model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None
         return [nnx.state(made) for made in objects]
 
     def trace(on: Mesh) -> list[Any]:
         try:
             with jax.sharding.use_abstract_mesh(on.abstract_mesh), nnx.use_eager_sharding(False):
-                return jax.eval_shape(make)
+                return jax.eval_shape(make_states)
         except TraceContextError as error:
             raise InvalidTree(
                 "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it "

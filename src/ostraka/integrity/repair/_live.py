@@ -138,9 +138,10 @@ class LiveOrigin:
         if saved.per_process and entry.box[0] != (self._process, self._process + 1):
             return f"{where} is that of process {entry.box[0][0]}, and this is {self._process}"
         if not _covers(value, self._own_box(entry)):
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in entry.box)
             return (
                 f"{where} is placed in another way than when it was saved, and no process holds "
-                f"all of {_show(entry.box)}: place it as it was, or replicate it, before the repair"
+                f"all of [{ranges}]: place it as it was, or replicate it, before the repair"
             )
         return None
 
@@ -190,10 +191,6 @@ def _gather(value: CapturedValue, box: Box) -> Array:
             gathered = np.empty(_box.shape_of(box), part.dtype)
         gathered[_box.slices(shared, box)] = part
     return np.empty(_box.shape_of(box), np.uint8) if gathered is None else gathered
-
-
-def _show(box: Box) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 # A repair from the live tree, by all processes of a run. With JAX.
