@@ -45,8 +45,9 @@ class _Choice(NamedTuple):
 _Outcome = tuple[str, tuple[Problem, ...], Any, Exception | None]
 """The status of one restore, the damage, the value and the error.
 
-The status is `ok`, `damaged`, `gone`, `follows` (another process failed), or `failed`.
+The status is `ok`, `failed`, or one of `_STATUSES`. `follows`: another process failed.
 """
+_STATUSES = ((Damaged, "damaged"), (CheckpointNotFound, "gone"), (RestoreFailed, "follows"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +260,13 @@ class Recovery:
         store = self._store_of(choice.name, choice.in_mirror)
         if choice.in_mirror:
             log.info("step %d is restored from the mirror, %s", choice.step, store.location)
-        problems, value, failure = (), None, None
+        status, value, failure = "ok", None, None
         try:
-            value, status = restore(store), "ok"
-        except Damaged as error:
-            status, problems, failure = "damaged", error.problems, error
-        except CheckpointNotFound as error:
-            status, failure = "gone", error
-        except RestoreFailed as error:
-            status, failure = "follows", error
+            value = restore(store)
         except Exception as error:
-            status, failure = "failed", error
+            failure = error
+            status = next((said for kind, said in _STATUSES if isinstance(error, kind)), "failed")
+        problems = failure.problems if isinstance(failure, Damaged) else ()
         status, sent = agree(
             f"restore of step {choice.step}", [status, problems_to_json(problems)], _worst
         )
