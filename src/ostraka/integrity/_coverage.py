@@ -42,9 +42,17 @@ def boxes_in_header(
     A reader expects `entries` and `blocks` in the file. Raises Contradiction if the header differs.
     For a packed dtype a header has the length alone, and its box is taken from `entries`.
     """
-    tensors, about = _parse(header)
-    starts = _table(about, "DCP_SHARDING_INFO")
-    codecs = _table(about, "ostraka_codecs")
+    length = int.from_bytes(header[:8], "little")
+    if length != len(header) - 8:
+        raise Contradiction(f"its header states {length:,} bytes, and has {len(header) - 8:,}")
+    tensors = _object(bytes(header[8:]), "its header is")
+    about = tensors.pop("__metadata__", {})
+    if not isinstance(about, dict):
+        raise Contradiction("its header has a `__metadata__` that is not a JSON object")
+    starts, codecs = (
+        _object(cast(dict[str, Any], about).get(key, "{}"), f"its header has a {key} that is")
+        for key in ("DCP_SHARDING_INFO", "ostraka_codecs")
+    )
     expected = {leaves[entry.leaf].spec.path: entry for entry in entries}
     for path in tensors.keys() - expected.keys():
         raise Contradiction(f"its header has {path!r}, which {_METADATA} puts nowhere into it")
@@ -80,32 +88,14 @@ def boxes_in_header(
 _METADATA = "_METADATA"
 
 
-def _parse(header: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a header, and its `__metadata__`."""
-    length = int.from_bytes(header[:8], "little")
-    if length != len(header) - 8:
-        raise Contradiction(f"its header states {length:,} bytes, and has {len(header) - 8:,}")
-    try:
-        loaded = with_full_stack(lambda: json.loads(bytes(header[8:])))
-    except (ValueError, TooDeep) as error:
-        raise Contradiction("its header is not JSON") from error
-    if not isinstance(loaded, dict):
-        raise Contradiction("its header is not a JSON object")
-    tensors = cast(dict[str, Any], loaded)
-    about = tensors.pop("__metadata__", {})
-    if not isinstance(about, dict):
-        raise Contradiction("its header has a `__metadata__` that is not a JSON object")
-    return tensors, cast(dict[str, Any], about)
-
-
-def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
-    text = about.get(key, "{}")
+def _object(text: Any, what: str) -> dict[str, Any]:
+    """The JSON object in a text. `what` begins the sentence if there is none."""
     try:
         loaded = with_full_stack(lambda: json.loads(text))
     except (ValueError, TypeError, TooDeep) as error:
-        raise Contradiction(f"its header has a {key} that is not JSON") from error
+        raise Contradiction(f"{what} not JSON") from error
     if not isinstance(loaded, dict):
-        raise Contradiction(f"its header has a {key} that is not a JSON object")
+        raise Contradiction(f"{what} not a JSON object")
     return cast(dict[str, Any], loaded)
 
 
@@ -143,13 +133,10 @@ def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         ranges = sorted({box[dimension] for box in boxes})
         ends = [(0, 0), *ranges, (extent, extent)]
         if any(before[1] != after[0] for before, after in pairwise(ends)):
-            return f"dimension {dimension} of {extent} elements is cut into {_few(ranges)}"
+            few = ", ".join(f"{start}:{stop}" for start, stop in ranges[:8]) or "nothing"
+            more = ", …" if len(ranges) > 8 else ""
+            return f"dimension {dimension} of {extent} elements is cut into {few}{more}"
         cells *= len(ranges)
     if len(boxes) != cells:
         return f"{len(boxes)} of {cells} boxes are there"
     return None
-
-
-def _few(ranges: Sequence[tuple[int, int]]) -> str:
-    shown = ", ".join(f"{start}:{stop}" for start, stop in ranges[:8])
-    return f"{shown}, …" if len(ranges) > 8 else shown or "nothing"

@@ -57,11 +57,11 @@ def check_seconds(name: str, seconds: float | None) -> float | None:
     if seconds is None:
         return None
     try:
+        if isinstance(seconds, str):
+            raise TypeError
         number = float(seconds)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or isinstance(seconds, str):
-        raise TypeError(f"{name} must be a number of seconds, not {seconds!r}")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number of seconds, not {seconds!r}") from error
     if not 0 < number < math.inf:
         bound = "less than infinity" if number > 0 else "more than 0"
         raise ValueError(f"{name} must be {bound}, not {seconds!r}")

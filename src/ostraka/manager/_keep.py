@@ -59,16 +59,15 @@ class Best:
 class Keep:
     """The conditions to keep a step, ORed. Without any, all steps stay."""
 
-    last: int | None
-    every: int | None
-    interval_s: float | None
-    best: Best | None
-    condition: Callable[[Step], bool] | None
+    last: int | None = None
+    every: int | None = None
+    interval_s: float | None = None
+    best: Best | None = None
+    condition: Callable[[Step], bool] | None = None
 
     @property
     def keeps_all(self) -> bool:
-        conditions = (self.last, self.every, self.interval_s, self.best, self.condition)
-        return all(condition is None for condition in conditions)
+        return self == Keep()
 
 
 def check_best(name: str, best: Any) -> Best | None:

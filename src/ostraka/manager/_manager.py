@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
 import jax
@@ -177,9 +176,8 @@ class Manager:
         self.restored: int | None = None
         """The step of the last restore."""
         if read_only:
-            for place in (self._root, copies):
-                if place is not None:
-                    place.refuse_checkpoint(CheckpointNotFound)
+            for place in filter(None, (self._root, copies)):
+                place.refuse_checkpoint(CheckpointNotFound)
         else:
             self._open(wait=if_busy == "wait")
             if self._on_preemption is not None:
@@ -288,7 +286,7 @@ class Manager:
                 max_file_bytes=max_file_bytes,
             )
             background = self._asynchronous if asynchronous is None else asynchronous
-            self._begin(number, tree, options, force, background, is_last_call)
+            self._begin(number, tree, options, force, background and not is_last_call)
         else:
             self._pending.raise_if_failed()
         self._meter.leave(number, began=due, saving=self._pending.is_running())
@@ -352,11 +350,10 @@ class Manager:
             raise ValueError(
                 "best() needs a metric: pass by=Best('loss', 'min'), or give the manager keep_best="
             )
-        ranked = decide_together(
+        return decide_together(
             f"look at {self.root}",
-            lambda: [step.step for step in best.ranked(self._root.steps())[:1]],
+            lambda: next((step.step for step in best.ranked(self._root.steps())), None),
         )
-        return ranked[0] if ranked else None
 
     def metrics(self, step: SupportsIndex) -> dict[str, float]:
         """Return the metrics that were saved with a step.
@@ -439,10 +436,8 @@ class Manager:
         self._retention.wait()
         self._check_open()
         began_s = time.perf_counter()
-        wanted = None
-        if step is not None:
-            hint = "; leave it out for the newest, and give a tree as like= or into="
-            wanted = check_step(step, hint)
+        hint = "; leave it out for the newest, and give a tree as like= or into="
+        wanted = None if step is None else check_step(step, hint)
         # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
         recovery = Recovery(
@@ -584,12 +579,7 @@ class Manager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return
@@ -659,8 +649,7 @@ class Manager:
         self._newest, self._is_foreign = found["newest"], found["is_foreign"]
         if self._mirror is not None:
             # Weakly: the thread must not keep a manager alive that nobody has any more.
-            again = weakref.WeakMethod(self._retention.begin_again)
-            self._mirror.start(found["mirror"], again)
+            self._mirror.start(found["mirror"], weakref.WeakMethod(self._retention.begin_again))
             weakref.finalize(self, self._mirror.stop, alone=True).atexit = False
 
     def _leave(self, *, alone: bool) -> None:
@@ -702,20 +691,14 @@ class Manager:
         return self._preemption is not None and self._preemption.is_due(step)
 
     def _begin(
-        self,
-        step: int,
-        tree: Any,
-        options: SaveOptions,
-        force: bool,
-        background: bool,
-        is_last_call: bool,
+        self, step: int, tree: Any, options: SaveOptions, force: bool, background: bool
     ) -> None:
         watch = Stopwatch()  # started here, to include the wait for the save before
         try:
             self._pending.wait()
         except Exception:
             # It is in the log. There may be no other call that could save this step.
-            if not is_last_call:
+            if not self._is_last_call(step):
                 raise
         if not force:
             self._check_order(step)
@@ -728,22 +711,14 @@ class Manager:
         self._schedule.note_save()
         self._newest = max(step, step if self._newest is None else self._newest)
         self._begun = step
-        background = background and not is_last_call
         hooks = SaveHooks(
             on_record=self._on_record,
             check_no_arrays=None if force else partial(refuse_emptied, self._root, step),
             on_commit=lambda: self._note_commit(step, name, background=background),
             check_place=check_place,
         )
-        start = partial(
-            begin_save,
-            self._root.at(name),
-            partial(capture, tree),
-            options,
-            hooks,
-            watch=watch,
-            is_waited_for=not background,
-        )
+        begin = partial(begin_save, self._root.at(name), partial(capture, tree), options, hooks)
+        start = partial(begin, watch=watch, is_waited_for=not background)
         self._pending.begin(start, background=background)
 
     def _check_order(self, step: int) -> None:

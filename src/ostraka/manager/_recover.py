@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostraka.common.record import logger as log
 from ostraka.errors import (
@@ -31,28 +31,23 @@ from ostraka.storage import Store
 _ATTEMPTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     """A step to restore, and the one before it, if any."""
 
     step: int
     name: str
     in_mirror: bool
-    problems: tuple[Problem, ...]
+    problems: Sequence[Any]
+    """Its damage, as JSON."""
     before: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The outcome of one restore.
+_Outcome = tuple[str, tuple[Problem, ...], Any, Exception | None]
+"""The status of one restore, the damage, the value and the error.
 
-    `status` is `ok`, `damaged`, `gone`, `follows` (another process failed), or `failed`.
-    """
-
-    status: str
-    problems: tuple[Problem, ...]
-    value: Any
-    error: Exception | None
+The status is `ok`, `failed`, or one of `_STATUSES`. `follows`: another process failed.
+"""
+_STATUSES = ((Damaged, "damaged"), (CheckpointNotFound, "gone"), (RestoreFailed, "follows"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,34 +181,29 @@ class Recovery:
         """Return the restored step, and the value that `restore` returned for its store."""
         times_gone = 0
         while times_gone <= _ATTEMPTS:
-            choice = self._choose()
-            outcome = self._try(choice, restore)
-            match outcome.status:
-                case "ok":
-                    return choice.step, outcome.value
-                case "damaged" if self._has_copy(choice, outcome):
+            choice = _Choice(
+                *decide_together(f"choice of a step in {self._root.location}", self._decide)
+            )
+            status, problems, value, error = self._try(choice, restore)
+            match status:
+                case "damaged" if self._has_copy(choice, problems):
                     pass
                 case "damaged":
-                    self._report_damage(choice, outcome)
+                    self._report_damage(choice, problems, error)
                 case "gone" if self._step is None:
                     times_gone += 1  # The retention of another run deleted it.
-                case _ if outcome.error is not None:
-                    raise outcome.error
+                case _ if error is not None:
+                    raise error
                 case _:
-                    # It failed on another process only; here everything was restored.
-                    return choice.step, outcome.value
+                    # If it failed, then on another process only; here everything was restored.
+                    return choice.step, value
         raise CheckpointNotFound(
             f"steps of {self._root.location} were deleted while they were being restored"
         )
 
     # Which step
 
-    def _choose(self) -> _Choice:
-        found = decide_together(f"choice of a step in {self._root.location}", self._decide)
-        found["problems"] = problems_from_json(found["problems"])
-        return _Choice(**found)
-
-    def _decide(self) -> dict[str, Any]:
+    def _decide(self) -> _Choice:
         def is_enough(found: Sequence[Step]) -> bool:
             left = [step for step in found if step.step not in self._given_up]
             return any(step.is_good for step in left[1:])
@@ -242,13 +232,8 @@ class Recovery:
         name, problems = chosen.names[0], chosen.problems
         if self._verify_first and not problems:
             problems = verify(self._store_of(name, in_mirror), raises=False).problems
-        return {
-            "step": chosen.step,
-            "name": name,
-            "in_mirror": in_mirror,
-            "problems": problems_to_json(problems),
-            "before": next((step.step for step in reversed(left[:-1]) if step.is_good), None),
-        }
+        before = next((step.step for step in reversed(left[:-1]) if step.is_good), None)
+        return _Choice(chosen.step, name, in_mirror, problems_to_json(problems), before)
 
     def _look_at_mirror(self, own: Mapping[int, Step]) -> dict[int, Step]:
         """Return the mirror's steps, if the root does not have the wanted one.
@@ -271,27 +256,23 @@ class Recovery:
 
     def _try(self, choice: _Choice, restore: Callable[[Store], Any]) -> _Outcome:
         if choice.problems:
-            return _Outcome("damaged", choice.problems, None, None)
+            return "damaged", problems_from_json(choice.problems), None, None
         store = self._store_of(choice.name, choice.in_mirror)
         if choice.in_mirror:
             log.info("step %d is restored from the mirror, %s", choice.step, store.location)
-        problems, value, failure = (), None, None
+        status, value, failure = "ok", None, None
         try:
-            value, status = restore(store), "ok"
-        except Damaged as error:
-            status, problems, failure = "damaged", error.problems, error
-        except CheckpointNotFound as error:
-            status, failure = "gone", error
-        except RestoreFailed as error:
-            status, failure = "follows", error
+            value = restore(store)
         except Exception as error:
-            status, failure = "failed", error
+            failure = error
+            status = next((said for kind, said in _STATUSES if isinstance(error, kind)), "failed")
+        problems = failure.problems if isinstance(failure, Damaged) else ()
         status, sent = agree(
             f"restore of step {choice.step}", [status, problems_to_json(problems)], _worst
         )
-        return _Outcome(status, problems_from_json(sent), value, failure)
+        return status, problems_from_json(sent), value, failure
 
-    def _has_copy(self, choice: _Choice, outcome: _Outcome) -> bool:
+    def _has_copy(self, choice: _Choice, problems: Sequence[Problem]) -> bool:
         """Return True if the mirror has the damaged step. The next attempt uses it then."""
         mirror = self._mirror
         if choice.in_mirror:
@@ -310,17 +291,19 @@ class Recovery:
         if not decide_together(f"look at the mirror {mirror.location}", look):
             return False
         self._copies.add(choice.step)
-        damaged = Damaged(self._root.path(choice.name), outcome.problems)
+        damaged = Damaged(self._root.path(choice.name), problems)
         what = f"step {choice.step} is restored from the mirror {mirror.location}: {damaged}"
         log.error("%s", what)
         warn_caller(UserWarning(what))
         return True
 
-    def _report_damage(self, choice: _Choice, outcome: _Outcome) -> None:
+    def _report_damage(
+        self, choice: _Choice, problems: Sequence[Problem], error: Exception | None
+    ) -> None:
         """Log the damage. Raise unless `fallback` is set and there is a step before it."""
         self._given_up.add(choice.step)
         store = self._store_of(choice.name, choice.in_mirror)
-        damaged = Damaged(store.location, outcome.problems)
+        damaged = Damaged(store.location, problems)
         log.error("step %d can't be restored: %s", choice.step, damaged)
         if choice.before is None:
             hint = f"{self._places} has no intact step before it"
@@ -332,9 +315,9 @@ class Recovery:
             hint = f"the step before it is {choice.before}: pass step={choice.before}, or "
             hint += "fallback=True"
         damaged.args = (f"{damaged}; {hint}",)
-        for note in getattr(outcome.error, "__notes__", []):
+        for note in getattr(error, "__notes__", []):
             damaged.add_note(note)
-        raise damaged from outcome.error
+        raise damaged from error
 
 
 def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:
@@ -348,9 +331,6 @@ def _is_same(root: Root, name: str, mirror: Root, copy: Step) -> bool:
 
 def _worst(outcomes: list[Any]) -> list[Any]:
     """Return the worst status of all processes, and the problems of all."""
-    said = [status for status, _ in outcomes]
-    problems = [problem for _, found in outcomes for problem in found]
-    for status in ("failed", "damaged", "gone", "follows"):
-        if status in said:
-            return [status, problems]
-    return ["ok", []]
+    order = ["failed", "damaged", "gone", "follows", "ok"]
+    status = min((status for status, _ in outcomes), key=order.index)
+    return [status, [problem for _, found in outcomes for problem in found]]

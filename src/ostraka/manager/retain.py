@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ostraka.common.record import logger as log
 from ostraka.common.threads import at_exit
@@ -101,13 +101,8 @@ def _remove_claimed(place: Store, claim: Claim, version: Any) -> None:
         claim.delete(other)
 
 
-class _ClaimedDirectory(NamedTuple):
-    """A directory to delete, and the claim on it."""
-
-    place: Store
-    claim: Claim
-    version: Any
-    """The version of its `_METADATA`."""
+_Claimed = tuple[Store, Claim, Any]
+"""A directory to delete, the claim on it, and the version of its `_METADATA`."""
 
 
 class Retention:
@@ -167,7 +162,7 @@ class Retention:
                 target=self._work, name="ostraka-retention", daemon=True
             )
             _live.add(self)
-        if not _Exit.has_begun:
+        if not _exiting.is_set():
             with suppress(RuntimeError):  # The system has no thread left.
                 self._thread.start()
                 return
@@ -218,19 +213,22 @@ class Retention:
         A step that a reader reads, or has yet to see, stays until a later save. The save has
         succeeded already, so errors go to the log, and the next run retries.
         """
-        if self._keep.keeps_all:
-            return
         ignore = frozenset(self.damaged)
         try:
             every = self._root.scan(trusting=True)
-            superfluous = self._choose(every, just_saved, ignore)
-            own = [step.step for step in every if not step.problems and not step.is_foreign]
+            readable = [step for step in every if not step.problems]
+            counting = [step for step in readable if step.step not in ignore]
+            superfluous = self._choose(counting, just_saved)
+            own = [step.step for step in readable if not step.is_foreign]
             held = self._held([one for one in own if one not in ignore]) if self._held else ()
             superfluous = [step for step in superfluous if step.step not in held]
-            there = sorted(step.step for step in every if not step.problems)
+            there = sorted(step.step for step in readable)
             self._leases.forget_active()
             if len(superfluous) > 1:  # Else it costs no more to find out when it is claimed.
-                now_s = self._time_of(just_saved, every)
+                names = next((step.names for step in every if step.step == just_saved), ())
+                # When it was saved, by the store's own clock.
+                files = (self._root.at(n).look(shard_file.METADATA_NAME) for n in names[:1])
+                now_s = next((file.changed_s for file in files if file is not None), None)
                 kept = len(own) - len(superfluous)
                 superfluous = self._leave_to_readers(superfluous, there, kept, now_s)
         except Exception:
@@ -240,36 +238,22 @@ class Retention:
             return
         self._delete(superfluous, there)
 
-    def _choose(
-        self, every: Sequence[Step], just_saved: int, ignore: Collection[int]
-    ) -> list[Step]:
+    def _choose(self, readable: Sequence[Step], just_saved: int) -> list[Step]:
         """Return the steps to delete, ascending, as they are now.
 
-        The information about `every` may be old. So this looks again at all steps that the
+        The information about `readable` may be old. So this looks again at all steps that the
         decision depends on.
         """
-
-        def readable(steps: Sequence[Step]) -> list[Step]:
-            return [step for step in steps if not step.problems and step.step not in ignore]
-
-        steps = ascending(readable(every))
+        steps = ascending(readable)
         chosen = set(find_superfluous(steps, self._keep, just_saved=just_saved))
         if not chosen:
             return []
         doubtful = chosen | find_counted(steps, self._keep)
         again = self._root.look_again([step for step in steps if step.step in doubtful])
         known = [step for step in steps if step.step not in doubtful]
-        steps = ascending([*known, *readable(again)])
+        steps = ascending([*known, *(step for step in again if not step.problems)])
         chosen &= set(find_superfluous(steps, self._keep, just_saved=just_saved))
         return [step for step in steps if step.step in chosen]
-
-    def _time_of(self, just_saved: int, steps: Sequence[Step]) -> float | None:
-        """Return when a step was saved, by the store's own clock."""
-        for step in steps:
-            if step.step == just_saved:
-                file = self._root.at(step.names[0]).look(shard_file.METADATA_NAME)
-                return None if file is None else file.changed_s
-        return None
 
     def _leave_to_readers(
         self, superfluous: Sequence[Step], there: Sequence[int], kept: int, now_s: float | None
@@ -325,7 +309,7 @@ class Retention:
     def _delete_claimed(self, steps: Sequence[Step], there: list[int]) -> None:
         """Claim all of these steps, then delete those that no reader holds."""
         with ExitStack() as stack:
-            claims: dict[int, list[_ClaimedDirectory]] = {}
+            claims: dict[int, list[_Claimed]] = {}
             for step in steps:
                 with self._logging(step.step):
                     claims[step.step] = self._claim_unchanged(step, stack)
@@ -334,10 +318,10 @@ class Retention:
                 return
             if self._check is not None:
                 self._check()
-            now_s = next(iter(claims.values()))[0].claim.now_s
+            now_s = next(iter(claims.values()))[0][1].now_s
             for step in self._leases.release_steps(list(claims), there=there, now_s=now_s):
-                for claimed_one in claims.pop(step):
-                    claimed_one.claim.release()
+                for _, claim, _ in claims.pop(step):
+                    claim.release()
             for step, places in claims.items():
                 with self._logging(step):
                     for place, claim, version in places:
@@ -346,19 +330,19 @@ class Retention:
                         place.remove_if_empty()  # other people's files stay
                     there.remove(step)
 
-    def _claim_unchanged(self, step: Step, stack: ExitStack) -> list[_ClaimedDirectory]:
+    def _claim_unchanged(self, step: Step, stack: ExitStack) -> list[_Claimed]:
         """Claim a step's directories. Return none if somebody pinned it or saved it again."""
-        places: list[_ClaimedDirectory] = []
+        places: list[_Claimed] = []
         for name, version in self._root.own_names(step, "deletes").items():
             place = self._root.at(name)
             claim = Claim(place)
             claim.take(wait=False)
             stack.callback(claim.release)
             file = place.look(shard_file.METADATA_NAME)
-            places.append(_ClaimedDirectory(place, claim, version))
+            places.append((place, claim, version))
             if PIN_NAME in claim.names or file is None or file.version != version:
-                for claimed_one in places:
-                    claimed_one.claim.release()
+                for _, other, _ in places:
+                    other.release()
                 return []
         return places
 
@@ -370,17 +354,14 @@ class Retention:
             log.exception("step %d of %s can't be deleted now", step, self._root.location)
 
 
-class _Exit:
-    has_begun = False
-    """True once the program has begun to end."""
-
-
+_exiting = threading.Event()
+"""Set once the program has begun to end."""
 _live: weakref.WeakSet[Retention] = weakref.WeakSet()
 
 
 def _wait_at_exit() -> None:
     """Finish all deletions before the program ends. Ctrl-C leaves them to the next one."""
-    _Exit.has_begun = True
+    _exiting.set()
     with suppress(KeyboardInterrupt):
         for retention in list(_live):
             retention.wait()

@@ -157,19 +157,13 @@ class Step:
         return not self.problems or self.unsupported is not None
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """The properties of the checkpoint in one directory."""
+_UNREAD = Step(-1, None, NO_METRICS, False)
+"""A directory with a checkpoint, before it is read. `Root._step` gives it its number."""
 
-    saved_s: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
-    problems: tuple[Problem, ...] = ()
-    unsupported: str | None = None
-    format: str = OSTRAKA
-    nbytes: int | None = None
-    version: Any = None
-    """The version of the file that describes the checkpoint."""
-    pinned: bool = False
+_Look = Callable[[str], Step | None]
+"""Returns the checkpoint in a directory."""
+_Until = Callable[[Sequence[Step]], bool]
+"""Returns True if a scan has found enough."""
 
 
 class Root:
@@ -178,8 +172,11 @@ class Root:
     def __init__(self, path: PathLike):
         self.store = open_store(path)
         self.location = self.store.location
-        self._cache: dict[str, _Contents] = {}
-        """What each directory holds, by name. Pins are not remembered."""
+        self._cache: dict[str, tuple[Any, Step]] = {}
+        """By name, what each directory holds, and the version of the file that says so.
+
+        Pins are not remembered.
+        """
         self._has_warned = False
         self._spared: set[str] = set()
         """Directories that a warning named because they may have lost their `_METADATA`."""
@@ -223,9 +220,8 @@ class Root:
 
     def own_name(self, number: int) -> str:
         """Return the name to save a step under: its present one, if Ostraka wrote it."""
-        named = names_of_step(number, self.store.list())
-        own = [name for name, found in self._holding(named) if found.format == OSTRAKA]
-        return own[0] if own else name_of(number)
+        found = self._step(number, names_of_step(number, self.store.list()))
+        return next(iter(found.versions if found else ()), name_of(number))
 
     def at(self, name: str) -> Store:
         """Return the store of a step."""
@@ -247,11 +243,7 @@ class Root:
     # Which steps exist
 
     def scan(
-        self,
-        until: Callable[[Sequence[Step]], bool] | None = None,
-        *,
-        up_to: int | None = None,
-        trusting: bool = False,
+        self, until: _Until | None = None, *, up_to: int | None = None, trusting: bool = False
     ) -> list[Step]:
         """Return all steps up to a number, unreadable ones included. The newest is the last.
 
@@ -283,8 +275,7 @@ class Root:
 
     def look_again(self, steps: Iterable[Step]) -> list[Step]:
         """Return these steps as they are now, without those that are gone."""
-        found = ((step.step, self._holding(step.names)) for step in steps)
-        return [_step_of(number, holding) for number, holding in found if holding]
+        return list(filter(None, (self._step(step.step, step.names) for step in steps)))
 
     def steps_after(self, number: int, names: Sequence[str], *, descending: bool) -> Iterator[Step]:
         """Yield the steps above a number, unreadable ones included. `names` are the root's.
@@ -293,19 +284,17 @@ class Root:
         """
         named = possible_steps(names)
         for step in sorted((step for step in named if step > number), reverse=descending):
-            holding = self._holding(named[step])
-            if holding:
-                yield _step_of(step, holding)
+            if (found := self._step(step, named[step])) is not None:
+                yield found
         self._forget_all_but(names)
 
     def find(self, number: int) -> Step:
         """Return a step, readable or not. Raises CheckpointNotFound."""
         for _ in range(_RETRIES):
-            names = possible_steps(self.store.list()).get(number, [])
-            holding = self._holding(names)
-            if holding:
-                return _step_of(number, holding)
-            if names == possible_steps(self.store.list()).get(number, []):
+            names = names_of_step(number, self.store.list())
+            if (found := self._step(number, names)) is not None:
+                return found
+            if names == names_of_step(number, self.store.list()):
                 break  # Else it was renamed just now.
         raise no_such_step(self.location, number, sorted(step.step for step in self.scan()))
 
@@ -398,17 +387,11 @@ class Root:
         return run_all(work, names, threads=traits.reads_at_once, stop=StopSignal())
 
     def _forget_all_but(self, names: Sequence[str]) -> None:
-        there = set(names)
-        for name in list(self._cache):  # Another thread may add to it meanwhile.
-            if name not in there:
-                self._cache.pop(name, None)
+        for name in set(self._cache).difference(names):  # Another thread may add to it meanwhile.
+            self.forget(name)
 
     def _look_at(
-        self,
-        there: Sequence[str],
-        until: Callable[[Sequence[Step]], bool] | None,
-        up_to: int | None,
-        trusting: bool,
+        self, there: Sequence[str], until: _Until | None, up_to: int | None, trusting: bool
     ) -> tuple[list[Step], bool]:
         """Return the steps among these names, the newest first, and True if all were steps."""
         possible = possible_steps(there)
@@ -416,38 +399,43 @@ class Root:
             possible = {step: names for step, names in possible.items() if step <= up_to}
         names = [name for names in possible.values() for name in names]
         look = self._look if trusting else self._look_with_pin
-        known: dict[str, _Contents | None] = {}
+        known: dict[str, Step | None] = {}
         if trusting:
-            known = {name: self._cache.get(name) for name in names}
-            known = {name: found for name, found in known.items() if found and not found.problems}
+            cached = {name: self._cache.get(name) for name in names}
+            known = {n: found[1] for n, found in cached.items() if found and not found[1].problems}
         if until is None and self.store.traits.is_remote:
             unknown = [name for name in names if name not in known]
             known |= dict(zip(unknown, self._of_each(unknown, look), strict=True))
         found: list[Step] = []
         is_settled = True
         for number, names in reversed(possible.items()):
-            holding = self._holding(names, lambda one: known[one] if one in known else look(one))
-            is_settled = is_settled and len(holding) == len(names)
-            if not holding:
+            step = self._step(number, names, lambda one: known[one] if one in known else look(one))
+            is_settled = is_settled and step is not None and len(step.names) == len(names)
+            if step is None:
                 continue
-            found.append(_step_of(number, holding))
+            found.append(step)
             if until is not None and until(found):
                 break
         return found, is_settled
 
-    def _holding(
-        self, names: Sequence[str], look: Callable[[str], _Contents | None] | None = None
-    ) -> list[tuple[str, _Contents]]:
-        """Return the names that are directories with a checkpoint, and their contents."""
-        look = look or self._look_with_pin
-        found = [(name, held) for name in names if (held := look(name)) is not None]
+    def _step(self, number: int, names: Sequence[str], look: _Look | None = None) -> Step | None:
+        """Return the step that directories of these names hold, or None if none of them does."""
+        found = filter(None, map(look or self._look_with_pin, names))
         # Neither a damaged directory nor a foreign one hides a good one of the same step.
-        found.sort(key=lambda pair: (bool(pair[1].problems), pair[1].format != OSTRAKA))
-        return found
+        held = sorted(found, key=lambda one: (bool(one.problems), one.is_foreign))
+        if not held:
+            return None
+        return replace(
+            held[0],
+            step=number,
+            pinned=any(one.pinned for one in held),
+            names=tuple(one.names[0] for one in held),
+            versions={name: v for one in held for name, v in one.versions.items()},
+        )
 
-    def _look_with_pin(self, name: str) -> _Contents | None:
+    def _look_with_pin(self, name: str) -> Step | None:
         found = self._look(name)
-        if found is None or found.format != OSTRAKA:
+        if found is None or found.is_foreign:
             return found
         pinned = self.store.is_link(name)  # The target of a link is not the manager's to delete.
         if not pinned:
@@ -455,55 +443,41 @@ class Root:
                 pinned = self.at(name).look(PIN_NAME) is not None
         return replace(found, pinned=pinned)
 
-    def _look(self, name: str) -> _Contents | None:
-        """Return the contents of a directory, or None if it is no checkpoint.
+    def _look(self, name: str) -> Step | None:
+        """Return the checkpoint in a directory, or None if there is none.
 
         It is read again only if it was replaced.
         """
         place = self.at(name)
+        is_named = step_of(name) is not None
         try:
-            there = place.look(shard_file.METADATA_NAME) if step_of(name) is not None else None
+            there = place.look(shard_file.METADATA_NAME) if is_named else None
             if there is not None:
-                found = self._read(name, there.version, lambda: _read_own(place))
+                found = self._read(name, there.version, _read_own)
                 if found is not None:
                     return found
-            version = version_of_orbax(place, is_named=step_of(name) is not None)
+            version = version_of_orbax(place, is_named=is_named)
             if version is None:
-                self._cache.pop(name, None)
+                self.forget(name)
                 return None
-            return self._read(name, version, lambda: _read_foreign(place))
+            return self._read(name, version, _read_foreign)
         except StoreError as error:
             # It may be the newest step: a directory that can't be read must not count as none.
             problem = Problem(shard_file.METADATA_NAME, describe(error.__cause__ or error))
-            found = self._cache[name] = _Contents(problems=(problem,))
-            return found
+            return self._remember(name, None, replace(_UNREAD, problems=(problem,)))
 
-    def _read(
-        self, name: str, version: Any, read: Callable[[], _Contents | None]
-    ) -> _Contents | None:
+    def _read(self, name: str, version: Any, read: Callable[[Store], Step | None]) -> Step | None:
         known = self._cache.get(name)
-        if known is not None and known.version == version:
-            return known
-        found = read()
-        if found is not None:
-            found = self._cache[name] = replace(found, version=version)
-        return found
+        if known is not None and known[0] == version:
+            return known[1]
+        found = read(self.at(name))
+        return None if found is None else self._remember(name, version, found)
 
-
-def _step_of(number: int, holding: Sequence[tuple[str, _Contents]]) -> Step:
-    first = holding[0][1]
-    return Step(
-        number,
-        first.saved_s,
-        first.metrics,
-        any(found.pinned for _, found in holding),
-        tuple(name for name, _ in holding),
-        first.problems,
-        first.unsupported,
-        first.format,
-        first.nbytes,
-        {name: found.version for name, found in holding if found.format == OSTRAKA},
-    )
+    def _remember(self, name: str, version: Any, found: Step) -> Step:
+        versions = {} if found.is_foreign else {name: version}
+        step = replace(found, names=(name,), versions=versions)
+        self._cache[name] = (version, step)
+        return step
 
 
 def ascending(steps: Iterable[Step]) -> list[Step]:
@@ -531,46 +505,45 @@ def refuse_emptied(root: Root, number: int) -> None:
             return
 
 
-def _read_own(place: Store) -> _Contents | None:
+def _read_own(place: Store) -> Step | None:
     """Return what a `_METADATA` says, or None if Ostraka did not write it."""
     try:
         source = open_ostraka(place)
     except NotACheckpoint:
         return None
-    except Damaged as error:
-        return _Contents(problems=error.problems)
     except UnsupportedFormat as error:
-        return _Contents(problems=(_problem(error),), unsupported=str(error))
-    except OSError as error:
-        return _Contents(problems=(_problem(error),))
+        return replace(_UNREAD, problems=_problems(error), unsupported=str(error))
+    except (Damaged, OSError) as error:
+        return replace(_UNREAD, problems=_problems(error))
     if source is not None:
         nbytes = sum(file.nbytes for file in source.files())
-        return _Contents(saved_s(source.saved.writer), metrics_in(source.saved.user), nbytes=nbytes)
+        time_s, metrics = saved_s(source.saved.writer), metrics_in(source.saved.user)
+        return replace(_UNREAD, saved_s=time_s, metrics=metrics, nbytes=nbytes)
     names = place.list()
     if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):
         return None
     lost = Problem(shard_file.METADATA_NAME, "it is a link that leads nowhere")
-    return _Contents(problems=(lost,))
+    return replace(_UNREAD, problems=(lost,))
 
 
-def _read_foreign(place: Store) -> _Contents | None:
+def _read_foreign(place: Store) -> Step | None:
     """Return what Orbax says of its checkpoint, or None if it has finished none there."""
+    unread = replace(_UNREAD, format=ORBAX)
     try:
         about = about_orbax(place)
     except CheckpointNotFound:
         return None
-    except Damaged as error:
-        return _Contents(problems=error.problems, format=ORBAX)
-    except OSError as error:
-        return _Contents(problems=(_problem(error),), format=ORBAX)
+    except (Damaged, OSError) as error:
+        return replace(unread, problems=_problems(error))
     if about is None:
         return None
     numbers = {name: v for name, v in about.metrics.items() if type(v) in (int, float)}
-    return _Contents(saved_s(about.writer), numbers, format=ORBAX)
+    return replace(unread, saved_s=saved_s(about.writer), metrics=numbers)
 
 
-def _problem(error: Exception) -> Problem:
-    return Problem(shard_file.METADATA_NAME, str(error))
+def _problems(error: Exception) -> tuple[Problem, ...]:
+    own = Problem(shard_file.METADATA_NAME, str(error))
+    return error.problems if isinstance(error, Damaged) else (own,)
 
 
 def saved_s(writer: Mapping[str, Any]) -> float | None:

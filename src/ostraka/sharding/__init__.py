@@ -19,8 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostraka.sharding._picture import picture, show
-    from ostraka.sharding._place import init, place
+    from ostraka.sharding._place import init, picture, place, show
     from ostraka.sharding.findings import Finding
     from ostraka.sharding.mesh import ExplicitAxes, make_mesh
     from ostraka.sharding.presets import data_parallel, fsdp, tensor_parallel
@@ -46,22 +45,14 @@ __all__ = [
 ]
 
 # Looked up when first used: the planner takes presets and checks from here, and must not wait for
-# JAX.
-_HOMES = {
-    "_picture": ("picture", "show"),
-    "_place": ("init", "place"),
-    "findings": ("Finding",),
-    "mesh": ("ExplicitAxes", "make_mesh"),
-    "presets": ("data_parallel", "fsdp", "tensor_parallel"),
-    "rules": ("Preset", "combine", "logical"),
-    "specs": ("check", "spec_tree"),
-}
+# JAX. The modules that do without it come first.
+_HOMES = ("findings", "presets", "rules", "mesh", "specs", "_place")
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            module = import_module(f"ostraka.sharding.{home}")
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"ostraka.sharding.{home}")
+        if hasattr(module, name):
             value = globals()[name] = getattr(module, name)
             return value
     raise AttributeError(f"module 'ostraka.sharding' has no attribute {name!r}")

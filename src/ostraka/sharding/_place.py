@@ -1,11 +1,16 @@
-"""Put a tree onto a mesh, or make a model there: it is never whole on one device."""
+"""Put a tree onto a mesh, make a model there, and show how arrays lie there.
+
+A model that is made on a mesh is never whole on one device.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -13,11 +18,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka.errors import InvalidSharding, InvalidTree
-from ostraka.layout.spec import iter_misfits
+from ostraka.layout.spec import (
+    HOST_LOCAL,
+    MeshSpec,
+    Partition,
+    iter_misfits,
+    partition_grid,
+    show_partition,
+)
 from ostraka.live.parse import is_key, parse
-from ostraka.live.shardings import spec_entries
+from ostraka.live.shardings import Devices, describe_sharding, spec_entries
+from ostraka.sharding.drawing import draw
 from ostraka.sharding.findings import Finding, raise_errors
+from ostraka.sharding.leaves import every_dimension
 from ostraka.sharding.mesh import (
+    AnyMesh,
     as_mesh,
     has_explicit_axes,
     make_mesh,
@@ -28,12 +43,16 @@ from ostraka.sharding.mesh import (
 from ostraka.sharding.rules import combine
 from ostraka.sharding.specs import (
     ArrayLeaf,
+    Specs,
     array_leaves,
     follow_specs,
+    has_shape,
     parse_state,
+    partition_of,
     resolve_checked,
+    to_spec,
 )
-from ostraka.tree.nodes import Branch, Leaf, leaves_of, rebuild, unwrapped
+from ostraka.tree.nodes import Node, leaves_of, rebuild, unwrapped
 
 
 def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bool = False) -> Any:
@@ -62,27 +81,23 @@ def place(tree: Any, mesh: Mesh | Mapping[str, int], specs: Any, *, explicit: bo
     parsed = parse(tree)
     given = as_mesh(mesh)
     found, findings = resolve_checked(parse_state(tree), given, specs)
-    leaves = list(array_leaves(parsed))
-    findings += _narrowed(leaves)
+    leaves = {leaf.path: leaf for leaf in array_leaves(parsed)}
+    findings += _narrowed(leaves.values())
     raise_errors(f"can't place the tree on the mesh ({mesh_spec(given)})", findings)
     target = mesh_to_use(given, explicit=explicit)
     shardings = {path: NamedSharding(target, spec) for path, spec in found.items()}
+    abstract = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.value.dtype, sharding=shardings[path])
+        for path, leaf in leaves.items()
+        if isinstance(leaf.value, jax.ShapeDtypeStruct)
+    }
+    concrete = [path for path in leaves if path not in abstract]
+    placed = put([leaves[path].value for path in concrete], [shardings[path] for path in concrete])
     values = {leaf.path: unwrapped(leaf.value) for leaf in leaves_of(parsed)}
-    concrete: list[ArrayLeaf] = []
-    for leaf in leaves:
-        if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            sharding = shardings[leaf.path]
-            values[leaf.path] = jax.ShapeDtypeStruct(
-                leaf.shape, leaf.value.dtype, sharding=sharding
-            )
-        else:
-            concrete.append(leaf)
-    placed = put([leaf.value for leaf in concrete], [shardings[leaf.path] for leaf in concrete])
-    values.update((leaf.path, array) for leaf, array in zip(concrete, placed, strict=True))
-    return rebuild(parsed, values)
+    return rebuild(parsed, values | abstract | dict(zip(concrete, placed, strict=True)))
 
 
-def _narrowed(leaves: Sequence[ArrayLeaf]) -> Iterator[Finding]:
+def _narrowed(leaves: Iterable[ArrayLeaf]) -> Iterator[Finding]:
     """Yield errors for NumPy arrays whose dtype JAX would silently change."""
     for leaf in leaves:
         if leaf.is_key or isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct):
@@ -214,46 +229,61 @@ def prepare(
     """Trace the model for its shapes, and work out where everything goes."""
     check_function(model_fn)
     check_optimizer(optimizer)
-    is_explicit, (abstract, model_key) = _trace(model_fn, mesh, optimizer, wrt)
+    make_objects = partial(_make_objects, model_fn, optimizer, wrt)
+    is_explicit, abstract, model_key = _trace(make_objects, mesh)
     # Under Explicit axes JAX would compute every array whole on each device, and cut it at the
     # end, unless the model says otherwise.
     making = mesh if is_explicit else make_mesh(mesh)
-    model = abstract[0] if model_key is None else abstract[0][model_key]
-    model_leaves = list(array_leaves(parse_state(model)))
-    specs = _model_specs(model, model_leaves, mesh, rules)
-    trees = [parse_state(state) for state in abstract]
-    # The optimizer has no part of the model; its arrays follow the parameters.
-    prefixes = ["" if model_key is None else f"{model_key}/", *[None for _ in trees[1:]]]
+    model = parse_state(abstract[0] if model_key is None else abstract[0][model_key])
+    model_leaves = list(array_leaves(model))
+    specs = _model_specs(model, mesh, rules)
+    prefix = "" if model_key is None else f"{model_key}/"
+    own = {f"{prefix}{path}": spec for path, spec in specs.items()}
     flat: list[NamedSharding] = []
-    for tree, prefix in zip(trees, prefixes, strict=True):
-        found = _specs_of(tree, prefix, model_leaves, specs)
+    arrays: list[ArrayLeaf] = []
+    for tree in map(parse_state, abstract):
+        leaves = list(array_leaves(tree))
+        arrays += leaves
+        beside = [leaf for leaf in leaves if leaf.path not in own]
+        found = own | follow_specs(beside, model_leaves, specs)
         values = {leaf.path: found.get(leaf.path, PartitionSpec()) for leaf in leaves_of(tree)}
         flat += [NamedSharding(making, spec) for spec in jax.tree.leaves(rebuild(tree, values))]
+        own = {}  # The optimizer has no part of the model; its arrays follow the parameters.
     structures: list[tuple[Any, Any]] = []
-    eager = _annotations_fit([leaf for tree in trees for leaf in array_leaves(tree)], mesh)
+    # Eager sharding places variables by their annotations. It can't if they are annotated for
+    # another mesh, or if arrays of an optimizer have the annotations of a parameter with more
+    # dimensions, as factored moments do.
+    sizes = mesh_spec(mesh)
+    eager = not any(
+        misfit
+        for leaf in arrays
+        if leaf.named is not None
+        for misfit in iter_misfits(
+            leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named)
+        )
+    )
 
     def make() -> list[Any]:
         from flax import nnx
 
         with jax.sharding.use_abstract_mesh(making.abstract_mesh), nnx.use_eager_sharding(eager):
-            states = [nnx.split(made) for made in _make_objects(model_fn, optimizer, wrt)]
+            states = [nnx.split(made) for made in make_objects()]
         structures[:] = [(graphdef, jax.tree.structure(state)) for graphdef, state in states]
         return jax.tree.leaves([state for _, state in states])
 
     return PreparedModel(make, structures, flat, is_explicit)
 
 
-def _model_specs(
-    model: Any, leaves: Sequence[ArrayLeaf], mesh: Mesh, rules: Any
-) -> dict[str, PartitionSpec]:
+def _model_specs(model: Node, mesh: Mesh, rules: Any) -> Specs:
     if rules is None:
+        leaves = array_leaves(model)
         if all(leaf.named is None and _traced_spec(leaf.value) is None for leaf in leaves):
             raise InvalidSharding(
                 "no variable of the model says how it is cut (out_sharding): give rules, such as "
                 'fsdp("data")'
             )
         rules = combine("metadata", _traced_spec)
-    specs, findings = resolve_checked(parse_state(model), mesh, rules)
+    specs, findings = resolve_checked(model, mesh, rules)
     raise_errors(f"can't make the model on the mesh ({mesh_spec(mesh)})", findings)
     return specs
 
@@ -286,12 +316,35 @@ def _make_objects(model_fn: Callable[[], Any], optimizer: Any, wrt: Any) -> list
     return [made, nnx.Optimizer(made, optimizer, wrt=nnx.Param if wrt is None else wrt)]
 
 
-def _trace(
-    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
-) -> tuple[bool, tuple[list[Any], str | None]]:
-    """Return True if the model needs Explicit axes, and its shapes."""
+def _trace(make: Callable[[], list[Any]], mesh: Mesh) -> tuple[bool, list[Any], str | None]:
+    """Return True if the model needs Explicit axes, and the abstract states of the objects.
+
+    Also returns the key of the model in the first. Eager sharding is off: no variable is placed by
+    its annotation.
+    """
+    from flax import nnx
+    from flax.errors import TraceContextError
+
+    model_key: str | None = None
+
+    def make_states() -> list[Any]:
+        nonlocal model_key
+        objects = make()
+        model_key = "model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None
+        return [nnx.state(made) for made in objects]
+
+    def trace(on: Mesh) -> list[Any]:
+        try:
+            with jax.sharding.use_abstract_mesh(on.abstract_mesh), nnx.use_eager_sharding(False):
+                return jax.eval_shape(make_states)
+        except TraceContextError as error:
+            raise InvalidTree(
+                "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it "
+                "inside model_fn, which is compiled"
+            ) from error
+
     try:
-        return False, _shapes(model_fn, make_mesh(mesh), optimizer, wrt)
+        return False, trace(make_mesh(mesh)), model_key
     except ValueError as error:
         if "of type Auto" not in str(error):  # JAX has no exception type of its own for this
             raise
@@ -300,77 +353,10 @@ def _trace(
                 f"model_fn makes arrays with explicit shardings, and the mesh ({mesh_spec(mesh)}) "
                 "has Auto axes: give one with Explicit axes, as jax.make_mesh makes it"
             ) from error
-    return True, _shapes(model_fn, mesh, optimizer, wrt)
-
-
-def _shapes(
-    model_fn: Callable[[], Any], mesh: Mesh, optimizer: Any, wrt: Any
-) -> tuple[list[Any], str | None]:
-    """Return the abstract states of the objects, and the key of the model in the first.
-
-    Eager sharding is off: no variable is placed by its annotation.
-    """
-    from flax import nnx
-    from flax.errors import TraceContextError
-
-    model_key: list[str | None] = []
-
-    def make() -> list[Any]:
-        objects = _make_objects(model_fn, optimizer, wrt)
-        model_key[:] = ["model" if isinstance(objects[0], nnx.ModelAndOptimizer) else None]
-        return [nnx.state(made) for made in objects]
-
-    try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nnx.use_eager_sharding(False):
-            return jax.eval_shape(make), model_key[0]
-    except TraceContextError as error:
-        raise InvalidTree(
-            "model_fn changes an NNX object from outside, most likely an nnx.Rngs: make it inside "
-            "model_fn, which is compiled"
-        ) from error
-
-
-def _annotations_fit(leaves: Sequence[ArrayLeaf], mesh: Mesh) -> bool:
-    """Return True if eager sharding can place variables by their annotations.
-
-    It can't if they are annotated for another mesh, or if arrays of an optimizer have the
-    annotations of a parameter with more dimensions, as factored moments do.
-    """
-    sizes = mesh_spec(mesh)
-    return not any(
-        misfit
-        for leaf in leaves
-        if leaf.named is not None
-        for misfit in iter_misfits(
-            leaf.path, leaf.shape, sizes, spec_entries(leaf.path, leaf.named)
-        )
-    )
-
-
-def _specs_of(
-    tree: Branch | Leaf,
-    prefix: str | None,
-    parameters: Sequence[ArrayLeaf],
-    specs: Mapping[str, PartitionSpec],
-) -> dict[str, PartitionSpec]:
-    """Return the specs of an object's arrays: those of the model, or of their parameters."""
-    found: dict[str, PartitionSpec] = {}
-    beside: list[ArrayLeaf] = []
-    for leaf in array_leaves(tree):
-        if prefix is not None and leaf.path.startswith(prefix):
-            found[leaf.path] = specs[leaf.path.removeprefix(prefix)]
-        else:
-            beside.append(leaf)
-    return found | follow_specs(beside, parameters, specs)
+    return True, trace(mesh), model_key
 
 
 # Check the arguments of `init`: likely mistakes get a message with the remedy.
-
-_NEEDED = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def check_function(model_fn: Any) -> None:
@@ -388,7 +374,17 @@ def check_function(model_fn: Any) -> None:
             f"model_fn is a {kind}; it must be a function that makes the model, such as "
             "lambda: Model(rngs=nnx.Rngs(0))"
         )
-    needed = _required(model_fn)
+    is_class = isinstance(model_fn, type)
+    parameters: list[inspect.Parameter] = []
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        # The signature of a Flax class is that of its metaclass, which takes anything.
+        found = inspect.signature(model_fn.__init__ if is_class else model_fn)
+        parameters += list(found.parameters.values())[is_class:]
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed:
         name = getattr(model_fn, "__name__", "model_fn")
         given = ", ".join(f"{n}=nnx.Rngs(0)" if n == "rngs" else f"{n}=…" for n in needed)
@@ -396,18 +392,6 @@ def check_function(model_fn: Any) -> None:
             f"model_fn is called without arguments, and {name} needs {', '.join(needed)}: give "
             f"lambda: {name}({given})"
         )
-
-
-def _required(function: Any) -> list[str]:
-    """Return the names of the parameters that a function or a class can't do without."""
-    is_class = isinstance(function, type)
-    try:
-        # The signature of a Flax class is that of its metaclass, which takes anything.
-        found = inspect.signature(function.__init__ if is_class else function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    parameters = list(found.parameters.values())[is_class:]
-    return [p.name for p in parameters if p.kind in _NEEDED and p.default is p.empty]
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -428,3 +412,95 @@ def check_optimizer(optimizer: Any) -> None:
     else:
         what, remedy = f"a {type(optimizer).__name__}", "give one, such as optax.adamw(1e-3)"
     raise InvalidTree(f"optimizer is {what}, and no optax transformation: {remedy}")
+
+
+# Show how arrays lie over devices, as text to print.
+
+
+def picture(
+    shape: Sequence[int],
+    mesh: AnyMesh,
+    spec: Any,
+    *,
+    dimensions: tuple[int, int] | None = None,
+) -> str:
+    """Draw the parts of an array, with the numbers of the devices that hold each.
+
+    Two dimensions are drawn, one down and one across. If more are sharded, there is a drawing for
+    each of their parts.
+
+    Args:
+        shape: The shape of the array.
+        mesh: The mesh, or axis sizes such as `{"data": 2, "model": 2}`.
+        spec: The PartitionSpec of the array.
+        dimensions: The two dimensions to draw. Default: the first two that are sharded.
+
+    Returns:
+        The drawing as text.
+
+    Raises:
+        InvalidSharding: The spec does not fit the shape or the mesh.
+
+    Example:
+        >>> print(picture((8, 4), {"data": 2, "model": 2}, P("data", "model")))
+        (8, 4) P('data', 'model') on data=2, model=2
+              0:2   2:4
+            ┌─────┬─────┐
+        0:4 │  0  │  1  │
+            ├─────┼─────┤
+        4:8 │  2  │  3  │
+            └─────┴─────┘
+    """
+    refuse_swapped("picture(shape, mesh, spec)", spec)
+    sizes = mesh_spec(mesh)
+    partition = partition_of("array", to_spec("array", spec), len(shape))
+    return draw(tuple(shape), sizes, partition, dimensions=dimensions)
+
+
+def show(value: Any, *, dimensions: tuple[int, int] | None = None) -> str:
+    """Describe how an array, a variable or a whole tree lies over devices.
+
+    Args:
+        value: An array, a variable or a tree.
+        dimensions: For an array: the two dimensions to draw, as in `picture`.
+
+    Returns:
+        Text to print: for an array the drawing of `picture`, for a tree a table with the path, the
+        shape, the spec and the bytes on each device of every array.
+
+    Example:
+        >>> print(show(model))
+    """
+    parsed = parse(value)
+    leaves = list(leaves_of(parsed))
+    if len(leaves) == 1 and has_shape(leaves[0].value):
+        mesh, partition = _lies(leaves[0].path, leaves[0].value)
+        shape = tuple(leaves[0].value.shape)
+        return draw(shape, mesh, every_dimension(partition, len(shape)), dimensions=dimensions)
+    rows = [("leaf", "shape", "spec", "bytes a device", "mesh")]
+    for leaf in array_leaves(parsed):
+        mesh, partition = _lies(leaf.path, leaf.value)
+        nbytes = leaf.nbytes // prod(partition_grid(mesh, partition, len(leaf.shape)))
+        spec, where = show_partition(partition), str(mesh)
+        if mesh.devices == (HOST_LOCAL,):
+            spec, where = "host", ""
+        rows.append((leaf.path, str(leaf.shape), spec, f"{nbytes:,}", where))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column == 3 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _lies(path: str, value: Any) -> tuple[MeshSpec, Partition]:
+    """Return a leaf's mesh and partition. Host memory is a mesh of its own."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        return MeshSpec((), (), (HOST_LOCAL,)), ()
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return mesh_spec(sharding.mesh), partition_of(path, sharding.spec, len(value.shape))
+    return describe_sharding(path, sharding, Devices())

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from ostraka.sharding.leaves import ShapedLeaf
+from ostraka.sharding.leaves import Leaves
 from ostraka.tree.nodes import natural_order
 
 # Names of layers, and of their arrays, in widely used models. No JAX.
@@ -25,45 +25,51 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-INTO_HEADS = _words(
-    """
-    query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv
-    q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv
-    query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv q_lin k_lin v_lin
-    wq_b wkv_b q_b_proj kv_b_proj
-    """
-)
+Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
+"""Into heads and back, into hidden units and back, to the vocabulary and from it, T5's bias."""
+
+NAMES: dict[Role, frozenset[str]] = {
+    "in": _words(
+        """
+        query key value q k v q_proj k_proj v_proj query_proj key_proj value_proj wq wk wv
+        q_einsum k_einsum v_einsum kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv
+        query_key_value c_attn in_proj in_proj_qkv to_q to_k to_v to_qkv q_lin k_lin v_lin
+        wq_b wkv_b q_b_proj kv_b_proj
+        """
+    ),
+    "out": _words(
+        "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
+    ),
+    "up": _words(
+        """
+        up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1
+        wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in
+        w_in w_gate w_up pwconv1
+        """
+    ),
+    "down": _words(
+        """
+        down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out
+        ff_out ffn_out w_out w_down pwconv2
+        """
+    ),
+    "head": _words("lm_head unembed logits_dense logitdense embed_out output_projection"),
+    "embed": _words(
+        """
+        embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder
+        token_embedding word_embeddings wte embed_in shared
+        """
+    ),
+}
+"""The usual names of the layers with each role."""
 FUSED = _words("kv_einsum qkv_einsum kv kv_proj wkv qkv qkv_proj wqkv query_key_value to_qkv")
 """Layers with keys, values and perhaps queries in one kernel."""
-OUT_OF_HEADS = _words(
-    "out o o_proj out_proj wo attn_out c_proj attn_vec_einsum o_einsum to_out out_lin"
-)
-INTO_HIDDEN = _words(
-    """
-    up gate up_proj gate_proj gate_up_proj fc1 fc_in linear1 linear_1 dense1 linear_fc1 lin1
-    wi wi_0 wi_1 w1 w3 c_fc dense_h_to_4h intermediate mlp_in ff_proj gating_einsum ffn_in
-    w_in w_gate w_up pwconv1
-    """
-)
-OUT_OF_HIDDEN = _words(
-    """
-    down down_proj fc2 fc_out linear2 linear_2 dense2 linear_fc2 lin2 w2 dense_4h_to_h mlp_out
-    ff_out ffn_out w_out w_down pwconv2
-    """
-)
-INTO_WORDS = _words("lm_head unembed logits_dense logitdense embed_out output_projection")
-OUT_OF_WORDS = _words(
-    """
-    embed embedding embeddings embedder embed_tokens tok_embeddings token_embedder
-    token_embedding word_embeddings wte embed_in shared
-    """
-)
 GPT2 = ("c_attn", "c_fc", "c_proj")
 KERNELS = frozenset({"kernel", "weight", "w"})
 ARRAYS = KERNELS | {"embedding", "bias", "scale"}
 """The names of a layer's arrays."""
 
-_BOXED = ARRAYS | INTO_HEADS | OUT_OF_HEADS | INTO_HIDDEN | OUT_OF_HIDDEN
+_BOXED = ARRAYS | NAMES["in"] | NAMES["out"] | NAMES["up"] | NAMES["down"]
 
 
 def names_on(path: str) -> tuple[str, ...]:
@@ -89,10 +95,6 @@ def is_of_positions(name: str) -> bool:
     return "pos" in name.lower() or "type" in name.lower() or name == "wpe"
 
 
-Role = Literal["in", "out", "up", "down", "head", "embed", "relative"]
-"""Into heads and back, into hidden units and back, to the vocabulary and from it, T5's bias."""
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A dimension to shard, and the most parts that it may have: heads stay whole."""
@@ -105,23 +107,18 @@ Cuts = dict[str, tuple[Cut, ...]]
 """The cuts of each leaf, by path, best first."""
 
 
-def find_cuts(
-    leaves: Sequence[ShapedLeaf], *, column: Collection[str] = (), row: Collection[str] = ()
-) -> Cuts:
+def find_cuts(leaves: Leaves, *, column: Collection[str] = (), row: Collection[str] = ()) -> Cuts:
     """Return the cuts of each leaf that tensor parallelism shards."""
-    return _Model(leaves, frozenset(column), frozenset(row)).cuts()
+    return _Model(leaves, column, row).cuts()
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedLeaf:
     """A leaf with the names on its path: above the layer, of the layer, and its own."""
 
-    leaf: ShapedLeaf
+    path: str
+    shape: tuple[int, ...]
     names: tuple[str, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape
 
     @property
     def own(self) -> str:
@@ -141,10 +138,8 @@ class _NamedLeaf:
 class _Model:
     """The leaves of a tree, and properties of the whole model."""
 
-    def __init__(
-        self, leaves: Sequence[ShapedLeaf], column: frozenset[str], row: frozenset[str]
-    ) -> None:
-        self._leaves = [_NamedLeaf(leaf, names_on(leaf.path)) for leaf in leaves]
+    def __init__(self, leaves: Leaves, column: Collection[str], row: Collection[str]) -> None:
+        self._leaves = [_NamedLeaf(leaf.path, leaf.shape, names_on(leaf.path)) for leaf in leaves]
         self._column = column
         self._row = row
         self._beside: dict[tuple[str, ...], dict[str, list[_NamedLeaf]]] = defaultdict(dict)
@@ -159,7 +154,7 @@ class _Model:
                 continue
             role = self._role(leaf)
             if role is not None:
-                found[leaf.leaf.path] = self._cuts_of(leaf, role)
+                found[leaf.path] = self._cuts_of(leaf, role)
             elif leaf.own in KERNELS and leaf.layer not in ("gate", "router"):
                 rest.append(leaf)
         found |= self._by_shape(rest)
@@ -170,9 +165,9 @@ class _Model:
     def _role(self, leaf: _NamedLeaf) -> Role | None:
         layer = leaf.layer
         if layer in self._column:
-            return "in" if layer in INTO_HEADS else "up"
+            return "in" if layer in NAMES["in"] else "up"
         if layer in self._row:
-            return "out" if layer in OUT_OF_HEADS else "down"
+            return "out" if layer in NAMES["out"] else "down"
         if layer == "relative_attention_bias":
             return "relative"
         if leaf.own == "embedding":
@@ -197,21 +192,14 @@ class _Model:
             return "down" if "gating_einsum" in beside else None
         if name == "gate" and self._is_router(leaf):
             return None
-        if name in OUT_OF_HEADS:
-            return "down" if not in_attention and INTO_HIDDEN & beside.keys() else "out"
-        tables: tuple[tuple[frozenset[str], Role], ...] = (
-            (INTO_HEADS, "in"),
-            (INTO_HIDDEN, "up"),
-            (OUT_OF_HIDDEN, "down"),
-            (INTO_WORDS, "head"),
-            (OUT_OF_WORDS, "embed"),
-        )
-        return next((role for names, role in tables if name in names), None)
+        if name in NAMES["out"]:
+            return "down" if not in_attention and NAMES["up"] & beside.keys() else "out"
+        return next((role for role, names in NAMES.items() if name in names), None)
 
     def _is_router(self, leaf: _NamedLeaf) -> bool:
         """Return True if a layer chooses among experts, which are beside it or stacked there."""
         beside = self._beside[leaf.above]
-        experts = [other for name in INTO_HIDDEN - {"gate"} for other in beside.get(name, ())]
+        experts = [other for name in NAMES["up"] - {"gate"} for other in beside.get(name, ())]
         return (
             (*leaf.above, "experts") in self._branches
             or "experts" in beside
@@ -237,8 +225,7 @@ class _Model:
         if leaf.layer in self._column or leaf.layer in self._row:
             width = None  # the caller has said which side it is
         sizes = [leaf.shape[d] for d in core]
-        place = self._hidden_place(leaf, role, sizes, width)
-        dimension = core[place]
+        dimension = core[self._hidden_place(leaf, role, sizes, width)]
         return (Cut(dimension, self._units(leaf, role, leaf.shape[dimension], len(core))),)
 
     def _hidden_place(
@@ -276,26 +263,17 @@ class _Model:
 
     def _is_stacked_flat(self, leaf: _NamedLeaf) -> bool:
         """Return True if a bias says that the first of three dimensions counts layers."""
-        biases = [other for other in self._beside[leaf.above][leaf.layer] if other.own == "bias"]
-        shape = leaf.shape
-        return (
-            len(shape) == 3
-            and any(other.shape == (shape[0], shape[2]) for other in biases)
-            and shape[0] != shape[1]
-        )
+        beside, shape = self._beside[leaf.above][leaf.layer], leaf.shape
+        biases = {other.shape for other in beside if other.own == "bias"}
+        return len(shape) == 3 and shape[0] != shape[1] and (shape[0], shape[2]) in biases
 
     def _units(self, leaf: _NamedLeaf, role: Role, size: int, rank: int) -> int:
         """Return the number of heads in a dimension that has all of them, if it is known."""
         if role not in ("in", "out") or rank > 2:
             return size
-        norms = [
-            other.shape[-1]
-            for name, others in self._beside[leaf.above].items()
-            if is_norm_of_heads(name)
-            for other in others
-        ]
-        known = norms and not size % norms[0]
-        return size // norms[0] if known else size
+        beside = self._beside[leaf.above].items()
+        norms = [o.shape[-1] for name, others in beside if is_norm_of_heads(name) for o in others]
+        return size // norms[0] if norms and not size % norms[0] else size
 
     # The width of the model
 
@@ -354,7 +332,7 @@ class _Model:
         for leaf in leaves:
             width, stacked = self._width(leaf)
             if len(leaf.shape) == 2 and leaf.shape[0] == width and leaf.shape[1] in words:
-                found[leaf.leaf.path] = (Cut(1, leaf.shape[1]),)
+                found[leaf.path] = (Cut(1, leaf.shape[1]),)
             elif len(leaf.shape) - (stacked is not None) in (2, 3):
                 together[leaf.above].append(leaf)
         for group in together.values():
@@ -372,8 +350,8 @@ class _Model:
             width, heads, size = leaf.shape
             back = [o for o in group if o.shape == (heads, size, width) and o is not leaf]
             if back and width == self._width(leaf)[0]:
-                found[leaf.leaf.path] = (Cut(1, heads),)
-                found |= {other.leaf.path: (Cut(0, heads),) for other in back}
+                found[leaf.path] = (Cut(1, heads),)
+                found |= {other.path: (Cut(0, heads),) for other in back}
         return found
 
     def _chains(self, group: Sequence[_NamedLeaf]) -> Cuts:
@@ -386,8 +364,8 @@ class _Model:
                 continue
             into, back = ordered
             last = len(into.shape) - 1
-            found[into.leaf.path] = (Cut(last, into.shape[last]),)
-            found[back.leaf.path] = (Cut(last - 1, back.shape[last - 1]),)
+            found[into.path] = (Cut(last, into.shape[last]),)
+            found[back.path] = (Cut(last - 1, back.shape[last - 1]),)
             next(pairs, None)  # the second has its partner
         return found
 
@@ -418,12 +396,12 @@ class _Model:
                 continue
             beside = self._beside[leaf.above]
             kernels = [k for name in (f"{stem}_proj", stem) for k in beside.get(name, ())]
-            kernel = next((k for k in kernels if k.leaf.path in cuts), None)
+            kernel = next((k for k in kernels if k.path in cuts), None)
             if kernel is None or self._role(kernel) not in ("in", "up", "head"):
                 continue
-            units = cuts[kernel.leaf.path][0].units
+            units = cuts[kernel.path][0].units
             last = len(leaf.shape) - 1
             dimension = last - 1 if last and leaf.shape[last - 1] == units else last
             if not leaf.shape[dimension] % units:
-                found[leaf.leaf.path] = (Cut(dimension, units),)
+                found[leaf.path] = (Cut(dimension, units),)
         return found

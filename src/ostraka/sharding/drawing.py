@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice, product
+from collections.abc import Sequence
+from itertools import groupby, islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +44,20 @@ def draw(
     drawn = _drawn_dimensions(grid, dimensions)
     table = holders(mesh, partition, rank).reshape(*grid, -1)
     others = [d for d in range(rank) if d not in drawn]
+    spans = [
+        [f"{part * size // parts}:{(part + 1) * size // parts}" for part in range(parts)]
+        for size, parts in zip(shape, grid, strict=True)
+    ]
     spec = show_partition(partition if any(partition) else ())
     lines = [f"{shape} {spec} on {mesh}"]
     for index in islice(product(*(range(grid[d]) for d in others)), most):
         place = dict(zip(others, index, strict=True))
-        fixed = [f"dimension {d}: {_span(shape, grid, d, i)}" for d, i in place.items()]
-        cut = [text for text, d in zip(fixed, place, strict=True) if grid[d] > 1]
+        cut = [f"dimension {d}: {spans[d][i]}" for d, i in place.items() if grid[d] > 1]
         if cut:
             lines += ["", ", ".join(cut)]
         selection = tuple(place.get(d, slice(None)) for d in range(rank))
         cells = table[selection].reshape(*(grid[d] for d in drawn), -1)
-        lines += _grid(cells, shape, grid, drawn)
+        lines += _grid(cells, [spans[d] for d in drawn])
     drawings = prod(grid[d] for d in others)
     if most is not None and drawings > most:
         lines += ["", f"… and {drawings - most:,} more like these"]
@@ -73,26 +77,13 @@ def _drawn_dimensions(grid: tuple[int, ...], chosen: tuple[int, int] | None) -> 
     return sorted(cut + whole[: 2 - len(cut)])
 
 
-def _span(shape: tuple[int, ...], grid: tuple[int, ...], dimension: int, part: int) -> str:
-    size = shape[dimension] // grid[dimension]
-    return f"{part * size}:{(part + 1) * size}"
-
-
-def _grid(
-    cells: np.ndarray[Any, Any],
-    shape: tuple[int, ...],
-    grid: tuple[int, ...],
-    drawn: list[int],
-) -> list[str]:
+def _grid(cells: np.ndarray[Any, Any], spans: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of one drawing. One dimension is drawn across, two down and across."""
-    down, across = [None, None, *drawn][-2:]
-    rows = [0] if down is None else _some(grid[down])
-    columns = [0] if across is None else _some(grid[across])
-    holding = cells.reshape(
-        1 if down is None else grid[down], 1 if across is None else grid[across], -1
-    )
-    heads = [_head(shape, grid, across, column) for column in columns]
-    labels = [_head(shape, grid, down, row) for row in rows]
+    down, across = [[""], [""], *spans][-2:]
+    rows, columns = _some(len(down)), _some(len(across))
+    holding = cells.reshape(len(down), len(across), -1)
+    heads = ["…" if column is None else across[column] for column in columns]
+    labels = ["…" if row is None else down[row] for row in rows]
     texts = [
         ["…" if None in (row, column) else _numbers(holding[row, column]) for column in columns]
         for row in rows
@@ -122,23 +113,13 @@ def _some(parts: int) -> list[int | None]:
     return [*range(half), None, *range(parts - half, parts)]
 
 
-def _head(
-    shape: tuple[int, ...], grid: tuple[int, ...], dimension: int | None, part: int | None
-) -> str:
-    if dimension is None:
-        return ""
-    return "…" if part is None else _span(shape, grid, dimension, part)
-
-
 def _numbers(devices: np.ndarray[Any, Any]) -> str:
     """Return device numbers, with runs of them as 0–3."""
     if HOST_LOCAL in devices:
         return "host"
-    runs: list[list[int]] = []
-    for number in sorted(int(device) for device in devices):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # In a run, each number is as far from its position as the others.
+    pairs = enumerate(sorted(map(int, devices)))
+    groups = groupby(pairs, lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     shown = [f"{run[0]}–{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs[:4]]
     return " ".join(shown) + (" …" if len(runs) > 4 else "")

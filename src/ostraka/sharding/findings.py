@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ostraka.errors import InvalidSharding, headed_list
 from ostraka.layout.spec import MeshSpec, Partition, iter_misfits, show_partition
-from ostraka.sharding.leaves import ShapedLeaf, every_dimension, kernel_of
+from ostraka.sharding.leaves import (
+    Leaves,
+    Partitions,
+    ShapedLeaf,
+    cut_as,
+    every_dimension,
+    kernel_of,
+)
 
 REPLICATED_LIMIT_BYTES = 64 << 20
 """Warn about larger leaves if every device holds the whole leaf. In bytes."""
@@ -34,11 +41,7 @@ class Finding:
 
 
 def findings_of(
-    leaves: Sequence[ShapedLeaf],
-    mesh: MeshSpec,
-    partitions: Mapping[str, Partition],
-    *,
-    replicated_limit_bytes: int,
+    leaves: Leaves, mesh: MeshSpec, partitions: Partitions, *, replicated_limit_bytes: int
 ) -> list[Finding]:
     """Return an error for each spec that does not fit, then warnings about the other leaves."""
     findings: list[Finding] = []
@@ -56,7 +59,16 @@ def findings_of(
     wrong = {finding.path for finding in findings}
     fitting = [leaf for leaf in leaves if leaf.path not in wrong]
     findings += _disagreements(fitting, partitions)
-    findings += _replicated(fitting, mesh, partitions, replicated_limit_bytes)
+    findings += [
+        Finding(
+            "warning",
+            leaf.path,
+            f"leaf {leaf.path!r} {leaf.shape} has {leaf.nbytes:,} bytes and is whole on each "
+            f"of {len(mesh.devices)} devices",
+        )
+        for leaf in fitting
+        if leaf.nbytes > replicated_limit_bytes and _is_replicated(mesh, partitions[leaf.path])
+    ]
     return findings
 
 
@@ -67,9 +79,7 @@ def raise_errors(subject: str, findings: Sequence[Finding]) -> None:
         raise InvalidSharding(headed_list(subject, errors))
 
 
-def _disagreements(
-    leaves: Sequence[ShapedLeaf], partitions: Mapping[str, Partition]
-) -> Iterator[Finding]:
+def _disagreements(leaves: Leaves, partitions: Partitions) -> Iterator[Finding]:
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     for leaf in leaves:
         kernel = kernel_of(leaf.path, leaf.shape, shapes)
@@ -77,7 +87,7 @@ def _disagreements(
             continue
         path, dimensions = kernel
         entries = every_dimension(partitions[path], len(shapes[path]))
-        expected = tuple(entries[dimension] for dimension in dimensions)
+        expected = cut_as(entries, dimensions)
         actual = every_dimension(partitions[leaf.path], len(leaf.shape))
         if actual != expected:
             yield Finding(
@@ -93,49 +103,27 @@ def _shown(partition: Partition) -> str:
     return show_partition(partition if any(partition) else ())
 
 
-def _replicated(
-    leaves: Sequence[ShapedLeaf],
-    mesh: MeshSpec,
-    partitions: Mapping[str, Partition],
-    limit_bytes: int,
-) -> Iterator[Finding]:
-    devices = len(mesh.devices)
-    for leaf in leaves:
-        if leaf.nbytes > limit_bytes and _is_replicated(mesh, partitions[leaf.path]):
-            yield Finding(
-                "warning",
-                leaf.path,
-                f"leaf {leaf.path!r} {leaf.shape} has {leaf.nbytes:,} bytes and is whole on each "
-                f"of {devices} devices",
-            )
-
-
 def _is_replicated(mesh: MeshSpec, partition: Partition) -> bool:
     """Return True if there are several devices, and each holds the whole array."""
     axes = [axis for axes in partition for axis in axes]
     return len(mesh.devices) > 1 and mesh.size_of(axes) == 1
 
 
-def left_whole(
-    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, partitions: Mapping[str, Partition]
-) -> Iterator[Finding]:
+def left_whole(leaves: Leaves, mesh: MeshSpec, partitions: Partitions) -> Iterator[Finding]:
     """Yield a warning for large leaves that presets left whole, one for the leaf of all layers."""
-    devices = len(mesh.devices)
     alike: dict[object, list[ShapedLeaf]] = {}
     for leaf in leaves:
         is_large = len(leaf.shape) > 1 and leaf.nbytes >= LARGE_BYTES
         if is_large and _is_replicated(mesh, partitions[leaf.path]):
-            name = re.sub(r"\d+", "*", leaf.path)
-            alike.setdefault((name, leaf.shape), []).append(leaf)
+            alike.setdefault((re.sub(r"\d+", "*", leaf.path), leaf.shape), []).append(leaf)
     for group in alike.values():
-        first = group[0]
-        nbytes = sum(leaf.nbytes for leaf in group)
+        first, nbytes = group[0], sum(leaf.nbytes for leaf in group)
         others = f" and {len(group) - 1} like it have" if len(group) > 1 else " has"
         yield Finding(
             "warning",
             first.path,
             f"leaf {first.path!r} {first.shape}{others} {nbytes:,} bytes, which the presets leave "
-            f"whole on each of {devices} devices: no dimension that they would cut divides, or "
-            "they do not know the layer; a pattern in front of them, or "
+            f"whole on each of {len(mesh.devices)} devices: no dimension that they would cut "
+            "divides, or they do not know the layer; a pattern in front of them, or "
             "tensor_parallel(column=…, row=…), says how to cut it",
         )

@@ -30,6 +30,11 @@ class ShapedLeaf:
         return 0 if self.is_key else self.elements * self.item_bytes
 
 
+Leaves = Sequence[ShapedLeaf]
+Partitions = Mapping[str, Partition]
+"""Partitions by path."""
+
+
 def every_dimension(partition: Partition, rank: int) -> Partition:
     """Return the same partition with an entry for each dimension."""
     return partition + ((),) * (rank - len(partition))
@@ -76,7 +81,7 @@ Dimensions = tuple[int | None, ...]
 
 
 def follow(
-    leaves: Iterable[ShapedLeaf], parameters: Sequence[ShapedLeaf]
+    leaves: Iterable[ShapedLeaf], parameters: Leaves
 ) -> dict[str, tuple[ShapedLeaf, Dimensions]]:
     """Match arrays with parameters by path and shape.
 

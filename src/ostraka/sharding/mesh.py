@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ostraka.errors import InvalidSharding, count_of, warn_caller
 from ostraka.layout.spec import MeshSpec
-from ostraka.live.shardings import Devices
+from ostraka.live.shardings import Devices, describe_mesh
 
 AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 """A mesh, or the sizes of its axes."""
@@ -67,13 +67,10 @@ def mesh_spec(mesh: AnyMesh | None) -> MeshSpec:
                 "jax.set_mesh(mesh)"
             )
         mesh = current
-    sizes = _sizes_of(mesh)
     if isinstance(mesh, Mesh):
-        devices = Devices()
-        numbers = tuple(devices.number(device) for device in mesh.devices.flat)
-    else:
-        numbers = tuple(range(prod(sizes.values())))
-    return MeshSpec(tuple(sizes), tuple(sizes.values()), numbers)
+        return describe_mesh(mesh, Devices())
+    sizes = _sizes_of(mesh)
+    return MeshSpec(tuple(sizes), tuple(sizes.values()), tuple(range(prod(sizes.values()))))
 
 
 def as_mesh(mesh: Any) -> Mesh:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.layout.spec import MeshSpec, Partition
 from ostraka.sharding._roles import Cut, find_cuts
-from ostraka.sharding.leaves import ShapedLeaf
-from ostraka.sharding.rules import Fill, Leaves, Preset
+from ostraka.sharding.leaves import Leaves, ShapedLeaf
+from ostraka.sharding.rules import Fill, Preset
 
 FSDP_AXES = ("fsdp", "data", "dp")
 TENSOR_AXES = ("tp", "model", "tensor")
@@ -93,9 +93,8 @@ def _find_axis(given: str | None, usual: Sequence[str], mesh: MeshSpec, preset: 
                 f"{nearest(given, mesh.axis_names)}"
             )
         return given
-    found = next((axis for axis in usual if axis in mesh.axis_names), None)
-    if found is None and len(mesh.axis_names) == 1:
-        found = mesh.axis_names[0]
+    only = mesh.axis_names if len(mesh.axis_names) == 1 else ()
+    found = next((axis for axis in (*usual, *only) if axis in mesh.axis_names), None)
     if found is None:
         raise InvalidSharding(
             f"{preset}() can't tell which axis of the mesh ({mesh}) to cut along, since none is "

@@ -6,20 +6,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ostraka.errors import name_few, nearest
 from ostraka.layout.spec import MeshSpec, Partition
 from ostraka.sharding.findings import Finding
-from ostraka.sharding.leaves import ShapedLeaf, every_dimension, kernel_of
+from ostraka.sharding.leaves import Leaves, Partitions, ShapedLeaf, cut_as, kernel_of
 from ostraka.tree import patterns as _pattern
 from ostraka.tree.nodes import ROOT, segment
 
 SpecRules = Any
 """A function, a mapping of patterns, a tree of specs, one spec, "metadata", logical axes, a preset,
 or several of these."""
-
-Leaves = Sequence[ShapedLeaf]
 
 Fill = Callable[[ShapedLeaf, Partition], Partition]
 """Takes a leaf and its partition, and returns the partition with more dimensions sharded."""
@@ -138,14 +136,12 @@ def is_plain(rules: SpecRules) -> bool:
 NOTHING: Any = object()
 """The result of a rule that does not cover a leaf. (None means that the leaf is whole.)"""
 
-L = TypeVar("L", bound=ShapedLeaf)
-
 
 @dataclass(frozen=True, slots=True)
-class Decision(Generic[L]):
+class Decision:
     """One rule, applied to the leaves of a tree."""
 
-    of: Callable[[L], Any]
+    of: Callable[[Any], Any]
     """Returns the spec of a leaf, or NOTHING."""
     unknown: tuple[Finding, ...] = ()
     """Entries that match no leaf."""
@@ -166,7 +162,7 @@ class ResolvedSpecs:
 
 
 def resolve_plain(
-    leaves: Sequence[ShapedLeaf], mesh: MeshSpec, rules: CombinedRules
+    leaves: Leaves, mesh: MeshSpec, rules: CombinedRules
 ) -> tuple[dict[str, Partition], list[Finding]]:
     """Return the partition of each leaf by path, from presets and patterns with partitions.
 
@@ -183,7 +179,7 @@ def resolve_plain(
 
 
 def explicit_specs(
-    leaves: Sequence[L], rules: CombinedRules, decider: Callable[[Any], Decision[L]]
+    leaves: Leaves, rules: CombinedRules, decider: Callable[[Any], Decision]
 ) -> ResolvedSpecs:
     """Return the spec of each leaf from the first explicit rule that covers it.
 
@@ -204,7 +200,7 @@ def explicit_specs(
     return ResolvedSpecs(found, unknown, _missing(missing, entries) if must_be_complete else [])
 
 
-def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
+def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision:
     """Apply a mapping of path patterns to specs. The first match wins.
 
     A name at the top of the tree means that name, even with `*` or `?` in it. `known` are the paths
@@ -233,7 +229,7 @@ def decide_by_table(table: Mapping[str, Any], known: Sequence[str]) -> Decision[
     return Decision(decide, tuple(unknown), patterns)
 
 
-def decide_by_paths(entries: Mapping[str, Any], known: Sequence[str]) -> Decision[ShapedLeaf]:
+def decide_by_paths(entries: Mapping[str, Any], known: Sequence[str]) -> Decision:
     """Apply a tree of specs: the entry at a leaf, or at the nearest name above it."""
     names = {name for path in known for name in _above(path)}
     unknown = [
@@ -278,10 +274,7 @@ def _missing(paths: Sequence[str], entries: Sequence[str]) -> list[Finding]:
 
 
 def fill(
-    leaves: Sequence[ShapedLeaf],
-    mesh: MeshSpec,
-    fixed: Mapping[str, Partition],
-    presets: Sequence[Preset],
+    leaves: Leaves, mesh: MeshSpec, fixed: Partitions, presets: Sequence[Preset]
 ) -> dict[str, Partition]:
     """Return the partitions by path of leaves that have none in `fixed`, from presets."""
     leaves = [leaf for leaf in leaves if leaf.shape]
@@ -297,7 +290,5 @@ def fill(
     for leaf in rest:
         kernel = kernel_of(leaf.path, leaf.shape, shapes)
         if kernel is not None:
-            path, dimensions = kernel
-            whole = every_dimension(partitions[path], len(shapes[path]))
-            partitions[leaf.path] = tuple(whole[d] for d in dimensions)
+            partitions[leaf.path] = cut_as(partitions[kernel[0]], kernel[1])
     return {leaf.path: partitions[leaf.path] for leaf in rest}

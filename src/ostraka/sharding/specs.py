@@ -42,7 +42,11 @@ from ostraka.sharding.rules import (
     explicit_specs,
     fill,
 )
-from ostraka.tree.nodes import ROOT, Branch, Leaf, check_unique, leaves_of, rebuild
+from ostraka.tree.nodes import ROOT, Leaf, Node, check_unique, leaves_of, rebuild
+
+Specs = dict[str, PartitionSpec]
+"""Specs by path."""
+_Checked = tuple[Specs, list[Finding]]
 
 # Make spec trees from rules.
 
@@ -94,9 +98,7 @@ def spec_tree(state: Any, rules: SpecRules, *, mesh: AnyMesh | None = None) -> A
     return rebuild(parsed, values)
 
 
-def resolve_all(
-    parsed: Branch | Leaf, mesh: AnyMesh | None, rules: SpecRules
-) -> tuple[dict[str, PartitionSpec], list[Finding]]:
+def resolve_all(parsed: Node, mesh: AnyMesh | None, rules: SpecRules) -> _Checked:
     """Return the spec by path of each array that has one, and the errors of the rules."""
     leaves = list(array_leaves(parsed))
     known = [leaf.path for leaf in leaves_of(parsed)]
@@ -111,12 +113,10 @@ def resolve_all(
 
 
 def follow_specs(
-    leaves: Iterable[ArrayLeaf],
-    parameters: Sequence[ArrayLeaf],
-    specs: Mapping[str, PartitionSpec],
-) -> dict[str, PartitionSpec]:
+    leaves: Iterable[ArrayLeaf], parameters: Sequence[ArrayLeaf], specs: Specs
+) -> Specs:
     """Return the specs of arrays that belong to parameters with these specs (see `follow`)."""
-    found: dict[str, PartitionSpec] = {}
+    found: Specs = {}
     for path, (parameter, dimensions) in follow(leaves, parameters).items():
         found[path] = specs[parameter.path]  # exactly as it was written
         if dimensions != tuple(range(len(parameter.shape))):
@@ -142,14 +142,14 @@ def array_leaf(path: str, shape: tuple[int, ...], value: Any, named: Any) -> Arr
     return ArrayLeaf(path, shape, 0 if is_a_key else value.dtype.itemsize, is_a_key, value, named)
 
 
-def parse_state(tree: Any) -> Branch | Leaf:
+def parse_state(tree: Any) -> Node:
     """Parse a tree. Modules become their `nnx.State`, as in a tree of specs."""
     parsed = _states(parse(tree))
     check_unique(list(leaves_of(parsed)))
     return parsed
 
 
-def _states(node: Branch | Leaf) -> Branch | Leaf:
+def _states(node: Node) -> Node:
     if isinstance(node, Leaf):
         return node
     if node.kind == "nnx":
@@ -162,7 +162,7 @@ def has_shape(value: Any) -> bool:
     return is_array(value) or isinstance(value, jax.ShapeDtypeStruct | Tracer)
 
 
-def array_leaves(parsed: Branch | Leaf) -> Iterator[ArrayLeaf]:
+def array_leaves(parsed: Node) -> Iterator[ArrayLeaf]:
     for leaf in leaves_of(parsed):
         if has_shape(leaf.value):
             yield array_leaf(leaf.path, tuple(leaf.value.shape), leaf.value, leaf.spec)
@@ -225,7 +225,7 @@ def is_rules(value: Any) -> bool:
     return isinstance(value, CombinedRules | Logical | Preset | str) or inspect.isroutine(value)
 
 
-def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
+def _decide(rule: Any, known: Sequence[str]) -> Decision:
     """Prepare one rule to be applied to leaves."""
     if _is_spec(rule):
         return Decision(lambda leaf: rule)
@@ -234,7 +234,7 @@ def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
     if isinstance(rule, str) and rule == "metadata":
         return Decision(lambda leaf: NOTHING if leaf.named is None else leaf.named)
     if _is_table(rule):
-        return cast("Decision[ArrayLeaf]", decide_by_table(rule, known))
+        return decide_by_table(rule, known)
     if inspect.isroutine(rule) or (callable(rule) and not _is_tree(rule)):
         return Decision(_called(rule))
     if not _is_tree(rule):
@@ -245,7 +245,7 @@ def _decide(rule: Any, known: Sequence[str]) -> Decision[ArrayLeaf]:
     entries = {leaf.path: leaf.value for leaf in leaves_of(parse_state(rule))}
     for path, spec in entries.items():
         to_spec(path, spec)
-    return cast("Decision[ArrayLeaf]", decide_by_paths(entries, known))
+    return decide_by_paths(entries, known)
 
 
 def _physical(leaf: ArrayLeaf, axes: Mapping[str, Any]) -> Any:
@@ -271,15 +271,12 @@ def _is_spec(value: Any) -> bool:
         return True
     if not isinstance(value, tuple | list) or hasattr(value, "_fields"):
         return False
-    return all(map(_is_axes, cast("Sequence[Any]", value)))
-
-
-def _is_axes(entry: Any) -> bool:
-    if entry is None or isinstance(entry, str):
-        return True
-    return isinstance(entry, tuple | list) and all(
-        isinstance(axis, str) for axis in cast("Sequence[Any]", entry)
-    )
+    entries = [
+        cast("Sequence[Any]", entry) if isinstance(entry, tuple | list) else [entry]
+        for entry in cast("Sequence[Any]", value)
+        if entry is not None
+    ]
+    return all(isinstance(axis, str) for axes in entries for axis in axes)
 
 
 def _is_table(value: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -291,8 +288,7 @@ def _is_table(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def _is_tree(value: Any) -> bool:
     """Return True if a value has leaves below it and is no leaf itself."""
-    parsed = parse_state(value)
-    return [leaf.path for leaf in leaves_of(parsed)] != [ROOT]
+    return [leaf.path for leaf in leaves_of(parse_state(value))] != [ROOT]
 
 
 # Check a tree of specs: errors and warnings.
@@ -334,17 +330,12 @@ def check(
 
 
 def resolve_checked(
-    parsed: Branch | Leaf,
-    mesh: AnyMesh,
-    specs: Any,
-    replicated_limit_bytes: int = REPLICATED_LIMIT_BYTES,
-) -> tuple[dict[str, PartitionSpec], list[Finding]]:
+    parsed: Node, mesh: AnyMesh, specs: Any, limit_bytes: int = REPLICATED_LIMIT_BYTES
+) -> _Checked:
     """Return the spec of each array that has one, and all errors and warnings about them."""
     sizes = mesh_spec(mesh)
     found, findings = resolve_all(parsed, mesh, specs)
     leaves = [leaf for leaf in array_leaves(parsed) if leaf.path in found]
     partitions = {leaf.path: spec_entries(leaf.path, found[leaf.path]) for leaf in leaves}
-    findings += findings_of(
-        leaves, sizes, partitions, replicated_limit_bytes=replicated_limit_bytes
-    )
+    findings += findings_of(leaves, sizes, partitions, replicated_limit_bytes=limit_bytes)
     return found, findings

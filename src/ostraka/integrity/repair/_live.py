@@ -14,15 +14,15 @@ import numpy as np
 
 from ostraka.common.dtypes import numpy_dtype, to_bytes
 from ostraka.errors import RepairFailed, name_few
-from ostraka.integrity.repair._indexes import usual_e_tag
-from ostraka.integrity.repair._origins import Absent, SavedShard
-from ostraka.integrity.repair.report import RepairReport
+from ostraka.integrity._report import RepairReport
+from ostraka.integrity.repair._descriptions import usual_e_tag
+from ostraka.integrity.repair._files import Absent, SavedShard
 from ostraka.layout import box as _box
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
 from ostraka.layout.codec import Zstd, element_bytes
 from ostraka.layout.metadata import Metadata
-from ostraka.layout.shard_file import Entry, FileDigests, FileEntry
+from ostraka.layout.shard_file import Entry, FileEntry
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.values import CapturedValue, HostValue, ShardedValue
 from ostraka.processes.operation import Operation, ProcessFailed, refuse_different_paths
@@ -43,10 +43,9 @@ class LiveOrigin:
 
     name = "the live tree"
 
-    def __init__(self, captured: Captured, metadata: Metadata, process: int, count: int):
+    def __init__(self, captured: Captured, metadata: Metadata, process: int):
         self._metadata = metadata
         self._process = process
-        self._count = count
         live = zip(captured.leaves, captured.values, strict=True)
         self._live = {spec.path: (spec, value) for spec, value in live}
         self._boxes: dict[str, tuple[Entry, Array]] = {}
@@ -63,28 +62,25 @@ class LiveOrigin:
             self._bytes_of(shard.name, entry)[
                 max(block.start - entry.offset, 0) : block.stop - entry.offset
             ]
-            for entry in _within(shard, number)
+            for entry in shard.within(number)
         ]
         data = pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces)
-        expected = block.result or block.digest
-        if _format.block_digest([data]) != expected:
-            leaves = [self._spec(entry).path for entry in _within(shard, number)]
-            raise Absent(f"{TRAINED_ON} (leaf {name_few(leaves, 8)})")
+        if _format.block_digest([data]) != (block.result or block.digest):
+            raise Absent(f"{TRAINED_ON} (leaf {name_few(shard.leaves([number]), 8)})")
         return self._compress(shard, number, data) if block.result else data
 
     def covered_bytes(self, shard: SavedShard, numbers: Sequence[int]) -> int:
         """The number of bytes of some blocks that this process holds."""
-        total = 0
-        for number in numbers:
-            block = shard.blocks[number]
-            if number and all(self._reason(entry) is None for entry in _within(shard, number)):
-                total += block.stop - block.start
-        return total
+        held = [n for n in numbers if n and not any(map(self._reason, shard.within(n)))]
+        return sum(shard.blocks[n].stop - shard.blocks[n].start for n in held)
 
     def digest_file(
         self, file: FileEntry, contents: Sequence[Entry], *, with_e_tag: bool
-    ) -> FileDigests | None:
-        """The digests of a file with the live values, or None if some of them are elsewhere."""
+    ) -> str | None:
+        """The digests of a file with the live values, a `/` and its ETag.
+
+        Returns None if some of the values are elsewhere.
+        """
         metadata = self._metadata
         if metadata.version >= _format.COMPRESSED_VERSION or any(map(self._reason, contents)):
             return None
@@ -98,8 +94,7 @@ class LiveOrigin:
                     yield self._bytes_of(file.name, entry)
 
         digests = [_format.block_digest(pieces) for pieces in _format.regroup(views(), lengths)]
-        e_tag = usual_e_tag(views(), file.size) if with_e_tag else ""
-        return FileDigests(file.size, tuple(lengths), tuple(digests), identity=e_tag)
+        return f"{''.join(digests)}/{usual_e_tag(views(), file.size) if with_e_tag else ''}"
 
     def close(self) -> None:
         self._boxes.clear()
@@ -142,15 +137,16 @@ class LiveOrigin:
         if saved.per_process and entry.box[0] != (self._process, self._process + 1):
             return f"{where} is that of process {entry.box[0][0]}, and this is {self._process}"
         if not _covers(value, self._own_box(entry)):
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in entry.box)
             return (
                 f"{where} is placed in another way than when it was saved, and no process holds "
-                f"all of {_show(entry.box)}: place it as it was, or replicate it, before the repair"
+                f"all of [{ranges}]: place it as it was, or replicate it, before the repair"
             )
         return None
 
     def _compress(self, shard: SavedShard, number: int, data: Array) -> bytes:
         """Compress the data of a block to its stored bytes. Raises Absent."""
-        (entry,) = _within(shard, number)
+        (entry,) = shard.within(number)
         width = element_bytes(self._spec(entry).dtype)
         with self._lock:
             known = entry.leaf in self._levels
@@ -164,16 +160,6 @@ class LiveOrigin:
             f"the values of leaf {self._spec(entry).path!r} are right, and this zstandard "
             "compresses them in another way than the one that saved them: install that version"
         )
-
-
-def _within(shard: SavedShard, number: int) -> list[Entry]:
-    """The boxes with bytes in a block."""
-    block = shard.blocks[number]
-    return [
-        entry
-        for entry in shard.contents
-        if entry.offset < block.stop and entry.offset + entry.nbytes > block.start
-    ]
 
 
 def _shares(value: ShardedValue, box: Box) -> Iterator[tuple[Box, int]]:
@@ -206,10 +192,6 @@ def _gather(value: CapturedValue, box: Box) -> Array:
     return np.empty(_box.shape_of(box), np.uint8) if gathered is None else gathered
 
 
-def _show(box: Box) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
-
-
 # A repair from the live tree, by all processes of a run. With JAX.
 
 
@@ -227,11 +209,7 @@ def repair_together(location: str, tree: Any, run: Run) -> RepairReport:
         with operation:
             operation.exchange("path", location, partial(refuse_different_paths, "repairs"))
             captured = capture(tree)
-
-            def make_live(metadata: Metadata) -> LiveOrigin:
-                return LiveOrigin(captured, metadata, operation.process, operation.count)
-
-            return run(operation, make_live)
+            return run(operation, lambda saved: LiveOrigin(captured, saved, operation.process))
     except ProcessFailed as failure:
         operation.wait_until_left()  # Before another may have the place.
         raise RepairFailed(location, failure.process, failure.reason) from failure.__cause__

@@ -9,8 +9,8 @@ are mended block by block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,12 +21,15 @@ from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import Damaged
 from ostraka.formats.ostraka.damage import BytesLost, Comparison
 from ostraka.formats.ostraka.rebuild import Column, Parities
-from ostraka.formats.ostraka.shards import Shards
-from ostraka.integrity.repair._files import leaves_of, open_or_say
-from ostraka.integrity.repair._origins import PARITY, RepairJob, SavedShard
-from ostraka.integrity.repair.report import MendedFile
+from ostraka.integrity._report import MendedFile
+from ostraka.integrity.repair._files import (
+    PARITY,
+    RepairJob,
+    SavedFiles,
+    SavedShard,
+    open_or_say,
+)
 from ostraka.layout import parity_code
-from ostraka.layout.metadata import Metadata
 from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import Block
 from ostraka.storage import FileWriter
@@ -52,31 +55,21 @@ class PassResult:
     """Names of parity files whose parity is right. Their other blocks were not read."""
 
 
-ShardOf = Callable[[int, int], SavedShard]
-"""A shard file, by its device and its part. Raises Damaged if its index contradicts it."""
-
-
-def mend_groups(
-    job: RepairJob, shards: Shards, shard_of: ShardOf, unknown: Collection[int]
-) -> PassResult:
+def mend_groups(job: RepairJob, saved: SavedFiles, unknown: Collection[int]) -> PassResult:
     """Mend all missing files of groups that have enough parity. Others are left unchanged.
 
     The indexes of `unknown` processes are lost.
     """
-    result, parities = PassResult(), shards.parities
+    result, parities = PassResult(), saved.shards.parities
     traits = job.store.traits
     if parities is None or traits.is_remote or not traits.in_any_order:
         return result
     for number in range(len(parities.parity.groups)):
         job.operation.check()
-        if any(
-            shards.metadata.process_of[f.device] in unknown for f in parities.members_of(number)
-        ):
-            continue
+        writers = {saved.metadata.process_of[f.device] for f in parities.members_of(number)}
         with suppress(BytesLost, Damaged):  # The next stages report it.
-            group = _look_at(job, parities, number, shard_of)
-            if group is not None:
-                _mend_group(job, shards.metadata, group, result)
+            if writers.isdisjoint(unknown) and (group := _look_at(job, saved, parities, number)):
+                _mend_group(job, group, result)
     return result
 
 
@@ -112,13 +105,13 @@ class _Group:
     longest: int
 
 
-def _look_at(job: RepairJob, parities: Parities, number: int, shard_of: ShardOf) -> _Group | None:
+def _look_at(job: RepairJob, saved: SavedFiles, parities: Parities, number: int) -> _Group | None:
     """Open a group for a pass. Returns None if nothing is lost, or more than parity covers."""
     members: dict[int, _GroupFile] = {}
     lost: dict[int, _LostMember] = {}
     files = parities.members_of(number)
     for place, file in enumerate(files):
-        shard = shard_of(file.device, file.part)
+        shard = saved.shard(file.device, file.part)
         opened = open_or_say(job.store, shard.name)
         if isinstance(opened, str):
             lost[place] = _LostMember(shard, opened)
@@ -147,13 +140,14 @@ def _read_sums(parities: Parities, file: ParityFile) -> _GroupFile:
     return _GroupFile(column.name, column, moved)
 
 
-def _mend_group(job: RepairJob, metadata: Metadata, group: _Group, result: PassResult) -> None:
+def _mend_group(job: RepairJob, group: _Group, result: PassResult) -> None:
     """Make the lost files of a group again. Raises BytesLost if one pass is not enough."""
-    try:
+    with ExitStack() as stack:
+        for file in (*group.members.values(), *group.sums.values()):
+            stack.callback(file.column.close)
         for file in group.lost.values():
-            if not job.dry_run:
-                name, size = file.shard.name, file.shard.entry.size
-                file.writer = job.store.create(name, size, replace=True)
+            writing = job.replacing(file.shard.name, file.shard.entry.size)
+            file.writer = stack.enter_context(writing)
         threads = job.store.traits.reads_at_once
         run_all(
             lambda part: _Pass(job, group, *part).run(),
@@ -161,23 +155,12 @@ def _mend_group(job: RepairJob, metadata: Metadata, group: _Group, result: PassR
             threads=threads,
             stop=StopSignal(),
         )
-        for file in group.lost.values():
-            job.operation.check()
-            shard, size = file.shard, file.shard.entry.size
-            if file.writer is not None:
-                file.writer.finish()
-                file.writer = None
-                job.bytes_written.add(size)
-            leaves = leaves_of(metadata, shard, range(len(shard.blocks)))
-            mended = MendedFile(shard.name, file.found, leaves, (PARITY,), size, job.process)
-            result.mended.append(mended)
-            result.whole.add(shard.name)
-    finally:
-        for file in group.lost.values():
-            if file.writer is not None:
-                file.writer.abandon()
-        for file in (*group.members.values(), *group.sums.values()):
-            file.column.close()
+    for file in group.lost.values():
+        shard, size = file.shard, file.shard.entry.size
+        leaves = shard.leaves(range(len(shard.blocks)))
+        mended = MendedFile(shard.name, file.found, leaves, (PARITY,), size, job.process)
+        result.mended.append(mended)
+        result.whole.add(shard.name)
     result.whole.update(file.name for file in group.members.values())
     result.sums.update(file.name for file in group.sums.values())
 
@@ -202,8 +185,8 @@ class _Pass:
         self._job = job
         self._group = group
         self._start, self._stop = start, stop
-        self._members = {p: _Comparing(r.blocks, start, stop) for p, r in group.members.items()}
-        self._sums = {n: _Comparing(r.blocks, start, stop) for n, r in group.sums.items()}
+        self._members = {p: _Reading(job, r, start, stop) for p, r in group.members.items()}
+        self._sums = {n: _Reading(job, r, start, stop) for n, r in group.sums.items()}
         self._lost = {p: _Comparing(w.shard.blocks, start, stop) for p, w in group.lost.items()}
         self._reach = max(stop, *(comparing.reach for comparing in self._lost.values()))
         self._q, self._scratch = (np.empty(_PIECE_BYTES, np.uint8) for _ in range(2))
@@ -220,30 +203,24 @@ class _Pass:
                 here = slice(at - start, min(at + _PIECE_BYTES, stop) - start)
                 self._solve(at, [made[here] for made in self._made.values()])
             for place, made in self._made.items():
-                self._write(self._group.lost[place], start, made[: stop - start])
-        group = self._group
-        for place, read in group.members.items():
-            self._read_on(read, self._members[place])
-        for number, read in group.sums.items():
-            self._read_on(read, self._sums[number])
-
-    def _read_on(self, read: _GroupFile, comparing: _Comparing) -> None:
-        """Read and compare the rest of the last block that begins in this range."""
-        for at in range(self._reach, comparing.reach, _PIECE_BYTES):
-            self._job.operation.check()
-            stop = min(at + _PIECE_BYTES, comparing.reach)
-            self._read(read, comparing, at, stop, self._scratch)
+                file = self._group.lost[place]
+                mine = made[: max(min(stop, self._stop, file.shard.entry.size) - start, 0)]
+                if file.writer is not None and len(mine):
+                    file.writer.write(start, [mine])
+        for reading in (*self._members.values(), *self._sums.values()):
+            # The rest of the last block that begins in this range.
+            for at in range(self._reach, reading.reach, _PIECE_BYTES):
+                self._job.operation.check()
+                reading.read(at, min(at + _PIECE_BYTES, reading.reach), self._scratch)
 
     def _solve(self, at: int, made: Sequence[Array]) -> None:
         """Fill `made` with a piece of each lost file, and compare it."""
         p, q = made[0], self._q[: len(made[0])]
         stop = at + len(p)
-        sums, members = self._group.sums, self._group.members
-        if list(sums) == [0]:
-            self._read(sums[0], self._sums[0], at, stop, p)
-            for place, read in members.items():
-                part = self._read(read, self._members[place], at, stop, self._scratch)
-                parity_code.add(p, part)
+        if list(self._sums) == [0]:
+            self._sums[0].read(at, stop, p)
+            for reading in self._members.values():
+                parity_code.add(p, reading.read(at, stop, self._scratch))
         else:
             self._solve_two(at, p, q)
             found = parity_code.resolve(p, q, list(self._group.lost))
@@ -256,32 +233,17 @@ class _Pass:
     def _solve_two(self, at: int, p: Array, q: Array) -> None:
         """Fill both with the sums minus the members that exist."""
         stop = at + len(p)
-        sums, members = self._group.sums, self._group.members
         p[:], q[:] = 0, 0
-        last = max(members, default=0)
+        last = max(self._members, default=0)
         for place in range(last, -1, -1):  # Horner's rule: the last is doubled most often.
             if place < last:
                 parity_code.double(q, self._scratch[: len(q)])
-            if place in members:
-                part = self._read(members[place], self._members[place], at, stop, self._scratch)
+            if place in self._members:
+                part = self._members[place].read(at, stop, self._scratch)
                 parity_code.add(p, part)
                 parity_code.add(q, part)
-        for number, read in sums.items():
-            part = self._read(read, self._sums[number], at, stop, self._scratch)
-            parity_code.add((p, q)[number], part)
-
-    def _read(
-        self, read: _GroupFile, comparing: _Comparing, at: int, stop: int, memory: Array
-    ) -> Array:
-        part = read.column.read_part(at, stop, memory)
-        self._job.bytes_read.add(len(part))
-        comparing.add(at, part)
-        return part
-
-    def _write(self, file: _LostMember, start: int, data: Array) -> None:
-        mine = data[: max(min(self._stop, file.shard.entry.size) - start, 0)]
-        if file.writer is not None and len(mine):
-            file.writer.write(start, [mine])
+        for number, reading in self._sums.items():
+            parity_code.add((p, q)[number], reading.read(at, stop, self._scratch))
 
 
 class _Comparing(Comparison):
@@ -293,3 +255,18 @@ class _Comparing(Comparison):
         super().__init__(blocks[first:last])
         self.reach = blocks[last - 1].file_stop if first < last else start
         """Where the last of them ends."""
+
+
+class _Reading(_Comparing):
+    """Reads a file of a group, and compares its blocks that begin in a range."""
+
+    def __init__(self, job: RepairJob, file: _GroupFile, start: int, stop: int):
+        super().__init__(file.blocks, start, stop)
+        self._column = file.column
+        self._count = job.bytes_read
+
+    def read(self, at: int, stop: int, memory: Array) -> Array:
+        part = self._column.read_part(at, stop, memory)
+        self._count.add(len(part))
+        self.add(at, part)
+        return part
