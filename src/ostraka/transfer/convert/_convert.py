@@ -41,11 +41,11 @@ from ostraka.reading.view import (
     with_config,
     without_random_state,
 )
-from ostraka.storage import Claim, LocalStore, PathLike, Store, open_store, refuse_overlap
+from ostraka.storage import Claim, LocalStore, PathLike, Store, is_claim, open_store, refuse_overlap
 from ostraka.transfer.convert._plan_orbax import plan_orbax
 from ostraka.transfer.convert._read_back import (
     check_files,
-    check_places,
+    check_headers,
     find_in_npz,
     find_in_safetensors,
 )
@@ -53,13 +53,12 @@ from ostraka.transfer.convert._tensor_files import (
     INDEX,
     PlannedFile,
     copy_beside,
-    finish_files,
-    places_in,
     plan_npz,
     plan_safetensors,
     read_config,
     write_in_directory,
     write_in_order,
+    writing_to,
 )
 from ostraka.transfer.convert._workplace import Workplace, log_start_over
 from ostraka.transfer.convert._write_orbax import (
@@ -222,7 +221,8 @@ def convert(
     elif to == "orbax":
         _to_orbax(work, _local(place, to), work_id)
     else:
-        _to_files(_tensors_only(work, to, left_out), place, to, work_id)
+        _refuse_others(work, to, left_out)
+        _to_files(work, place, to, work_id)
     notes = _notes(work, left_out, to)
     for note in notes:
         logger.info("%s: %s", place.location, note)
@@ -310,8 +310,8 @@ def _as_tensors(
     return choose(renamed(part, names, back=True), only=None, dtype=dtype), left_out
 
 
-def _tensors_only(work: Work, to: str, left_out: Sequence[str]) -> Work:
-    """The same work for a format of tensors. Raises InvalidTree for leaves that it can't hold."""
+def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:
+    """Raise InvalidTree for leaves that a format of tensors can't hold."""
     reasons: list[str] = []
     others = [leaf.path for leaf in work.other_leaves]
     if others:
@@ -333,7 +333,6 @@ def _tensors_only(work: Work, to: str, left_out: Sequence[str]) -> Work:
             shown = "" if work.source.saved.seen else f": {name_few([f'!{path}' for path in bad])}"
             head += f"; leave out what it can't hold with ! in only{shown}"
         raise InvalidTree(headed_list(head, reasons))
-    return replace(work, is_whole=False)
 
 
 def _dtype_refusals(items: tuple[ConvertItem, ...], to: str) -> list[tuple[str, list[str]]]:
@@ -361,24 +360,24 @@ def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
     if to == "npz":
         if not name.endswith(".npz"):
             raise ValueError(f"the target is {location}; a file for numpy.load must end in .npz")
-        files = [plan_npz(name, work.items)]
+        files = [plan_npz(name, work.items, {})]
     else:
         single = name if is_single else None
         files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
+    if is_single:
+        target = _local(target, "npz" if to == "npz" else "a single .safetensors file")
     if not isinstance(target, LocalStore):
-        if is_single:
-            _local(target, "npz" if to == "npz" else "a single .safetensors file")
         _to_bucket(work, files, index, target, to, work_id)
         return
-    place = Workplace(target.location, work_id, is_file=is_single)
-    with place.held(name if is_single else "") as store:
+    with Workplace(target.location, work_id, name if is_single else "").held() as store:
         digests = write_in_directory(work, files, store)
         if to == "npz":
-            # Its directory has checksums, so it is written after the reading.
-            planned = places_in(work, files)
-            crcs = check_files(work, digests, store, planned, files[0].crc_starts)
-            finish_files(files, store, crcs)
-            check_places(work, store, find_in_npz(store, name), planned)
+            crcs = check_files(work, digests, store, find_in_npz(store, name))
+            # Its headers have checksums, so they are written again after the reading.
+            files = [plan_npz(name, work.items, crcs)]
+            with writing_to(store, files):
+                pass
+            check_headers(store, name, files[0].fixed)
         else:
             check_files(work, digests, store, find_in_safetensors(store, [f.name for f in files]))
         if to == "hf":
@@ -389,7 +388,7 @@ def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
 
 def _to_bucket(
     work: Work,
-    files: list[PlannedFile],
+    files: Sequence[PlannedFile],
     index: bytes | None,
     target: Store,
     to: str,
@@ -397,13 +396,19 @@ def _to_bucket(
 ) -> None:
     """Write files to a bucket. The file that completes the result comes last."""
     notes = f"{_NOTES}{work_id}"
-    last = files[0].name if index is None else INDEX
     target.prepare()
     claim = Claim(target)
     claim.take(wait=True)
     try:
         _remove_unfinished(target, claim, notes)
-        _refuse_others(target, {notes}, {file.name for file in files}, last)
+        names = target.list()
+        others = [name for name in names if name != notes and not is_claim(name)]
+        # An earlier call of the same conversion wrote the others, but never the index.
+        if others and (notes not in names or (index is not None and INDEX in others)):
+            raise PathInTheWay(
+                f"{target.location} has something in it already ({name_few(others)}), and nothing "
+                "is overwritten; remove it, or give another path"
+            )
         try:
             digests = write_in_order(work, files, target, notes)
             check_files(work, digests, target, find_in_safetensors(target, [f.name for f in files]))
@@ -437,15 +442,3 @@ def _remove_unfinished(target: Store, claim: Claim, notes: str) -> None:
             if file is not None and json.loads(target.get(name)) == [file.size, file.identity]:
                 claim.delete(file.name)
         claim.delete(name)
-
-
-def _refuse_others(target: Store, notes: set[str], files: set[str], last: str) -> None:
-    """Raise PathInTheWay for files that no earlier call of the same conversion wrote."""
-    names = target.list()
-    is_same = any(name in notes for name in names)
-    others = [name for name in names if name not in notes and not name.startswith("_CLAIM-")]
-    if (not is_same and others) or (last in others and last not in files):
-        raise PathInTheWay(
-            f"{target.location} has something in it already ({name_few(others)}), and nothing is "
-            "overwritten; remove it, or give another path"
-        )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from contextlib import ExitStack, closing
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -32,92 +31,13 @@ from ostraka.transfer.convert.work import (
     Work,
     digest_of,
     is_contiguous,
-    offset_of,
     piece_bytes,
     read_together,
 )
 
-# Digests of what files of tensors have, each byte of which is read once.
+# Files of tensors, each byte of which is read once.
 
 READ_BYTES = 8 << 20
-ReadRange = Callable[[int, int], Any]
-"""Reads a number of bytes from an offset of a file, fewer if it ends before."""
-
-
-class Readers:
-    """Open files of a store, each opened once, for any thread."""
-
-    def __init__(self, store: Store):
-        self._store = store
-        self._opened: dict[str, FileReader] = {}
-        self._lock = threading.Lock()
-
-    def reader(self, name: str) -> FileReader:
-        with self._lock:
-            if name not in self._opened:
-                self._opened[name] = self._store.open(name)
-            return self._opened[name]
-
-    def close(self) -> None:
-        for reader in self._opened.values():
-            reader.close()
-
-
-def _groups(work: Work, pieces: Iterable[ItemBox], by_item: bool) -> Iterator[list[ItemBox]]:
-    """Group boxes to digest together: all boxes of an item, or those of them that share rows."""
-    together: dict[int, list[ItemBox]] = {}
-    for piece in pieces:
-        if by_item or not is_contiguous(work, piece):
-            together.setdefault(piece.item, []).append(piece)
-        else:
-            yield [piece]
-    yield from together.values()
-
-
-def _digest_bands(
-    work: Work, pieces: Sequence[ItemBox], start: int, read: ReadRange, crc: int | None
-) -> tuple[list[str], int | None]:
-    """Digest contiguous boxes of an item in a file, and continue a CRC-32 with their bytes.
-
-    The item begins at `start`. A truncated file gives other digests.
-    """
-    digests: list[str] = []
-    for piece in pieces:
-        state, nbytes = shard_file.new_block_digest(), piece_bytes(work, piece)
-        begin = start + offset_of(work, piece)
-        for at in range(begin, begin + nbytes, READ_BYTES):
-            part = read(at, min(READ_BYTES, begin + nbytes - at))
-            state.update(part)
-            crc = None if crc is None else zlib.crc32(part, crc)
-        digests.append(state.hexdigest())
-    return digests, crc
-
-
-def _digest_slabs(
-    work: Work, pieces: Sequence[ItemBox], start: int, read: ReadRange, crc: int | None
-) -> tuple[list[str], int | None]:
-    """As `_digest_bands`, for boxes that share rows. Each row is read once."""
-    spec = work.items[pieces[0].item].spec
-    dtype, whole = numpy_dtype(spec.dtype), _box.full(spec.shape)
-    states = [shard_file.new_block_digest() for _ in pieces]
-    for band in _box.bands(whole, whole, READ_BYTES // dtype.itemsize):
-        shared = [_box.intersect(band, piece.box) for piece in pieces]
-        if not any(shared):
-            continue
-        first, last = _box.flat_span(band, whole)
-        nbytes = (last - first) * dtype.itemsize
-        memory = read(start + first * dtype.itemsize, nbytes)
-        if memory.size != nbytes:
-            return [shard_file.block_digest([])] * len(pieces), crc
-        crc = None if crc is None else zlib.crc32(memory, crc)
-        rows = memory.reshape(*_box.shape_of(band), dtype.itemsize)
-        for state, part in zip(states, shared, strict=True):
-            if part is not None:
-                of_piece: Any = np.ascontiguousarray(rows[_box.slices(part, band)])
-                state.update(of_piece)
-    return [state.hexdigest() for state in states], crc
-
-
 _THREADS = 4
 _LOCAL_HEADER_BYTES = 30
 
@@ -129,61 +49,75 @@ class TensorPlace(NamedTuple):
     start: int
     dtype: str
     shape: tuple[int, ...]
+    crc: int | None = None
+    """The CRC-32 of the header before its bytes, if the file has checksums."""
 
 
 def check_files(
-    work: Work,
-    digests: Digests,
-    store: Store,
-    places: Mapping[str, TensorPlace],
-    crc_starts: Mapping[int, int] | None = None,
+    work: Work, digests: Digests, store: Store, places: Mapping[str, TensorPlace]
 ) -> dict[int, int]:
     """Compare all tensors with the digests of the source. Raises Damaged.
 
-    `crc_starts` has the CRC-32 of the header before each item. With it, returns the CRC-32 of each
-    item with its header.
+    Returns the CRC-32 of each item with its header, if the files have checksums.
     """
     problems = _differences(work, store, places)
     if problems:
         raise Damaged(store.location, problems)
-    scratch, stop = Scratch(work.memory), StopSignal()
-    readers = Readers(store)
+    scratch, stop, opened = Scratch(work.memory), StopSignal(), ExitStack()
+
+    @cache
+    def reader_of(name: str) -> FileReader:
+        return opened.enter_context(closing(store.open(name)))
 
     def check(group: Sequence[ItemBox]) -> tuple[int, int]:
         number = group[0].item
         item = work.items[number]
-        place = places[item.name]
-        reader = readers.reader(place.file)
-        digest = _digest_bands if is_contiguous(work, group[0]) else _digest_slabs
-        crc = None if crc_starts is None else crc_starts[number]
-
-        def read(start: int, nbytes: int) -> Any:
-            stop.check()
-            memory = scratch.take(nbytes)
-            return memory[: reader.read_into(start, [memory])]
-
-        found, crc = digest(work, group, place.start, read, crc)
-        if found != [digests[piece] for piece in group]:
-            raise _not_as_written(store.location, place.file, item.path)
+        place, dtype, whole = (
+            places[item.name],
+            numpy_dtype(item.spec.dtype),
+            _box.full(item.spec.shape),
+        )
+        crc = place.crc
+        # Boxes that share rows are digested together, others one after the other.
+        is_by_rows = not is_contiguous(work, group[0])
+        for together in [group] if is_by_rows else [[piece] for piece in group]:
+            states = [shard_file.new_block_digest() for _ in together]
+            area = whole if is_by_rows else together[0].box
+            for band in _box.bands(area, whole, READ_BYTES // dtype.itemsize):
+                stop.check()
+                first, last = _box.flat_span(band, whole)
+                memory: Any = scratch.take((last - first) * dtype.itemsize)
+                start = place.start + first * dtype.itemsize
+                if reader_of(place.file).read_into(start, [memory]) != memory.size:
+                    raise _not_as_written(store.location, place.file, item.path)
+                crc = None if crc is None else zlib.crc32(memory, crc)
+                rows = memory.reshape(*_box.shape_of(band), dtype.itemsize)
+                for state, piece in zip(states, together, strict=True):
+                    part = _box.intersect(band, piece.box)
+                    if part is not None:
+                        of_piece: Any = np.ascontiguousarray(rows[_box.slices(part, band)])
+                        state.update(of_piece)
+            if [state.hexdigest() for state in states] != [digests[piece] for piece in together]:
+                raise _not_as_written(store.location, place.file, item.path)
         work.progress.add(sum(piece_bytes(work, piece) for piece in group))
         return number, crc or 0
 
-    groups = _groups(work, digests, crc_starts is not None)
-    with closing(readers):
-        return dict(run_all(check, groups, threads=_THREADS, stop=stop))
+    with opened:
+        return dict(run_all(check, _groups(work, digests, places), threads=_THREADS, stop=stop))
 
 
-def check_places(
-    work: Work, store: Store, places: Mapping[str, TensorPlace], planned: Mapping[str, TensorPlace]
-) -> None:
-    """Compare the offsets of tensors in headers with the planned ones. Raises Damaged."""
-    problems = _differences(work, store, places)
-    for name, place in planned.items():
-        if not problems and places[name] != place:
-            found = f"it says byte {places[name].start:,}, and the tensor is at {place.start:,}"
-            problems.append(Problem(place.file, found, (name,)))
-    if problems:
-        raise Damaged(store.location, problems)
+def _groups(
+    work: Work, pieces: Iterable[ItemBox], places: Mapping[str, TensorPlace]
+) -> Iterator[list[ItemBox]]:
+    """Group boxes to check together: those that share rows, or a checksum."""
+    together: dict[int, list[ItemBox]] = {}
+    for piece in pieces:
+        has_checksum = places[work.items[piece.item].name].crc is not None
+        if has_checksum or not is_contiguous(work, piece):
+            together.setdefault(piece.item, []).append(piece)
+        else:
+            yield [piece]
+    yield from together.values()
 
 
 def _differences(work: Work, store: Store, places: Mapping[str, TensorPlace]) -> list[Problem]:
@@ -200,9 +134,16 @@ def _differences(work: Work, store: Store, places: Mapping[str, TensorPlace]) ->
     return problems
 
 
-def _not_as_written(location: str, file: str, path: str) -> Damaged:
+def _not_as_written(location: str, file: str, *paths: str) -> Damaged:
     found = "what was read back is not what was written; convert again, and check the disk"
-    return Damaged(location, [Problem(file, found, (path,))])
+    return Damaged(location, [Problem(file, found, paths)])
+
+
+def check_headers(store: Store, name: str, headers: Iterable[tuple[int, bytes]]) -> None:
+    """Compare the headers of a file, given with their offsets. Raises Damaged."""
+    with closing(store.open(name)) as reader:
+        if any(_read(reader, start, len(data)) != data for start, data in headers):
+            raise _not_as_written(store.location, name)
 
 
 def check_source(
@@ -263,10 +204,11 @@ def find_in_npz(store: Store, name: str) -> dict[str, TensorPlace]:
             about = cast("dict[str, Any]", ast.literal_eval(read(start + 10, length).decode()))
             dtype = numpy_dtype(about["descr"]).name
             path = entry.filename.removesuffix(".npy")
-            places[path] = TensorPlace(name, start + 10 + length, dtype, about["shape"])
+            crc = zlib.crc32(read(start, 10 + length))
+            places[path] = TensorPlace(name, start + 10 + length, dtype, about["shape"], crc)
     return places
 
 
-def _read(reader: Any, start: int, nbytes: int) -> bytes:
+def _read(reader: FileReader, start: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     return bytes(data[: reader.read_into(start, [data])])

@@ -10,13 +10,11 @@ import json
 import os
 import re
 import struct
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
-from zlib import crc32
 
 from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
 from ostraka.common.threads import ByteBudget, StopSignal, run_all
@@ -29,7 +27,7 @@ from ostraka.layout import shard_file
 from ostraka.layout.shard_file import dumps
 from ostraka.storage import FileReader, LocalStore, Store
 from ostraka.storage.file import LocalWriter
-from ostraka.transfer.convert._read_back import READ_BYTES, Readers, TensorPlace
+from ostraka.transfer.convert._read_back import READ_BYTES
 from ostraka.transfer.convert._workplace import create_or_keep, is_written
 from ostraka.transfer.convert.work import (
     ConvertItem,
@@ -51,8 +49,6 @@ MAX_FILE_BYTES = 5 * 10**9
 _FORMAT: Mapping[str, str] = {"format": "pt"}
 """Metadata that the libraries of Hugging Face require in a file."""
 
-Patches = list[tuple[int, bytes]]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
@@ -63,11 +59,7 @@ class PlannedFile:
     places: Mapping[int, int]
     """The offset of each item, by its number, in the order of the file."""
     fixed: tuple[tuple[int, bytes], ...]
-    """Other bytes with their offsets, as far as they are known before."""
-    crc_starts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By item, the CRC-32 of the header before its bytes. Empty without checksums."""
-    finish: Callable[[Mapping[int, int]], Patches] | None = None
-    """Returns the rest from the CRC-32 of each item with its header. None without a rest."""
+    """Other bytes with their offsets: the headers."""
 
 
 def plan_safetensors(
@@ -146,41 +138,24 @@ _HUGE, _HUGE_COUNT = 0xFFFF_FFFF, 0xFFFF
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 
-def plan_npz(name: str, items: Sequence[ConvertItem]) -> PlannedFile:
-    """Plan a file for items. Their paths are the names of the arrays."""
+def plan_npz(name: str, items: Sequence[ConvertItem], crcs: Mapping[int, int]) -> PlannedFile:
+    """Plan a file for items. Their paths are the names of the arrays.
+
+    `crcs` has the CRC-32 of each item with its header, as far as they are known.
+    """
     places: dict[int, int] = {}
-    headers: dict[int, tuple[int, bytes]] = {}
-    """By item, the offset of its entry, and the header of its array."""
+    fixed: list[tuple[int, bytes]] = []
+    directory = b""
     end = 0
     for number, item in enumerate(items):
-        local = len(_local_header(item, 0, 0))
-        header = _array_header(item)
-        headers[number] = (end, header)
-        places[number] = end + local + len(header)
-        end = places[number] + item.spec.nbytes
-    fixed = tuple((places[at] - len(header), header) for at, (_, header) in headers.items())
-    directory = sum(len(_central_header(item, 0, 0, 0)) for item in items)
-    crcs = {number: crc32(header) for number, (_, header) in headers.items()}
-    finish = partial(_finish, items, headers, end)
-    return PlannedFile(name, end + directory + len(_end(0, 0, 0)), places, fixed, crcs, finish)
-
-
-def _finish(
-    items: Sequence[ConvertItem],
-    headers: Mapping[int, tuple[int, bytes]],
-    end: int,
-    crcs: Mapping[int, int],
-) -> Patches:
-    """The headers of all entries, and the directory at the end."""
-    patches: Patches = []
-    directory: list[bytes] = []
-    for number, item in enumerate(items):
-        start, header = headers[number]
+        crc, header = crcs.get(number, 0), _array_header(item)
         size = len(header) + item.spec.nbytes
-        patches.append((start, _local_header(item, crcs[number], size)))
-        directory.append(_central_header(item, crcs[number], size, start))
-    listed = b"".join(directory)
-    return [*patches, (end, listed + _end(len(items), len(listed), end))]
+        fixed.append((end, _local_header(item, crc, size) + header))
+        directory += _central_header(item, crc, size, end)
+        places[number] = end + len(fixed[-1][1])
+        end = places[number] + item.spec.nbytes
+    directory += _end(len(items), len(directory), end)
+    return PlannedFile(name, end + len(directory), places, (*fixed, (end, directory)))
 
 
 def _array_header(item: ConvertItem) -> bytes:
@@ -226,16 +201,6 @@ def _name(item: ConvertItem) -> bytes:
     return f"{item.name}.npy".encode()
 
 
-def places_in(work: Work, files: Sequence[PlannedFile]) -> dict[str, TensorPlace]:
-    """The planned places of all tensors."""
-    places: dict[str, TensorPlace] = {}
-    for file in files:
-        for at, start in file.places.items():
-            item = work.items[at]
-            places[item.name] = TensorPlace(file.name, start, item.spec.dtype, item.spec.shape)
-    return places
-
-
 # Writing
 
 _WRITE_BYTES = 2 << 20
@@ -251,28 +216,27 @@ _THREADS = 4
 
 
 @contextmanager
-def _writing_to(store: LocalStore) -> Generator[Callable[[PlannedFile], LocalWriter]]:
-    """Open files for writing, each once. They keep their bytes, and are durable at the end.
+def writing_to(
+    store: LocalStore, files: Sequence[PlannedFile]
+) -> Generator[Mapping[str, LocalWriter]]:
+    """Open files for writing. They keep their bytes.
 
-    Any thread may call the function that opens a file.
+    At the end, their headers are written, and they are durable.
     """
     writers: dict[str, LocalWriter] = {}
-    lock = threading.Lock()
-
-    def open_file(file: PlannedFile) -> LocalWriter:
-        with lock:
-            if file.name not in writers:
-                path = os.path.join(store.location, file.name)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                try:
-                    opened = os.open(path, flags, 0o666)
-                except OSError as error:
-                    raise store_error("create", path, error) from error
-                writers[file.name] = LocalWriter(opened, path, file.size)
-            return writers[file.name]
-
     try:
-        yield open_file
+        for file in files:
+            path = os.path.join(store.location, file.name)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            try:
+                opened = os.open(path, flags, 0o666)
+            except OSError as error:
+                raise store_error("create", path, error) from error
+            writers[file.name] = LocalWriter(opened, path, file.size)
+        yield writers
+        for file in files:
+            for start, data in file.fixed:
+                writers[file.name].write(start, [data])
         run_all(LocalWriter.finish, list(writers.values()), threads=_THREADS, stop=StopSignal())
     except BaseException:
         for writer in writers.values():
@@ -283,60 +247,53 @@ def _writing_to(store: LocalStore) -> Generator[Callable[[PlannedFile], LocalWri
 def write_in_directory(work: Work, files: Sequence[PlannedFile], store: LocalStore) -> Digests:
     """Write all files. Boxes that an interrupted conversion has written are kept.
 
-    Returns the digests of the source. The files are durable, but their names are not. If they need
-    checksums, `finish_files` completes them.
+    Returns the digests of the source. The files are durable, but their names are not.
     """
     file_of = {piece: file for file in files for at in file.places for piece in slabs_of(work, at)}
     there = {info.name for info in store.files("")}
     digests: dict[ItemBox, str] = {}
-    readers, budget, stop = Readers(store), ByteBudget(_HELD_BYTES), StopSignal()
+    budget, stop, opened = ByteBudget(_HELD_BYTES), StopSignal(), ExitStack()
 
-    def write(open_file: Callable[[PlannedFile], LocalWriter], group: list[ItemBox]) -> None:
-        nbytes = sum(piece_bytes(work, piece) for piece in group)
-        with budget.hold(nbytes, stop.check):
+    @cache
+    def reader_of(name: str) -> FileReader:
+        return opened.enter_context(closing(store.open(name)))
+
+    def write(writers: Mapping[str, LocalWriter], group: list[ItemBox]) -> None:
+        with budget.hold(sum(piece_bytes(work, piece) for piece in group), stop.check):
             for piece, array in work.read(group):
+                stop.check()
                 file, data = file_of[piece], to_bytes(array)
-                runs = _runs_of(work, piece, file, data)
-                if file.name in there and _are_written(readers.reader(file.name), *runs, stop):
+                starts, run_bytes = _runs_of(work, piece, file, len(data))
+                if file.name in there and all(
+                    is_written(reader_of(file.name), start, data[at * run_bytes :][:run_bytes])
+                    for at, start in enumerate(starts)
+                ):
                     work.kept.add(len(data))
                 else:
-                    _write_runs(open_file(file), *runs, stop)
+                    _write_runs(writers[file.name], starts, data, run_bytes, stop)
                 digests[piece] = shard_file.block_digest([data])
                 work.progress.add(len(data))
 
     order = {number: at for at, number in enumerate(work.source.order())}
     pieces = sorted(file_of, key=lambda piece: (order[work.items[piece.item].number], piece))
-    with closing(readers), _writing_to(store) as open_file:
+    with opened, writing_to(store, files) as writers:
         groups = read_together(work, pieces)
-        run_all(partial(write, open_file), groups, threads=_THREADS, stop=stop)
-        for file in files:
-            for start, data in file.fixed:
-                open_file(file).write(start, [data])
+        run_all(partial(write, writers), groups, threads=_THREADS, stop=stop)
     store.sync("")
     return {piece: digests[piece] for piece in file_of}
 
 
 def _runs_of(
-    work: Work, piece: ItemBox, file: PlannedFile, data: Any
-) -> tuple[list[int], Any, int]:
-    """The offsets of the runs of a box in its file, their bytes, and the bytes of each run."""
+    work: Work, piece: ItemBox, file: PlannedFile, nbytes: int
+) -> tuple[Sequence[int], int]:
+    """The offsets of the runs of a box in its file, and the bytes of each run."""
     spec, start = work.items[piece.item].spec, file.places[piece.item]
     if is_contiguous(work, piece):
         start += offset_of(work, piece)
-        return list(range(start, start + len(data), _WRITE_BYTES)), data, _WRITE_BYTES
+        return range(start, start + nbytes, _WRITE_BYTES), _WRITE_BYTES
     run, offsets = _box.runs(piece.box, spec.shape)
     itemsize = numpy_dtype(spec.dtype).itemsize
-    return [start + offset * itemsize for offset in offsets], data, run * itemsize
-
-
-def _are_written(
-    reader: FileReader, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
-) -> bool:
-    for number, start in enumerate(starts):
-        stop.check()
-        if not is_written(reader, start, data[number * run_bytes :][:run_bytes]):
-            return False
-    return True
+    return [start + offset * itemsize for offset in offsets], run * itemsize
 
 
 def _write_runs(
@@ -350,14 +307,6 @@ def _write_runs(
     for at in range(0, len(starts), _RUNS):
         stop.check()
         writer.write_runs(starts[at : at + _RUNS], data[at * run_bytes :], run_bytes)
-
-
-def finish_files(files: Sequence[PlannedFile], store: LocalStore, crcs: Mapping[int, int]) -> None:
-    """Complete files with the CRC-32 of each item, and make them durable."""
-    with _writing_to(store) as open_file:
-        for file in files:
-            for start, data in () if file.finish is None else file.finish(crcs):
-                open_file(file).write(start, [data])
 
 
 # In a bucket

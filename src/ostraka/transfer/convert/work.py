@@ -23,7 +23,6 @@ from ostraka.layout.spec import HOST_LOCAL, LeafSpec, Target
 from ostraka.reading.locate import unless_replaced
 from ostraka.reading.view import rename_leaves
 from ostraka.tree import patterns as _pattern
-from ostraka.tree.json_tree import encode
 from ostraka.tree.nodes import (
     ArrayNumber,
     Branch,
@@ -31,7 +30,6 @@ from ostraka.tree.nodes import (
     Leaf,
     Node,
     UnreadableLeaf,
-    find_shared,
     leaves_of,
     prune,
     split,
@@ -73,8 +71,6 @@ class Work:
     source: Source
     tree: Node
     items: tuple[ConvertItem, ...]
-    is_whole: bool
-    """True if all of the source is converted."""
     memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
     """Memory for the boxes that are read."""
     one_by_one: threading.Lock = field(default_factory=threading.Lock, compare=False)
@@ -104,10 +100,7 @@ class Work:
     def read(self, pieces: Sequence[ItemBox]) -> Iterator[tuple[ItemBox, Array]]:
         """Read boxes in the target's dtype, in the order in which they arrive."""
         targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
-        nbytes = sum(
-            DTYPES[self.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
-            for piece in pieces
-        )
+        nbytes = sum(piece_bytes(self, piece) for piece in pieces)
         with recycling(self.memory), unless_replaced(self.source):
             found = self.source.read(targets)
             if nbytes > _ONE_BY_ONE_BYTES:
@@ -117,23 +110,6 @@ class Work:
             for at, array in found:
                 dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
                 yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
-
-    def document(self) -> tuple[Any, tuple[LeafSpec, ...], tuple[int, ...]]:
-        """The tree in the form of `_METADATA`, its arrays, and the item of each array."""
-        first: dict[int, int] = {}
-        """Items by the numbers of their arrays in the source."""
-        for at, item in enumerate(self.items):
-            first.setdefault(item.number, at)
-        if self.is_whole and len(first) == len(self.source.saved.leaves):
-            order = range(len(self.source.saved.leaves))
-            tree = self.source.saved.tree
-        else:
-            order = list(first)
-            new = {number: at for at, number in enumerate(order)}
-            numbers = {item.path: new[item.number] for item in self.items}
-            tree = encode(self.tree, numbers, find_shared(self.tree, lambda value: False).variables)
-        found = tuple(first[number] for number in order)
-        return tree, tuple(self.items[at].spec for at in found), found
 
 
 def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
@@ -169,7 +145,7 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
     if dtype is not None:
         check_dtype_rule(dtype, [item.spec for item in items])
         items = [item._replace(spec=cast_leaf(item.spec, dtype)) for item in items]
-    return Work(source, tree, tuple(items), is_whole=only is None)
+    return Work(source, tree, tuple(items))
 
 
 def _keys_of(tree: Node) -> dict[str, str]:
@@ -190,7 +166,7 @@ def without_leaves(work: Work, paths: Sequence[str]) -> Work:
     left_out = {*paths}
     tree = prune(work.tree, lambda leaf: leaf.path not in left_out)
     items = tuple(item for item in work.items if item.path not in left_out)
-    return replace(work, tree=tree or work.tree, items=items, is_whole=False)
+    return replace(work, tree=tree or work.tree, items=items)
 
 
 def with_names(work: Work, rename: Mapping[str, str] | None, *, dots: bool) -> Work:
