@@ -42,7 +42,6 @@ from ostraka.reading.view import (
     without_random_state,
 )
 from ostraka.storage import Claim, LocalStore, PathLike, Store, is_claim, open_store, refuse_overlap
-from ostraka.transfer.convert._plan_orbax import plan_orbax
 from ostraka.transfer.convert._read_back import (
     check_files,
     check_headers,
@@ -61,12 +60,7 @@ from ostraka.transfer.convert._tensor_files import (
     writing_to,
 )
 from ostraka.transfer.convert._workplace import Workplace, log_start_over
-from ostraka.transfer.convert._write_orbax import (
-    check_orbax,
-    import_tensorstore,
-    is_step,
-    write_orbax,
-)
+from ostraka.transfer.convert._write_orbax import write_orbax
 from ostraka.transfer.convert._write_ostraka import write_ostraka
 from ostraka.transfer.convert.work import (
     ConvertItem,
@@ -219,7 +213,7 @@ def convert(
     if to == "ostraka":
         write_ostraka(work, place, work_id, compress=compress)
     elif to == "orbax":
-        _to_orbax(work, _local(place, to), work_id)
+        write_orbax(work, _local(place, to), work_id)
     else:
         _refuse_others(work, to, left_out)
         _to_files(work, place, to, work_id)
@@ -268,17 +262,6 @@ def _local(store: Store, to: str) -> LocalStore:
             "convert to one, and copy it from there"
         )
     return store
-
-
-# Orbax
-
-
-def _to_orbax(work: Work, target: LocalStore, work_id: str) -> None:
-    import_tensorstore()
-    plan = plan_orbax(work)
-    with Workplace(target.location, work_id).held() as files:
-        digests = write_orbax(work, plan, files, as_step=is_step(target.location))
-        check_orbax(work, plan, files, digests)
 
 
 # Files of whole tensors

@@ -7,7 +7,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -146,17 +146,15 @@ def check_headers(store: Store, name: str, headers: Iterable[tuple[int, bytes]])
             raise _not_as_written(store.location, name)
 
 
-def check_source(
-    work: Work,
-    digests: Digests,
-    found: Source,
-    number_of: Callable[[ItemBox], int],
-) -> None:
-    """Compare boxes with those of the result, read as a checkpoint. Raises Damaged."""
+def check_source(work: Work, digests: Digests, found: Source, numbers: Mapping[int, int]) -> None:
+    """Compare boxes with those of the result, read as a checkpoint. Raises Damaged.
+
+    `numbers` has the number of the array of each item.
+    """
     stop = StopSignal()
 
     def check(group: Sequence[ItemBox]) -> None:
-        targets = [Target(number_of(piece), piece.box) for piece in group]
+        targets = [Target(numbers[piece.item], piece.box) for piece in group]
         with recycling(work.memory), unless_replaced(found):
             for at, array in found.read(targets):
                 stop.check()

@@ -81,8 +81,8 @@ def write_ostraka(work: Work, target: Store, save_id: str, *, compress: Compress
     save_streamed(store, replace(saved, tree=tree, leaves=leaves), values, options)
     for name in find_temporaries(target, own):
         target.delete(name)
-    number_of = {item: number for number, item in enumerate(items)}
-    check_source(work, digests, open_source(target), lambda piece: number_of[piece.item])
+    numbers = {item: number for number, item in enumerate(items)}
+    check_source(work, digests, open_source(target), numbers)
 
 
 def _describe_tree(work: Work) -> tuple[Any, list[int]]:
