@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from ostraka.common.progress import Count
-from ostraka.common.threads import StopSignal, run_all
+from ostraka.common.threads import StopSignal, batches, run_all
 from ostraka.errors import Damaged, PathInTheWay, Problem
 from ostraka.formats.buffers import Scratch, aligned
 from ostraka.formats.ostraka.compare import PIECE_BYTES, unmatched_blocks
@@ -20,7 +20,6 @@ from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import decode_metadata, metadata_is_intact, shard_contents
-from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import METADATA_NAME, Block
 from ostraka.saving.place import Place, find_misfits
 from ostraka.storage import FileWriter, Store, Traits
@@ -35,37 +34,6 @@ _PASS_BYTES = 8 << 20
 
 _WRITE_BYTES = 2 << 20
 """Bytes to write at a time. 8 MiB at a time took two to four times as long on ext4."""
-
-
-def copy_files(
-    source: OstrakaSource,
-    target: Store,
-    devices: Collection[int],
-    parity: Sequence[ParityFile],
-    progress: Count,
-) -> None:
-    """Copy all shard files of some devices, and some parity files, and make them durable.
-
-    Complete files of an earlier copy are kept. Others are replaced. Raises Damaged for the source.
-    """
-    with damage_on_contradiction(source.store):
-        contents = shard_contents(source.metadata, devices, source.shards.allowance())
-    directory = _format.shards_directory(source.metadata.id)
-    there = {file.name: file.size for file in target.files(f"{directory}/")}
-    files = [ShardFile(source.shards, *file) for file in contents.values()]
-    files += [ShardFile(source.shards, file, ()) for file in parity]
-    candidates = [file for file in files if there.get(file.name) == file.entry.size]
-    stop, scratch = StopSignal(), Scratch()
-    is_whole = run_all(
-        lambda file: _is_whole(target, file, scratch, stop),
-        candidates,
-        threads=target.traits.reads_at_once,
-        stop=stop,
-    )
-    whole = {file.name for file, good in zip(candidates, is_whole, strict=True) if good}
-    progress.add(sum(file.entry.size for file in files if file.name in whole), kept=True)
-    missing = [file for file in files if file.name not in whole]
-    _copy_all(missing, set(there), source.store.traits, target, progress)
 
 
 def _copy_all(
@@ -180,24 +148,12 @@ def _pass_on(
             write(start, memory)
             yield memory
 
-    for run in _runs(blocks):
+    for run in batches(blocks, lambda block: block.file_stop - block.file_start, _PASS_BYTES):
         nbytes = run[-1].file_stop - run[0].file_start
         if nbytes > _PASS_BYTES:
             file.compare(run[0], pieces(run[0]))
         else:
             write(run[0].file_start, file.read_stored(run, take_memory(nbytes)))
-
-
-def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Runs of adjacent blocks of at most `_PASS_BYTES`. A larger block is a run of its own."""
-    run: list[Block] = []
-    for block in blocks:
-        if run and block.file_stop - run[0].file_start > _PASS_BYTES:
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
 
 
 def _is_whole(target: Store, file: ShardFile, scratch: Scratch, stop: StopSignal) -> bool:
@@ -317,20 +273,36 @@ def copy_shards(
 ) -> None:
     """Copy the share of one of `count` processes: its own files, but not `_METADATA`.
 
-    If another number of processes wrote them, the files are shared out. Raises Damaged for the
-    source.
+    If another number of processes wrote them, the files are shared out. All are durable then.
+    Complete files of an earlier copy are kept. Others are replaced. Raises Damaged for the source.
     """
     metadata, shards = source.metadata, source.shards
     devices = {device for device, of in enumerate(metadata.process_of) if of % count == process}
+    with damage_on_contradiction(source.store):
+        contents = shard_contents(metadata, devices, shards.allowance())
+    files = [ShardFile(shards, *file) for file in contents.values()]
+    parity = () if metadata.parity is None else metadata.parity.files
+    files += [ShardFile(shards, file, ()) for file in parity if file.process % count == process]
+    directory = _format.shards_directory(metadata.id)
+    there = {file.name: file.size for file in target.files(f"{directory}/")}
+    candidates = [file for file in files if there.get(file.name) == file.entry.size]
+    stop, scratch = StopSignal(), Scratch()
+    is_whole = run_all(
+        lambda file: _is_whole(target, file, scratch, stop),
+        candidates,
+        threads=target.traits.reads_at_once,
+        stop=stop,
+    )
+    whole = {file.name for file, good in zip(candidates, is_whole, strict=True) if good}
+    progress.add(sum(file.entry.size for file in files if file.name in whole), kept=True)
+    missing = [file for file in files if file.name not in whole]
+    _copy_all(missing, set(there), source.store.traits, target, progress)
 
     def copy_index(of: int) -> None:
         data = shards.find_index(of)
         target.put(shards.name_of_index(of), data)
         progress.add(len(data))
 
-    known = () if metadata.parity is None else metadata.parity.files
-    parity = [file for file in known if file.process % count == process]
-    copy_files(source, target, devices, parity, progress)
     # After the files: with them the directory came, whose names a `put` makes durable.
     indexes = [of for of in metadata.indexes if of % count == process]
     run_all(copy_index, indexes, threads=target.traits.at_once, stop=StopSignal())

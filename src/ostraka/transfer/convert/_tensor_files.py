@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
-from ostraka.common.threads import ByteBudget, StopSignal, run_all
+from ostraka.common.threads import ByteBudget, StopSignal, batches, run_all
 from ostraka.errors import store_error
 from ostraka.formats.safetensors.files import CONFIG_FILE, resolve
 from ostraka.formats.source import CONFIG, Source
@@ -72,7 +72,8 @@ def plan_safetensors(
     metadata = _FORMAT if for_hugging_face else {}
     if single is not None:
         return [_plan_file(single, items, range(len(items)), metadata)], None
-    groups = _split([item.spec.nbytes for item in items])
+    # Filled in order, as Hugging Face does it.
+    groups = list(batches(range(len(items)), lambda at: items[at].spec.nbytes, MAX_FILE_BYTES))
     if len(groups) == 1:
         return [_plan_file(SINGLE, items, groups[0], metadata)], None
     names = [
@@ -86,19 +87,6 @@ def plan_safetensors(
     total = sum(item.spec.nbytes for item in items)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _split(sizes: Sequence[int]) -> list[list[int]]:
-    """The tensors of each file, filled in order, as Hugging Face does it."""
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for number, size in enumerate(sizes):
-        if groups[-1] and filled + size > MAX_FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(number)
-        filled += size
-    return groups
 
 
 def _plan_file(

@@ -13,6 +13,7 @@ import numpy as np
 from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
 from ostraka.common.memory import Recycled, recycling
 from ostraka.common.progress import Count
+from ostraka.common.threads import batches
 from ostraka.errors import InvalidTree, name_few
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
@@ -294,15 +295,8 @@ def read_together(
     work: Work, pieces: Sequence[ItemBox], most_bytes: int | None = None
 ) -> Iterator[list[ItemBox]]:
     """Group boxes to read at once, small ones together."""
-    most_bytes = most_bytes or _TOGETHER_BYTES
-    group: list[ItemBox] = []
-    group_bytes = 0
-    for piece in pieces:
-        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
-        if group and group_bytes + nbytes > most_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(piece)
-        group_bytes += nbytes
-    if group:
-        yield group
+
+    def memory_of(piece: ItemBox) -> int:
+        return _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
+
+    return batches(pieces, memory_of, most_bytes or _TOGETHER_BYTES)
