@@ -102,7 +102,20 @@ def _call(job: Job, job_dir: Path, index: int) -> ChildReport:
     exit_code = 0
     try:
         if job.port is not None:
-            _initialize(job, index)
+            import jax
+
+            address = f"127.0.0.1:{job.port}"
+            initialize: Callable[..., None] = jax.distributed.initialize
+            initialize(
+                address,
+                job.processes,
+                index,
+                coordinator_bind_address=address,
+                cluster_detection_method="deactivate",  # else Slurm and others have a say
+                initialization_timeout=job.init_timeout_s,
+                heartbeat_timeout_seconds=job.heartbeat_timeout_s,
+                shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
+            )
         # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
         # initialized once there are any.
         loading.set()
@@ -121,23 +134,6 @@ def _call(job: Job, job_dir: Path, index: int) -> ChildReport:
         trace = traceback.format_exc()
         sys.stderr.write(trace)
     return ChildReport(value, error, trace, time.time(), exit_code)
-
-
-def _initialize(job: Job, index: int) -> None:
-    import jax
-
-    address = f"127.0.0.1:{job.port}"
-    initialize: Callable[..., None] = jax.distributed.initialize
-    initialize(
-        address,
-        job.processes,
-        index,
-        coordinator_bind_address=address,
-        cluster_detection_method="deactivate",  # else Slurm and others have a say
-        initialization_timeout=job.init_timeout_s,
-        heartbeat_timeout_seconds=job.heartbeat_timeout_s,
-        shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
-    )
 
 
 def _load(target: FunctionName) -> Callable[..., Any]:

@@ -15,14 +15,12 @@ import os
 import pickle
 import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 POLL_S = 0.01
 _SERVERS = 2
@@ -54,9 +52,10 @@ class ForkServers:
         server = self._servers[index % _SERVERS]
         assert server.stdin is not None
         assert server.stdout is not None
-        request = pickle.dumps((str(job_dir), index, dict(env), os.getcwd()))
+        request = job_dir / f"request.{index}"
+        request.write_bytes(pickle.dumps((job_dir, index, dict(env), os.getcwd())))
         with self._lock:
-            server.stdin.write(struct.pack("<Q", len(request)) + request)
+            server.stdin.write(os.fsencode(request))  # so short that it is read in one piece
             server.stdin.flush()
             answer = server.stdout.readline()
         if not answer:
@@ -65,11 +64,7 @@ class ForkServers:
 
     def close(self) -> None:
         for server in self._servers:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            server.stdin.close()
-            server.wait()
-            server.stdout.close()
+            server.communicate()
 
 
 class ForkedProcess:
@@ -108,8 +103,7 @@ class ForkedProcess:
 
 def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
     """Serve until the caller is gone. In each forked child, return the job that it is for."""
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    answers = os.dup(1)
+    requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # for what modules print
     for module in modules:
         importlib.import_module(module)
@@ -127,21 +121,19 @@ def serve(modules: Sequence[str]) -> tuple[Path, int] | None:
             _note_ended(children)
         if requests not in readable:
             continue
-        head = _read(requests, 8)
-        if not head:
+        request = os.read(requests, 1 << 16)
+        if not request:
             return None
-        request = _read(requests, struct.unpack("<Q", head)[0])
-        job_dir, index, env, cwd = pickle.loads(request)
+        job_dir, index, env, cwd = pickle.loads(Path(os.fsdecode(request)).read_bytes())
         child = os.fork()
         if not child:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, before)
-            for opened in (awake, wake, answers):
+            for opened in (awake, wake, answers, requests):
                 os.close(opened)
-            requests.close()
-            _become(Path(job_dir), index, env, cwd)
-            return Path(job_dir), index
-        children[child] = Path(job_dir)
+            _become(job_dir, index, env, cwd)
+            return job_dir, index
+        children[child] = job_dir
         os.write(answers, f"{child}\n".encode())
 
 
@@ -159,13 +151,6 @@ def _become(job_dir: Path, index: int, env: Mapping[str, str], cwd: str) -> None
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-
-
-def _read(source: Any, size: int) -> bytes:
-    data = b""
-    while len(data) < size and (more := source.read(size - len(data))):
-        data += more
-    return data
 
 
 def _note_ended(children: dict[int, Path]) -> None:

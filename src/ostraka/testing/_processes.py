@@ -78,9 +78,9 @@ class _Child:
     popen: subprocess.Popen[bytes]
     started_s: float
     time_s: float = 0.0
+    """0 while it is running."""
     report: ChildReport | None = None
     failed_at_s: float | None = None
-    ended: bool = False
     killed: bool = False
     stacks: str = ""
 
@@ -167,7 +167,7 @@ def run_processes(
             )
         finally:
             for child in children:
-                if not child.ended:  # else its number may be another program's by now
+                if not child.time_s:  # else its number may be another program's by now
                     _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
@@ -351,17 +351,16 @@ def _supervise(
     """Wait for all to end. Kill them when that takes too long, and return why."""
     deadline = time.monotonic() + timeout_s
     reason = f"did not end within {timeout_s:g} s"
-    first_failure = True
     running = list(children)
     while running:
         for child in [child for child in running if child.popen.poll() is not None]:
             running.remove(child)
             _note_end(child, job_dir)
-            if child.failed_at_s is not None and grace_s is not None and first_failure:
-                first_failure = False
+            if child.failed_at_s is not None and grace_s is not None:
                 if time.monotonic() + grace_s < deadline:
                     deadline = time.monotonic() + grace_s
                     reason = f"still ran {grace_s:g} s after the first failure"
+                grace_s = None
         if running and time.monotonic() > deadline:
             _dump_stacks(running, job_dir)
             for child in running:
@@ -375,7 +374,6 @@ def _supervise(
 
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
-    child.ended = True
     child.time_s = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):
