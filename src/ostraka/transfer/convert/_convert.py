@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -18,16 +16,7 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.common.progress import Count, OnBytes
 from ostraka.common.record import logger
 from ostraka.common.units import human_bytes
-from ostraka.errors import (
-    Damaged,
-    InvalidTree,
-    PathInTheWay,
-    SourceChanged,
-    UnsupportedFormat,
-    count_of,
-    headed_list,
-    name_few,
-)
+from ostraka.errors import InvalidTree, UnsupportedFormat, count_of, headed_list, name_few
 from ostraka.formats.source import CONFIG, Source
 from ostraka.layout.casts import DtypeRule, may_cast
 from ostraka.layout.codec import CompressRule, check_compress
@@ -41,34 +30,21 @@ from ostraka.reading.view import (
     with_config,
     without_random_state,
 )
-from ostraka.storage import Claim, LocalStore, PathLike, Store, is_claim, open_store, refuse_overlap
-from ostraka.transfer.convert._read_back import (
-    check_files,
-    check_headers,
-    find_in_npz,
-    find_in_safetensors,
-)
+from ostraka.storage import LocalStore, PathLike, Store, open_store, refuse_overlap
+from ostraka.transfer.convert._read_back import check_files, find_in_npz, find_in_safetensors
 from ostraka.transfer.convert._tensor_files import (
-    INDEX,
-    PlannedFile,
     copy_beside,
     plan_npz,
     plan_safetensors,
     read_config,
+    write_headers,
     write_in_directory,
     write_in_order,
-    writing_to,
 )
-from ostraka.transfer.convert._workplace import Workplace, log_start_over
+from ostraka.transfer.convert._workplace import NOTES, Workplace, held_bucket
 from ostraka.transfer.convert._write_orbax import write_orbax
 from ostraka.transfer.convert._write_ostraka import write_ostraka
-from ostraka.transfer.convert.work import (
-    ConvertItem,
-    Work,
-    choose,
-    with_names,
-    without_leaves,
-)
+from ostraka.transfer.convert.work import Work, choose, with_names, without_leaves
 from ostraka.tree.patterns import Patterns
 
 Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
@@ -78,7 +54,6 @@ _NUMPY = frozenset(
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
 _OF_TREES = ("ostraka", "orbax")
-_NOTES = "_converting-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,21 +271,28 @@ def _as_tensors(
 def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:
     """Raise InvalidTree for leaves that a format of tensors can't hold."""
     reasons: list[str] = []
-    others = [leaf.path for leaf in work.other_leaves]
-    if others:
-        reasons.append(f"{name_few(others)}: Python values, which are no arrays")
+    bad = [leaf.path for leaf in work.other_leaves]
+    if bad:
+        reasons.append(f"{name_few(bad)}: Python values, which are no arrays")
     local = [item.path for item in work.items if item.spec.per_process]
     if local:
         reasons.append(f"{name_few(local)}: a value for each process")
-    refused = _dtype_refusals(work.items, to)
-    reasons += [reason for reason, _ in refused]
+        bad += local
+    unnamed: dict[tuple[str, bool], list[str]] = {}
+    for item in work.items:
+        dtype = item.spec.dtype
+        if dtype not in _NUMPY if to == "npz" else DTYPES[dtype].opaque:
+            unnamed.setdefault((dtype, may_cast(item.spec)), []).append(item.path)
+    for (dtype, is_castable), paths in unnamed.items():
+        remedy = "; cast it with dtype='float32'" if is_castable else ""
+        reasons.append(f"{name_few(paths)}: {dtype}, for which it has no name{remedy}")
+        bad += [] if is_castable else paths
     if not work.items:
         but = f" but RNG state ({name_few(left_out)}); key_data has it written" if left_out else ""
         reasons.append(f"there is no array at all{but}")
     if reasons:
         what = "a .npz file" if to == "npz" else "safetensors"
         head = f"{what} can't hold what is to be converted"
-        bad = [*others, *local, *(path for _, paths in refused for path in paths)]
         if bad:
             # Seen through names, leaves have the names of tensors, and only has their paths.
             shown = "" if work.source.saved.seen else f": {name_few([f'!{path}' for path in bad])}"
@@ -318,110 +300,36 @@ def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:
         raise InvalidTree(headed_list(head, reasons))
 
 
-def _dtype_refusals(items: tuple[ConvertItem, ...], to: str) -> list[tuple[str, list[str]]]:
-    """Reasons, each with the paths that must be left out."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for item in items:
-        dtype = item.spec.dtype
-        if dtype not in _NUMPY if to == "npz" else DTYPES[dtype].opaque:
-            found.setdefault((dtype, may_cast(item.spec)), []).append(item.path)
-    return [
-        (
-            f"{name_few(paths)}: {dtype}, for which it has no name"
-            + ("; cast it with dtype='float32'" if is_castable else ""),
-            [] if is_castable else paths,
-        )
-        for (dtype, is_castable), paths in found.items()
-    ]
-
-
 def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
     location = target.location.rstrip("/")
     name = location.rpartition("/")[2]
     is_single = to == "npz" or (to == "safetensors" and name.endswith(".safetensors"))
-    index: bytes | None = None
+    last: Mapping[str, bytes] = {}
     if to == "npz":
         if not name.endswith(".npz"):
             raise ValueError(f"the target is {location}; a file for numpy.load must end in .npz")
         files = [plan_npz(name, work.items, {})]
     else:
         single = name if is_single else None
-        files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
+        files, last = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
+    names = [file.name for file in files]
+    notes = f"{NOTES}{work_id}"
     if is_single:
         target = _local(target, "npz" if to == "npz" else "a single .safetensors file")
-    if not isinstance(target, LocalStore):
-        _to_bucket(work, files, index, target, to, work_id)
-        return
-    with Workplace(target.location, work_id, name if is_single else "").held() as store:
-        digests = write_in_directory(work, files, store)
+    if isinstance(target, LocalStore):
+        held = Workplace(target.location, work_id, name if is_single else "").held(last)
+    else:
+        held = held_bucket(target, notes, names, last)
+    with held as store:
+        if isinstance(store, LocalStore):
+            digests = write_in_directory(work, files, store)
+        else:
+            digests = write_in_order(work, files, store, notes)
         if to == "npz":
             crcs = check_files(work, digests, store, find_in_npz(store, name))
             # Its headers have checksums, so they are written again after the reading.
-            files = [plan_npz(name, work.items, crcs)]
-            with writing_to(store, files):
-                pass
-            check_headers(store, name, files[0].fixed)
+            write_headers([plan_npz(name, work.items, crcs)], store)
         else:
-            check_files(work, digests, store, find_in_safetensors(store, [f.name for f in files]))
+            check_files(work, digests, store, find_in_safetensors(store, names))
         if to == "hf":
             copy_beside(work.source, store)
-        if index is not None:
-            store.put(INDEX, index)
-
-
-def _to_bucket(
-    work: Work,
-    files: Sequence[PlannedFile],
-    index: bytes | None,
-    target: Store,
-    to: str,
-    work_id: str,
-) -> None:
-    """Write files to a bucket. The file that completes the result comes last."""
-    notes = f"{_NOTES}{work_id}"
-    target.prepare()
-    claim = Claim(target)
-    claim.take(wait=True)
-    try:
-        _remove_unfinished(target, claim, notes)
-        names = target.list()
-        others = [name for name in names if name != notes and not is_claim(name)]
-        # An earlier call of the same conversion wrote the others, but never the index.
-        if others and (notes not in names or (index is not None and INDEX in others)):
-            raise PathInTheWay(
-                f"{target.location} has something in it already ({name_few(others)}), and nothing "
-                "is overwritten; remove it, or give another path"
-            )
-        try:
-            digests = write_in_order(work, files, target, notes)
-            check_files(work, digests, target, find_in_safetensors(target, [f.name for f in files]))
-            if to == "hf":
-                copy_beside(work.source, target)
-        except (Damaged, SourceChanged):
-            for name in (*(file.name for file in files), notes):
-                claim.delete(name)
-            raise
-        claim.check()
-        if index is not None:
-            target.put(INDEX, index, replaces=None)
-        with suppress(OSError):
-            claim.delete(notes)
-            if claim.found_dead:
-                claim.check()
-                target.discard_uploads()
-    finally:
-        claim.release()
-
-
-def _remove_unfinished(target: Store, claim: Claim, notes: str) -> None:
-    """Remove the finished files of a conversion of another source, or with other options."""
-    there = {file.name: file for file in target.files("")}
-    others = [name for name in there if name.startswith(_NOTES) and name.split("/")[0] != notes]
-    if others:
-        log_start_over(target.location)
-    for name in others:
-        file = there.get(name.partition("/")[2].removesuffix(".json"))
-        with suppress(ValueError, FileNotFoundError):
-            if file is not None and json.loads(target.get(name)) == [file.size, file.identity]:
-                claim.delete(file.name)
-        claim.delete(name)

@@ -27,7 +27,7 @@ from ostraka.layout import shard_file
 from ostraka.layout.shard_file import dumps
 from ostraka.storage import FileReader, LocalStore, Store
 from ostraka.storage.file import LocalWriter
-from ostraka.transfer.convert._read_back import READ_BYTES
+from ostraka.transfer.convert._read_back import READ_BYTES, check_headers
 from ostraka.transfer.convert._workplace import create_or_keep, is_written
 from ostraka.transfer.convert.work import (
     ConvertItem,
@@ -64,18 +64,18 @@ class PlannedFile:
 
 def plan_safetensors(
     items: Sequence[ConvertItem], *, for_hugging_face: bool, single: str | None
-) -> tuple[list[PlannedFile], bytes | None]:
-    """Plan the files for items, and their index if there are several.
+) -> tuple[list[PlannedFile], dict[str, bytes]]:
+    """Plan the files for items, and their index by its name, if there are several.
 
     With `single`, all items go to one file of that name.
     """
     metadata = _FORMAT if for_hugging_face else {}
     if single is not None:
-        return [_plan_file(single, items, range(len(items)), metadata)], None
+        return [_plan_file(single, items, range(len(items)), metadata)], {}
     # Filled in order, as Hugging Face does it.
     groups = list(batches(range(len(items)), lambda at: items[at].spec.nbytes, MAX_FILE_BYTES))
     if len(groups) == 1:
-        return [_plan_file(SINGLE, items, groups[0], metadata)], None
+        return [_plan_file(SINGLE, items, groups[0], metadata)], {}
     names = [
         f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         for number in range(1, len(groups) + 1)
@@ -86,7 +86,7 @@ def plan_safetensors(
     weights = {items[at].name: file.name for file in files for at in file.places}
     total = sum(item.spec.nbytes for item in items)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    return files, {INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _plan_file(
@@ -204,9 +204,7 @@ _THREADS = 4
 
 
 @contextmanager
-def writing_to(
-    store: LocalStore, files: Sequence[PlannedFile]
-) -> Generator[Mapping[str, LocalWriter]]:
+def _writing_to(store: Store, files: Sequence[PlannedFile]) -> Generator[Mapping[str, LocalWriter]]:
     """Open files for writing. They keep their bytes.
 
     At the end, their headers are written, and they are durable.
@@ -264,7 +262,7 @@ def write_in_directory(work: Work, files: Sequence[PlannedFile], store: LocalSto
 
     order = {number: at for at, number in enumerate(work.source.order())}
     pieces = sorted(file_of, key=lambda piece: (order[work.items[piece.item].number], piece))
-    with opened, writing_to(store, files) as writers:
+    with opened, _writing_to(store, files) as writers:
         groups = read_together(work, pieces)
         run_all(partial(write, writers), groups, threads=_THREADS, stop=stop)
     store.sync("")
@@ -295,6 +293,14 @@ def _write_runs(
     for at in range(0, len(starts), _RUNS):
         stop.check()
         writer.write_runs(starts[at : at + _RUNS], data[at * run_bytes :], run_bytes)
+
+
+def write_headers(files: Sequence[PlannedFile], store: Store) -> None:
+    """Write the headers of files again, and read them back. Raises Damaged."""
+    with _writing_to(store, files):
+        pass
+    for file in files:
+        check_headers(store, file.name, file.fixed)
 
 
 # In a bucket

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from ostraka.common.record import logger
-from ostraka.errors import Busy, Damaged, PathInTheWay, SourceChanged, store_error
+from ostraka.errors import Busy, Damaged, PathInTheWay, SourceChanged, name_few, store_error
 from ostraka.layout.shard_file import METADATA_NAME
-from ostraka.storage import Claim, FileReader, FileWriter, LocalStore, Store
+from ostraka.storage import Claim, FileReader, FileWriter, LocalStore, Store, is_claim
 
 _SUFFIX = ".converting"
 _WORK, _FILES = "work.json", "files"
@@ -48,11 +48,16 @@ class Workplace:
         self.files = LocalStore(os.path.join(self._place.location, _FILES))
 
     @contextmanager
-    def held(self) -> Generator[LocalStore]:
-        """Have the directory while its files are written and checked, then commit them."""
+    def held(self, last: Mapping[str, bytes]) -> Generator[LocalStore]:
+        """Have the directory while its files are written and checked, then commit them.
+
+        `last` has small files that complete the result.
+        """
         self.take()
         try:
             yield self.files
+            for name, data in last.items():
+                self.files.put(name, data)
             self.commit()
         except (Damaged, SourceChanged):
             self._discard()  # It can't become a result, so nobody has to clean it up.
@@ -145,6 +150,64 @@ class Workplace:
                 f"{target} is there already, and nothing is overwritten; remove it, or give "
                 "another path"
             )
+
+
+NOTES = "_converting-"
+"""The beginning of the name of a directory in a bucket, with notes on finished files."""
+
+
+@contextmanager
+def held_bucket(
+    target: Store, notes: str, files: Sequence[str], last: Mapping[str, bytes]
+) -> Generator[Store]:
+    """Have a bucket while files of a conversion are written to it and checked.
+
+    `notes` has the size and the identity of each finished file. `last` has small files that
+    complete the result.
+    """
+    target.prepare()
+    claim = Claim(target)
+    claim.take(wait=True)
+    try:
+        _remove_unfinished(target, claim, notes)
+        names = target.list()
+        others = [name for name in names if name != notes and not is_claim(name)]
+        # An earlier call of the same conversion wrote the others, unless they complete a result.
+        if others and (notes not in names or not last.keys().isdisjoint(others)):
+            raise PathInTheWay(
+                f"{target.location} has something in it already ({name_few(others)}), and nothing "
+                "is overwritten; remove it, or give another path"
+            )
+        try:
+            yield target
+        except (Damaged, SourceChanged):
+            for name in (*files, notes):
+                claim.delete(name)
+            raise
+        claim.check()
+        for name, data in last.items():
+            target.put(name, data, replaces=None)
+        with suppress(OSError):
+            claim.delete(notes)
+            if claim.found_dead:
+                claim.check()
+                target.discard_uploads()
+    finally:
+        claim.release()
+
+
+def _remove_unfinished(target: Store, claim: Claim, notes: str) -> None:
+    """Remove the finished files of a conversion of another source, or with other options."""
+    there = {file.name: file for file in target.files("")}
+    others = [name for name in there if name.startswith(NOTES) and name.split("/")[0] != notes]
+    if others:
+        log_start_over(target.location)
+    for name in others:
+        file = there.get(name.partition("/")[2].removesuffix(".json"))
+        with suppress(ValueError, FileNotFoundError):
+            if file is not None and json.loads(target.get(name)) == [file.size, file.identity]:
+                claim.delete(file.name)
+        claim.delete(name)
 
 
 def log_start_over(target: str) -> None:

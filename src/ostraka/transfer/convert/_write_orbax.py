@@ -53,7 +53,7 @@ def write_orbax(work: Work, target: LocalStore, work_id: str) -> None:
     _import_tensorstore()
     plan = plan_orbax(work)
     as_step = step_of(os.path.basename(target.location.rstrip("/"))) is not None
-    with Workplace(target.location, work_id).held() as files:
+    with Workplace(target.location, work_id).held({}) as files:
         item = files.at(ITEM) if as_step else files
         digests = _write_database(work, plan, item.location)
         _write_small_files(files, item, plan, as_step, work)
