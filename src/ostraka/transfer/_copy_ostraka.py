@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -47,8 +48,7 @@ def _copy_all(
     take_memory = Scratch().take if traits.in_any_order else aligned
     beside = min(len(files), threads)
     copies = [
-        _FileCopy(file, target, beside, take_memory, progress, replace=file.name in there)
-        for file in files
+        _FileCopy(file, target, beside, take_memory, progress, file.name in there) for file in files
     ]
     stop = StopSignal()
     try:
@@ -63,97 +63,82 @@ def _copy_all(
             copy.close()
 
 
+@dataclass(slots=True)
 class _FileCopy:
     """The copy of one file, created for its first bytes and finished after its last ones."""
 
-    def __init__(
-        self,
-        file: ShardFile,
-        target: Store,
-        beside: int,
-        take_memory: Callable[[int], Any],
-        progress: Count,
-        *,
-        replace: bool,
-    ):
-        self._file = file
-        self._target = target
-        self._beside = beside
-        self._take_memory = take_memory
-        self._progress = progress
-        # Never deleted first: another copy, which took this one for dead, may have written and
-        # committed it meanwhile. It has the same bytes.
-        self._replace = replace
-        self._tasks_left = 0
-        self._writer: FileWriter | None = None
-        self._lock = threading.Lock()
+    file: ShardFile
+    target: Store
+    beside: int
+    take_memory: Callable[[int], Any]
+    """Returns the memory for some bytes."""
+    progress: Count
+    replace: bool
+    """True if a file of an earlier copy is in its place.
+
+    It is never deleted first: another copy, which took this one for dead, may have written and
+    committed it meanwhile. It has the same bytes.
+    """
+    tasks_left: int = 0
+    writer: FileWriter | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tasks(self) -> Sequence[tuple[_FileCopy, list[Block]]]:
         """Groups of adjacent blocks, each for any thread. One group if the store wants order."""
-        traits = self._target.traits
-        size = max(_TASK_BYTES, traits.size_bytes) if traits.in_any_order else self._file.entry.size
-        groups = groupby(self._file.blocks, lambda block: block.file_start // size)
+        traits = self.target.traits
+        size = max(_TASK_BYTES, traits.size_bytes) if traits.in_any_order else self.file.entry.size
+        groups = groupby(self.file.blocks, lambda block: block.file_start // size)
         tasks = [(self, list(blocks)) for _, blocks in groups]
-        self._tasks_left = self._file.reads_left = len(tasks)
+        self.tasks_left = self.file.reads_left = len(tasks)
         return tasks
 
     def copy(self, blocks: Sequence[Block], stop: StopSignal) -> None:
+        """Copy the stored bytes of adjacent blocks, compared with their digests first.
+
+        A block of more than `_PASS_BYTES` is copied in pieces, and compared after its last one.
+        """
+
         def write(offset: int, data: Any) -> None:
             for start in range(0, len(data), _WRITE_BYTES):
                 stop.check()
                 part = data[start : start + _WRITE_BYTES]
                 self._open().write(offset + start, [part])
-                self._progress.add(len(part))
+                self.progress.add(len(part))
 
-        with self._file.opened():
-            _pass_on(self._file, blocks, self._take_memory, write)
-        with self._lock:
-            self._tasks_left -= 1
-            is_last = self._tasks_left == 0
+        def pieces(block: Block) -> Iterator[Any]:
+            for start in range(block.file_start, block.file_stop, _PASS_BYTES):
+                end = min(start + _PASS_BYTES, block.file_stop)
+                memory = self.take_memory(end - start)
+                self.file.fill(start, end, [memory], [block])
+                write(start, memory)
+                yield memory
+
+        with self.file.opened():
+            for run in batches(blocks, lambda b: b.file_stop - b.file_start, _PASS_BYTES):
+                start, nbytes = run[0].file_start, run[-1].file_stop - run[0].file_start
+                if nbytes > _PASS_BYTES:
+                    self.file.compare(run[0], pieces(run[0]))
+                else:
+                    write(start, self.file.read_stored(run, self.take_memory(nbytes)))
+        with self.lock:
+            self.tasks_left -= 1
+            is_last = self.tasks_left == 0
         if is_last:
             self._open().finish()
 
     def close(self) -> None:
-        self._file.close()
-        if self._writer is not None and self._tasks_left:
-            self._writer.abandon()
+        self.file.close()
+        if self.writer is not None and self.tasks_left:
+            self.writer.abandon()
 
     def _open(self) -> FileWriter:
-        with self._lock:
-            if self._writer is None:
-                size = self._file.entry.size
-                self._writer = self._target.create(
-                    self._file.name, size, beside=self._beside, replace=self._replace
+        with self.lock:
+            if self.writer is None:
+                size, name = self.file.entry.size, self.file.name
+                self.writer = self.target.create(
+                    name, size, beside=self.beside, replace=self.replace
                 )
-            return self._writer
-
-
-def _pass_on(
-    file: ShardFile,
-    blocks: Sequence[Block],
-    take_memory: Callable[[int], Any],
-    write: Callable[[int, Any], None],
-) -> None:
-    """Pass the stored bytes of adjacent blocks to `write`, with their offsets.
-
-    They are compared with their digests first. A block of more than `_PASS_BYTES` is passed in
-    pieces, and compared after its last one. `take_memory` returns the memory for a piece.
-    """
-
-    def pieces(block: Block) -> Iterator[Any]:
-        for start in range(block.file_start, block.file_stop, _PASS_BYTES):
-            stop = min(start + _PASS_BYTES, block.file_stop)
-            memory = take_memory(stop - start)
-            file.fill(start, stop, [memory], [block])
-            write(start, memory)
-            yield memory
-
-    for run in batches(blocks, lambda block: block.file_stop - block.file_start, _PASS_BYTES):
-        nbytes = run[-1].file_stop - run[0].file_start
-        if nbytes > _PASS_BYTES:
-            file.compare(run[0], pieces(run[0]))
-        else:
-            write(run[0].file_start, file.read_stored(run, take_memory(nbytes)))
+            return self.writer
 
 
 def _is_whole(target: Store, file: ShardFile, scratch: Scratch, stop: StopSignal) -> bool:

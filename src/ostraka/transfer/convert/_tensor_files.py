@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -136,10 +136,10 @@ def plan_npz(name: str, items: Sequence[ConvertItem], crcs: Mapping[int, int]) -
     directory = b""
     end = 0
     for number, item in enumerate(items):
-        crc, header = crcs.get(number, 0), _array_header(item)
-        size = len(header) + item.spec.nbytes
-        fixed.append((end, _local_header(item, crc, size) + header))
-        directory += _central_header(item, crc, size, end)
+        header = _array_header(item)
+        local, central = _zip_headers(item, crcs.get(number, 0), len(header), end)
+        fixed.append((end, local + header))
+        directory += central
         places[number] = end + len(fixed[-1][1])
         end = places[number] + item.spec.nbytes
     directory += _end(len(items), len(directory), end)
@@ -157,19 +157,19 @@ def _array_header(item: ConvertItem) -> bytes:
     return _MAGIC + struct.pack("<H", len(body)) + body
 
 
-def _local_header(item: ConvertItem, crc: int, size: int) -> bytes:
-    name = _name(item)
+def _zip_headers(item: ConvertItem, crc: int, more: int, start: int) -> tuple[bytes, bytes]:
+    """The headers of an entry: before it, and in the directory.
+
+    The entry has `more` bytes besides those of the item.
+    """
+    name, size = f"{item.name}.npy".encode(), more + item.spec.nbytes
+    fields = (_VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE, len(name))
     extra = struct.pack("<HHQQ", 1, 16, size, size)
-    fields = (b"PK\x03\x04", _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
-    return struct.pack("<4s5H3L2H", *fields, len(name), len(extra)) + name + extra
-
-
-def _central_header(item: ConvertItem, crc: int, size: int, start: int) -> bytes:
-    name = _name(item)
+    local = struct.pack("<4s5H3L2H", b"PK\x03\x04", *fields, len(extra)) + name + extra
     extra = struct.pack("<HHQQQ", 1, 24, size, size, start)
-    fields = (b"PK\x01\x02", _MADE_BY, _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
-    rest = (len(name), len(extra), 0, 0, 0, 0o600 << 16, _HUGE)
-    return struct.pack("<4s6H3L5H2L", *fields, *rest) + name + extra
+    rest = (len(extra), 0, 0, 0, 0o600 << 16, _HUGE)
+    central = struct.pack("<4s6H3L5H2L", b"PK\x01\x02", _MADE_BY, *fields, *rest)
+    return local, central + name + extra
 
 
 def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
@@ -183,10 +183,6 @@ def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
     counts = (min(count, _HUGE_COUNT),) * 2
     sizes = (min(directory_bytes, _HUGE), min(directory_start, _HUGE))
     return end64 + locator + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, *counts, *sizes, 0)
-
-
-def _name(item: ConvertItem) -> bytes:
-    return f"{item.name}.npy".encode()
 
 
 # Writing
@@ -375,17 +371,14 @@ def copy_beside(source: Source, target: Store) -> None:
         # The weights were read before.
         raise changed(source.store, names[0])
     config = source.saved.user.get(CONFIG)
-    if isinstance(config, dict) and not _has(found.get(CONFIG_FILE, b""), config):
-        found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
+    if isinstance(config, dict):
+        own: Any = None
+        with suppress(ValueError, RecursionError):
+            own = json.loads(found.get(CONFIG_FILE, b""))
+        if own != config:
+            found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
     for name, data in found.items():
         target.put(name, data)
-
-
-def _has(data: bytes, config: Mapping[Any, Any]) -> bool:
-    try:
-        return json.loads(data) == config
-    except (ValueError, RecursionError):
-        return False
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:

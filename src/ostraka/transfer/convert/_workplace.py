@@ -18,6 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -250,63 +251,57 @@ def create_or_keep(
     return _KeptFile(store, name, reader, begin, on_kept)
 
 
+@dataclass(slots=True)
 class _KeptFile:
     """An existing file, which is replaced as soon as one of its bytes differs."""
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        reader: FileReader,
-        begin: Callable[[], FileWriter],
-        on_kept: Callable[[int], None],
-    ):
-        self._store = store
-        self._name = name
-        self._reader = reader
-        self._begin = begin
-        self._on_kept = on_kept
-        self._kept: list[tuple[int, int]] = []
-        """Ranges with the right bytes, in the order of the writes."""
-        self._writer: FileWriter | None = None
-        self._lock = threading.Lock()
+    store: Store
+    name: str
+    reader: FileReader
+    begin: Callable[[], FileWriter]
+    """Begins the file that replaces it."""
+    on_kept: Callable[[int], None]
+    kept: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Ranges with the right bytes, in the order of the writes."""
+    writer: FileWriter | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        with self._lock:
-            if self._writer is None:
+        with self.lock:
+            if self.writer is None:
                 views = [memoryview(buffer).cast("B") for buffer in buffers]
                 starts = list(accumulate(map(len, views), initial=offset))
-                if all(map(partial(is_written, self._reader), starts, views)):
-                    self._kept.append((offset, starts[-1]))
+                if all(map(partial(is_written, self.reader), starts, views)):
+                    self.kept.append((offset, starts[-1]))
                     return
             writer = self._replace()
         writer.write(offset, buffers)
 
     def finish(self) -> str | None:
-        if self._writer is None and self._reader.size != max(
-            (stop for _, stop in self._kept), default=0
+        if self.writer is None and self.reader.size != max(
+            (stop for _, stop in self.kept), default=0
         ):
             self._replace()
-        self._reader.close()
-        if self._writer is not None:
-            return self._writer.finish()
-        self._store.sync(self._name)  # Its writer may have been killed before that.
-        self._on_kept(self._reader.size)
-        found = self._store.look(self._name)
+        self.reader.close()
+        if self.writer is not None:
+            return self.writer.finish()
+        self.store.sync(self.name)  # Its writer may have been killed before that.
+        self.on_kept(self.reader.size)
+        found = self.store.look(self.name)
         return None if found is None else found.identity
 
     def abandon(self) -> None:
-        self._reader.close()
-        if self._writer is not None:
-            self._writer.abandon()
+        self.reader.close()
+        if self.writer is not None:
+            self.writer.abandon()
 
     def _replace(self) -> FileWriter:
         """Begin a new file, with the ranges that are right."""
-        if self._writer is None:
-            self._writer = self._begin()
-            for start, stop in self._kept:
+        if self.writer is None:
+            self.writer = self.begin()
+            for start, stop in self.kept:
                 for at in range(start, stop, _PIECE_BYTES):
                     data = np.empty(min(_PIECE_BYTES, stop - at), np.uint8)
-                    self._reader.read_into(at, [data])
-                    self._writer.write(at, [data])
-        return self._writer
+                    self.reader.read_into(at, [data])
+                    self.writer.write(at, [data])
+        return self.writer
