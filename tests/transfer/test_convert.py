@@ -416,7 +416,7 @@ def test_arrays_that_are_turned_in_several_pieces(
     monkeypatch.setattr("ostraka.reading.view.BLOCK_BYTES", 1 << 9)
     monkeypatch.setattr("ostraka.transfer.convert.work.SLAB_BYTES", slab_bytes)
     monkeypatch.setattr("ostraka.transfer.convert.work._LEAST_RUN_BYTES", 4)
-    monkeypatch.setattr("ostraka.transfer.convert._read_back.READ_BYTES", 1 << 12)
+    monkeypatch.setattr("ostraka.transfer.convert._write_files.READ_BYTES", 1 << 12)
     files = {name: numbers(shape, dtype) for name, (shape, dtype, _) in TURNED.items()}
     if to == "orbax":
         del files["e.weight"]  # Orbax has no arrays without elements.

@@ -16,7 +16,7 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.common.progress import Count, OnBytes
 from ostraka.common.record import logger
 from ostraka.common.units import human_bytes
-from ostraka.errors import InvalidTree, UnsupportedFormat, count_of, headed_list, name_few
+from ostraka.errors import InvalidTree, count_of, headed_list, name_few
 from ostraka.formats.source import CONFIG, Source
 from ostraka.layout.casts import DtypeRule, may_cast
 from ostraka.layout.codec import CompressRule, check_compress
@@ -30,18 +30,10 @@ from ostraka.reading.view import (
     with_config,
     without_random_state,
 )
-from ostraka.storage import LocalStore, PathLike, Store, open_store, refuse_overlap
-from ostraka.transfer.convert._read_back import check_files, find_in_npz, find_in_safetensors
-from ostraka.transfer.convert._tensor_files import (
-    copy_beside,
-    plan_npz,
-    plan_safetensors,
-    read_config,
-    write_headers,
-    write_in_directory,
-    write_in_order,
-)
-from ostraka.transfer.convert._workplace import NOTES, Workplace, held_bucket
+from ostraka.storage import PathLike, open_store, refuse_overlap
+from ostraka.transfer.convert._tensor_files import read_config
+from ostraka.transfer.convert._workplace import require_directory
+from ostraka.transfer.convert._write_files import write_files
 from ostraka.transfer.convert._write_orbax import write_orbax
 from ostraka.transfer.convert._write_ostraka import write_ostraka
 from ostraka.transfer.convert.work import Work, choose, with_names, without_leaves
@@ -188,10 +180,10 @@ def convert(
     if to == "ostraka":
         write_ostraka(work, place, work_id, compress=compress)
     elif to == "orbax":
-        write_orbax(work, _local(place, to), work_id)
+        write_orbax(work, require_directory(place, to), work_id)
     else:
         _refuse_others(work, to, left_out)
-        _to_files(work, place, to, work_id)
+        write_files(work, place, to, work_id)
     notes = _notes(work, left_out, to)
     for note in notes:
         logger.info("%s: %s", place.location, note)
@@ -228,15 +220,6 @@ def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
     source = (work.source.saved.id, work.source.version)
     text = repr((source, to, items, others, repr(compress), key_data, __version__))
     return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _local(store: Store, to: str) -> LocalStore:
-    if not isinstance(store, LocalStore):
-        raise UnsupportedFormat(
-            f"can't write {store.location}: to={to!r} writes directories of a file system alone; "
-            "convert to one, and copy it from there"
-        )
-    return store
 
 
 # Files of whole tensors
@@ -298,38 +281,3 @@ def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:
             shown = "" if work.source.saved.seen else f": {name_few([f'!{path}' for path in bad])}"
             head += f"; leave out what it can't hold with ! in only{shown}"
         raise InvalidTree(headed_list(head, reasons))
-
-
-def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
-    location = target.location.rstrip("/")
-    name = location.rpartition("/")[2]
-    is_single = to == "npz" or (to == "safetensors" and name.endswith(".safetensors"))
-    last: Mapping[str, bytes] = {}
-    if to == "npz":
-        if not name.endswith(".npz"):
-            raise ValueError(f"the target is {location}; a file for numpy.load must end in .npz")
-        files = [plan_npz(name, work.items, {})]
-    else:
-        single = name if is_single else None
-        files, last = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
-    names = [file.name for file in files]
-    notes = f"{NOTES}{work_id}"
-    if is_single:
-        target = _local(target, "npz" if to == "npz" else "a single .safetensors file")
-    if isinstance(target, LocalStore):
-        held = Workplace(target.location, work_id, name if is_single else "").held(last)
-    else:
-        held = held_bucket(target, notes, names, last)
-    with held as store:
-        if isinstance(store, LocalStore):
-            digests = write_in_directory(work, files, store)
-        else:
-            digests = write_in_order(work, files, store, notes)
-        if to == "npz":
-            crcs = check_files(work, digests, store, find_in_npz(store, name))
-            # Its headers have checksums, so they are written again after the reading.
-            write_headers([plan_npz(name, work.items, crcs)], store)
-        else:
-            check_files(work, digests, store, find_in_safetensors(store, names))
-        if to == "hf":
-            copy_beside(work.source, store)

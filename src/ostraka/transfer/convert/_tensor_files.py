@@ -1,46 +1,28 @@
-"""Files of whole tensors: planned, then written from a source, in bounded memory.
-
-In a file system several threads write pieces of all files, in any order. A bucket takes a file from
-its first byte to its last, so there several files are written at the same time.
-"""
+"""The layout of files of whole tensors: planned before they are written, and found in the files."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import struct
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
-from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
-from ostraka.common.threads import ByteBudget, StopSignal, batches, run_all
-from ostraka.errors import store_error
+from ostraka.common.dtypes import DTYPES, numpy_dtype
+from ostraka.common.threads import batches
 from ostraka.formats.safetensors.files import CONFIG_FILE, resolve
 from ostraka.formats.source import CONFIG, Source
 from ostraka.formats.source_files import OpenedFile, changed, look_settled, refuse_changed, state_of
-from ostraka.layout import box as _box
-from ostraka.layout import shard_file
 from ostraka.layout.shard_file import dumps
-from ostraka.storage import FileReader, LocalStore, Store
-from ostraka.storage.file import LocalWriter
-from ostraka.transfer.convert._read_back import READ_BYTES, check_headers
-from ostraka.transfer.convert._workplace import create_or_keep, is_written
-from ostraka.transfer.convert.work import (
-    ConvertItem,
-    Digests,
-    ItemBox,
-    Work,
-    bands_of,
-    is_contiguous,
-    offset_of,
-    piece_bytes,
-    read_together,
-    slabs_of,
-)
+from ostraka.storage import FileReader, Store
+from ostraka.transfer.convert.work import ConvertItem
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -185,159 +167,61 @@ def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
     return end64 + locator + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, *counts, *sizes, 0)
 
 
-# Writing
+# What files say
 
-_WRITE_BYTES = 2 << 20
-"""Bytes to write at a time. More takes longer on ext4."""
-_RUNS = 1024
-"""Runs to write between two checks for a stop."""
-_HELD_BYTES = 192 << 20
-"""Bytes of arrays in memory at one time."""
-_THREADS = 4
+_LOCAL_HEADER_BYTES = 30
 
 
-# In a file system
+class TensorPlace(NamedTuple):
+    """The file, offset, dtype and shape of a tensor."""
+
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int | None = None
+    """The CRC-32 of the header before its bytes, if the file has checksums."""
 
 
-@contextmanager
-def _writing_to(store: Store, files: Sequence[PlannedFile]) -> Generator[Mapping[str, LocalWriter]]:
-    """Open files for writing. They keep their bytes.
-
-    At the end, their headers are written, and they are durable.
-    """
-    writers: dict[str, LocalWriter] = {}
-    try:
-        for file in files:
-            path = os.path.join(store.location, file.name)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            try:
-                opened = os.open(path, flags, 0o666)
-            except OSError as error:
-                raise store_error("create", path, error) from error
-            writers[file.name] = LocalWriter(opened, path, file.size)
-        yield writers
-        for file in files:
-            for start, data in file.fixed:
-                writers[file.name].write(start, [data])
-        run_all(LocalWriter.finish, list(writers.values()), threads=_THREADS, stop=StopSignal())
-    except BaseException:
-        for writer in writers.values():
-            writer.abandon()
-        raise
+def find_in_safetensors(store: Store, names: Iterable[str]) -> dict[str, TensorPlace]:
+    """The tensors in the headers of files."""
+    dtypes = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque}
+    places: dict[str, TensorPlace] = {}
+    for name in names:
+        with closing(store.open(name)) as reader:
+            read = partial(_read, reader)
+            (length,) = struct.unpack("<Q", read(0, 8))
+            header: dict[str, Any] = json.loads(read(8, length))
+        header.pop("__metadata__", None)
+        for path, about in header.items():
+            start = 8 + length + about["data_offsets"][0]
+            places[path] = TensorPlace(name, start, dtypes[about["dtype"]], tuple(about["shape"]))
+    return places
 
 
-def write_in_directory(work: Work, files: Sequence[PlannedFile], store: LocalStore) -> Digests:
-    """Write all files. Boxes that an interrupted conversion has written are kept.
-
-    Returns the digests of the source. The files are durable, but their names are not.
-    """
-    file_of = {piece: file for file in files for at in file.places for piece in slabs_of(work, at)}
-    there = {info.name for info in store.files("")}
-    digests: dict[ItemBox, str] = {}
-    budget, stop, opened = ByteBudget(_HELD_BYTES), StopSignal(), ExitStack()
-
-    @cache
-    def reader_of(name: str) -> FileReader:
-        return opened.enter_context(closing(store.open(name)))
-
-    def write(writers: Mapping[str, LocalWriter], group: list[ItemBox]) -> None:
-        with budget.hold(sum(piece_bytes(work, piece) for piece in group), stop.check):
-            for piece, array in work.read(group):
-                stop.check()
-                file, data = file_of[piece], to_bytes(array)
-                starts, run_bytes = _runs_of(work, piece, file, len(data))
-                if file.name in there and all(
-                    is_written(reader_of(file.name), start, data[at * run_bytes :][:run_bytes])
-                    for at, start in enumerate(starts)
-                ):
-                    work.kept.add(len(data))
-                else:
-                    _write_runs(writers[file.name], starts, data, run_bytes, stop)
-                digests[piece] = shard_file.block_digest([data])
-                work.progress.add(len(data))
-
-    order = {number: at for at, number in enumerate(work.source.order())}
-    pieces = sorted(file_of, key=lambda piece: (order[work.items[piece.item].number], piece))
-    with opened, _writing_to(store, files) as writers:
-        groups = read_together(work, pieces)
-        run_all(partial(write, writers), groups, threads=_THREADS, stop=stop)
-    store.sync("")
-    return {piece: digests[piece] for piece in file_of}
+def find_in_npz(store: Store, name: str) -> dict[str, TensorPlace]:
+    """The arrays in a `.npz` file, by Python's zipfile and their headers."""
+    with closing(store.open(name)) as reader:
+        read = partial(_read, reader)
+        with zipfile.ZipFile(f"{store.location}/{name}") as listed:
+            entries = listed.infolist()
+        places: dict[str, TensorPlace] = {}
+        for entry in entries:
+            local = read(entry.header_offset, _LOCAL_HEADER_BYTES)
+            lengths = struct.unpack("<2H", local[-4:])
+            start = entry.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+            (length,) = struct.unpack("<H", read(start + 8, 2))
+            about = cast("dict[str, Any]", ast.literal_eval(read(start + 10, length).decode()))
+            dtype = numpy_dtype(about["descr"]).name
+            path = entry.filename.removesuffix(".npy")
+            crc = zlib.crc32(read(start, 10 + length))
+            places[path] = TensorPlace(name, start + 10 + length, dtype, about["shape"], crc)
+    return places
 
 
-def _runs_of(
-    work: Work, piece: ItemBox, file: PlannedFile, nbytes: int
-) -> tuple[Sequence[int], int]:
-    """The offsets of the runs of a box in its file, and the bytes of each run."""
-    spec, start = work.items[piece.item].spec, file.places[piece.item]
-    if is_contiguous(work, piece):
-        start += offset_of(work, piece)
-        return range(start, start + nbytes, _WRITE_BYTES), _WRITE_BYTES
-    run, offsets = _box.runs(piece.box, spec.shape)
-    itemsize = numpy_dtype(spec.dtype).itemsize
-    return [start + offset * itemsize for offset in offsets], run * itemsize
-
-
-def _write_runs(
-    writer: LocalWriter, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
-) -> None:
-    if run_bytes == _WRITE_BYTES:
-        for number, start in enumerate(starts):
-            stop.check()
-            writer.write(start, [data[number * run_bytes :][:run_bytes]])
-        return
-    for at in range(0, len(starts), _RUNS):
-        stop.check()
-        writer.write_runs(starts[at : at + _RUNS], data[at * run_bytes :], run_bytes)
-
-
-def write_headers(files: Sequence[PlannedFile], store: Store) -> None:
-    """Write the headers of files again, and read them back. Raises Damaged."""
-    with _writing_to(store, files):
-        pass
-    for file in files:
-        check_headers(store, file.name, file.fixed)
-
-
-# In a bucket
-
-
-def write_in_order(work: Work, files: Sequence[PlannedFile], store: Store, notes: str) -> Digests:
-    """Write all files, each from its first byte to its last. Finished ones are kept.
-
-    `notes` is the directory in the store for the size and the identity of each finished file.
-    """
-    stop, budget = StopSignal(), ByteBudget(_HELD_BYTES)
-    threads = store.traits.at_once
-    digests: dict[ItemBox, str] = {}
-
-    def write(file: PlannedFile) -> None:
-        writer = create_or_keep(
-            store, file.name, file.size, beside=min(threads, len(files)), on_kept=work.kept.add
-        )
-        try:
-            for start, data in file.fixed:
-                writer.write(start, [data])
-            pieces = [piece for at in file.places for piece in bands_of(work, at)]
-            for group in read_together(work, pieces):
-                nbytes = sum(piece_bytes(work, piece) for piece in group)
-                with budget.hold(nbytes, stop.check):
-                    found = dict(work.read(group))
-                    for piece in group:
-                        data = to_bytes(found.pop(piece))
-                        digests[piece] = shard_file.block_digest([data])
-                        start = file.places[piece.item] + offset_of(work, piece)
-                        for at in range(0, len(data), READ_BYTES):
-                            writer.write(start + at, [data[at : at + READ_BYTES]])
-                        work.progress.add(len(data))
-        except BaseException:
-            writer.abandon()
-            raise
-        note = json.dumps([file.size, writer.finish() or ""])
-        store.put(f"{notes}/{file.name}.json", note.encode())
-
-    run_all(write, files, threads=threads, stop=stop)
-    return digests
+def _read(reader: FileReader, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: reader.read_into(start, [data])])
 
 
 # What lies beside the weights of a Hugging Face model, and goes along with them.

@@ -26,12 +26,30 @@ from typing import Any
 import numpy as np
 
 from ostraka.common.record import logger
-from ostraka.errors import Busy, Damaged, PathInTheWay, SourceChanged, name_few, store_error
+from ostraka.errors import (
+    Busy,
+    Damaged,
+    PathInTheWay,
+    SourceChanged,
+    UnsupportedFormat,
+    name_few,
+    store_error,
+)
 from ostraka.layout.shard_file import METADATA_NAME
 from ostraka.storage import Claim, FileReader, FileWriter, LocalStore, Store, is_claim
 
 _SUFFIX = ".converting"
 _WORK, _FILES = "work.json", "files"
+
+
+def require_directory(store: Store, to: str) -> LocalStore:
+    """The store, if it is a directory. Raises UnsupportedFormat for others."""
+    if not isinstance(store, LocalStore):
+        raise UnsupportedFormat(
+            f"can't write {store.location}: to={to!r} writes directories of a file system alone; "
+            "convert to one, and copy it from there"
+        )
+    return store
 
 
 class Workplace:

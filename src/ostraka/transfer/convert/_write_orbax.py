@@ -21,17 +21,8 @@ from ostraka.formats.orbax.names import COMMITTED, ORBAX_KEY, STEP_METADATA
 from ostraka.layout.file_names import step_of
 from ostraka.storage import LocalStore, Store
 from ostraka.transfer.convert._plan_orbax import OrbaxPlan, plan_orbax
-from ostraka.transfer.convert._read_back import check_source
 from ostraka.transfer.convert._workplace import Workplace
-from ostraka.transfer.convert.work import (
-    Array,
-    Digests,
-    ItemBox,
-    Work,
-    digest_of,
-    piece_bytes,
-    read_together,
-)
+from ostraka.transfer.convert.work import Array, Digests, ItemBox, Work, check_source, digest_of
 from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 ITEM = "default"
@@ -73,7 +64,7 @@ def _write_database(work: Work, plan: OrbaxPlan, directory: str) -> Digests:
     budget, stop, encoder = ByteBudget(_HELD_BYTES), StopSignal(), _Encoder()
 
     def write(pieces: Sequence[ItemBox]) -> None:
-        with budget.hold(sum(piece_bytes(work, piece) for piece in pieces), stop.check):
+        with budget.hold(work.nbytes_of(pieces), stop.check):
             under_way: list[Any] = []
             for piece, array in work.read(pieces):
                 stop.check()
@@ -86,10 +77,10 @@ def _write_database(work: Work, plan: OrbaxPlan, directory: str) -> Digests:
                     under_way.append(database.write(key, data))
             for writing in under_way:
                 database.wait(writing)
-            work.progress.add(sum(piece_bytes(work, piece) for piece in pieces))
+            work.progress.add(work.nbytes_of(pieces))
 
     try:
-        groups = read_together(work, list(chunks), _TOGETHER_BYTES)
+        groups = work.together(list(chunks), _TOGETHER_BYTES)
         run_all(write, groups, threads=_THREADS, stop=stop)
         for writing in [database.write(key, data) for key, data in plan.values.items()]:
             database.wait(writing)

@@ -23,9 +23,8 @@ from ostraka.saving.place import find_temporaries
 from ostraka.saving.save import SaveOptions
 from ostraka.storage import ANYTHING, FileWriter, Store
 from ostraka.transfer._streamed import BoxReader, StreamedValue, save_streamed
-from ostraka.transfer.convert._read_back import check_source
 from ostraka.transfer.convert._workplace import create_or_keep, log_start_over
-from ostraka.transfer.convert.work import Array, ItemBox, Work, band_bytes, digest_of, slab_grid
+from ostraka.transfer.convert.work import Array, ItemBox, Work, check_source, digest_of
 from ostraka.tree.json_tree import encode
 from ostraka.tree.nodes import find_shared
 
@@ -65,10 +64,10 @@ def write_ostraka(work: Work, target: Store, save_id: str, *, compress: Compress
         return array
 
     values = [
-        StreamedValue(work.items[item].spec.shape, partial(read, item), band_bytes(work, item))
+        StreamedValue(work.items[item].spec.shape, partial(read, item), work.band_bytes(item))
         for item in items
     ]
-    grids = {number: slab_grid(work, item) for number, item in enumerate(items)}
+    grids = {number: work.slab_grid(item) for number, item in enumerate(items)}
     saved = work.source.saved
     options = SaveOptions(
         compress=compress,
