@@ -11,14 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ostraka.testing._child import MAIN_ALIAS, ChildReport, FunctionName, Job, loading
-from ostraka.testing._preload import POLL_S, ForkServers
+from ostraka.testing._child import MAIN_ALIAS, POLL_S, ChildReport, FunctionName, Job, loading
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TAIL_LINES = 40
@@ -141,18 +140,14 @@ def run_processes(
         raise ValueError(f"processes must be at least 1, not {processes}.")
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process must be at least 1, not {devices_per_process}.")
-    job = Job(
-        function=_locate(function),
-        processes=processes,
-        port=None,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        init_timeout_s=int(timeout_s) + 1,
-    )
+    located = _locate(function)
     arguments = pickle.dumps(args)
     child_env = _child_environment(env or {}, devices_per_process)
     with contextlib.ExitStack() as stack:
+        port = None
         if processes > 1 if distributed is None else distributed:
-            job = replace(job, port=stack.enter_context(_reserve_port()).getsockname()[1])
+            port = stack.enter_context(_reserve_port()).getsockname()[1]
+        job = Job(located, processes, port, heartbeat_timeout_s, int(timeout_s) + 1)
         job_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ostraka-")))
         (job_dir / "job").write_bytes(pickle.dumps(job))
         (job_dir / "arguments").write_bytes(arguments)
@@ -171,7 +166,7 @@ def run_processes(
                     _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
-        raise ProcessesFailed(_describe_failure(job.function, children, results, reason), results)
+        raise ProcessesFailed(_describe_failure(located, children, results, reason), results)
     return results
 
 
@@ -279,6 +274,92 @@ def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]
     flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICE_COUNT_FLAG]
     env["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={devices}"])
     return env
+
+
+# Processes that start quickly, because they are forked from one that has imported JAX. There are
+# two such servers, so that processes differ as fresh interpreters do, for example in the order of
+# sets of strings.
+
+_SERVERS = 2
+_READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "GRPC_")
+"""Prefixes of environment variables that matter when modules are imported, and not later."""
+
+
+class ForkedProcess:
+    """A forked process, with the methods of a Popen."""
+
+    def __init__(self, pid: int, exit_file: Path):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exit_file = exit_file
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.returncode = int(self._exit_file.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end_s is not None and time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkServers:
+    """Forks processes of one environment."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
+        self._env = _of_import(env)
+        self._lock = threading.Lock()
+        self._servers = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "ostraka.testing", "--preload", *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(env),
+            )
+            for _ in range(_SERVERS)
+        ]
+
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Return True if its modules would be the same in this environment."""
+        return self._env == _of_import(env)
+
+    def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> ForkedProcess:
+        server = self._servers[index % _SERVERS]
+        assert server.stdin is not None
+        assert server.stdout is not None
+        request = job_dir / f"request.{index}"
+        request.write_bytes(pickle.dumps((job_dir, index, dict(env), os.getcwd())))
+        with self._lock:
+            server.stdin.write(os.fsencode(request))  # so short that it is read in one piece
+            server.stdin.flush()
+            answer = server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that preloads modules ended with {server.wait()}")
+        return ForkedProcess(int(answer), job_dir / f"exit.{int(answer)}")
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.communicate()
+
+
+def _of_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
 
 
 _preloading: list[tuple[str, ...]] = []
