@@ -197,6 +197,7 @@ class CopyPlace:
         self._may_replace = may_replace
         self._metadata = b""
         self._place = Place(target, "copy")
+        self.discard, self.release = self._place.discard, self._place.release
         self._directory = _format.shards_directory(source.metadata.id)
 
     def take(self) -> bool:
@@ -226,14 +227,6 @@ class CopyPlace:
         self._place.commit(self._metadata, sizes, copy)
         self._place.clear()
         return len(self._metadata) * (2 if copy else 1)
-
-    def discard(self) -> None:
-        """Delete the copied files, which can't become a checkpoint."""
-        self._place.discard()
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._place.release()
 
     def _is_there(self) -> bool:
         """Return True if the target is the same checkpoint, with all of its files."""

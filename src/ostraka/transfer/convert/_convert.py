@@ -17,7 +17,7 @@ from ostraka.common.progress import Count, OnBytes
 from ostraka.common.record import logger
 from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidTree, count_of, headed_list, name_few
-from ostraka.formats.source import CONFIG, Source
+from ostraka.formats.source import CONFIG
 from ostraka.layout.casts import DtypeRule, may_cast
 from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.reading.locate import open_at
@@ -163,13 +163,24 @@ def convert(
     # A source may be one file in a place.
     whole = opened.location.removeprefix(opened.store.location).strip("/")
     refuse_overlap(opened.store.at(whole) if whole else opened.store, place, "converted")
+    found = opened if given_config is None else with_config(opened, given_config)
     left_out: list[str] = []
     if to in _OF_TREES:
-        renaming = opened if names is None else renamed(opened, names)
-        work = choose(renaming, only=only, dtype=dtype)
+        found = found if names is None else renamed(found, names)
+        work = choose(found, only=only, dtype=dtype)
+    elif names is None:
+        work = choose(found, only=only, dtype=dtype)
+        if not key_data:
+            left_out = find_random_state(work.tree, found.saved.leaves)
+            work = without_leaves(work, left_out)
+        work = with_names(work, rename, dots=to == "hf")
     else:
-        found = opened if given_config is None else with_config(opened, given_config)
-        work, left_out = _as_tensors(found, names, only, dtype, rename, key_data, dots=to == "hf")
+        found = found if only is None else select(found, only)
+        if not key_data:
+            found, left_out = without_random_state(found)
+        if rename:
+            found = moved(found, rename)
+        work = choose(renamed(found, names, back=True), only=None, dtype=dtype)
     if compress is not None:
         check_compress(compress, [item.spec for item in work.items])
     if on_bytes is not None:
@@ -220,35 +231,6 @@ def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
     source = (work.source.saved.id, work.source.version)
     text = repr((source, to, items, others, repr(compress), key_data, __version__))
     return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-# Files of whole tensors
-
-
-def _as_tensors(
-    source: Source,
-    names: NamesLike | None,
-    only: Patterns | None,
-    dtype: DtypeRule,
-    rename: Mapping[str, str] | None,
-    key_data: bool,
-    *,
-    dots: bool,
-) -> tuple[Work, list[str]]:
-    """The work for a format of tensors, with their names, and the paths of omitted RNG state."""
-    left_out: list[str] = []
-    if names is None:
-        work = choose(source, only=only, dtype=dtype)
-        if not key_data:
-            left_out = find_random_state(work.tree, source.saved.leaves)
-            work = without_leaves(work, left_out)
-        return with_names(work, rename, dots=dots), left_out
-    part = source if only is None else select(source, only)
-    if not key_data:
-        part, left_out = without_random_state(part)
-    if rename:
-        part = moved(part, rename)
-    return choose(renamed(part, names, back=True), only=None, dtype=dtype), left_out
 
 
 def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:

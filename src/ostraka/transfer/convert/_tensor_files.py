@@ -51,20 +51,17 @@ def plan_safetensors(
 
     With `single`, all items go to one file of that name.
     """
-    metadata = _FORMAT if for_hugging_face else {}
-    if single is not None:
-        return [_plan_file(single, items, range(len(items)), metadata)], {}
     # Filled in order, as Hugging Face does it.
     groups = list(batches(range(len(items)), lambda at: items[at].spec.nbytes, MAX_FILE_BYTES))
-    if len(groups) == 1:
-        return [_plan_file(SINGLE, items, groups[0], metadata)], {}
-    names = [
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number in range(1, len(groups) + 1)
-    ]
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if single is not None or len(groups) == 1:
+        groups, names = [[*range(len(items))]], [single or SINGLE]
+    metadata = _FORMAT if for_hugging_face else {}
     files = [
         _plan_file(name, items, group, metadata) for name, group in zip(names, groups, strict=True)
     ]
+    if len(files) == 1:
+        return files, {}
     weights = {items[at].name: file.name for file in files for at in file.places}
     total = sum(item.spec.nbytes for item in items)
     index = {"metadata": {"total_size": total}, "weight_map": weights}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -247,6 +247,16 @@ def _check_files(
     problems = _differences(work, store, places)
     if problems:
         raise Damaged(store.location, problems)
+    groups: list[list[ItemBox]] = []
+    """Boxes to check together: those that share rows, or a checksum."""
+    of_items: dict[int, list[ItemBox]] = {}
+    for piece in digests:
+        has_checksum = places[work.items[piece.item].name].crc is not None
+        if not has_checksum and work.is_contiguous(piece):
+            groups.append([piece])
+        else:
+            of_items.setdefault(piece.item, []).append(piece)
+    groups += of_items.values()
     scratch, stop, opened = Scratch(work.memory), StopSignal(), ExitStack()
 
     @cache
@@ -287,21 +297,7 @@ def _check_files(
         return number, crc or 0
 
     with opened:
-        return dict(run_all(check, _groups(work, digests, places), threads=_THREADS, stop=stop))
-
-
-def _groups(
-    work: Work, pieces: Iterable[ItemBox], places: Mapping[str, TensorPlace]
-) -> Iterator[list[ItemBox]]:
-    """Group boxes to check together: those that share rows, or a checksum."""
-    together: dict[int, list[ItemBox]] = {}
-    for piece in pieces:
-        has_checksum = places[work.items[piece.item].name].crc is not None
-        if has_checksum or not work.is_contiguous(piece):
-            together.setdefault(piece.item, []).append(piece)
-        else:
-            yield [piece]
-    yield from together.values()
+        return dict(run_all(check, groups, threads=_THREADS, stop=stop))
 
 
 def _differences(work: Work, store: Store, places: Mapping[str, TensorPlace]) -> list[Problem]:
