@@ -408,22 +408,19 @@ def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
                 _fork_servers[modules] = ForkServers(modules, env)
         if _fork_servers[modules].suits(env):
             forked: Any = _fork_servers[modules].start(job_dir, index, env)
-            return _Child(index=index, popen=forked, started_s=started_s)
+            return _Child(index, forked, started_s)
     # Files, not pipes: a pipe that nobody empties would stop the process.
-    with (
-        (job_dir / f"stdout.{index}").open("wb") as out,
-        (job_dir / f"stderr.{index}").open("wb") as err,
-    ):
-        here = [str(job_dir), str(index), str(os.getpid())]
+    out, err = job_dir / f"stdout.{index}", job_dir / f"stderr.{index}"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ostraka.testing", *here],
+            [sys.executable, "-P", "-m", "ostraka.testing", job_dir, str(index), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=stdout,
+            stderr=stderr,
             env=env,
             start_new_session=True,
         )
-    return _Child(index=index, popen=popen, started_s=started_s)
+    return _Child(index, popen, started_s)
 
 
 def _supervise(

@@ -111,7 +111,13 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     if names:
         done = _copy_steps(root, place, names, on_bytes)
     else:
-        _refuse_run_directory(source, place)
+        there = names_in(place)
+        if METADATA_NAME not in there and steps_among(there):
+            own_name = locate(source).location.rpartition("/")[2]
+            raise PathInTheWay(
+                f"{place.location} is a directory of steps, and one checkpoint is to be copied; "
+                f"give a path of its own, as {place.location}/{own_name}"
+            )
         done = [_copy_to(source, place, on_bytes)]
     return CopyReport(
         source=root.location if names else done[0].source,
@@ -131,16 +137,6 @@ def _steps_in(root: Store) -> list[str]:
         return []
     steps = [name for of_step in steps_among(names).values() for name in of_step]
     return [name for name in steps if has_finished_checkpoint(root.at(name))]
-
-
-def _refuse_run_directory(source: PathLike, target: Store) -> None:
-    names = names_in(target)
-    if METADATA_NAME not in names and steps_among(names):
-        own_name = locate(source).location.rpartition("/")[2]
-        raise PathInTheWay(
-            f"{target.location} is a directory of steps, and one checkpoint is to be copied; give "
-            f"a path of its own, as {target.location}/{own_name}"
-        )
 
 
 def _copy_to(path: PathLike, target: Store, on_bytes: OnBytes | None) -> CopyReport:

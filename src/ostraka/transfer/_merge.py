@@ -404,26 +404,17 @@ def _add_lora(
     ours = source_reader(base, range(len(leaves)))
     theirs = source_reader(adapters, [number for pair in pairs.values() for number in pair])
     work_out: list[ReadBox] = [partial(ours.read, number) for number in range(len(leaves))]
+
+    def adapted(number: int, pair: tuple[int, int], box: Box) -> Array:
+        """A box of a kernel with its adapter. It reads only the rows and columns of the box."""
+        rows, columns = box
+        rank = adapters.saved.leaves[pair[0]].shape[1]
+        a = theirs.read(pair[0], (rows, (0, rank))).astype(np.float64)
+        b = theirs.read(pair[1], ((0, rank), columns)).astype(np.float64)
+        kernel = ours.read(number, box).astype(np.float64)
+        dtype_to = numpy_dtype(cast_leaf(leaves[number], dtype).dtype)
+        return _rounded(kernel + scale * (a @ b), dtype_to)
+
     for number, pair in pairs.items():
-        rounded_to = numpy_dtype(cast_leaf(leaves[number], dtype).dtype)
-        work_out[number] = partial(
-            _adapted, work_out[number], theirs, adapters, pair, scale, rounded_to
-        )
+        work_out[number] = partial(adapted, number, pair)
     return work_out, (len(leaves) - len(pairs), 0)
-
-
-def _adapted(
-    read: Callable[[Box], Array],
-    theirs: BoxReader,
-    adapters: Source,
-    pair: tuple[int, int],
-    scale: float,
-    dtype: np.dtype[Any],
-    box: Box,
-) -> Array:
-    """A box of a kernel with its adapter. It reads only the rows and columns of the box."""
-    rows, columns = box
-    rank = adapters.saved.leaves[pair[0]].shape[1]
-    a = theirs.read(pair[0], (rows, (0, rank))).astype(np.float64)
-    b = theirs.read(pair[1], ((0, rank), columns)).astype(np.float64)
-    return _rounded(read(box).astype(np.float64) + scale * (a @ b), dtype)

@@ -161,7 +161,8 @@ def _check(entries: Sequence[tuple[_Keys, Leaf, str]], specs: Mapping[str, LeafS
     for keys, leaf, _ in entries:
         if leaf.value is not None and not isinstance(leaf.value, Kept):
             by_name.setdefault(_name_of(keys), []).append(leaf.path)
-            reasons += _refusals(leaf, specs.get(leaf.path))
+            why = _refusals(leaf.value, specs.get(leaf.path))
+            reasons += [f"{leaf.path!r} {reason}" for reason in why]
     reasons += [
         f"{name_few(paths)}: Orbax has one place for them, {name!r}, and would lose all but one"
         for name, paths in by_name.items()
@@ -174,22 +175,20 @@ def _check(entries: Sequence[tuple[_Keys, Leaf, str]], specs: Mapping[str, LeafS
         raise InvalidTree(headed_list(head, reasons))
 
 
-def _refusals(leaf: Leaf, spec: LeafSpec | None) -> Iterator[str]:
-    path, value = leaf.path, leaf.value
-    if spec is None:
-        if type(value) is int and value not in _INT64:
-            yield f"{path!r} is an integer of more than 64 bits"
-        elif type(value) not in (bool, int, float, str):
-            yield f"{path!r} is a value of the type {type(value).__name__}"
-        elif type(value) is str and _SURROGATE.search(value):
-            yield f"{path!r} is text that is no Unicode"
-        return
-    if 0 in spec.shape:
-        yield f"{path!r} is empty, of the shape {spec.shape}"
-    if spec.dtype in _LACKED:
-        yield f"{path!r} has the dtype {spec.dtype}"
-    if spec.per_process:
-        yield f"{path!r} has a value for each process"
+def _refusals(value: Any, spec: LeafSpec | None) -> Iterator[str]:
+    if spec is not None:
+        if 0 in spec.shape:
+            yield f"is empty, of the shape {spec.shape}"
+        if spec.dtype in _LACKED:
+            yield f"has the dtype {spec.dtype}"
+        if spec.per_process:
+            yield "has a value for each process"
+    elif type(value) is int and value not in _INT64:
+        yield "is an integer of more than 64 bits"
+    elif type(value) not in (bool, int, float, str):
+        yield f"is a value of the type {type(value).__name__}"
+    elif type(value) is str and _SURROGATE.search(value):
+        yield "is text that is no Unicode"
 
 
 def _is_jax(spec: LeafSpec) -> bool:
@@ -209,7 +208,7 @@ def _chunk_of(spec: LeafSpec, meshes: Sequence[MeshSpec], grid: Sequence[int]) -
     order = list(range(len(chunk)))
     if spec.mesh == HOST_LOCAL:
         order.sort(key=lambda dimension: -grid[dimension])
-    if spec.mesh != HOST_LOCAL and spec.kind != "key":
+    elif spec.kind != "key":
         grid = partition_grid(meshes[spec.mesh], spec.partition, len(chunk))
         chunk = [size // parts for size, parts in zip(chunk, grid, strict=True)]
     item_bytes = numpy_dtype(spec.dtype).itemsize
