@@ -125,6 +125,23 @@ def in_turn(sources: Sequence[Iterator[Item]], *, at_a_time: int) -> Iterator[It
                 break
 
 
+def batches(
+    items: Iterable[Item], size_of: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
+    """Consecutive items, as many together as have a size of at most `most`, at least one."""
+    batch: list[Item] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if batch and filled + size > most:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield batch
+
+
 def run_all(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, stop: StopSignal
 ) -> list[Result]:

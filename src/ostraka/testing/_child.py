@@ -2,24 +2,26 @@
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ostraka.testing._preload import POLL_S, serve
-
+POLL_S = 0.01
 MAIN_ALIAS = "__mp_main__"  # the name multiprocessing gives to a re-imported __main__
 loading = threading.Event()  # set in a child while it loads the function's file
 
@@ -71,7 +73,7 @@ def main(arguments: list[str]) -> int:
         # It ends when its requests end. Not with its parent, as those do that it forks: the kernel
         # takes the thread that has started it for that, which may be gone long before.
         parent_pid = os.getpid()
-        forked_for = serve(arguments[1:])
+        forked_for = _serve(arguments[1:])
         if forked_for is None:
             return 0
         job_dir, index = forked_for
@@ -102,7 +104,20 @@ def _call(job: Job, job_dir: Path, index: int) -> ChildReport:
     exit_code = 0
     try:
         if job.port is not None:
-            _initialize(job, index)
+            import jax
+
+            address = f"127.0.0.1:{job.port}"
+            initialize: Callable[..., None] = jax.distributed.initialize
+            initialize(
+                address,
+                job.processes,
+                index,
+                coordinator_bind_address=address,
+                cluster_detection_method="deactivate",  # else Slurm and others have a say
+                initialization_timeout=job.init_timeout_s,
+                heartbeat_timeout_seconds=job.heartbeat_timeout_s,
+                shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
+            )
         # Only now: the function's file and its arguments may hold JAX arrays, and JAX can't be
         # initialized once there are any.
         loading.set()
@@ -121,23 +136,6 @@ def _call(job: Job, job_dir: Path, index: int) -> ChildReport:
         trace = traceback.format_exc()
         sys.stderr.write(trace)
     return ChildReport(value, error, trace, time.time(), exit_code)
-
-
-def _initialize(job: Job, index: int) -> None:
-    import jax
-
-    address = f"127.0.0.1:{job.port}"
-    initialize: Callable[..., None] = jax.distributed.initialize
-    initialize(
-        address,
-        job.processes,
-        index,
-        coordinator_bind_address=address,
-        cluster_detection_method="deactivate",  # else Slurm and others have a say
-        initialization_timeout=job.init_timeout_s,
-        heartbeat_timeout_seconds=job.heartbeat_timeout_s,
-        shutdown_timeout_seconds=_JAX_SHUTDOWN_TIMEOUT_S,
-    )
 
 
 def _load(target: FunctionName) -> Callable[..., Any]:
@@ -218,3 +216,71 @@ def _die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it has died before the call above
         os._exit(1)
+
+
+# The process that others are forked from. It imports modules but starts neither a JAX backend nor a
+# thread.
+
+
+def _serve(modules: Sequence[str]) -> tuple[Path, int] | None:
+    """Serve until the caller is gone. In each forked child, return the job that it is for."""
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # for what modules print
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that the children's collections leave these pages alone
+    awake, wake = os.pipe()  # by which `select` hears of a child that ended
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, Path] = {}
+    while True:
+        readable, _, _ = select.select([requests, awake], [], [])
+        if awake in readable:
+            os.read(awake, 4096)
+            _note_ended(children)
+        if requests not in readable:
+            continue
+        request = os.read(requests, 1 << 16)
+        if not request:
+            return None
+        job_dir, index, env, cwd = pickle.loads(Path(os.fsdecode(request)).read_bytes())
+        child = os.fork()
+        if not child:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, before)
+            for opened in (awake, wake, answers, requests):
+                os.close(opened)
+            _become(job_dir, index, env, cwd)
+            return job_dir, index
+        children[child] = job_dir
+        os.write(answers, f"{child}\n".encode())
+
+
+def _become(job_dir: Path, index: int, env: Mapping[str, str], cwd: str) -> None:
+    """Set up a forked child like a fresh process."""
+    os.setsid()
+    for descriptor, file, flags in (
+        (0, Path(os.devnull), os.O_RDONLY),
+        (1, job_dir / f"stdout.{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (2, job_dir / f"stderr.{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        opened = os.open(file, flags, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+
+
+def _note_ended(children: dict[int, Path]) -> None:
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        job_dir = children.pop(child)
+        with suppress(FileNotFoundError):  # nobody asks any more
+            partial = job_dir / f"partial-exit.{child}"
+            partial.write_text(str(os.waitstatus_to_exitcode(status)))
+            partial.rename(job_dir / f"exit.{child}")

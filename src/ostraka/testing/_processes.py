@@ -11,14 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ostraka.testing._child import MAIN_ALIAS, ChildReport, FunctionName, Job, loading
-from ostraka.testing._preload import POLL_S, ForkServers
+from ostraka.testing._child import MAIN_ALIAS, POLL_S, ChildReport, FunctionName, Job, loading
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TAIL_LINES = 40
@@ -78,9 +77,9 @@ class _Child:
     popen: subprocess.Popen[bytes]
     started_s: float
     time_s: float = 0.0
+    """0 while it is running."""
     report: ChildReport | None = None
     failed_at_s: float | None = None
-    ended: bool = False
     killed: bool = False
     stacks: str = ""
 
@@ -141,18 +140,14 @@ def run_processes(
         raise ValueError(f"processes must be at least 1, not {processes}.")
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process must be at least 1, not {devices_per_process}.")
-    job = Job(
-        function=_locate(function),
-        processes=processes,
-        port=None,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        init_timeout_s=int(timeout_s) + 1,
-    )
+    located = _locate(function)
     arguments = pickle.dumps(args)
     child_env = _child_environment(env or {}, devices_per_process)
     with contextlib.ExitStack() as stack:
+        port = None
         if processes > 1 if distributed is None else distributed:
-            job = replace(job, port=stack.enter_context(_reserve_port()).getsockname()[1])
+            port = stack.enter_context(_reserve_port()).getsockname()[1]
+        job = Job(located, processes, port, heartbeat_timeout_s, int(timeout_s) + 1)
         job_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ostraka-")))
         (job_dir / "job").write_bytes(pickle.dumps(job))
         (job_dir / "arguments").write_bytes(arguments)
@@ -167,11 +162,11 @@ def run_processes(
             )
         finally:
             for child in children:
-                if not child.ended:  # else its number may be another program's by now
+                if not child.time_s:  # else its number may be another program's by now
                     _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
-        raise ProcessesFailed(_describe_failure(job.function, children, results, reason), results)
+        raise ProcessesFailed(_describe_failure(located, children, results, reason), results)
     return results
 
 
@@ -281,6 +276,92 @@ def _child_environment(extra: Mapping[str, str], devices: int) -> dict[str, str]
     return env
 
 
+# Processes that start quickly, because they are forked from one that has imported JAX. There are
+# two such servers, so that processes differ as fresh interpreters do, for example in the order of
+# sets of strings.
+
+_SERVERS = 2
+_READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "GRPC_")
+"""Prefixes of environment variables that matter when modules are imported, and not later."""
+
+
+class ForkedProcess:
+    """A forked process, with the methods of a Popen."""
+
+    def __init__(self, pid: int, exit_file: Path):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exit_file = exit_file
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.returncode = int(self._exit_file.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end_s is not None and time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkServers:
+    """Forks processes of one environment."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
+        self._env = _of_import(env)
+        self._lock = threading.Lock()
+        self._servers = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "ostraka.testing", "--preload", *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(env),
+            )
+            for _ in range(_SERVERS)
+        ]
+
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Return True if its modules would be the same in this environment."""
+        return self._env == _of_import(env)
+
+    def start(self, job_dir: Path, index: int, env: Mapping[str, str]) -> ForkedProcess:
+        server = self._servers[index % _SERVERS]
+        assert server.stdin is not None
+        assert server.stdout is not None
+        request = job_dir / f"request.{index}"
+        request.write_bytes(pickle.dumps((job_dir, index, dict(env), os.getcwd())))
+        with self._lock:
+            server.stdin.write(os.fsencode(request))  # so short that it is read in one piece
+            server.stdin.flush()
+            answer = server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that preloads modules ended with {server.wait()}")
+        return ForkedProcess(int(answer), job_dir / f"exit.{int(answer)}")
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.communicate()
+
+
+def _of_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
+
+
 _preloading: list[tuple[str, ...]] = []
 """The modules of each `preloaded` that lasts."""
 _fork_servers: dict[tuple[str, ...], ForkServers] = {}
@@ -327,22 +408,19 @@ def _start(job_dir: Path, index: int, env: dict[str, str]) -> _Child:
                 _fork_servers[modules] = ForkServers(modules, env)
         if _fork_servers[modules].suits(env):
             forked: Any = _fork_servers[modules].start(job_dir, index, env)
-            return _Child(index=index, popen=forked, started_s=started_s)
+            return _Child(index, forked, started_s)
     # Files, not pipes: a pipe that nobody empties would stop the process.
-    with (
-        (job_dir / f"stdout.{index}").open("wb") as out,
-        (job_dir / f"stderr.{index}").open("wb") as err,
-    ):
-        here = [str(job_dir), str(index), str(os.getpid())]
+    out, err = job_dir / f"stdout.{index}", job_dir / f"stderr.{index}"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ostraka.testing", *here],
+            [sys.executable, "-P", "-m", "ostraka.testing", job_dir, str(index), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=stdout,
+            stderr=stderr,
             env=env,
             start_new_session=True,
         )
-    return _Child(index=index, popen=popen, started_s=started_s)
+    return _Child(index, popen, started_s)
 
 
 def _supervise(
@@ -351,17 +429,16 @@ def _supervise(
     """Wait for all to end. Kill them when that takes too long, and return why."""
     deadline = time.monotonic() + timeout_s
     reason = f"did not end within {timeout_s:g} s"
-    first_failure = True
     running = list(children)
     while running:
         for child in [child for child in running if child.popen.poll() is not None]:
             running.remove(child)
             _note_end(child, job_dir)
-            if child.failed_at_s is not None and grace_s is not None and first_failure:
-                first_failure = False
+            if child.failed_at_s is not None and grace_s is not None:
                 if time.monotonic() + grace_s < deadline:
                     deadline = time.monotonic() + grace_s
                     reason = f"still ran {grace_s:g} s after the first failure"
+                grace_s = None
         if running and time.monotonic() > deadline:
             _dump_stacks(running, job_dir)
             for child in running:
@@ -375,7 +452,6 @@ def _supervise(
 
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
-    child.ended = True
     child.time_s = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 from ostraka.storage import (
@@ -64,7 +65,7 @@ class FaultyStore:
         self._lag_s = lag_s
         self._cut_reads_bytes = cut_reads_bytes
         self._has_locks = has_locks
-        self._unsynced = _Unsynced()
+        self._unsynced = _Unsynced(self._below)
         self._within = ""
         self.calls: list[tuple[str, str]] = []
         self.traits = self._below.traits if traits is None else traits
@@ -99,8 +100,7 @@ class FaultyStore:
     # The verbs
 
     def at(self, name: str) -> FaultyStore:
-        place = object.__new__(FaultyStore)
-        place.__dict__.update(self.__dict__)
+        place = copy(self)
         place._below = self._below.at(name)
         place._within = self._whole(name)
         place.location = place._below.location
@@ -132,7 +132,7 @@ class FaultyStore:
         durable: bool = True,
     ) -> None:
         self.call("put", name)
-        self._unsynced.directory(self._below, name, self._whole(name))
+        self._note_directory(name)
 
         def check_and_publish() -> None:
             if check is not None:
@@ -143,20 +143,20 @@ class FaultyStore:
         if durable:
             self._unsynced.synced_directory(self._whole(name).rpartition("/")[0])
         else:
-            self._unsynced.made(self._below, name, self._whole(name))
+            self._unsynced.made(self._whole(name))
 
     def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
         before_s = self.call("touch", name).touch(name, create=create, note=note)
         if create:
-            self._unsynced.made(self._below, name, self._whole(name))
+            self._unsynced.made(self._whole(name))
         return before_s
 
     def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         self.call("create", name)
-        self._unsynced.directory(self._below, name, self._whole(name))
+        self._note_directory(name)
         writer = self._below.create(name, size, beside=beside, replace=replace)
         if not replace:  # else its name is synced when it is finished
-            self._unsynced.made(self._below, name, self._whole(name))
+            self._unsynced.made(self._whole(name))
         return _FaultyWriter(self, name, writer)
 
     def open(self, name: str, first_bytes: int = 0) -> FileReader:
@@ -186,7 +186,7 @@ class FaultyStore:
         self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
     ) -> None:
         self.call("delete", name)
-        before = self._unsynced.read(self._below, name, self._whole(name))
+        before = self._unsynced.read(self._whole(name))
 
         def check_and_remove() -> Any:
             until_s = None if check is None else check()
@@ -199,6 +199,12 @@ class FaultyStore:
 
     def delete_link(self, name: str) -> None:
         self.call("delete_link", name).delete_link(name)
+
+    def _note_directory(self, name: str) -> None:
+        """Note the directory of a file that is about to be made, if it is new."""
+        directory = name.rpartition("/")[0]
+        if directory and not self._below.files(f"{directory}/"):
+            self._unsynced.made(self._whole(directory))
 
     def _whole(self, name: str) -> str:
         return "/".join(part for part in (self._within, name) if part)
@@ -250,61 +256,50 @@ class _FaultyReader:
 class _Unsynced:
     """The changes that a power failure would undo: new names, and deleted files."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[Store, str]] = {}
-        self._directories: dict[str, tuple[Store, str]] = {}
-        """New directories whose names are not synced. Everything in them is lost with them."""
-        self._deleted: dict[str, tuple[Store, str, bytes]] = {}
+        self._made: set[str] = set()
+        """New files and directories. Everything in a directory is lost with it."""
+        self._deleted: dict[str, bytes] = {}
 
-    def directory(self, store: Store, name: str, whole: str) -> None:
-        """Note the directory of a file that is about to be made, if it is new."""
-        directory = name.rpartition("/")[0]
-        if directory and not store.files(f"{directory}/"):
-            with self._lock:
-                self._directories[whole.rpartition("/")[0]] = (store, directory)
-
-    def made(self, store: Store, name: str, whole: str) -> None:
+    def made(self, name: str) -> None:
         with self._lock:
-            self._made[whole] = (store, name)
+            self._made.add(name)
 
-    def read(self, store: Store, name: str, whole: str) -> dict[str, tuple[Store, str, bytes]]:
+    def read(self, name: str) -> dict[str, bytes]:
         """Return the files that would be back if this is deleted."""
-        found = [file.name for file in store.files(name)]
-        inside = [one for one in found if one == name or one.startswith(f"{name}/")]
-        before: dict[str, tuple[Store, str, bytes]] = {}
-        for one in inside:
-            with suppress(FileNotFoundError):  # Another process deletes it, too.
-                before[whole + one[len(name) :]] = (store, one, store.get(one))
+        before: dict[str, bytes] = {}
+        for file in self._store.files(name):
+            if file.name == name or file.name.startswith(f"{name}/"):
+                with suppress(FileNotFoundError):  # Another process deletes it, too.
+                    before[file.name] = self._store.get(file.name)
         return before
 
-    def deleted(self, before: Mapping[str, tuple[Store, str, bytes]]) -> None:
+    def deleted(self, before: Mapping[str, bytes]) -> None:
         with self._lock:
-            for whole, file in before.items():
-                if self._made.pop(whole, None) is None:
-                    self._deleted[whole] = file
+            self._deleted |= {name: before[name] for name in before.keys() - self._made}
+            self._made -= before.keys()
 
     def synced_directory(self, directory: str) -> None:
         """Keep the names in a directory, and the deletions from it.
 
         A directory that was deleted with its contents is one of its names.
         """
+        below = f"{directory}/" if directory else ""
         with self._lock:
-            for new in (self._made, self._directories):
-                for whole in [w for w in new if w.rpartition("/")[0] == directory]:
-                    del new[whole]
-            below = f"{directory}/" if directory else ""
-            for whole in [w for w in self._deleted if w.startswith(below)]:
-                del self._deleted[whole]
+            self._made = {n for n in self._made if n.rpartition("/")[0] != directory}
+            self._deleted = {
+                name: data for name, data in self._deleted.items() if not name.startswith(below)
+            }
 
     def lose(self) -> None:
         with self._lock:
-            for store, name in [*self._made.values(), *self._directories.values()]:
-                store.delete(name)
-            for store, name, data in self._deleted.values():
-                writer = store.create(name, len(data))
+            for name in self._made:
+                self._store.delete(name)
+            for name, data in self._deleted.items():
+                writer = self._store.create(name, len(data))
                 writer.write(0, [data])
                 writer.finish()
             self._made.clear()
-            self._directories.clear()
             self._deleted.clear()

@@ -79,14 +79,6 @@ class CopyReport:
         return f"{self.source} to {self.target}: {text} ({self.time_s:.2f} s)"
 
 
-@dataclass(frozen=True, slots=True)
-class _CopiedCheckpoint:
-    source: str
-    is_new: bool
-    copied_bytes: int
-    skipped_bytes: int
-
-
 def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None) -> CopyReport:
     """Copy a checkpoint, or all steps of a run directory, to another path or store.
 
@@ -119,15 +111,21 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     if names:
         done = _copy_steps(root, place, names, on_bytes)
     else:
-        _refuse_run_directory(source, place)
+        there = names_in(place)
+        if METADATA_NAME not in there and steps_among(there):
+            own_name = locate(source).location.rpartition("/")[2]
+            raise PathInTheWay(
+                f"{place.location} is a directory of steps, and one checkpoint is to be copied; "
+                f"give a path of its own, as {place.location}/{own_name}"
+            )
         done = [_copy_to(source, place, on_bytes)]
     return CopyReport(
         source=root.location if names else done[0].source,
         target=place.location,
-        copied=sum(one.is_new for one in done),
-        skipped=sum(not one.is_new for one in done),
-        bytes_copied=sum(one.copied_bytes for one in done),
-        bytes_skipped=sum(one.skipped_bytes for one in done),
+        copied=sum(one.copied for one in done),
+        skipped=sum(one.skipped for one in done),
+        bytes_copied=sum(one.bytes_copied for one in done),
+        bytes_skipped=sum(one.bytes_skipped for one in done),
         time_s=time.perf_counter() - begin,
     )
 
@@ -141,35 +139,28 @@ def _steps_in(root: Store) -> list[str]:
     return [name for name in steps if has_finished_checkpoint(root.at(name))]
 
 
-def _refuse_run_directory(source: PathLike, target: Store) -> None:
-    names = names_in(target)
-    if METADATA_NAME not in names and steps_among(names):
-        own_name = locate(source).location.rpartition("/")[2]
-        raise PathInTheWay(
-            f"{target.location} is a directory of steps, and one checkpoint is to be copied; give "
-            f"a path of its own, as {target.location}/{own_name}"
-        )
-
-
-def _copy_to(path: PathLike, target: Store, on_bytes: OnBytes | None) -> _CopiedCheckpoint:
+def _copy_to(path: PathLike, target: Store, on_bytes: OnBytes | None) -> CopyReport:
     """Copy the checkpoint at a path, even while saves replace it."""
+    begin = time.perf_counter()
 
-    def work(sources: Sequence[Source]) -> _CopiedCheckpoint:
+    def work(sources: Sequence[Source]) -> CopyReport:
         source = sources[0]
         progress = Count(_total_bytes(source), on_bytes)
         if isinstance(source, OrbaxSource | SafetensorsSource):
-            is_new = _copy_files(source, _files_of(source), target, progress)
+            is_new = _copy_files(source, target, progress)
         else:
-            is_new = copy_checkpoint(_require_digests(source), target, progress)
-        copied = progress.done - progress.kept
-        return _CopiedCheckpoint(source.location, is_new, copied, progress.kept)
+            assert isinstance(source, OstrakaSource)
+            is_new = copy_checkpoint(source, target, progress)
+        copied, took_s = progress.done - progress.kept, time.perf_counter() - begin
+        counts = (int(is_new), int(not is_new), copied, progress.kept)
+        return CopyReport(source.location, target.location, *counts, took_s)
 
     return read_whole([path], work)
 
 
 def _copy_steps(
     root: Store, target: Store, names: Sequence[str], on_bytes: OnBytes | None
-) -> list[_CopiedCheckpoint]:
+) -> list[CopyReport]:
     if METADATA_NAME in target.list():
         raise PathInTheWay(
             f"{target.location} is a checkpoint, and {root.location} a directory of steps; give a "
@@ -191,16 +182,15 @@ def _copy_steps(
     if not sizes and not problems:
         open_at(root)  # Raises, and says what is there instead.
     total, before = sum(sizes.values()), 0
-    done: list[_CopiedCheckpoint] = []
+    done: list[CopyReport] = []
 
-    tell = on_bytes or (lambda done, total: None)
-
-    def tell_from(start: int) -> OnBytes:
-        return lambda now, _: tell(start + now, total)
+    def tell(start: int, now: int, _: int) -> None:
+        if on_bytes is not None:
+            on_bytes(start + now, total)
 
     for name, size in sizes.items():
         try:
-            done.append(_copy_to(root.at(name), target.at(name), tell_from(before)))
+            done.append(_copy_to(root.at(name), target.at(name), partial(tell, before)))
         except CheckpointNotFound:
             pass  # Its run has deleted it meanwhile.
         except Damaged as error:
@@ -219,18 +209,14 @@ def _below(name: str, error: Damaged) -> list[Problem]:
 
 
 def _total_bytes(source: Source) -> int:
+    if isinstance(source, OstrakaSource):
+        return total_bytes(source)
     if isinstance(source, OrbaxSource | SafetensorsSource):
         return sum(copied.file.size for copied in _files_of(source))
-    return total_bytes(_require_digests(source))
-
-
-def _require_digests(source: Source) -> OstrakaSource:
-    if not isinstance(source, OstrakaSource):
-        raise UnsupportedFormat(
-            f"can't copy {source.location}: Ostraka did not write it, and it has no digests to "
-            "compare with"
-        )
-    return source
+    raise UnsupportedFormat(
+        f"can't copy {source.location}: Ostraka did not write it, and it has no digests to "
+        "compare with"
+    )
 
 
 # Orbax checkpoints and safetensors files, copied file by file.
@@ -273,29 +259,29 @@ def _files_of(source: OrbaxSource | SafetensorsSource) -> list[_ForeignFile]:
     return found
 
 
-def _copy_files(
-    source: OrbaxSource | SafetensorsSource,
-    files: Sequence[_ForeignFile],
-    target: Store,
-    progress: Count,
-) -> bool:
+def _copy_files(source: OrbaxSource | SafetensorsSource, target: Store, progress: Count) -> bool:
     """Copy files to an empty place. Returns False if the target has them already.
 
     Raises PathInTheWay if something else is there, Busy if the source changes meanwhile.
     """
+    files = _files_of(source)
     if target.list():
         _refuse_other(source, target)
         progress.add(sum(one.file.size for one in files), kept=True)
         return False
+    copy = _copy_to_directory if isinstance(target, LocalStore) else _copy_to_bucket
+    copy(source, files, target, progress)
+    return True
+
+
+def _copy_to_bucket(
+    source: Source, files: Sequence[_ForeignFile], target: Store, progress: Count
+) -> None:
+    """Copy files to an empty place, those that commit it last.
+
+    If the source has changed meanwhile, the copied files are deleted: they may be of two models.
+    """
     is_orbax = isinstance(source, OrbaxSource)
-    if isinstance(target, LocalStore):
-        # A name of its own, so as not to take the files of another copy. Orbax removes what a
-        # killed one has left.
-        suffix = f"{TEMPORARY}-{secrets.token_hex(8)}"
-        if not is_orbax:
-            suffix = f".copy-{secrets.token_hex(8)}.tmp"
-        _copy_under(f"{target.location.rstrip('/')}{suffix}", source, files, target, progress)
-        return True
     if is_orbax:
         order = {one: _LAST.get(one.name.rpartition("/")[2]) for one in files}
         last = [one for one in files if order[one]]
@@ -303,23 +289,6 @@ def _copy_files(
     else:
         last = [one for one in files if one.name.endswith(INDEX_SUFFIX)]
         last = last or [one for one in files if one.name.endswith(SUFFIX)][-1:]
-    _copy_to_bucket(source, files, last, target, progress)
-    if is_orbax and not any(one.name == COMMITTED for one in files):
-        target.put(COMMITTED, b"")  # which only buckets had before Orbax 0.12.3
-    return True
-
-
-def _copy_to_bucket(
-    source: Source,
-    files: Sequence[_ForeignFile],
-    last: Sequence[_ForeignFile],
-    target: Store,
-    progress: Count,
-) -> None:
-    """Copy files to an empty place, those that commit it last.
-
-    If the source has changed meanwhile, the copied files are deleted: they may be of two models.
-    """
     try:
         _copy_all([one for one in files if one not in last], target, progress)
         _refuse_changed(source, files)
@@ -331,12 +300,18 @@ def _copy_to_bucket(
             with suppress(OSError):
                 target.delete(one.name)
         raise
+    if is_orbax and not any(one.name == COMMITTED for one in files):
+        target.put(COMMITTED, b"")  # which only buckets had before Orbax 0.12.3
 
 
-def _copy_under(
-    name: str, source: Source, files: Sequence[_ForeignFile], target: Store, progress: Count
+def _copy_to_directory(
+    source: Source, files: Sequence[_ForeignFile], target: Store, progress: Count
 ) -> None:
     """Copy to a directory of another name, and rename it to the target's when it is complete."""
+    # A name of its own, so as not to take the files of another copy. Orbax removes what a killed
+    # one has left.
+    begin, end = (TEMPORARY, "") if isinstance(source, OrbaxSource) else (".copy", ".tmp")
+    name = f"{target.location.rstrip('/')}{begin}-{secrets.token_hex(8)}{end}"
     try:
         _copy_all(files, LocalStore(name), progress)
         _refuse_changed(source, files)
@@ -359,7 +334,7 @@ def _refuse_other(source: Source, target: Store) -> None:
     if source.store.traits.is_remote or target.traits.is_remote:
         how = "few blocks"
     is_same = found is not None and found.saved.id == source.saved.id
-    if not is_same or found is None or [*found.samples(how)] != [*source.samples(how)]:
+    if found is None or not is_same or [*found.samples(how)] != [*source.samples(how)]:
         raise PathInTheWay(
             f"{target.location} has something else in it, which a copy does not replace; remove "
             "it, or copy elsewhere"

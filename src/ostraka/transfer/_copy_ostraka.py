@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
 from ostraka.common.progress import Count
-from ostraka.common.threads import StopSignal, run_all
+from ostraka.common.threads import StopSignal, batches, run_all
 from ostraka.errors import Damaged, PathInTheWay, Problem
 from ostraka.formats.buffers import Scratch, aligned
 from ostraka.formats.ostraka.damage import (
@@ -25,7 +26,6 @@ from ostraka.formats.ostraka.shard_reader import ShardFile
 from ostraka.formats.ostraka.source import OstrakaSource
 from ostraka.layout import shard_file as _format
 from ostraka.layout.metadata import decode_metadata, metadata_is_intact, shard_contents
-from ostraka.layout.parity_file import ParityFile
 from ostraka.layout.shard_file import METADATA_NAME, Block
 from ostraka.saving.place import Place, find_misfits
 from ostraka.storage import FileWriter, Store, Traits
@@ -42,37 +42,6 @@ _WRITE_BYTES = 2 << 20
 """Bytes to write at a time. 8 MiB at a time took two to four times as long on ext4."""
 
 
-def copy_files(
-    source: OstrakaSource,
-    target: Store,
-    devices: Collection[int],
-    parity: Sequence[ParityFile],
-    progress: Count,
-) -> None:
-    """Copy all shard files of some devices, and some parity files, and make them durable.
-
-    Complete files of an earlier copy are kept. Others are replaced. Raises Damaged for the source.
-    """
-    with damage_on_contradiction(source.store):
-        contents = shard_contents(source.metadata, devices, source.shards.allowance())
-    directory = _format.shards_directory(source.metadata.id)
-    there = {file.name: file.size for file in target.files(f"{directory}/")}
-    files = [ShardFile(source.shards, *file) for file in contents.values()]
-    files += [ShardFile(source.shards, file, ()) for file in parity]
-    candidates = [file for file in files if there.get(file.name) == file.entry.size]
-    stop, scratch = StopSignal(), Scratch()
-    is_whole = run_all(
-        lambda file: _is_whole(target, file, scratch, stop),
-        candidates,
-        threads=target.traits.reads_at_once,
-        stop=stop,
-    )
-    whole = {file.name for file, good in zip(candidates, is_whole, strict=True) if good}
-    progress.add(sum(file.entry.size for file in files if file.name in whole), kept=True)
-    missing = [file for file in files if file.name not in whole]
-    _copy_all(missing, set(there), source.store.traits, target, progress)
-
-
 def _copy_all(
     files: Sequence[ShardFile], there: Set[str], read: Traits, target: Store, progress: Count
 ) -> None:
@@ -84,8 +53,7 @@ def _copy_all(
     take_memory = Scratch().take if traits.in_any_order else aligned
     beside = min(len(files), threads)
     copies = [
-        _FileCopy(file, target, beside, take_memory, progress, replace=file.name in there)
-        for file in files
+        _FileCopy(file, target, beside, take_memory, progress, file.name in there) for file in files
     ]
     stop = StopSignal()
     try:
@@ -100,109 +68,82 @@ def _copy_all(
             copy.close()
 
 
+@dataclass(slots=True)
 class _FileCopy:
     """The copy of one file, created for its first bytes and finished after its last ones."""
 
-    def __init__(
-        self,
-        file: ShardFile,
-        target: Store,
-        beside: int,
-        take_memory: Callable[[int], Any],
-        progress: Count,
-        *,
-        replace: bool,
-    ):
-        self._file = file
-        self._target = target
-        self._beside = beside
-        self._take_memory = take_memory
-        self._progress = progress
-        # Never deleted first: another copy, which took this one for dead, may have written and
-        # committed it meanwhile. It has the same bytes.
-        self._replace = replace
-        self._tasks_left = 0
-        self._writer: FileWriter | None = None
-        self._lock = threading.Lock()
+    file: ShardFile
+    target: Store
+    beside: int
+    take_memory: Callable[[int], Any]
+    """Returns the memory for some bytes."""
+    progress: Count
+    replace: bool
+    """True if a file of an earlier copy is in its place.
+
+    It is never deleted first: another copy, which took this one for dead, may have written and
+    committed it meanwhile. It has the same bytes.
+    """
+    tasks_left: int = 0
+    writer: FileWriter | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tasks(self) -> Sequence[tuple[_FileCopy, list[Block]]]:
         """Groups of adjacent blocks, each for any thread. One group if the store wants order."""
-        traits = self._target.traits
-        size = _TASK_BYTES if traits.in_any_order else self._file.entry.size
-        groups = groupby(self._file.blocks, lambda block: block.file_start // size)
+        traits = self.target.traits
+        size = _TASK_BYTES if traits.in_any_order else self.file.entry.size
+        groups = groupby(self.file.blocks, lambda block: block.file_start // size)
         tasks = [(self, list(blocks)) for _, blocks in groups]
-        self._tasks_left = self._file.reads_left = len(tasks)
+        self.tasks_left = self.file.reads_left = len(tasks)
         return tasks
 
     def copy(self, blocks: Sequence[Block], stop: StopSignal) -> None:
+        """Copy the stored bytes of adjacent blocks, compared with their digests first.
+
+        A block of more than `_PASS_BYTES` is copied in pieces, and compared after its last one.
+        """
+
         def write(offset: int, data: Any) -> None:
             for start in range(0, len(data), _WRITE_BYTES):
                 stop.check()
                 part = data[start : start + _WRITE_BYTES]
                 self._open().write(offset + start, [part])
-                self._progress.add(len(part))
+                self.progress.add(len(part))
 
-        with self._file.opened():
-            _pass_on(self._file, blocks, self._take_memory, write)
-        with self._lock:
-            self._tasks_left -= 1
-            is_last = self._tasks_left == 0
+        def pieces(block: Block) -> Iterator[Any]:
+            for start in range(block.file_start, block.file_stop, _PASS_BYTES):
+                end = min(start + _PASS_BYTES, block.file_stop)
+                memory = self.take_memory(end - start)
+                self.file.fill(start, end, [memory], [block])
+                write(start, memory)
+                yield memory
+
+        with self.file.opened():
+            for run in batches(blocks, lambda b: b.file_stop - b.file_start, _PASS_BYTES):
+                start, nbytes = run[0].file_start, run[-1].file_stop - run[0].file_start
+                if nbytes > _PASS_BYTES:
+                    self.file.compare(run[0], pieces(run[0]))
+                else:
+                    write(start, self.file.read_stored(run, self.take_memory(nbytes)))
+        with self.lock:
+            self.tasks_left -= 1
+            is_last = self.tasks_left == 0
         if is_last:
             self._open().finish()
 
     def close(self) -> None:
-        self._file.close()
-        if self._writer is not None and self._tasks_left:
-            self._writer.abandon()
+        self.file.close()
+        if self.writer is not None and self.tasks_left:
+            self.writer.abandon()
 
     def _open(self) -> FileWriter:
-        with self._lock:
-            if self._writer is None:
-                size = self._file.entry.size
-                self._writer = self._target.create(
-                    self._file.name, size, beside=self._beside, replace=self._replace
+        with self.lock:
+            if self.writer is None:
+                size, name = self.file.entry.size, self.file.name
+                self.writer = self.target.create(
+                    name, size, beside=self.beside, replace=self.replace
                 )
-            return self._writer
-
-
-def _pass_on(
-    file: ShardFile,
-    blocks: Sequence[Block],
-    take_memory: Callable[[int], Any],
-    write: Callable[[int, Any], None],
-) -> None:
-    """Pass the stored bytes of adjacent blocks to `write`, with their offsets.
-
-    They are compared with their digests first. A block of more than `_PASS_BYTES` is passed in
-    pieces, and compared after its last one. `take_memory` returns the memory for a piece.
-    """
-
-    def pieces(block: Block) -> Iterator[Any]:
-        for start in range(block.file_start, block.file_stop, _PASS_BYTES):
-            stop = min(start + _PASS_BYTES, block.file_stop)
-            memory = take_memory(stop - start)
-            file.fill(start, stop, [memory], [block])
-            write(start, memory)
-            yield memory
-
-    for run in _runs(blocks):
-        nbytes = run[-1].file_stop - run[0].file_start
-        if nbytes > _PASS_BYTES:
-            file.compare(run[0], pieces(run[0]))
-        else:
-            write(run[0].file_start, file.read_stored(run, take_memory(nbytes)))
-
-
-def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Runs of adjacent blocks of at most `_PASS_BYTES`. A larger block is a run of its own."""
-    run: list[Block] = []
-    for block in blocks:
-        if run and block.file_stop - run[0].file_start > _PASS_BYTES:
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
+            return self.writer
 
 
 def _is_whole(target: Store, file: ShardFile, scratch: Scratch, stop: StopSignal) -> bool:
@@ -261,6 +202,7 @@ class CopyPlace:
         self._may_replace = may_replace
         self._metadata = b""
         self._place = Place(target, "copy")
+        self.discard, self.release = self._place.discard, self._place.release
         self._directory = _format.shards_directory(source.metadata.id)
 
     def take(self) -> bool:
@@ -291,14 +233,6 @@ class CopyPlace:
         self._place.clear()
         return len(self._metadata) * (2 if copy else 1)
 
-    def discard(self) -> None:
-        """Delete the copied files, which can't become a checkpoint."""
-        self._place.discard()
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._place.release()
-
     def _is_there(self) -> bool:
         """Return True if the target is the same checkpoint, with all of its files."""
         try:
@@ -322,20 +256,36 @@ def copy_shards(
 ) -> None:
     """Copy the share of one of `count` processes: its own files, but not `_METADATA`.
 
-    If another number of processes wrote them, the files are shared out. Raises Damaged for the
-    source.
+    If another number of processes wrote them, the files are shared out. All are durable then.
+    Complete files of an earlier copy are kept. Others are replaced. Raises Damaged for the source.
     """
     metadata, shards = source.metadata, source.shards
     devices = {device for device, of in enumerate(metadata.process_of) if of % count == process}
+    with damage_on_contradiction(source.store):
+        contents = shard_contents(metadata, devices, shards.allowance())
+    files = [ShardFile(shards, *file) for file in contents.values()]
+    parity = () if metadata.parity is None else metadata.parity.files
+    files += [ShardFile(shards, file, ()) for file in parity if file.process % count == process]
+    directory = _format.shards_directory(metadata.id)
+    there = {file.name: file.size for file in target.files(f"{directory}/")}
+    candidates = [file for file in files if there.get(file.name) == file.entry.size]
+    stop, scratch = StopSignal(), Scratch()
+    is_whole = run_all(
+        lambda file: _is_whole(target, file, scratch, stop),
+        candidates,
+        threads=target.traits.reads_at_once,
+        stop=stop,
+    )
+    whole = {file.name for file, good in zip(candidates, is_whole, strict=True) if good}
+    progress.add(sum(file.entry.size for file in files if file.name in whole), kept=True)
+    missing = [file for file in files if file.name not in whole]
+    _copy_all(missing, set(there), source.store.traits, target, progress)
 
     def copy_index(of: int) -> None:
         data = shards.find_index(of)
         target.put(shards.name_of_index(of), data)
         progress.add(len(data))
 
-    known = () if metadata.parity is None else metadata.parity.files
-    parity = [file for file in known if file.process % count == process]
-    copy_files(source, target, devices, parity, progress)
     # After the files: with them the directory came, whose names a `put` makes durable.
     indexes = [of for of in metadata.indexes if of % count == process]
     run_all(copy_index, indexes, threads=target.traits.at_once, stop=StopSignal())

@@ -19,13 +19,12 @@ from ostraka.formats.source import Source
 from ostraka.layout.box import Box
 from ostraka.layout.casts import DtypeRule, cast_leaf
 from ostraka.layout.codec import CompressRule
-from ostraka.layout.spec import LeafSpec
 from ostraka.reading.locate import open_at
 from ostraka.saving.save import SaveOptions
 from ostraka.storage import PathLike, is_inside, open_store
 from ostraka.transfer._streamed import Array, BoxReader, StreamedValue, save_streamed, source_reader
 from ostraka.tree import patterns as _pattern
-from ostraka.tree.nodes import ArrayNumber, leaves_of
+from ostraka.tree.nodes import ArrayNumber, join, leaves_of
 from ostraka.tree.patterns import Patterns, selects
 
 # Which kernel of a base an adapter belongs to, by the names that Flax NNX gives them. No JAX.
@@ -52,7 +51,7 @@ def find_adapters(
             continue
         if only is not None and not selects(only, path):
             continue
-        other = _below(above, _B if name == _A else _A)
+        other = join(above, _B if name == _A else _A)
         kernel = next(filter(ours.__contains__, _kernels_of(above)), None)
         if other not in theirs:
             differences.append(f"{path!r} has no {other!r} beside it in {adapters.location}")
@@ -73,11 +72,7 @@ def _kernels_of(above: str) -> list[str]:
     module, _, last = above.rpartition("/")
     if last != "lora":
         module = above
-    return [_below(module, "kernel"), _below(module, "base_module/kernel")]
-
-
-def _below(above: str, name: str) -> str:
-    return f"{above}/{name}" if above else name
+    return [join(module, "kernel"), join(module, "base_module/kernel")]
 
 
 def _misfits(base: Source, kernel: int, adapters: Source, pair: tuple[int, int]) -> Iterator[str]:
@@ -217,15 +212,17 @@ def merge(
                 "lora takes two sources, the base and the adapters, and neither weights, ema nor "
                 "take"
             )
-        merging = _add_lora(opened[0], opened[1], lora, only, dtype)
+        base, shares = opened[0], ()
+        work_out, taken = _add_lora(base, opened[1], lora, only, dtype)
     else:
-        shares = _weights(len(opened), weights, ema)
-        merging = _average(opened, shares, take or {}, only, dtype)
-    leaves = merging.base.saved.leaves
+        base, given = opened[-1], _weights(len(opened), weights, ema)
+        shares = tuple(weight / math.fsum(given) for weight in given)
+        work_out, taken = _average(opened, given, take or {}, only, dtype)
+    leaves = base.saved.leaves
     progress = Count(sum(leaf.nbytes for leaf in leaves), on_bytes)
 
     def read(number: int, box: Box) -> Array:
-        array = merging.work_out[number](box)
+        array = work_out[number](box)
         progress.add(array.nbytes)
         return array
 
@@ -233,28 +230,22 @@ def merge(
         StreamedValue(leaf.shape, partial(read, number)) for number, leaf in enumerate(leaves)
     ]
     options = SaveOptions(dtype=dtype, compress=compress, metadata=metadata)
-    save_streamed(target, merging.base.saved, values, options)
+    save_streamed(target, base.saved, values, options)
+    made = len(leaves) - sum(taken)
     return MergeReport(
         target=place.location,
         sources=tuple(source.location for source in opened),
-        weights=merging.weights,
-        averaged=merging.averaged,
-        adapted=merging.adapted,
-        taken=merging.taken,
+        weights=shares,
+        averaged=made if lora is None else 0,
+        adapted=0 if lora is None else made,
+        taken=taken,
         nbytes=progress.total,
         time_s=time.perf_counter() - begin,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Merging:
-    base: Source
-    """The source of the result's tree and shards."""
-    work_out: Mapping[int, Callable[[Box], Array]]
-    weights: tuple[float, ...]
-    taken: tuple[int, ...]
-    averaged: int = 0
-    adapted: int = 0
+ReadBox = Callable[[Box], Array]
+"""Computes a box of a leaf of the result."""
 
 
 def _weights(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[float, ...]:
@@ -276,25 +267,31 @@ def _weights(count: int, weights: Sequence[float] | None, ema: float | None) -> 
 
 def _average(
     sources: Sequence[Source],
-    weights: tuple[float, ...],
+    weights: Sequence[float],
     take: Mapping[str, int],
     only: Patterns | None,
     dtype: DtypeRule,
-) -> _Merging:
-    base = sources[-1]
+) -> tuple[list[ReadBox], tuple[int, ...]]:
+    """How to read each leaf of the result, and the number of unchanged leaves of each source."""
+    base, last = sources[-1], len(sources) - 1
     leaves = base.saved.leaves
     paths = [leaf.path for leaf in leaves]
-    _check_take(take, len(sources), paths)
+    for pattern, number in take.items():
+        if type(number) is not int or not 0 <= number <= last:
+            raise ValueError(
+                f"take has {number!r} for {pattern!r}; it must be the number of a source, from 0 "
+                f"to {last}"
+            )
+    _pattern.refuse_unmatched("take", take, paths, "array of the last source")
     _pattern.refuse_unmatched("only", only or (), paths, f"array of {base.location}")
     chosen = [_pattern.lookup(take, path) for path in paths]
     if only is not None:
-        last = len(sources) - 1
         chosen = [
-            last if choice is None and not _pattern.selects(only, path) else choice
+            last if choice is None and not selects(only, path) else choice
             for choice, path in zip(chosen, paths, strict=True)
         ]
-    numbers = _matched(sources, chosen)
-    if not take and not any(_is_averaged(row) for row in numbers):
+    rows = _matched(sources, chosen)
+    if not take and all(len(row) == 1 for row in rows):
         raise InvalidTree(
             f"there is nothing to average: {base.location} has no floating-point array"
             + ("" if only is None else f" that only={only!r} selects")
@@ -302,56 +299,48 @@ def _average(
             "leaf comes from"
         )
     readers = [
-        source_reader(source, [own for row in numbers if (own := row[at]) is not None])
+        source_reader(source, [row[at] for row in rows if at in row])
         for at, source in enumerate(sources)
     ]
-    work_out: dict[int, Callable[[Box], Array]] = {}
+    work_out: list[ReadBox] = []
     taken = [0] * len(sources)
-    cast_leaves = [cast_leaf(leaf, dtype) for leaf in leaves]
-    for number, (leaf, row) in enumerate(zip(cast_leaves, numbers, strict=True)):
-        used = [(readers[at], own, weights[at]) for at, own in enumerate(row) if own is not None]
-        if not _is_averaged(row):
-            taken[next(at for at, own in enumerate(row) if own is not None)] += 1
-            work_out[number] = partial(used[0][0].read, used[0][1])
+    for leaf, row in zip(leaves, rows, strict=True):
+        used = [(readers[at], own, weights[at]) for at, own in row.items()]
+        if len(row) == 1:
+            taken[next(iter(row))] += 1
+            work_out.append(partial(used[0][0].read, used[0][1]))
         else:
-            work_out[number] = partial(_mean, used, numpy_dtype(leaf.dtype))
-    whole = math.fsum(weights)
-    shares = tuple(weight / whole for weight in weights)
-    return _Merging(base, work_out, shares, tuple(taken), averaged=len(leaves) - sum(taken))
+            work_out.append(partial(_mean, used, numpy_dtype(cast_leaf(leaf, dtype).dtype)))
+    return work_out, tuple(taken)
 
 
-def _check_take(take: Mapping[str, int], count: int, paths: Sequence[str]) -> None:
-    for pattern, number in take.items():
-        if type(number) is not int or not 0 <= number < count:
-            raise ValueError(
-                f"take has {number!r} for {pattern!r}; it must be the number of a source, from 0 "
-                f"to {count - 1}"
-            )
-    _pattern.refuse_unmatched("take", take, paths, "array of the last source")
-
-
-def _matched(
-    sources: Sequence[Source], chosen: Sequence[int | None]
-) -> list[tuple[int | None, ...]]:
-    """For each leaf of the last source, its number in each source that it uses, else None.
+def _matched(sources: Sequence[Source], chosen: Sequence[int | None]) -> list[dict[int, int]]:
+    """For each leaf of the last source, its number in each source that it uses, by source.
 
     Raises Mismatch for leaves that differ between these sources.
     """
     by_path = [numbers_by_path(source) for source in sources]
     differences: list[str] = []
-    rows: list[tuple[int | None, ...]] = []
+    rows: list[dict[int, int]] = []
     last = len(sources) - 1
     leaves = sources[-1].saved.leaves
     for number, (leaf, choice) in enumerate(zip(leaves, chosen, strict=True)):
-        if choice is None:
-            wanted = range(len(sources)) if is_inexact(leaf.dtype) else [last]
-        else:
-            wanted = [choice]
-        row: list[int | None] = [None] * len(sources)
-        for at in wanted:
-            row[at] = number if at == last else by_path[at].get(leaf.path)
-            differences += _differences(leaf, sources[at], row[at], list(by_path[at]))
-        rows.append(tuple(row))
+        wanted = range(len(sources)) if is_inexact(leaf.dtype) else [last]
+        rows.append({})
+        for at in wanted if choice is None else [choice]:
+            own = number if at == last else by_path[at].get(leaf.path)
+            if own is None:
+                near = nearest_path(leaf.path, list(by_path[at]))
+                differences.append(f"{leaf.path!r} is not in {sources[at].location}{near}")
+                continue
+            rows[-1][at] = own
+            other = sources[at].saved.leaves[own]
+            differences += [
+                f"{leaf.path!r}: its {name} is {getattr(leaf, name)}, and in "
+                f"{sources[at].location} {getattr(other, name)}"
+                for name in _ALIKE
+                if getattr(leaf, name) != getattr(other, name)
+            ]
     for at in range(last):
         extra = [path for path in by_path[at] if path not in by_path[-1]]
         if extra and None in chosen:
@@ -360,26 +349,6 @@ def _matched(
     if differences:
         raise Mismatch("the checkpoints can't be merged", differences[:_MOST_LINES])
     return rows
-
-
-def _is_averaged(row: Sequence[int | None]) -> bool:
-    """True if a leaf is made of several sources."""
-    return sum(own is not None for own in row) > 1
-
-
-def _differences(
-    leaf: LeafSpec, source: Source, number: int | None, paths: Sequence[str]
-) -> list[str]:
-    """The differences between a leaf and the one of the same path in a source."""
-    if number is None:
-        return [f"{leaf.path!r} is not in {source.location}{nearest_path(leaf.path, list(paths))}"]
-    other = source.saved.leaves[number]
-    return [
-        f"{leaf.path!r}: its {name} is {getattr(leaf, name)}, and in {source.location} "
-        f"{getattr(other, name)}"
-        for name in _ALIKE
-        if getattr(leaf, name) != getattr(other, name)
-    ]
 
 
 def _mean(used: Sequence[tuple[BoxReader, int, float]], dtype: np.dtype[Any], box: Box) -> Array:
@@ -422,7 +391,8 @@ def _rounded(values: Array, dtype: np.dtype[Any]) -> Array:
 
 def _add_lora(
     base: Source, adapters: Source, scale: float, only: Patterns | None, dtype: DtypeRule
-) -> _Merging:
+) -> tuple[list[ReadBox], tuple[int, ...]]:
+    """As `_average`, for a base and its adapters."""
     if not math.isfinite(scale):
         raise ValueError(f"lora is {scale}; it must be a number")
     leaves = base.saved.leaves
@@ -433,29 +403,18 @@ def _add_lora(
         )
     ours = source_reader(base, range(len(leaves)))
     theirs = source_reader(adapters, [number for pair in pairs.values() for number in pair])
-    work_out: dict[int, Callable[[Box], Array]] = {}
-    for number, leaf in enumerate(cast_leaf(leaf, dtype) for leaf in leaves):
-        read = partial(ours.read, number)
-        if number in pairs:
-            rounded_to = numpy_dtype(leaf.dtype)
-            read = partial(_adapted, read, theirs, adapters, pairs[number], scale, rounded_to)
-        work_out[number] = read
-    taken = (len(leaves) - len(pairs), 0)
-    return _Merging(base, work_out, (), taken, adapted=len(pairs))
+    work_out: list[ReadBox] = [partial(ours.read, number) for number in range(len(leaves))]
 
+    def adapted(number: int, pair: tuple[int, int], box: Box) -> Array:
+        """A box of a kernel with its adapter. It reads only the rows and columns of the box."""
+        rows, columns = box
+        rank = adapters.saved.leaves[pair[0]].shape[1]
+        a = theirs.read(pair[0], (rows, (0, rank))).astype(np.float64)
+        b = theirs.read(pair[1], ((0, rank), columns)).astype(np.float64)
+        kernel = ours.read(number, box).astype(np.float64)
+        dtype_to = numpy_dtype(cast_leaf(leaves[number], dtype).dtype)
+        return _rounded(kernel + scale * (a @ b), dtype_to)
 
-def _adapted(
-    read: Callable[[Box], Array],
-    theirs: BoxReader,
-    adapters: Source,
-    pair: tuple[int, int],
-    scale: float,
-    dtype: np.dtype[Any],
-    box: Box,
-) -> Array:
-    """A box of a kernel with its adapter. It reads only the rows and columns of the box."""
-    rows, columns = box
-    rank = adapters.saved.leaves[pair[0]].shape[1]
-    a = theirs.read(pair[0], (rows, (0, rank))).astype(np.float64)
-    b = theirs.read(pair[1], ((0, rank), columns)).astype(np.float64)
-    return _rounded(read(box).astype(np.float64) + scale * (a @ b), dtype)
+    for number, pair in pairs.items():
+        work_out[number] = partial(adapted, number, pair)
+    return work_out, (len(leaves) - len(pairs), 0)

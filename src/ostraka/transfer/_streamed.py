@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,24 +31,21 @@ _AHEAD_BYTES = 64 << 20
 """Bytes of small arrays to read together, since they share blocks."""
 
 
+@dataclass(slots=True)
 class StreamedValue:
     """A leaf whose boxes are computed on request."""
 
-    in_host_memory = False
-    may_change = False
-
-    def __init__(
-        self, shape: tuple[int, ...], read: Callable[[Box], Array], band_bytes: int = 16 << 20
-    ):
-        self._shape = shape
-        self._read = read
-        self.band_bytes = band_bytes
+    in_host_memory: ClassVar[bool] = False
+    may_change: ClassVar[bool] = False
+    shape: tuple[int, ...]
+    compute: Callable[[Box], Array]
+    band_bytes: int = 16 << 20
 
     def read(self, device: int, box: Box) -> Array:
-        return self._read(box)
+        return self.compute(box)
 
     def whole(self) -> Array:
-        return self._read(_box.full(self._shape))
+        return self.compute(_box.full(self.shape))
 
     def hold(self) -> Sequence[tuple[Array, Array]]:
         return ()

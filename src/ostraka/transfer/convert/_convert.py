@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -18,17 +16,8 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.common.progress import Count, OnBytes
 from ostraka.common.record import logger
 from ostraka.common.units import human_bytes
-from ostraka.errors import (
-    Damaged,
-    InvalidTree,
-    PathInTheWay,
-    SourceChanged,
-    UnsupportedFormat,
-    count_of,
-    headed_list,
-    name_few,
-)
-from ostraka.formats.source import CONFIG, Source
+from ostraka.errors import InvalidTree, count_of, headed_list, name_few
+from ostraka.formats.source import CONFIG
 from ostraka.layout.casts import DtypeRule, may_cast
 from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.reading.locate import open_at
@@ -41,41 +30,13 @@ from ostraka.reading.view import (
     with_config,
     without_random_state,
 )
-from ostraka.storage import Claim, LocalStore, PathLike, Store, open_store, refuse_overlap
-from ostraka.transfer.convert._plan_orbax import plan_orbax
-from ostraka.transfer.convert._read_back import (
-    check_files,
-    check_places,
-    find_in_npz,
-    find_in_safetensors,
-)
-from ostraka.transfer.convert._tensor_files import (
-    INDEX,
-    PlannedFile,
-    copy_beside,
-    finish_files,
-    places_in,
-    plan_npz,
-    plan_safetensors,
-    read_config,
-    write_in_directory,
-    write_in_order,
-)
-from ostraka.transfer.convert._workplace import Workplace, log_start_over
-from ostraka.transfer.convert._write_orbax import (
-    check_orbax,
-    import_tensorstore,
-    is_step,
-    write_orbax,
-)
+from ostraka.storage import PathLike, open_store, refuse_overlap
+from ostraka.transfer.convert._tensor_files import read_config
+from ostraka.transfer.convert._workplace import require_directory
+from ostraka.transfer.convert._write_files import write_files
+from ostraka.transfer.convert._write_orbax import write_orbax
 from ostraka.transfer.convert._write_ostraka import write_ostraka
-from ostraka.transfer.convert.work import (
-    ConvertItem,
-    Work,
-    choose,
-    with_names,
-    without_leaves,
-)
+from ostraka.transfer.convert.work import Work, choose, with_names, without_leaves
 from ostraka.tree.patterns import Patterns
 
 Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
@@ -85,7 +46,6 @@ _NUMPY = frozenset(
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
 _OF_TREES = ("ostraka", "orbax")
-_NOTES = "_converting-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +163,24 @@ def convert(
     # A source may be one file in a place.
     whole = opened.location.removeprefix(opened.store.location).strip("/")
     refuse_overlap(opened.store.at(whole) if whole else opened.store, place, "converted")
+    found = opened if given_config is None else with_config(opened, given_config)
     left_out: list[str] = []
     if to in _OF_TREES:
-        renaming = opened if names is None else renamed(opened, names)
-        work = choose(renaming, only=only, dtype=dtype)
+        found = found if names is None else renamed(found, names)
+        work = choose(found, only=only, dtype=dtype)
+    elif names is None:
+        work = choose(found, only=only, dtype=dtype)
+        if not key_data:
+            left_out = find_random_state(work.tree, found.saved.leaves)
+            work = without_leaves(work, left_out)
+        work = with_names(work, rename, dots=to == "hf")
     else:
-        found = opened if given_config is None else with_config(opened, given_config)
-        work, left_out = _as_tensors(found, names, only, dtype, rename, key_data, dots=to == "hf")
+        found = found if only is None else select(found, only)
+        if not key_data:
+            found, left_out = without_random_state(found)
+        if rename:
+            found = moved(found, rename)
+        work = choose(renamed(found, names, back=True), only=None, dtype=dtype)
     if compress is not None:
         check_compress(compress, [item.spec for item in work.items])
     if on_bytes is not None:
@@ -220,9 +191,10 @@ def convert(
     if to == "ostraka":
         write_ostraka(work, place, work_id, compress=compress)
     elif to == "orbax":
-        _to_orbax(work, _local(place, to), work_id)
+        write_orbax(work, require_directory(place, to), work_id)
     else:
-        _to_files(_tensors_only(work, to, left_out), place, to, work_id)
+        _refuse_others(work, to, left_out)
+        write_files(work, place, to, work_id)
     notes = _notes(work, left_out, to)
     for note in notes:
         logger.info("%s: %s", place.location, note)
@@ -261,191 +233,33 @@ def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _local(store: Store, to: str) -> LocalStore:
-    if not isinstance(store, LocalStore):
-        raise UnsupportedFormat(
-            f"can't write {store.location}: to={to!r} writes directories of a file system alone; "
-            "convert to one, and copy it from there"
-        )
-    return store
-
-
-# Orbax
-
-
-def _to_orbax(work: Work, target: LocalStore, work_id: str) -> None:
-    import_tensorstore()
-    plan = plan_orbax(work)
-    with Workplace(target.location, work_id).held() as files:
-        digests = write_orbax(work, plan, files, as_step=is_step(target.location))
-        check_orbax(work, plan, files, digests)
-
-
-# Files of whole tensors
-
-
-def _as_tensors(
-    source: Source,
-    names: NamesLike | None,
-    only: Patterns | None,
-    dtype: DtypeRule,
-    rename: Mapping[str, str] | None,
-    key_data: bool,
-    *,
-    dots: bool,
-) -> tuple[Work, list[str]]:
-    """The work for a format of tensors, with their names, and the paths of omitted RNG state."""
-    left_out: list[str] = []
-    if names is None:
-        work = choose(source, only=only, dtype=dtype)
-        if not key_data:
-            left_out = find_random_state(work.tree, source.saved.leaves)
-            work = without_leaves(work, left_out)
-        return with_names(work, rename, dots=dots), left_out
-    part = source if only is None else select(source, only)
-    if not key_data:
-        part, left_out = without_random_state(part)
-    if rename:
-        part = moved(part, rename)
-    return choose(renamed(part, names, back=True), only=None, dtype=dtype), left_out
-
-
-def _tensors_only(work: Work, to: str, left_out: Sequence[str]) -> Work:
-    """The same work for a format of tensors. Raises InvalidTree for leaves that it can't hold."""
+def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:
+    """Raise InvalidTree for leaves that a format of tensors can't hold."""
     reasons: list[str] = []
-    others = [leaf.path for leaf in work.other_leaves]
-    if others:
-        reasons.append(f"{name_few(others)}: Python values, which are no arrays")
+    bad = [leaf.path for leaf in work.other_leaves]
+    if bad:
+        reasons.append(f"{name_few(bad)}: Python values, which are no arrays")
     local = [item.path for item in work.items if item.spec.per_process]
     if local:
         reasons.append(f"{name_few(local)}: a value for each process")
-    refused = _dtype_refusals(work.items, to)
-    reasons += [reason for reason, _ in refused]
+        bad += local
+    unnamed: dict[tuple[str, bool], list[str]] = {}
+    for item in work.items:
+        dtype = item.spec.dtype
+        if dtype not in _NUMPY if to == "npz" else DTYPES[dtype].opaque:
+            unnamed.setdefault((dtype, may_cast(item.spec)), []).append(item.path)
+    for (dtype, is_castable), paths in unnamed.items():
+        remedy = "; cast it with dtype='float32'" if is_castable else ""
+        reasons.append(f"{name_few(paths)}: {dtype}, for which it has no name{remedy}")
+        bad += [] if is_castable else paths
     if not work.items:
         but = f" but RNG state ({name_few(left_out)}); key_data has it written" if left_out else ""
         reasons.append(f"there is no array at all{but}")
     if reasons:
         what = "a .npz file" if to == "npz" else "safetensors"
         head = f"{what} can't hold what is to be converted"
-        bad = [*others, *local, *(path for _, paths in refused for path in paths)]
         if bad:
             # Seen through names, leaves have the names of tensors, and only has their paths.
             shown = "" if work.source.saved.seen else f": {name_few([f'!{path}' for path in bad])}"
             head += f"; leave out what it can't hold with ! in only{shown}"
         raise InvalidTree(headed_list(head, reasons))
-    return replace(work, is_whole=False)
-
-
-def _dtype_refusals(items: tuple[ConvertItem, ...], to: str) -> list[tuple[str, list[str]]]:
-    """Reasons, each with the paths that must be left out."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for item in items:
-        dtype = item.spec.dtype
-        if dtype not in _NUMPY if to == "npz" else DTYPES[dtype].opaque:
-            found.setdefault((dtype, may_cast(item.spec)), []).append(item.path)
-    return [
-        (
-            f"{name_few(paths)}: {dtype}, for which it has no name"
-            + ("; cast it with dtype='float32'" if is_castable else ""),
-            [] if is_castable else paths,
-        )
-        for (dtype, is_castable), paths in found.items()
-    ]
-
-
-def _to_files(work: Work, target: Store, to: str, work_id: str) -> None:
-    location = target.location.rstrip("/")
-    name = location.rpartition("/")[2]
-    is_single = to == "npz" or (to == "safetensors" and name.endswith(".safetensors"))
-    index: bytes | None = None
-    if to == "npz":
-        if not name.endswith(".npz"):
-            raise ValueError(f"the target is {location}; a file for numpy.load must end in .npz")
-        files = [plan_npz(name, work.items)]
-    else:
-        single = name if is_single else None
-        files, index = plan_safetensors(work.items, for_hugging_face=to == "hf", single=single)
-    if not isinstance(target, LocalStore):
-        if is_single:
-            _local(target, "npz" if to == "npz" else "a single .safetensors file")
-        _to_bucket(work, files, index, target, to, work_id)
-        return
-    place = Workplace(target.location, work_id, is_file=is_single)
-    with place.held(name if is_single else "") as store:
-        digests = write_in_directory(work, files, store)
-        if to == "npz":
-            # Its directory has checksums, so it is written after the reading.
-            planned = places_in(work, files)
-            crcs = check_files(work, digests, store, planned, files[0].crc_starts)
-            finish_files(files, store, crcs)
-            check_places(work, store, find_in_npz(store, name), planned)
-        else:
-            check_files(work, digests, store, find_in_safetensors(store, [f.name for f in files]))
-        if to == "hf":
-            copy_beside(work.source, store)
-        if index is not None:
-            store.put(INDEX, index)
-
-
-def _to_bucket(
-    work: Work,
-    files: list[PlannedFile],
-    index: bytes | None,
-    target: Store,
-    to: str,
-    work_id: str,
-) -> None:
-    """Write files to a bucket. The file that completes the result comes last."""
-    notes = f"{_NOTES}{work_id}"
-    last = files[0].name if index is None else INDEX
-    target.prepare()
-    claim = Claim(target)
-    claim.take(wait=True)
-    try:
-        _remove_unfinished(target, claim, notes)
-        _refuse_others(target, {notes}, {file.name for file in files}, last)
-        try:
-            digests = write_in_order(work, files, target, notes)
-            check_files(work, digests, target, find_in_safetensors(target, [f.name for f in files]))
-            if to == "hf":
-                copy_beside(work.source, target)
-        except (Damaged, SourceChanged):
-            for name in (*(file.name for file in files), notes):
-                claim.delete(name)
-            raise
-        claim.check()
-        if index is not None:
-            target.put(INDEX, index, replaces=None)
-        with suppress(OSError):
-            claim.delete(notes)
-            if claim.found_dead:
-                claim.check()
-                target.discard_uploads()
-    finally:
-        claim.release()
-
-
-def _remove_unfinished(target: Store, claim: Claim, notes: str) -> None:
-    """Remove the finished files of a conversion of another source, or with other options."""
-    there = {file.name: file for file in target.files("")}
-    others = [name for name in there if name.startswith(_NOTES) and name.split("/")[0] != notes]
-    if others:
-        log_start_over(target.location)
-    for name in others:
-        file = there.get(name.partition("/")[2].removesuffix(".json"))
-        with suppress(ValueError, FileNotFoundError):
-            if file is not None and json.loads(target.get(name)) == [file.size, file.identity]:
-                claim.delete(file.name)
-        claim.delete(name)
-
-
-def _refuse_others(target: Store, notes: set[str], files: set[str], last: str) -> None:
-    """Raise PathInTheWay for files that no earlier call of the same conversion wrote."""
-    names = target.list()
-    is_same = any(name in notes for name in names)
-    others = [name for name in names if name not in notes and not name.startswith("_CLAIM-")]
-    if (not is_same and others) or (last in others and last not in files):
-        raise PathInTheWay(
-            f"{target.location} has something in it already ({name_few(others)}), and nothing is "
-            "overwritten; remove it, or give another path"
-        )

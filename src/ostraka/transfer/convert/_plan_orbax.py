@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,40 +20,19 @@ from ostraka.common.dtypes import numpy_dtype
 from ostraka.errors import InvalidTree, headed_list, name_few
 from ostraka.layout.box import Box
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, partition_grid
-from ostraka.transfer.convert.work import ConvertItem, Work
+from ostraka.transfer.convert.work import Work
 from ostraka.tree.json_values import key_text
-from ostraka.tree.nodes import ROOT, ArrayNumber, Kept, Leaf, Node, escape, join
+from ostraka.tree.nodes import ROOT, Kept, Leaf, Node, escape, join
 
 _CHUNK_BYTES = 32 << 20
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}
 _LACKED = frozenset({"uint4", "uint2", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"})
 """Dtypes without a name in TensorStore."""
+_ARRAY_TYPES = {"jax": "jax.Array", "key": "jax.Array", "numpy": "np.ndarray"}
+"""How Orbax calls the kinds of arrays. All others are scalars."""
 _SEQUENCE, _OTHER = 1, 2
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
-
-
-@dataclass(frozen=True, slots=True)
-class OrbaxKeys:
-    """The keys of a leaf in Orbax's form of a tree."""
-
-    texts: tuple[str, ...] = ()
-    in_sequence: tuple[bool, ...] = ()
-
-    def below(self, text: str, in_sequence: bool) -> OrbaxKeys:
-        return OrbaxKeys((*self.texts, text), (*self.in_sequence, in_sequence))
-
-    @property
-    def name(self) -> str:
-        """The name of its array in the database."""
-        return ".".join(self.texts)
-
-    @property
-    def path(self) -> str:
-        """The path of the leaf when it is read back."""
-        path = ""
-        for text in self.texts:
-            path = join(path, escape(text))
-        return path or ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +45,6 @@ class OrbaxArray:
     item: int
     spec: LeafSpec
     chunk: tuple[int, ...]
-
-    @property
-    def zarray(self) -> bytes:
-        """The `.zarray` file of the array."""
-        return _zarray(self.spec.dtype, self.spec.shape, self.chunk)
 
     def chunks(self) -> Iterator[tuple[str, Box]]:
         """The key and the box of each chunk."""
@@ -85,36 +61,50 @@ class OrbaxPlan:
 
     arrays: tuple[OrbaxArray, ...]
     values: Mapping[str, bytes]
-    """Entries of the database for Python numbers, by key."""
+    """Other entries of the database, by key: `.zarray` files and Python numbers."""
     files: Mapping[str, bytes]
     """Small files, by name."""
 
 
 def plan_orbax(work: Work) -> OrbaxPlan:
     """Plan an item for a tree. Raises InvalidTree, naming all leaves that Orbax can't hold."""
-    entries = list(_entries(work.tree, OrbaxKeys()))
-    _check(work, entries)
+    entries = list(_entries(work.tree, ()))
     item_of = {item.path: number for number, item in enumerate(work.items)}
+    _check(entries, {item.path: item.spec for item in work.items})
     meshes = work.source.saved.meshes
     arrays: list[OrbaxArray] = []
     values: dict[str, bytes] = {}
     strings: dict[str, str] = {}
     tree: dict[str, Any] = {}
-    for keys, leaf, empty in entries:
-        number = item_of.get(leaf.path) if isinstance(leaf.value, ArrayNumber) else None
-        item = None if number is None else work.items[number]
-        about: dict[str, Any] = {"value_type": _value_type(leaf, item, empty)}
-        about["skip_deserialize"] = about["value_type"] in {*_EMPTY.values(), "None"}
-        if number is not None and item is not None:
+    for keys, leaf, value_type in entries:
+        name = _name_of(keys)
+        about: dict[str, Any] = {"value_type": value_type, "skip_deserialize": False}
+        if leaf.path in item_of:
+            number = item_of[leaf.path]
+            item = work.items[number]
             chunk = _chunk_of(item.spec, meshes, work.source.grid_of(item.number))
-            arrays.append(OrbaxArray(keys.name, keys.path, number, item.spec, chunk))
+            path = reduce(join, (escape(text) for text, _ in keys), "") or ROOT
+            arrays.append(OrbaxArray(name, path, number, item.spec, chunk))
+            values[f"{name}/.zarray"] = _zarray(item.spec.dtype, item.spec.shape, chunk)
+            about["value_type"] = _ARRAY_TYPES.get(item.spec.kind, "scalar")
             if _is_jax(item.spec):
-                about["write_shape"] = list(arrays[-1].chunk)
-        elif about["value_type"] == "scalar":
-            values |= _scalar(keys.name, leaf.value)
-        elif about["value_type"] == "string":
-            strings[keys.name] = str(leaf.value)
-        tree[str(keys.texts)] = {"key_metadata": _key_metadata(keys), "value_metadata": about}
+                about["write_shape"] = list(chunk)
+        elif leaf.value is None or isinstance(leaf.value, Kept):
+            about["skip_deserialize"] = True
+        elif type(leaf.value) is str:
+            about["value_type"] = "string"
+            strings[name] = leaf.value
+        else:
+            about["value_type"] = "scalar"
+            dtype = {bool: "bool", int: "int64", float: "float64"}[type(leaf.value)]
+            values[f"{name}/.zarray"] = _zarray(dtype, (), ())
+            values[f"{name}/0"] = numpy_dtype(dtype).type(leaf.value).tobytes()
+        key_metadata = [
+            {"key": text, "key_type": _SEQUENCE if in_sequence else _OTHER}
+            for text, in_sequence in keys
+        ]
+        texts = tuple(text for text, _ in keys)
+        tree[str(texts)] = {"key_metadata": key_metadata, "value_metadata": about}
     document = {
         "tree_metadata": tree,
         "use_ocdbt": True,
@@ -122,42 +112,57 @@ def plan_orbax(work: Work) -> OrbaxPlan:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    files = {"_METADATA": _json(document), "_sharding": _json(_shardings(arrays, meshes))}
-    files["array_metadatas/process_0"] = _json(_array_metadatas(arrays))
+    sharded = [array for array in arrays if _is_jax(array.spec)]
+    shardings = {
+        base64.b64encode(array.name.encode()).decode(): json.dumps(_sharding(array.spec, meshes))
+        for array in sharded
+    }
+    metadatas = [{"array_metadata": _array_metadata(array)} for array in sharded]
+    files = {
+        "_METADATA": _json(document),
+        "_sharding": _json(shardings),
+        "array_metadatas/process_0": _json({"array_metadatas": metadatas}),
+    }
     if strings:
         files["_strings.json"] = _json(strings)
     return OrbaxPlan(tuple(arrays), values, files)
 
 
-_Entry = tuple[OrbaxKeys, Leaf, str | None]
+_Keys = tuple[tuple[str, bool], ...]
+"""The keys of a leaf in Orbax's form of a tree, each with True if it is of a sequence."""
 
 
-def _entries(node: Node, keys: OrbaxKeys) -> Iterator[_Entry]:
-    """The leaves of a tree in Orbax's form, and its empty containers with their kind."""
+def _name_of(keys: _Keys) -> str:
+    """The name of a leaf in the database."""
+    return ".".join(text for text, _ in keys)
+
+
+def _entries(node: Node, keys: _Keys) -> Iterator[tuple[_Keys, Leaf, str]]:
+    """The leaves of a tree in Orbax's form, and its empty containers as leaves of their kind."""
     if isinstance(node, Leaf):
-        yield keys, node, None
+        yield keys, node, "None"
     elif node.kind == "nnx":
         yield from _entries(node.children[0], keys)
     elif node.kind == "variable":
-        yield from _entries(node.children[0], keys.below("value", False))
+        yield from _entries(node.children[0], (*keys, ("value", False)))
     elif not node.children:
         yield keys, Leaf(node.path, None), _EMPTY.get(node.kind, "None")
     else:
         is_sequence = node.kind in ("list", "tuple")
         names = range(len(node.children)) if is_sequence else node.keys
         for name, child in zip(names, node.children, strict=True):
-            yield from _entries(child, keys.below(key_text(name), is_sequence))
+            yield from _entries(child, (*keys, (key_text(name), is_sequence)))
 
 
-def _check(work: Work, entries: Sequence[_Entry]) -> None:
+def _check(entries: Sequence[tuple[_Keys, Leaf, str]], specs: Mapping[str, LeafSpec]) -> None:
     """Raise InvalidTree for leaves that Orbax can't hold."""
     reasons: list[str] = []
     by_name: dict[str, list[str]] = {}
-    specs = {item.path: item.spec for item in work.items}
-    for keys, leaf, empty in entries:
-        if empty is None and leaf.value is not None and not isinstance(leaf.value, Kept):
-            by_name.setdefault(keys.name, []).append(leaf.path)
-            reasons += _refusals(leaf, specs.get(leaf.path))
+    for keys, leaf, _ in entries:
+        if leaf.value is not None and not isinstance(leaf.value, Kept):
+            by_name.setdefault(_name_of(keys), []).append(leaf.path)
+            why = _refusals(leaf.value, specs.get(leaf.path))
+            reasons += [f"{leaf.path!r} {reason}" for reason in why]
     reasons += [
         f"{name_few(paths)}: Orbax has one place for them, {name!r}, and would lose all but one"
         for name, paths in by_name.items()
@@ -170,51 +175,24 @@ def _check(work: Work, entries: Sequence[_Entry]) -> None:
         raise InvalidTree(headed_list(head, reasons))
 
 
-def _refusals(leaf: Leaf, spec: LeafSpec | None) -> Iterator[str]:
-    path, value = leaf.path, leaf.value
-    if spec is None:
-        if type(value) is int and value not in _INT64:
-            yield f"{path!r} is an integer of more than 64 bits"
-        elif type(value) not in (bool, int, float, str):
-            yield f"{path!r} is a value of the type {type(value).__name__}"
-        elif type(value) is str and not _is_text(value):
-            yield f"{path!r} is text that is no Unicode"
-        return
-    if 0 in spec.shape:
-        yield f"{path!r} is empty, of the shape {spec.shape}"
-    if spec.dtype in _LACKED:
-        yield f"{path!r} has the dtype {spec.dtype}"
-    if spec.per_process:
-        yield f"{path!r} has a value for each process"
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _refusals(value: Any, spec: LeafSpec | None) -> Iterator[str]:
+    if spec is not None:
+        if 0 in spec.shape:
+            yield f"is empty, of the shape {spec.shape}"
+        if spec.dtype in _LACKED:
+            yield f"has the dtype {spec.dtype}"
+        if spec.per_process:
+            yield "has a value for each process"
+    elif type(value) is int and value not in _INT64:
+        yield "is an integer of more than 64 bits"
+    elif type(value) not in (bool, int, float, str):
+        yield f"is a value of the type {type(value).__name__}"
+    elif type(value) is str and _SURROGATE.search(value):
+        yield "is text that is no Unicode"
 
 
 def _is_jax(spec: LeafSpec) -> bool:
-    return spec.kind in ("jax", "key")
-
-
-def _value_type(leaf: Leaf, item: ConvertItem | None, empty: str | None) -> str:
-    if item is not None:
-        if _is_jax(item.spec):
-            return "jax.Array"
-        return "np.ndarray" if item.spec.kind == "numpy" else "scalar"
-    if empty is not None or leaf.value is None or isinstance(leaf.value, Kept):
-        return empty or "None"
-    return "string" if type(leaf.value) is str else "scalar"
-
-
-def _key_metadata(keys: OrbaxKeys) -> list[dict[str, Any]]:
-    return [
-        {"key": text, "key_type": _SEQUENCE if in_sequence else _OTHER}
-        for text, in_sequence in zip(keys.texts, keys.in_sequence, strict=True)
-    ]
+    return _ARRAY_TYPES.get(spec.kind) == "jax.Array"
 
 
 # Arrays
@@ -230,7 +208,7 @@ def _chunk_of(spec: LeafSpec, meshes: Sequence[MeshSpec], grid: Sequence[int]) -
     order = list(range(len(chunk)))
     if spec.mesh == HOST_LOCAL:
         order.sort(key=lambda dimension: -grid[dimension])
-    if spec.mesh != HOST_LOCAL and spec.kind != "key":
+    elif spec.kind != "key":
         grid = partition_grid(meshes[spec.mesh], spec.partition, len(chunk))
         chunk = [size // parts for size, parts in zip(chunk, grid, strict=True)]
     item_bytes = numpy_dtype(spec.dtype).itemsize
@@ -243,12 +221,6 @@ def _chunk_of(spec: LeafSpec, meshes: Sequence[MeshSpec], grid: Sequence[int]) -
         found = next(even, None)
         chunk[dimension] = max(-(-size // parts), 1) if found is None else size // found
     return tuple(chunk)
-
-
-def _scalar(name: str, value: Any) -> dict[str, bytes]:
-    dtype = {bool: "bool", int: "int64", float: "float64"}[type(value)]
-    data = numpy_dtype(dtype).type(value).tobytes()
-    return {f"{name}/.zarray": _zarray(dtype, (), ()), f"{name}/0": data}
 
 
 def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> bytes:
@@ -269,35 +241,13 @@ def _zarray(dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> bytes:
     return _json(about)
 
 
-def _array_metadatas(arrays: Sequence[OrbaxArray]) -> dict[str, Any]:
+def _array_metadata(array: OrbaxArray) -> dict[str, Any]:
+    prng = array.spec.prng
     return {
-        "array_metadatas": [
-            {
-                "array_metadata": {
-                    "param_name": array.name,
-                    "write_shape": list(array.chunk),
-                    "chunk_shape": list(array.chunk),
-                    "ext_metadata": _key_kind(array.spec),
-                }
-            }
-            for array in arrays
-            if _is_jax(array.spec)
-        ]
-    }
-
-
-def _key_kind(spec: LeafSpec) -> dict[str, str] | None:
-    return None if spec.prng is None else {"random_key_impl": spec.prng}
-
-
-# Shardings
-
-
-def _shardings(arrays: Sequence[OrbaxArray], meshes: Sequence[MeshSpec]) -> dict[str, str]:
-    return {
-        base64.b64encode(array.name.encode()).decode(): json.dumps(_sharding(array.spec, meshes))
-        for array in arrays
-        if _is_jax(array.spec)
+        "param_name": array.name,
+        "write_shape": list(array.chunk),
+        "chunk_shape": list(array.chunk),
+        "ext_metadata": None if prng is None else {"random_key_impl": prng},
     }
 
 
@@ -313,16 +263,10 @@ def _sharding(spec: LeafSpec, meshes: Sequence[MeshSpec]) -> dict[str, Any]:
         "shape": list(mesh.axis_sizes),
         "axis_names": list(mesh.axis_names),
         "axis_types": [f"AxisType.{kind.capitalize()}" for kind in types],
-        "partition_spec": [_axes(axes) for axes in spec.partition],
+        "partition_spec": [axes[0] if len(axes) == 1 else axes or None for axes in spec.partition],
         "device_mesh": {"mesh": _nested(mesh.devices, mesh.axis_sizes)},
         **memory,
     }
-
-
-def _axes(axes: Sequence[str]) -> Any:
-    if len(axes) < 2:
-        return axes[0] if axes else None
-    return list(axes)
 
 
 def _nested(devices: Sequence[int], sizes: Sequence[int]) -> list[Any]:

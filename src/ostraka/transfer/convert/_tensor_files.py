@@ -1,48 +1,28 @@
-"""Files of whole tensors: planned, then written from a source, in bounded memory.
-
-In a file system several threads write pieces of all files, in any order. A bucket takes a file from
-its first byte to its last, so there several files are written at the same time.
-"""
+"""The layout of files of whole tensors: planned before they are written, and found in the files."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import struct
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
-from zlib import crc32
+from typing import Any, NamedTuple, cast
 
-from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
-from ostraka.common.threads import ByteBudget, StopSignal, run_all
-from ostraka.errors import store_error
+from ostraka.common.dtypes import DTYPES, numpy_dtype
+from ostraka.common.threads import batches
 from ostraka.formats.safetensors.files import CONFIG_FILE, resolve
 from ostraka.formats.source import CONFIG, Source
 from ostraka.formats.source_files import OpenedFile, changed, look_settled, refuse_changed, state_of
-from ostraka.layout import box as _box
-from ostraka.layout import shard_file
 from ostraka.layout.shard_file import dumps
-from ostraka.storage import FileReader, LocalStore, Store
-from ostraka.storage.file import LocalWriter
-from ostraka.transfer.convert._read_back import READ_BYTES, Readers, TensorPlace
-from ostraka.transfer.convert._workplace import create_or_keep, is_written
-from ostraka.transfer.convert.work import (
-    ConvertItem,
-    Digests,
-    ItemBox,
-    Work,
-    bands_of,
-    is_contiguous,
-    offset_of,
-    piece_bytes,
-    read_together,
-    slabs_of,
-)
+from ostraka.storage import FileReader, Store
+from ostraka.transfer.convert.work import ConvertItem
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,8 +30,6 @@ MAX_FILE_BYTES = 5 * 10**9
 """The limit of Hugging Face for a file, unless a single tensor has more."""
 _FORMAT: Mapping[str, str] = {"format": "pt"}
 """Metadata that the libraries of Hugging Face require in a file."""
-
-Patches = list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,50 +41,31 @@ class PlannedFile:
     places: Mapping[int, int]
     """The offset of each item, by its number, in the order of the file."""
     fixed: tuple[tuple[int, bytes], ...]
-    """Other bytes with their offsets, as far as they are known before."""
-    crc_starts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By item, the CRC-32 of the header before its bytes. Empty without checksums."""
-    finish: Callable[[Mapping[int, int]], Patches] | None = None
-    """Returns the rest from the CRC-32 of each item with its header. None without a rest."""
+    """Other bytes with their offsets: the headers."""
 
 
 def plan_safetensors(
     items: Sequence[ConvertItem], *, for_hugging_face: bool, single: str | None
-) -> tuple[list[PlannedFile], bytes | None]:
-    """Plan the files for items, and their index if there are several.
+) -> tuple[list[PlannedFile], dict[str, bytes]]:
+    """Plan the files for items, and their index by its name, if there are several.
 
     With `single`, all items go to one file of that name.
     """
+    # Filled in order, as Hugging Face does it.
+    groups = list(batches(range(len(items)), lambda at: items[at].spec.nbytes, MAX_FILE_BYTES))
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if single is not None or len(groups) == 1:
+        groups, names = [[*range(len(items))]], [single or SINGLE]
     metadata = _FORMAT if for_hugging_face else {}
-    if single is not None:
-        return [_plan_file(single, items, range(len(items)), metadata)], None
-    groups = _split([item.spec.nbytes for item in items])
-    if len(groups) == 1:
-        return [_plan_file(SINGLE, items, groups[0], metadata)], None
-    names = [
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number in range(1, len(groups) + 1)
-    ]
     files = [
         _plan_file(name, items, group, metadata) for name, group in zip(names, groups, strict=True)
     ]
+    if len(files) == 1:
+        return files, {}
     weights = {items[at].name: file.name for file in files for at in file.places}
     total = sum(item.spec.nbytes for item in items)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _split(sizes: Sequence[int]) -> list[list[int]]:
-    """The tensors of each file, filled in order, as Hugging Face does it."""
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for number, size in enumerate(sizes):
-        if groups[-1] and filled + size > MAX_FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(number)
-        filled += size
-    return groups
+    return files, {INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _plan_file(
@@ -146,41 +105,24 @@ _HUGE, _HUGE_COUNT = 0xFFFF_FFFF, 0xFFFF
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 
-def plan_npz(name: str, items: Sequence[ConvertItem]) -> PlannedFile:
-    """Plan a file for items. Their paths are the names of the arrays."""
+def plan_npz(name: str, items: Sequence[ConvertItem], crcs: Mapping[int, int]) -> PlannedFile:
+    """Plan a file for items. Their paths are the names of the arrays.
+
+    `crcs` has the CRC-32 of each item with its header, as far as they are known.
+    """
     places: dict[int, int] = {}
-    headers: dict[int, tuple[int, bytes]] = {}
-    """By item, the offset of its entry, and the header of its array."""
+    fixed: list[tuple[int, bytes]] = []
+    directory = b""
     end = 0
     for number, item in enumerate(items):
-        local = len(_local_header(item, 0, 0))
         header = _array_header(item)
-        headers[number] = (end, header)
-        places[number] = end + local + len(header)
+        local, central = _zip_headers(item, crcs.get(number, 0), len(header), end)
+        fixed.append((end, local + header))
+        directory += central
+        places[number] = end + len(fixed[-1][1])
         end = places[number] + item.spec.nbytes
-    fixed = tuple((places[at] - len(header), header) for at, (_, header) in headers.items())
-    directory = sum(len(_central_header(item, 0, 0, 0)) for item in items)
-    crcs = {number: crc32(header) for number, (_, header) in headers.items()}
-    finish = partial(_finish, items, headers, end)
-    return PlannedFile(name, end + directory + len(_end(0, 0, 0)), places, fixed, crcs, finish)
-
-
-def _finish(
-    items: Sequence[ConvertItem],
-    headers: Mapping[int, tuple[int, bytes]],
-    end: int,
-    crcs: Mapping[int, int],
-) -> Patches:
-    """The headers of all entries, and the directory at the end."""
-    patches: Patches = []
-    directory: list[bytes] = []
-    for number, item in enumerate(items):
-        start, header = headers[number]
-        size = len(header) + item.spec.nbytes
-        patches.append((start, _local_header(item, crcs[number], size)))
-        directory.append(_central_header(item, crcs[number], size, start))
-    listed = b"".join(directory)
-    return [*patches, (end, listed + _end(len(items), len(listed), end))]
+    directory += _end(len(items), len(directory), end)
+    return PlannedFile(name, end + len(directory), places, (*fixed, (end, directory)))
 
 
 def _array_header(item: ConvertItem) -> bytes:
@@ -194,19 +136,19 @@ def _array_header(item: ConvertItem) -> bytes:
     return _MAGIC + struct.pack("<H", len(body)) + body
 
 
-def _local_header(item: ConvertItem, crc: int, size: int) -> bytes:
-    name = _name(item)
+def _zip_headers(item: ConvertItem, crc: int, more: int, start: int) -> tuple[bytes, bytes]:
+    """The headers of an entry: before it, and in the directory.
+
+    The entry has `more` bytes besides those of the item.
+    """
+    name, size = f"{item.name}.npy".encode(), more + item.spec.nbytes
+    fields = (_VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE, len(name))
     extra = struct.pack("<HHQQ", 1, 16, size, size)
-    fields = (b"PK\x03\x04", _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
-    return struct.pack("<4s5H3L2H", *fields, len(name), len(extra)) + name + extra
-
-
-def _central_header(item: ConvertItem, crc: int, size: int, start: int) -> bytes:
-    name = _name(item)
+    local = struct.pack("<4s5H3L2H", b"PK\x03\x04", *fields, len(extra)) + name + extra
     extra = struct.pack("<HHQQQ", 1, 24, size, size, start)
-    fields = (b"PK\x01\x02", _MADE_BY, _VERSION, _UTF8, 0, _TIME, _DATE, crc, _HUGE, _HUGE)
-    rest = (len(name), len(extra), 0, 0, 0, 0o600 << 16, _HUGE)
-    return struct.pack("<4s6H3L5H2L", *fields, *rest) + name + extra
+    rest = (len(extra), 0, 0, 0, 0o600 << 16, _HUGE)
+    central = struct.pack("<4s6H3L5H2L", b"PK\x01\x02", _MADE_BY, *fields, *rest)
+    return local, central + name + extra
 
 
 def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
@@ -222,183 +164,61 @@ def _end(count: int, directory_bytes: int, directory_start: int) -> bytes:
     return end64 + locator + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, *counts, *sizes, 0)
 
 
-def _name(item: ConvertItem) -> bytes:
-    return f"{item.name}.npy".encode()
+# What files say
+
+_LOCAL_HEADER_BYTES = 30
 
 
-def places_in(work: Work, files: Sequence[PlannedFile]) -> dict[str, TensorPlace]:
-    """The planned places of all tensors."""
+class TensorPlace(NamedTuple):
+    """The file, offset, dtype and shape of a tensor."""
+
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int | None = None
+    """The CRC-32 of the header before its bytes, if the file has checksums."""
+
+
+def find_in_safetensors(store: Store, names: Iterable[str]) -> dict[str, TensorPlace]:
+    """The tensors in the headers of files."""
+    dtypes = {dtype.code: name for name, dtype in DTYPES.items() if not dtype.opaque}
     places: dict[str, TensorPlace] = {}
-    for file in files:
-        for at, start in file.places.items():
-            item = work.items[at]
-            places[item.name] = TensorPlace(file.name, start, item.spec.dtype, item.spec.shape)
+    for name in names:
+        with closing(store.open(name)) as reader:
+            read = partial(_read, reader)
+            (length,) = struct.unpack("<Q", read(0, 8))
+            header: dict[str, Any] = json.loads(read(8, length))
+        header.pop("__metadata__", None)
+        for path, about in header.items():
+            start = 8 + length + about["data_offsets"][0]
+            places[path] = TensorPlace(name, start, dtypes[about["dtype"]], tuple(about["shape"]))
     return places
 
 
-# Writing
-
-_WRITE_BYTES = 2 << 20
-"""Bytes to write at a time. More takes longer on ext4."""
-_RUNS = 1024
-"""Runs to write between two checks for a stop."""
-_HELD_BYTES = 192 << 20
-"""Bytes of arrays in memory at one time."""
-_THREADS = 4
-
-
-# In a file system
-
-
-@contextmanager
-def _writing_to(store: LocalStore) -> Generator[Callable[[PlannedFile], LocalWriter]]:
-    """Open files for writing, each once. They keep their bytes, and are durable at the end.
-
-    Any thread may call the function that opens a file.
-    """
-    writers: dict[str, LocalWriter] = {}
-    lock = threading.Lock()
-
-    def open_file(file: PlannedFile) -> LocalWriter:
-        with lock:
-            if file.name not in writers:
-                path = os.path.join(store.location, file.name)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                try:
-                    opened = os.open(path, flags, 0o666)
-                except OSError as error:
-                    raise store_error("create", path, error) from error
-                writers[file.name] = LocalWriter(opened, path, file.size)
-            return writers[file.name]
-
-    try:
-        yield open_file
-        run_all(LocalWriter.finish, list(writers.values()), threads=_THREADS, stop=StopSignal())
-    except BaseException:
-        for writer in writers.values():
-            writer.abandon()
-        raise
+def find_in_npz(store: Store, name: str) -> dict[str, TensorPlace]:
+    """The arrays in a `.npz` file, by Python's zipfile and their headers."""
+    with closing(store.open(name)) as reader:
+        read = partial(_read, reader)
+        with zipfile.ZipFile(f"{store.location}/{name}") as listed:
+            entries = listed.infolist()
+        places: dict[str, TensorPlace] = {}
+        for entry in entries:
+            local = read(entry.header_offset, _LOCAL_HEADER_BYTES)
+            lengths = struct.unpack("<2H", local[-4:])
+            start = entry.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+            (length,) = struct.unpack("<H", read(start + 8, 2))
+            about = cast("dict[str, Any]", ast.literal_eval(read(start + 10, length).decode()))
+            dtype = numpy_dtype(about["descr"]).name
+            path = entry.filename.removesuffix(".npy")
+            crc = zlib.crc32(read(start, 10 + length))
+            places[path] = TensorPlace(name, start + 10 + length, dtype, about["shape"], crc)
+    return places
 
 
-def write_in_directory(work: Work, files: Sequence[PlannedFile], store: LocalStore) -> Digests:
-    """Write all files. Boxes that an interrupted conversion has written are kept.
-
-    Returns the digests of the source. The files are durable, but their names are not. If they need
-    checksums, `finish_files` completes them.
-    """
-    file_of = {piece: file for file in files for at in file.places for piece in slabs_of(work, at)}
-    there = {info.name for info in store.files("")}
-    digests: dict[ItemBox, str] = {}
-    readers, budget, stop = Readers(store), ByteBudget(_HELD_BYTES), StopSignal()
-
-    def write(open_file: Callable[[PlannedFile], LocalWriter], group: list[ItemBox]) -> None:
-        nbytes = sum(piece_bytes(work, piece) for piece in group)
-        with budget.hold(nbytes, stop.check):
-            for piece, array in work.read(group):
-                file, data = file_of[piece], to_bytes(array)
-                runs = _runs_of(work, piece, file, data)
-                if file.name in there and _are_written(readers.reader(file.name), *runs, stop):
-                    work.kept.add(len(data))
-                else:
-                    _write_runs(open_file(file), *runs, stop)
-                digests[piece] = shard_file.block_digest([data])
-                work.progress.add(len(data))
-
-    order = {number: at for at, number in enumerate(work.source.order())}
-    pieces = sorted(file_of, key=lambda piece: (order[work.items[piece.item].number], piece))
-    with closing(readers), _writing_to(store) as open_file:
-        groups = read_together(work, pieces)
-        run_all(partial(write, open_file), groups, threads=_THREADS, stop=stop)
-        for file in files:
-            for start, data in file.fixed:
-                open_file(file).write(start, [data])
-    store.sync("")
-    return {piece: digests[piece] for piece in file_of}
-
-
-def _runs_of(
-    work: Work, piece: ItemBox, file: PlannedFile, data: Any
-) -> tuple[list[int], Any, int]:
-    """The offsets of the runs of a box in its file, their bytes, and the bytes of each run."""
-    spec, start = work.items[piece.item].spec, file.places[piece.item]
-    if is_contiguous(work, piece):
-        start += offset_of(work, piece)
-        return list(range(start, start + len(data), _WRITE_BYTES)), data, _WRITE_BYTES
-    run, offsets = _box.runs(piece.box, spec.shape)
-    itemsize = numpy_dtype(spec.dtype).itemsize
-    return [start + offset * itemsize for offset in offsets], data, run * itemsize
-
-
-def _are_written(
-    reader: FileReader, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
-) -> bool:
-    for number, start in enumerate(starts):
-        stop.check()
-        if not is_written(reader, start, data[number * run_bytes :][:run_bytes]):
-            return False
-    return True
-
-
-def _write_runs(
-    writer: LocalWriter, starts: Sequence[int], data: Any, run_bytes: int, stop: StopSignal
-) -> None:
-    if run_bytes == _WRITE_BYTES:
-        for number, start in enumerate(starts):
-            stop.check()
-            writer.write(start, [data[number * run_bytes :][:run_bytes]])
-        return
-    for at in range(0, len(starts), _RUNS):
-        stop.check()
-        writer.write_runs(starts[at : at + _RUNS], data[at * run_bytes :], run_bytes)
-
-
-def finish_files(files: Sequence[PlannedFile], store: LocalStore, crcs: Mapping[int, int]) -> None:
-    """Complete files with the CRC-32 of each item, and make them durable."""
-    with _writing_to(store) as open_file:
-        for file in files:
-            for start, data in () if file.finish is None else file.finish(crcs):
-                open_file(file).write(start, [data])
-
-
-# In a bucket
-
-
-def write_in_order(work: Work, files: Sequence[PlannedFile], store: Store, notes: str) -> Digests:
-    """Write all files, each from its first byte to its last. Finished ones are kept.
-
-    `notes` is the directory in the store for the size and the identity of each finished file.
-    """
-    stop, budget = StopSignal(), ByteBudget(_HELD_BYTES)
-    threads = store.traits.at_once
-    digests: dict[ItemBox, str] = {}
-
-    def write(file: PlannedFile) -> None:
-        writer = create_or_keep(
-            store, file.name, file.size, beside=min(threads, len(files)), on_kept=work.kept.add
-        )
-        try:
-            for start, data in file.fixed:
-                writer.write(start, [data])
-            pieces = [piece for at in file.places for piece in bands_of(work, at)]
-            for group in read_together(work, pieces):
-                nbytes = sum(piece_bytes(work, piece) for piece in group)
-                with budget.hold(nbytes, stop.check):
-                    found = dict(work.read(group))
-                    for piece in group:
-                        data = to_bytes(found.pop(piece))
-                        digests[piece] = shard_file.block_digest([data])
-                        start = file.places[piece.item] + offset_of(work, piece)
-                        for at in range(0, len(data), READ_BYTES):
-                            writer.write(start + at, [data[at : at + READ_BYTES]])
-                        work.progress.add(len(data))
-        except BaseException:
-            writer.abandon()
-            raise
-        note = json.dumps([file.size, writer.finish() or ""])
-        store.put(f"{notes}/{file.name}.json", note.encode())
-
-    run_all(write, files, threads=threads, stop=stop)
-    return digests
+def _read(reader: FileReader, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: reader.read_into(start, [data])])
 
 
 # What lies beside the weights of a Hugging Face model, and goes along with them.
@@ -432,17 +252,14 @@ def copy_beside(source: Source, target: Store) -> None:
         # The weights were read before.
         raise changed(source.store, names[0])
     config = source.saved.user.get(CONFIG)
-    if isinstance(config, dict) and not _has(found.get(CONFIG_FILE, b""), config):
-        found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
+    if isinstance(config, dict):
+        own: Any = None
+        with suppress(ValueError, RecursionError):
+            own = json.loads(found.get(CONFIG_FILE, b""))
+        if own != config:
+            found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
     for name, data in found.items():
         target.put(name, data)
-
-
-def _has(data: bytes, config: Mapping[Any, Any]) -> bool:
-    try:
-        return json.loads(data) == config
-    except (ValueError, RecursionError):
-        return False
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:

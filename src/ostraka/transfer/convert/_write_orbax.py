@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from threading import Lock, local
@@ -19,18 +19,10 @@ from ostraka.errors import Damaged, Problem, StoreError, UnsupportedFormat
 from ostraka.formats import open_source
 from ostraka.formats.orbax.names import COMMITTED, ORBAX_KEY, STEP_METADATA
 from ostraka.layout.file_names import step_of
-from ostraka.storage import LocalStore
-from ostraka.transfer.convert._plan_orbax import OrbaxPlan
-from ostraka.transfer.convert._read_back import check_source
-from ostraka.transfer.convert.work import (
-    Array,
-    Digests,
-    ItemBox,
-    Work,
-    digest_of,
-    piece_bytes,
-    read_together,
-)
+from ostraka.storage import LocalStore, Store
+from ostraka.transfer.convert._plan_orbax import OrbaxPlan, plan_orbax
+from ostraka.transfer.convert._workplace import Workplace
+from ostraka.transfer.convert.work import Array, Digests, ItemBox, Work, check_source, digest_of
 from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 ITEM = "default"
@@ -44,16 +36,24 @@ _TOGETHER_BYTES = 8 << 20
 _THREADS = 2
 
 
-def is_step(target: str) -> bool:
-    """True if a path has the name of a step of a CheckpointManager."""
-    return step_of(os.path.basename(target.rstrip("/"))) is not None
+def write_orbax(work: Work, target: LocalStore, work_id: str) -> None:
+    """Write a checkpoint and read it back. Chunks of an interrupted conversion are kept.
+
+    It is a step of a CheckpointManager if the target has the name of one.
+    """
+    _import_tensorstore()
+    plan = plan_orbax(work)
+    as_step = step_of(os.path.basename(target.location.rstrip("/"))) is not None
+    with Workplace(target.location, work_id).held({}) as files:
+        item = files.at(ITEM) if as_step else files
+        digests = _write_database(work, plan, item.location)
+        _write_small_files(files, item, plan, as_step, work)
+        _check(work, plan, files, digests)
 
 
-def write_orbax(work: Work, plan: OrbaxPlan, store: LocalStore, *, as_step: bool) -> Digests:
-    """Write a checkpoint. Chunks of an interrupted conversion are kept."""
-    item = os.path.join(store.location, ITEM) if as_step else store.location
-    os.makedirs(os.path.join(item, "array_metadatas"), exist_ok=True)
-    database = _Database(item)
+def _write_database(work: Work, plan: OrbaxPlan, directory: str) -> Digests:
+    os.makedirs(os.path.join(directory, "array_metadatas"), exist_ok=True)
+    database = _Database(directory)
     chunks = {
         ItemBox(array.item, box): (array, key)
         for array in plan.arrays
@@ -64,7 +64,7 @@ def write_orbax(work: Work, plan: OrbaxPlan, store: LocalStore, *, as_step: bool
     budget, stop, encoder = ByteBudget(_HELD_BYTES), StopSignal(), _Encoder()
 
     def write(pieces: Sequence[ItemBox]) -> None:
-        with budget.hold(sum(piece_bytes(work, piece) for piece in pieces), stop.check):
+        with budget.hold(work.nbytes_of(pieces), stop.check):
             under_way: list[Any] = []
             for piece, array in work.read(pieces):
                 stop.check()
@@ -77,17 +77,15 @@ def write_orbax(work: Work, plan: OrbaxPlan, store: LocalStore, *, as_step: bool
                     under_way.append(database.write(key, data))
             for writing in under_way:
                 database.wait(writing)
-            work.progress.add(sum(piece_bytes(work, piece) for piece in pieces))
+            work.progress.add(work.nbytes_of(pieces))
 
-    values = {f"{array.name}/.zarray": array.zarray for array in plan.arrays} | {**plan.values}
     try:
-        groups = read_together(work, list(chunks), _TOGETHER_BYTES)
+        groups = work.together(list(chunks), _TOGETHER_BYTES)
         run_all(write, groups, threads=_THREADS, stop=stop)
-        for writing in [database.write(key, data) for key, data in values.items()]:
+        for writing in [database.write(key, data) for key, data in plan.values.items()]:
             database.wait(writing)
     finally:
         database.close()
-    _write_small_files(store, item, plan, as_step, work)
     return digests
 
 
@@ -123,7 +121,7 @@ class _Database:
 
     def _store(self) -> Any:
         if self._opened is None:
-            ts = import_tensorstore()
+            ts = _import_tensorstore()
             base = {"driver": "file", "path": f"{self._directory}/"}
             context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
             spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool"}
@@ -201,7 +199,7 @@ class _Database:
         return True
 
 
-def import_tensorstore() -> Any:
+def _import_tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
@@ -213,7 +211,7 @@ def import_tensorstore() -> Any:
 
 
 def _write_small_files(
-    store: LocalStore, item: str, plan: OrbaxPlan, as_step: bool, work: Work
+    store: Store, item: Store, plan: OrbaxPlan, as_step: bool, work: Work
 ) -> None:
     now = time.time_ns()
     user = dict(work.source.saved.user)
@@ -228,26 +226,25 @@ def _write_small_files(
         "custom_metadata": user,
     }
     for name, data in plan.files.items():
-        LocalStore(item).put(name, data)
+        item.put(name, data)
     if as_step:
-        LocalStore(item).put(COMMITTED, b"Converted by Ostraka")
+        item.put(COMMITTED, b"Converted by Ostraka")
     store.put(STEP_METADATA, json.dumps(about).encode())
     store.put(COMMITTED, b"Converted by Ostraka")
 
 
-def check_orbax(work: Work, plan: OrbaxPlan, store: LocalStore, digests: Digests) -> None:
+def _check(work: Work, plan: OrbaxPlan, store: Store, digests: Digests) -> None:
     """Read the result as an Orbax checkpoint, and compare it. Raises Damaged."""
     found = open_source(store)
     leaves = {leaf.path: leaf.value for leaf in leaves_of(found.tree)}
-    numbers: Mapping[int, Any] = {array.item: leaves.get(array.path) for array in plan.arrays}
-    lost = [array for array in plan.arrays if not isinstance(leaves.get(array.path), ArrayNumber)]
-    lost = [array for array in lost if array.spec.kind != "scalar"]
-    if lost:
-        problem = Problem("_METADATA", "an array was not found again", (lost[0].path,))
-        raise Damaged(store.location, [problem])
-    of_arrays = {
-        piece: digest
-        for piece, digest in digests.items()
-        if isinstance(numbers[piece.item], ArrayNumber)
+    numbers = {
+        array.item: value.number
+        for array in plan.arrays
+        if isinstance(value := leaves.get(array.path), ArrayNumber)
     }
-    check_source(work, of_arrays, found, lambda piece: numbers[piece.item].number)
+    for array in plan.arrays:
+        if array.item not in numbers and array.spec.kind != "scalar":
+            problem = Problem("_METADATA", "an array was not found again", (array.path,))
+            raise Damaged(store.location, [problem])
+    of_arrays = {piece: digest for piece, digest in digests.items() if piece.item in numbers}
+    check_source(work, of_arrays, found, numbers)

@@ -23,9 +23,10 @@ from ostraka.saving.place import find_temporaries
 from ostraka.saving.save import SaveOptions
 from ostraka.storage import ANYTHING, FileWriter, Store
 from ostraka.transfer._streamed import BoxReader, StreamedValue, save_streamed
-from ostraka.transfer.convert._read_back import check_source
 from ostraka.transfer.convert._workplace import create_or_keep, log_start_over
-from ostraka.transfer.convert.work import Array, ItemBox, Work, band_bytes, digest_of, slab_grid
+from ostraka.transfer.convert.work import Array, ItemBox, Work, check_source, digest_of
+from ostraka.tree.json_tree import encode
+from ostraka.tree.nodes import find_shared
 
 
 def write_ostraka(work: Work, target: Store, save_id: str, *, compress: CompressRule) -> None:
@@ -33,12 +34,18 @@ def write_ostraka(work: Work, target: Store, save_id: str, *, compress: Compress
 
     Raises PathInTheWay if the target has another checkpoint.
     """
-    if _is_there(target, save_id):
+    found = open_ostraka(target)
+    if found is not None:
+        if found.saved.id != save_id:
+            raise PathInTheWay(
+                f"{target.location} has another checkpoint, which is not replaced; remove it, or "
+                "give another path"
+            )
         return
     own = _format.shards_directory(save_id)
     if any(_format.is_shards_directory(name) and name != own for name in target.list()):
         log_start_over(target.location)  # The save removes them.
-    tree, leaves, items = work.document()
+    tree, items = _describe_tree(work)
     store = _ResumedStore(target, own, work.kept)
     digests: dict[ItemBox, str] = {}
     reader = BoxReader(
@@ -57,10 +64,10 @@ def write_ostraka(work: Work, target: Store, save_id: str, *, compress: Compress
         return array
 
     values = [
-        StreamedValue(work.items[item].spec.shape, partial(read, item), band_bytes(work, item))
+        StreamedValue(work.items[item].spec.shape, partial(read, item), work.band_bytes(item))
         for item in items
     ]
-    grids = {number: slab_grid(work, item) for number, item in enumerate(items)}
+    grids = {number: work.slab_grid(item) for number, item in enumerate(items)}
     saved = work.source.saved
     options = SaveOptions(
         compress=compress,
@@ -69,30 +76,33 @@ def write_ostraka(work: Work, target: Store, save_id: str, *, compress: Compress
         save_id=save_id,
         grids={number: grid for number, grid in grids.items() if grid is not None},
     )
+    leaves = tuple(work.items[item].spec for item in items)
     save_streamed(store, replace(saved, tree=tree, leaves=leaves), values, options)
     for name in find_temporaries(target, own):
         target.delete(name)
-    number_of = {item: number for number, item in enumerate(items)}
-    check_source(work, digests, open_source(target), lambda piece: number_of[piece.item])
+    numbers = {item: number for number, item in enumerate(items)}
+    check_source(work, digests, open_source(target), numbers)
 
 
-def _is_there(target: Store, save_id: str) -> bool:
-    found = open_ostraka(target)
-    if found is None:
-        return False
-    if found.saved.id != save_id:
-        raise PathInTheWay(
-            f"{target.location} has another checkpoint, which is not replaced; remove it, or give "
-            "another path"
-        )
-    return True
+def _describe_tree(work: Work) -> tuple[Any, list[int]]:
+    """The tree in the form of `_METADATA`, and the item of each of its arrays."""
+    first: dict[int, int] = {}
+    """Items by the numbers of their arrays in the source."""
+    for at, item in enumerate(work.items):
+        first.setdefault(item.number, at)
+    saved = work.source.saved
+    if work.tree is work.source.tree and len(first) == len(saved.leaves):
+        return saved.tree, [first[number] for number in range(len(first))]
+    new = {number: at for at, number in enumerate(first)}
+    numbers = {item.path: new[item.number] for item in work.items}
+    shared = find_shared(work.tree, lambda value: False).variables
+    return encode(work.tree, numbers, shared), list(first.values())
 
 
 class _ResumedStore:
     """The target as a save sees it: the shards of an interrupted conversion are kept.
 
-    The directory of the shards is hidden from a save, which would delete it. It stays after an
-    error, too, unless the error is one of the source.
+    They stay after an error, too, unless the error is one of the source.
     """
 
     def __init__(self, store: Store, directory: str, kept: Count):
@@ -100,8 +110,8 @@ class _ResumedStore:
         self.at, self.prepare, self.exists = store.at, store.prepare, store.exists
         self.remove_if_empty, self.lock, self.touch = store.remove_if_empty, store.lock, store.touch
         self.get, self.open, self.look, self.files = store.get, store.open, store.look, store.files
+        self.list, self.discard_uploads = store.list, store.discard_uploads
         self.is_link, self.delete_link, self.sync = store.is_link, store.delete_link, store.sync
-        self.discard_uploads = store.discard_uploads
         self.keeps_shards = True
         self._store = store
         self._directory = directory
@@ -109,9 +119,6 @@ class _ResumedStore:
 
     def __str__(self) -> str:
         return self.location
-
-    def list(self) -> list[str]:
-        return [name for name in self._store.list() if name != self._directory]
 
     def create(self, name: str, size: int, *, beside: int = 1, replace: bool = False) -> FileWriter:
         if replace:

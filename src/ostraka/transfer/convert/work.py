@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
+from ostraka.common.dtypes import DTYPES, Dtype, numpy_dtype, to_bytes
 from ostraka.common.memory import Recycled, recycling
 from ostraka.common.progress import Count
-from ostraka.errors import InvalidTree, name_few
+from ostraka.common.threads import StopSignal, batches, run_all
+from ostraka.errors import Damaged, InvalidTree, Problem, name_few
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
 from ostraka.layout import shard_file
@@ -23,7 +24,6 @@ from ostraka.layout.spec import HOST_LOCAL, LeafSpec, Target
 from ostraka.reading.locate import unless_replaced
 from ostraka.reading.view import rename_leaves
 from ostraka.tree import patterns as _pattern
-from ostraka.tree.json_tree import encode
 from ostraka.tree.nodes import (
     ArrayNumber,
     Branch,
@@ -31,7 +31,6 @@ from ostraka.tree.nodes import (
     Leaf,
     Node,
     UnreadableLeaf,
-    find_shared,
     leaves_of,
     prune,
     split,
@@ -43,6 +42,14 @@ Array = np.ndarray[Any, Any]
 _ONE_BY_ONE_BYTES = 24 << 20
 _IDLE_BYTES = 112 << 20
 """Bytes of memory that wait to be used again."""
+BAND_BYTES = 16 << 20
+"""Bytes of an array in row-major order to read at once."""
+SLAB_BYTES = 96 << 20
+"""Bytes of any other array to read at once."""
+_TOGETHER_BYTES = 16 << 20
+"""Bytes of small arrays to read together, since they share blocks of files."""
+_LEAST_RUN_BYTES = 2 << 10
+"""Shorter runs cost more to write one by one than reading the source again."""
 _RESERVED = "__metadata__"
 """The name in safetensors headers that is no tensor."""
 
@@ -73,8 +80,6 @@ class Work:
     source: Source
     tree: Node
     items: tuple[ConvertItem, ...]
-    is_whole: bool
-    """True if all of the source is converted."""
     memory: Recycled = field(default_factory=lambda: Recycled(_IDLE_BYTES), compare=False)
     """Memory for the boxes that are read."""
     one_by_one: threading.Lock = field(default_factory=threading.Lock, compare=False)
@@ -104,13 +109,9 @@ class Work:
     def read(self, pieces: Sequence[ItemBox]) -> Iterator[tuple[ItemBox, Array]]:
         """Read boxes in the target's dtype, in the order in which they arrive."""
         targets = [Target(self.items[piece.item].number, piece.box) for piece in pieces]
-        nbytes = sum(
-            DTYPES[self.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
-            for piece in pieces
-        )
         with recycling(self.memory), unless_replaced(self.source):
             found = self.source.read(targets)
-            if nbytes > _ONE_BY_ONE_BYTES:
+            if self.nbytes_of(pieces) > _ONE_BY_ONE_BYTES:
                 # To read an array takes memory besides its own, as to transpose it does.
                 with self.one_by_one:
                     found = iter(list(found))
@@ -118,22 +119,86 @@ class Work:
                 dtype = numpy_dtype(self.items[pieces[at].item].spec.dtype)
                 yield pieces[at], array if array.dtype == dtype else array.astype(dtype)
 
-    def document(self) -> tuple[Any, tuple[LeafSpec, ...], tuple[int, ...]]:
-        """The tree in the form of `_METADATA`, its arrays, and the item of each array."""
-        first: dict[int, int] = {}
-        """Items by the numbers of their arrays in the source."""
-        for at, item in enumerate(self.items):
-            first.setdefault(item.number, at)
-        if self.is_whole and len(first) == len(self.source.saved.leaves):
-            order = range(len(self.source.saved.leaves))
-            tree = self.source.saved.tree
-        else:
-            order = list(first)
-            new = {number: at for at, number in enumerate(order)}
-            numbers = {item.path: new[item.number] for item in self.items}
-            tree = encode(self.tree, numbers, find_shared(self.tree, lambda value: False).variables)
-        found = tuple(first[number] for number in order)
-        return tree, tuple(self.items[at].spec for at in found), found
+    # How items are cut into boxes that are read and written at once.
+
+    def slab_grid(self, number: int) -> tuple[int, ...] | None:
+        """The grid of slabs of an item with scattered rows, else None.
+
+        A slab has at most `SLAB_BYTES`, unless a single element of its dimension has more.
+        """
+        item = self.items[number]
+        shape, grid = item.spec.shape, self.source.grid_of(item.number)
+        if (
+            item.spec.mesh != HOST_LOCAL
+            or DTYPES[item.spec.dtype].packed
+            or len(grid) != len(shape)
+        ):
+            return None
+        first = next((dimension for dimension, n in enumerate(shape) if n > 1), 0)
+        cut = [dimension for dimension, parts in enumerate(grid) if parts > 1]
+        if not cut or cut[-1] <= first:
+            return None
+        missing = -(-prod(shape) * _element_bytes(item.spec) // SLAB_BYTES)
+        found = [1] * len(shape)
+        for dimension in cut:
+            most = shape[dimension] if dimension == cut[-1] else grid[dimension]
+            found[dimension] = max(min(missing, most), 1)
+            missing = -(-missing // found[dimension])
+        return tuple(found)
+
+    def band_bytes(self, number: int) -> int:
+        """The bytes of an item to read at once."""
+        return BAND_BYTES if self.slab_grid(number) is None else SLAB_BYTES
+
+    def bands_of(self, number: int) -> list[ItemBox]:
+        """The bands of an item, in the order of its elements."""
+        spec = self.items[number].spec
+        whole = _box.full(spec.shape)
+        most = self.band_bytes(number) // _element_bytes(spec)
+        return [ItemBox(number, band) for band in _box.bands(whole, whole, most)]
+
+    def slabs_of(self, number: int) -> list[ItemBox]:
+        """The bands of an item, or its slabs if its rows are scattered in the source."""
+        grid, spec = self.slab_grid(number), self.items[number].spec
+        if grid is None or not spec.nbytes:
+            return self.bands_of(number)
+        slabs = [_box.cell(spec.shape, grid, at) for at in range(prod(grid))]
+        run, _ = _box.runs(slabs[0], spec.shape)
+        if run * numpy_dtype(spec.dtype).itemsize < _LEAST_RUN_BYTES and len(slabs) > 1:
+            return self.bands_of(number)
+        return [ItemBox(number, slab) for slab in slabs]
+
+    def nbytes_of(self, pieces: Sequence[ItemBox]) -> int:
+        """The bytes of boxes in the target."""
+        dtypes = [DTYPES[self.items[piece.item].spec.dtype] for piece in pieces]
+        counts = (_box.count(piece.box) for piece in pieces)
+        return sum(map(Dtype.nbytes, dtypes, counts))
+
+    def offset_of(self, piece: ItemBox) -> int:
+        """The offset of a box in the bytes of its item."""
+        spec = self.items[piece.item].spec
+        start, _ = _box.flat_span(piece.box, _box.full(spec.shape))
+        return start * DTYPES[spec.dtype].bits // 8
+
+    def is_contiguous(self, piece: ItemBox) -> bool:
+        """True if the bytes of a box are contiguous in its item."""
+        whole = _box.full(self.items[piece.item].spec.shape)
+        return _box.is_contiguous(piece.box, whole)
+
+    def together(
+        self, pieces: Sequence[ItemBox], most_bytes: int | None = None
+    ) -> Iterator[list[ItemBox]]:
+        """Group boxes to read at once, small ones together."""
+
+        def memory_of(piece: ItemBox) -> int:
+            return _box.count(piece.box) * numpy_dtype(self.items[piece.item].spec.dtype).itemsize
+
+        return batches(pieces, memory_of, most_bytes or _TOGETHER_BYTES)
+
+
+def _element_bytes(spec: LeafSpec) -> int:
+    """Bytes of an element in the source or in the target, whichever is more."""
+    return max(numpy_dtype(dtype).itemsize for dtype in (spec.dtype, spec.cast_from or spec.dtype))
 
 
 def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
@@ -169,7 +234,7 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
     if dtype is not None:
         check_dtype_rule(dtype, [item.spec for item in items])
         items = [item._replace(spec=cast_leaf(item.spec, dtype)) for item in items]
-    return Work(source, tree, tuple(items), is_whole=only is None)
+    return Work(source, tree, tuple(items))
 
 
 def _keys_of(tree: Node) -> dict[str, str]:
@@ -190,7 +255,7 @@ def without_leaves(work: Work, paths: Sequence[str]) -> Work:
     left_out = {*paths}
     tree = prune(work.tree, lambda leaf: leaf.path not in left_out)
     items = tuple(item for item in work.items if item.path not in left_out)
-    return replace(work, tree=tree or work.tree, items=items, is_whole=False)
+    return replace(work, tree=tree or work.tree, items=items)
 
 
 def with_names(work: Work, rename: Mapping[str, str] | None, *, dots: bool) -> Work:
@@ -229,104 +294,31 @@ Digests = Mapping[ItemBox, str]
 """Digests of the boxes that were read from the source."""
 
 
-# How items are cut into boxes that are read and written at once. Pure.
+# Reading back
 
 
-BAND_BYTES = 16 << 20
-"""Bytes of an array in row-major order to read at once."""
-SLAB_BYTES = 96 << 20
-"""Bytes of any other array to read at once."""
-_TOGETHER_BYTES = 16 << 20
-"""Bytes of small arrays to read together, since they share blocks of files."""
-_LEAST_RUN_BYTES = 2 << 10
-"""Shorter runs cost more to write one by one than reading the source again."""
+def not_as_written(location: str, file: str, *paths: str) -> Damaged:
+    found = "what was read back is not what was written; convert again, and check the disk"
+    return Damaged(location, [Problem(file, found, paths)])
 
 
-def slab_grid(work: Work, number: int) -> tuple[int, ...] | None:
-    """The grid of slabs of an item with scattered rows, else None.
+def check_source(work: Work, digests: Digests, found: Source, numbers: Mapping[int, int]) -> None:
+    """Compare boxes with those of the result, read as a checkpoint. Raises Damaged.
 
-    A slab has at most `SLAB_BYTES`, unless a single element of its dimension has more.
+    `numbers` has the number of the array of each item.
     """
-    item = work.items[number]
-    shape, grid = item.spec.shape, work.source.grid_of(item.number)
-    if item.spec.mesh != HOST_LOCAL or DTYPES[item.spec.dtype].packed or len(grid) != len(shape):
-        return None
-    first = next((dimension for dimension, n in enumerate(shape) if n > 1), 0)
-    cut = [dimension for dimension, parts in enumerate(grid) if parts > 1]
-    if not cut or cut[-1] <= first:
-        return None
-    missing = -(-prod(shape) * _element_bytes(item.spec) // SLAB_BYTES)
-    found = [1] * len(shape)
-    for dimension in cut:
-        most = shape[dimension] if dimension == cut[-1] else grid[dimension]
-        found[dimension] = max(min(missing, most), 1)
-        missing = -(-missing // found[dimension])
-    return tuple(found)
+    stop = StopSignal()
 
+    def check(group: Sequence[ItemBox]) -> None:
+        targets = [Target(numbers[piece.item], piece.box) for piece in group]
+        with recycling(work.memory), unless_replaced(found):
+            for at, array in found.read(targets):
+                stop.check()
+                piece = group[at]
+                item = work.items[piece.item]
+                is_same = array.dtype == numpy_dtype(item.spec.dtype)
+                if not is_same or digest_of(array) != digests[piece]:
+                    raise not_as_written(found.location, found.location, item.path)
+                work.progress.add(array.nbytes)
 
-def band_bytes(work: Work, number: int) -> int:
-    """The bytes of an item to read at once."""
-    return BAND_BYTES if slab_grid(work, number) is None else SLAB_BYTES
-
-
-def bands_of(work: Work, number: int) -> list[ItemBox]:
-    """The bands of an item, in the order of its elements."""
-    spec = work.items[number].spec
-    whole = _box.full(spec.shape)
-    most = band_bytes(work, number) // _element_bytes(spec)
-    bands = _box.bands(whole, whole, most) if _box.count(whole) else [whole]
-    return [ItemBox(number, band) for band in bands]
-
-
-def slabs_of(work: Work, number: int) -> list[ItemBox]:
-    """The bands of an item, or its slabs if its rows are scattered in the source."""
-    grid, spec = slab_grid(work, number), work.items[number].spec
-    if grid is None or not spec.nbytes:
-        return bands_of(work, number)
-    slabs = [_box.cell(spec.shape, grid, at) for at in range(prod(grid))]
-    run, _ = _box.runs(slabs[0], spec.shape)
-    if run * numpy_dtype(spec.dtype).itemsize < _LEAST_RUN_BYTES and len(slabs) > 1:
-        return bands_of(work, number)
-    return [ItemBox(number, slab) for slab in slabs]
-
-
-def _element_bytes(spec: LeafSpec) -> int:
-    """Bytes of an element in the source or in the target, whichever is more."""
-    return max(numpy_dtype(dtype).itemsize for dtype in (spec.dtype, spec.cast_from or spec.dtype))
-
-
-def piece_bytes(work: Work, piece: ItemBox) -> int:
-    return DTYPES[work.items[piece.item].spec.dtype].nbytes(_box.count(piece.box))
-
-
-def offset_of(work: Work, piece: ItemBox) -> int:
-    """The offset of a box in the bytes of its item."""
-    spec = work.items[piece.item].spec
-    if not _box.count(piece.box):
-        return 0
-    start, _ = _box.flat_span(piece.box, _box.full(spec.shape))
-    return start * DTYPES[spec.dtype].bits // 8
-
-
-def is_contiguous(work: Work, piece: ItemBox) -> bool:
-    """True if the bytes of a box are contiguous in its item."""
-    whole = _box.full(work.items[piece.item].spec.shape)
-    return not _box.count(piece.box) or _box.is_contiguous(piece.box, whole)
-
-
-def read_together(
-    work: Work, pieces: Sequence[ItemBox], most_bytes: int | None = None
-) -> Iterator[list[ItemBox]]:
-    """Group boxes to read at once, small ones together."""
-    most_bytes = most_bytes or _TOGETHER_BYTES
-    group: list[ItemBox] = []
-    group_bytes = 0
-    for piece in pieces:
-        nbytes = _box.count(piece.box) * numpy_dtype(work.items[piece.item].spec.dtype).itemsize
-        if group and group_bytes + nbytes > most_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(piece)
-        group_bytes += nbytes
-    if group:
-        yield group
+    run_all(check, work.together(list(digests)), threads=2, stop=stop)
