@@ -72,7 +72,7 @@ def convert(
             target,
             only=only or None,
             rename=dict(map(_pair, rename)) or None,
-            on_bytes=bar.move_to,
+            on_bytes=bar,
             **options,
         )
     echo_report(report, as_json=as_json)

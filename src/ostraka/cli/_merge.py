@@ -65,7 +65,7 @@ def merge(
             lora=lora,
             take=dict(map(_rule, take)) or None,
             only=only or None,
-            on_bytes=bar.move_to,
+            on_bytes=bar,
             **saving,
         )
     echo_report(report, as_json=as_json)

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import click
 
+from ostraka.common.progress import OnBytes
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.common.units import human_bytes
 from ostraka.errors import printable
@@ -175,21 +176,11 @@ def _is_long(value: Any) -> TypeGuard[int]:
     return type(value) is int and value.bit_length() > 3 * _MOST_DIGITS
 
 
-class Bar:
-    """The progress of long work. This class draws nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Count further bytes as done."""
-
-    def move_to(self, done_bytes: int, total_bytes: int) -> None:
-        """Set how many bytes are done, of how many."""
-
-
 @contextmanager
-def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
+def progress(what: str, total_bytes: int | None = None) -> Generator[OnBytes]:
     """A bar on stderr if that is a terminal. It disappears at the end."""
     if not sys.stderr.isatty():
-        yield Bar()
+        yield lambda done, total: None
         return
     from rich import progress as rich_progress
     from rich.console import Console
@@ -201,15 +192,7 @@ def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-
-    class RichBar(Bar):
-        def advance(self, nbytes: int) -> None:
-            shown.advance(task, nbytes)
-
-        def move_to(self, done_bytes: int, total_bytes: int) -> None:
-            shown.update(task, completed=done_bytes, total=total_bytes)
-
     shown = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
     with shown:
         task = shown.add_task(printable(what), total=total_bytes)
-        yield RichBar()
+        yield lambda done, total: shown.update(task, completed=done, total=total)

@@ -54,7 +54,7 @@ def repair(
     for place in places:
         with progress(f"repairing {place}") as bar:
             report = integrity.repair(
-                place, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar.move_to
+                place, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar
             )
         reports.append(report)
         if not as_json:

@@ -156,9 +156,11 @@ def _show_tree(
 ) -> None:
     found: Mapping[int, Statistics] = {}
     if stats:
-        from ostraka.cli._show_arrays import statistics_of_rows
+        from ostraka.cli._measure import statistics_of
 
-        found = statistics_of_rows(source, chosen)
+        found = statistics_of(
+            source, sorted({n for row in chosen if (n := row.number) is not None})
+        )
     if depth is not None and not as_json:
         chosen = _tree.summed_up(chosen, depth)
     if sort != "tree":

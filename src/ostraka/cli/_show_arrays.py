@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
 import click
 import numpy as np
 
-from ostraka.cli._measure import (
-    NotFinite,
-    Statistics,
-    as_numbers,
-    count_not_finite,
-    may_be_not_finite,
-    statistics_of,
-)
+from ostraka.cli._measure import Statistics, as_numbers, count_not_finite, statistics_of
 from ostraka.cli._output import (
     Table,
     echo_json,
     echo_lines,
     human_number,
     json_number,
-    progress,
     show_shape,
 )
 from ostraka.cli._tree import (
@@ -39,7 +29,7 @@ from ostraka.cli._tree import (
     sharding_of,
     title,
 )
-from ostraka.common.dtypes import numpy_dtype
+from ostraka.common.dtypes import is_inexact, numpy_dtype
 from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidSharding, count_of, printable
 from ostraka.formats.source import Source
@@ -68,7 +58,7 @@ def show_leaf(
     leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)
     elements = None if index is None else _read_slice(source, row.number, index)
-    found = statistics_of_rows(source, [row])[row.number] if stats else None
+    found = statistics_of(source, [row.number])[row.number] if stats else None
     if as_json:
         echo_json(_describe(source, row, index, elements, found))
         return
@@ -185,13 +175,6 @@ def _print(elements: np.ndarray[Any, Any]) -> list[str]:
     return np.array2string(elements, max_line_width=width, threshold=400).splitlines()
 
 
-def statistics_of_rows(source: Source, rows: Sequence[LeafRow]) -> dict[int, Statistics]:
-    """The statistics of the arrays in some rows, by their numbers."""
-    numbers = {row.number for row in rows if row.number is not None}
-    with progress("reading", sum(source.saved.leaves[n].nbytes for n in numbers)) as bar:
-        return statistics_of(source, sorted(numbers), on_bytes=bar.advance)
-
-
 def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
     of_what = " of magnitudes" if leaf.dtype.startswith("complex") else ""
     shown = {
@@ -258,19 +241,18 @@ def _plain(elements: np.ndarray[Any, Any]) -> Any:
 def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -> bool:
     """List the leaves with NaN or infinity. Returns True if there are none."""
     found = _count(source, rows)
-    total = sum(found.values(), NotFinite())
-    bad = [row for row in rows if found.get(row.path)]
+    total = sum(found.values(), Statistics())
+    bad = [row for row in rows if row.path in found and not found[row.path].is_finite]
     if as_json:
         document = {
             "path": source.location,
-            "finite": not total,
-            "nan": total.nan,
-            "infinite": total.infinite,
+            "finite": total.is_finite,
+            **_counts(total),
             "leaves_read": len(found),
-            "leaves": [describe_row(source.saved, row) | asdict(found[row.path]) for row in bad],
+            "leaves": [describe_row(source.saved, row) | _counts(found[row.path]) for row in bad],
         }
         echo_json(document)
-        return not total
+        return total.is_finite
     lines = [title(source), ""]
     if bad:
         table = Table(("leaf", "dtype", "shape", "nan", "inf"), right=("nan", "inf"))
@@ -284,7 +266,7 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
             table.add(*cells, colour="red")
         lines += [*table.lines(), ""]
     looked_at = count_of(len(found), "leaf")
-    if total:
+    if not total.is_finite:
         lines.append(
             f"NaN or infinity in {len(bad):,} of {looked_at} of floating-point numbers: "
             f"{total.nan:,} NaN, {total.infinite:,} infinite"
@@ -292,27 +274,24 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
     else:
         lines.append(f"no NaN and no infinity in {looked_at} of floating-point numbers")
     echo_lines(lines)
-    return not total
+    return total.is_finite
 
 
-def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, NotFinite]:
+def _counts(found: Statistics) -> dict[str, int]:
+    return {"nan": found.nan, "infinite": found.infinite}
+
+
+def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, Statistics]:
     """The counts for each leaf of floating-point numbers, at the first path of an array."""
     leaves = source.saved.leaves
     found = {
-        row.path: _of_value(row.value) for row in rows if isinstance(row.value, float | complex)
+        row.path: count_not_finite(np.asarray(row.value))
+        for row in rows
+        if isinstance(row.value, float | complex)
     }
     arrays: dict[int, LeafRow] = {}
     for row in rows:
-        if row.number is not None and may_be_not_finite(leaves[row.number].dtype):
+        if row.number is not None and is_inexact(leaves[row.number].dtype):
             arrays.setdefault(row.number, row)
-    nbytes = sum(leaves[number].nbytes for number in arrays)
-    with progress("reading", nbytes) as bar:
-        counted = count_not_finite(source, list(arrays), on_bytes=bar.advance)
+    counted = statistics_of(source, arrays, count_not_finite)
     return found | {arrays[number].path: counts for number, counts in counted.items()}
-
-
-def _of_value(value: float | complex) -> NotFinite:
-    parts = (value.real, value.imag)
-    if any(map(math.isnan, parts)):
-        return NotFinite(nan=1)
-    return NotFinite(infinite=int(any(map(math.isinf, parts))))

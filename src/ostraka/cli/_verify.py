@@ -74,7 +74,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
 def check(path: str, *, read: bool = True) -> integrity.Report:
     """Verify one checkpoint, with a bar on a terminal."""
     with progress(f"verifying {path}") as bar:
-        return integrity.verify(path, raises=False, read=read, on_bytes=bar.move_to)
+        return integrity.verify(path, raises=False, read=read, on_bytes=bar)
 
 
 def _echo_indented(texts: Sequence[str]) -> None:
