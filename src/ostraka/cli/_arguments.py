@@ -105,33 +105,17 @@ _LONGEST_S = 1e12
 _DURATIONS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
-def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A click type from a parser that raises ValueError."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return convert
-
-
-parse_size = _unit(units.parse_size)
-parse_rate = _unit(units.parse_rate)
-
-
 def parse_duration(text: str) -> float:
     """The seconds of `4h`, `30min` or `86400s`. A number needs a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?", text.strip().lower())
     if found is not None and found[2] is None:
-        raise click.BadParameter(
+        raise ValueError(
             f"{text!r} has no unit; write {found[1]}h for hours, or {found[1]}s, {found[1]}min, "
             f"{found[1]}d"
         )
     seconds = 0.0 if found is None else float(found[1]) * _DURATIONS[found[2]]
     if not 0 < seconds < _LONGEST_S:
-        raise click.BadParameter(f"{text!r} is no duration; write it as 4h, 30min, 2d or 3600s")
+        raise ValueError(f"{text!r} is no duration; write it as 4h, 30min, 2d or 3600s")
     return seconds
 
 
@@ -142,6 +126,31 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, equals, size = (part.strip() for part in axis.partition("="))
         is_size = size.isdecimal() and int(size) > 0
         if not (name and equals and is_size) or name in sizes:
-            raise click.BadParameter(f"{text!r} is no mesh; write it as data=64,model=8")
+            raise ValueError(text)
         sizes[name] = int(size)
     return sizes
+
+
+def parsed(
+    name: str, parse: Callable[[str], Any], problem: str | None = None
+) -> Callable[[str], Any]:
+    """A click type that help shows as `name`, from a parser that raises ValueError.
+
+    The message for a wrong word is that of the ValueError, or the word and its `problem`.
+    """
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            message = str(error) if problem is None else f"{text!r} {problem}"
+            raise click.BadParameter(message) from error
+
+    convert.__name__ = name
+    return convert
+
+
+AXES = parsed("AXES", parse_mesh, "is no mesh; write it as data=64,model=8")
+RATE = parsed("RATE", units.parse_rate)
+SIZE = parsed("SIZE", units.parse_size)
+TIME = parsed("TIME", parse_duration)

@@ -6,10 +6,17 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, names_option, path_argument
+from ostraka.cli._arguments import json_option, names_option, parsed, path_argument
 from ostraka.cli._output import echo_report, progress
 
 _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise ValueError(text)
+    return old, new
 
 
 @click.command()
@@ -26,7 +33,7 @@ _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
 @click.option(
     "--rename",
     multiple=True,
-    metavar="OLD=NEW",
+    type=parsed("OLD=NEW", _pair, "is no OLD=NEW, such as model=transformer"),
     help="Tensors of leaves below OLD begin with NEW; 'OLD=' drops it. Can be repeated.",
 )
 @click.option("--config", metavar="FILE", help="The config.json of the result; for --to hf.")
@@ -35,7 +42,7 @@ def convert(
     source: str,
     target: str,
     only: tuple[str, ...],
-    rename: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -71,15 +78,8 @@ def convert(
             source,
             target,
             only=only or None,
-            rename=dict(map(_pair, rename)) or None,
+            rename=dict(rename) or None,
             on_bytes=bar,
             **options,
         )
     echo_report(report, as_json=as_json)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not old or not equals:
-        raise click.BadParameter(f"{text!r} is no OLD=NEW, such as model=transformer")
-    return old, new

@@ -109,7 +109,7 @@ def diff(
         [a, b], lambda found: compare(found[0], found[1], options), partial(_open, names=names)
     )
     if pattern and not found.leaves:
-        raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
+        raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}")
     if as_json:
         containers = [{"path": path, "a": one, "b": other} for path, one, other in found.containers]
         echo_json(

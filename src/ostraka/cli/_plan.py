@@ -11,14 +11,14 @@ import click
 from click.core import ParameterSource
 
 from ostraka.cli._arguments import (
+    AXES,
+    RATE,
+    SIZE,
+    TIME,
     complete_models,
     complete_optimizers,
     complete_rules,
     json_option,
-    parse_duration,
-    parse_mesh,
-    parse_rate,
-    parse_size,
 )
 from ostraka.errors import OstrakaError, store_error
 
@@ -36,7 +36,7 @@ _LIST = ""
 
 @click.command()
 @click.argument("source", required=False, metavar="SOURCE", shell_complete=complete_models)
-@click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
+@click.option("--mesh", type=AXES, help="Axes and sizes: data=64,model=8.")
 @click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
 @click.option(
     "--rules",
@@ -64,28 +64,21 @@ _LIST = ""
 @click.option("--parity", type=click.IntRange(0, 2), default=0, help="Parity files, as in save.")
 @click.option(
     "--max-file-bytes",
-    type=parse_size,
-    metavar="SIZE",
+    type=SIZE,
     help="Split files here, as in save.",
 )
-@click.option(
-    "--onto", type=parse_mesh, metavar="AXES", multiple=True, help="Plan a restore onto this mesh."
-)
+@click.option("--onto", type=AXES, multiple=True, help="Plan a restore onto this mesh.")
 @click.option("--onto-hosts", type=click.IntRange(1), help="Default: the same devices per host.")
-@click.option(
-    "--write-bandwidth", type=parse_rate, metavar="RATE", help="Of one host: 2GB/s, 25Gbit/s."
-)
-@click.option("--read-bandwidth", type=parse_rate, metavar="RATE", help="Of one host.")
+@click.option("--write-bandwidth", type=RATE, help="Of one host: 2GB/s, 25Gbit/s.")
+@click.option("--read-bandwidth", type=RATE, help="Of one host.")
 @click.option(
     "--storage-bandwidth",
-    type=parse_rate,
-    metavar="RATE",
+    type=RATE,
     help="Of the storage, for all hosts together.",
 )
 @click.option(
     "--device-bandwidth",
-    type=parse_rate,
-    metavar="RATE",
+    type=RATE,
     help="From a host's devices to its memory: how long save_async blocks.",
 )
 @click.option(
@@ -94,16 +87,11 @@ _LIST = ""
 @click.option("--keep", type=click.IntRange(1), help="Storage for this number of checkpoints.")
 @click.option(
     "--mtbf",
-    type=parse_duration,
-    metavar="TIME",
+    type=TIME,
     help="Mean time between failures of the whole job, with its unit: 4h.",
 )
-@click.option(
-    "--max-file", type=parse_size, metavar="SIZE", help="Exit with 3 if a file is larger."
-)
-@click.option(
-    "--max-host-memory", type=parse_size, metavar="SIZE", help="Exit with 3 if a save takes more."
-)
+@click.option("--max-file", type=SIZE, help="Exit with 3 if a file is larger.")
+@click.option("--max-host-memory", type=SIZE, help="Exit with 3 if a save takes more.")
 @click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
 @json_option("Print all of it as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ostraka.cli._arguments import complete_steps, json_option, path_argument
+from ostraka.cli._arguments import complete_steps, json_option, parsed, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
 from ostraka.cli._roots import file_bytes, open_root, removal_lines
 from ostraka.errors import count_of
@@ -13,23 +13,22 @@ from ostraka.manager.retain import remove_step
 from ostraka.manager.steps import Root, Step, no_such_step
 
 
-def _parse_steps(
-    ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
-) -> tuple[int, ...]:
-    """Steps by their numbers or by the names of their directories."""
-    numbers = [step_of(text.rstrip("/").rsplit("/", 1)[-1]) for text in given]
-    for text, number in zip(given, numbers, strict=True):
-        if number is None:
-            raise click.BadParameter(
-                f"{text!r} is no step; give its number, as ostraka ls shows it", ctx, param
-            )
-    return tuple(number for number in numbers if number is not None)
+def _parse_step(text: str) -> int:
+    """A step by its number or by the name of its directory."""
+    number = step_of(text.rstrip("/").rsplit("/", 1)[-1])
+    if number is None:
+        raise ValueError(f"{text!r} is no step; give its number, as ostraka ls shows it")
+    return number
 
 
 @click.command()
 @path_argument("root")
 @click.argument(
-    "step", nargs=-1, required=True, callback=_parse_steps, shell_complete=complete_steps
+    "step",
+    nargs=-1,
+    required=True,
+    type=parsed("STEP", _parse_step),
+    shell_complete=complete_steps,
 )
 @click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
 @click.option(
@@ -87,6 +86,5 @@ def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
         if reason:
             raise click.UsageError(
                 f"step {step.step} in {root.location} is {reason}; nothing was removed, and "
-                "--force removes it, too",
-                click.get_current_context(),
+                "--force removes it, too"
             )

@@ -37,6 +37,7 @@ from ostraka.layout import box as _box
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.reading.lazy import bounding_box
 from ostraka.sharding.drawing import draw
+from ostraka.sharding.leaves import every_dimension
 
 _MOST_BOXES = 32
 _MOST_DRAWINGS = 8
@@ -46,12 +47,11 @@ _MOST_SLICE_BYTES = 64 << 20
 def show_leaf(
     source: Source,
     row: LeafRow,
-    *,
     index: str | None,
-    stats: bool,
     dimensions: tuple[int, int] | None,
+    *,
+    stats: bool,
     as_json: bool,
-    **_: Any,
 ) -> None:
     """Print one array: its placement, and the elements or statistics that were asked for."""
     assert row.number is not None
@@ -88,16 +88,14 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
     if mesh is None or not mesh.axis_names:
         if dimensions is not None:
             raise click.UsageError(
-                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none",
-                click.get_current_context(),
+                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none"
             )
         return []
-    whole = ((),) * (len(leaf.shape) - len(leaf.partition))
+    partition = every_dimension(leaf.partition, len(leaf.shape))
     try:
-        partition = leaf.partition + whole
         text = draw(leaf.shape, mesh, partition, dimensions=dimensions, most=_MOST_DRAWINGS)
     except InvalidSharding as error:
-        raise click.UsageError(f"--dimensions: {error}", click.get_current_context()) from error
+        raise click.UsageError(f"--dimensions: {error}") from error
     return [printable(line) for line in text.splitlines()]
 
 
@@ -144,23 +142,21 @@ def _parse_index(text: str) -> Any:
 
 def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
     leaf = source.saved.leaves[number]
-    context = click.get_current_context()
     try:
         index = [_parse_index(part.strip()) for part in text.strip().strip("[]").split(",")]
     except ValueError:
         raise click.UsageError(
-            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'", context
+            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'"
         ) from None
     try:
         box, within = bounding_box(leaf, index)
     except IndexError as error:
-        raise click.UsageError(f"--slice {text!r}: {error}", context) from error
+        raise click.UsageError(f"--slice {text!r}: {error}") from error
     nbytes = prod(_box.shape_of(box)) * numpy_dtype(leaf.dtype).itemsize
     if nbytes > _MOST_SLICE_BYTES:
         raise click.UsageError(
             f"--slice {text!r} spans {human_bytes(nbytes)}, more than "
-            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats",
-            context,
+            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats"
         )
     ((_, array),) = source.read([Target(number, box)])
     return np.asarray(array[(*within, ...)])

@@ -12,7 +12,7 @@ from datetime import datetime
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import json_option, parsed, path_argument
 from ostraka.cli._output import echo, echo_json, human_size
 from ostraka.cli._roots import describe_step, open_root, show_metrics
 from ostraka.errors import printable
@@ -23,15 +23,13 @@ from ostraka.storage import open_store
 _TERMINATED = 128 + signal.SIGTERM
 
 
-def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> list[str] | None:
-    if given is None:
-        return None
+def _split(text: str) -> list[str]:
     try:
-        words = shlex.split(given)
+        words = shlex.split(text)
     except ValueError as error:
-        raise click.BadParameter(f"{given!r}: {error}", ctx, param) from error
+        raise ValueError(f"{text!r}: {error}") from error
     if not words:
-        raise click.BadParameter("it is empty; give a command", ctx, param)
+        raise ValueError("it is empty; give a command")
     return words
 
 
@@ -57,8 +55,7 @@ def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> lis
 @click.option(
     "--exec",
     "command",
-    metavar="COMMAND",
-    callback=_split,
+    type=parsed("COMMAND", _split),
     help="Run this for each step, with {step} and {path} replaced.",
 )
 @json_option("Print a line of JSON for each step.")
