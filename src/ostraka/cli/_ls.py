@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from ostraka.cli._arguments import json_option, path_argument
@@ -60,8 +58,7 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
         _Entry(root, step, verified and not step.is_foreign) for step in ascending(root.scan())
     ]
     if as_json:
-        steps = [entry.described | entry.describe_state() for entry in entries]
-        echo_json({"root": root.location, "steps": steps})
+        echo_json({"root": root.location, "steps": [entry.document for entry in entries]})
     else:
         _print(root, entries)
     bad = [entry for entry in entries if entry.problems]
@@ -75,12 +72,18 @@ class _Entry:
 
     def __init__(self, root: Root, step: Step, verified: bool):
         self.step = step
-        self.described = describe_step(root, step)
-        self.nbytes: int | None = self.described["bytes"]
-        is_checked = verified and not step.problems
-        self.report = check(self.described["path"]) if is_checked else None
+        described = describe_step(root, step)
+        self.nbytes: int | None = described["bytes"]
+        self.report = check(described["path"]) if verified and not step.problems else None
         self.problems = self.report.problems if self.report else step.problems
         self.forbidden = bool(step.problems) and is_forbidden(root, step)
+        self.document = described | {
+            "format": step.format,
+            "foreign": step.is_foreign,
+            "pinned": step.pinned,
+            "verified": self.report is not None,
+            "problems": [str(problem) for problem in self.problems],
+        }
 
     @property
     def state(self) -> str:
@@ -93,15 +96,6 @@ class _Entry:
         if self.step.is_foreign:
             return "complete, foreign (Orbax)"
         return "intact" if self.report else "complete"
-
-    def describe_state(self) -> dict[str, Any]:
-        return {
-            "format": self.step.format,
-            "foreign": self.step.is_foreign,
-            "pinned": self.step.pinned,
-            "verified": self.report is not None,
-            "problems": [str(problem) for problem in self.problems],
-        }
 
 
 def _print(root: Root, entries: list[_Entry]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 
 from ostraka.cli._arguments import complete_steps, json_option, parsed, path_argument
@@ -50,35 +52,33 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
       ostraka rm runs 100 200 --yes
     """
     place = open_root(root)
-    steps = place.scan()
-    chosen: list[Step] = []
-    for number in dict.fromkeys(step):
-        found = next((one for one in steps if one.step == number), None)
-        if found is None:
-            raise no_such_step(place.location, number, [one.step for one in steps])
-        chosen.append(found)
+    steps = {one.step: one for one in place.scan()}
+    for number in step:
+        if number not in steps:
+            raise no_such_step(place.location, number, list(steps))
+    chosen = [steps[number] for number in dict.fromkeys(step)]
     if not force:
-        _protect(place, steps, chosen)
-    sizes = [file_bytes(place, one) for one in chosen]
+        _protect(place, steps.values(), chosen)
+    sizes = {one.step: file_bytes(place, one) for one in chosen}
     if yes:
         for one in chosen:
             remove_step(place, one.step, seen=one, even_if_read=force)
     if as_json:
         entries = [
-            {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}
-            for one, nbytes in zip(chosen, sizes, strict=True)
+            {"step": one.step, "paths": list(map(place.path, one.names)), "bytes": sizes[one.step]}
+            for one in chosen
         ]
         echo_json({"root": place.location, "removed": yes, "steps": entries})
         return
     table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
-    for one, nbytes in zip(chosen, sizes, strict=True):
-        saved = human_age(one.saved_s)
-        table.add(f"{one.step}", human_size(nbytes), saved, ", ".join(one.names))
-    what, total = count_of(len(chosen), "step"), sum(nbytes or 0 for nbytes in sizes)
+    for one in chosen:
+        size, saved = human_size(sizes[one.step]), human_age(one.saved_s)
+        table.add(f"{one.step}", size, saved, ", ".join(one.names))
+    what, total = count_of(len(chosen), "step"), sum(size or 0 for size in sizes.values())
     echo_lines(removal_lines(place.location, table, what, total, removed=yes))
 
 
-def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
+def _protect(root: Root, steps: Iterable[Step], chosen: Iterable[Step]) -> None:
     """Raise UsageError if a step is pinned, or the newest good one."""
     newest = max((step.step for step in steps if step.is_good), default=None)
     for step in chosen:

@@ -108,8 +108,8 @@ def _show(
     of_array = {"--slice": index, "--dimensions": dimensions}
     if nan:
         others = {"--stats": stats, "--files": files, "--depth": depth, **of_array}
-        for option in filter(others.get, others):
-            raise click.UsageError(f"--nan does not go together with {option}; give one")
+        if clash := next(filter(others.get, others), None):
+            raise click.UsageError(f"--nan does not go together with {clash}; give one")
         from ostraka.cli._show_arrays import show_not_finite
 
         return show_not_finite(source, chosen, as_json=as_json)

@@ -6,9 +6,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from datetime import datetime
+from typing import Any
 
 import click
 
@@ -19,8 +20,6 @@ from ostraka.errors import printable
 from ostraka.manager.steps import Root
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.storage import open_store
-
-_TERMINATED = 128 + signal.SIGTERM
 
 
 def _split(text: str) -> list[str]:
@@ -59,15 +58,7 @@ def _split(text: str) -> list[str]:
     help="Run this for each step, with {step} and {path} replaced.",
 )
 @json_option("Print a line of JSON for each step.")
-def watch(
-    root: str,
-    after: int | None,
-    newest_only: bool,
-    backlog: int,
-    timeout_s: float | None,
-    command: list[str] | None,
-    as_json: bool,
-) -> None:
+def watch(root: str, command: list[str] | None, as_json: bool, **options: Any) -> None:
     """Print each step of the directory ROOT as it is committed.
 
     Steps that are already committed come first, then new ones, in ascending order. ROOT need not
@@ -89,15 +80,8 @@ def watch(
     else:
         place = Root(root)
         _warn(f"waiting for {place.location}, where nothing is yet")
-    steps = Watch(
-        place,
-        after=after,
-        newest_only=newest_only,
-        backlog=backlog,
-        timeout_s=timeout_s,
-        warn=_warn,
-    )
-    with _ending_on_sigterm(), closing(steps):
+    # SIGTERM ends the program, so that the lease ends with it.
+    with _on_sigterm(_terminate), closing(Watch(place, warn=_warn, **options)) as steps:
         while (step := steps.wait()) is not None:
             described = describe_step(place, step)
             if as_json:
@@ -141,8 +125,7 @@ def _status_of(words: list[str]) -> int:
         if process is not None:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with _on_sigterm(stop):
         process = subprocess.Popen(words)
         if is_stopped:  # while it began
             process.terminate()
@@ -151,17 +134,18 @@ def _status_of(words: list[str]) -> int:
         except KeyboardInterrupt:
             process.wait()  # Ctrl-C at a terminal is for both: it may have something to clean up.
             raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if is_stopped:
-        sys.exit(_TERMINATED)
+        _terminate()
     return status
 
 
+def _terminate(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
 @contextmanager
-def _ending_on_sigterm() -> Generator[None]:
-    """So that the lease ends with this program."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+def _on_sigterm(action: Callable[..., None]) -> Generator[None]:
+    before = signal.signal(signal.SIGTERM, action)
     try:
         yield
     finally:
