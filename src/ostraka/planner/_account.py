@@ -405,13 +405,6 @@ def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
         key = (leaf.layout, leaf.spec.shape, target.box)
         if key not in counts:
             grid = metadata.layouts[leaf.layout].grid
-            counts[key] = prod(
-                _box.part_of(extent, parts, stop - 1) - _box.part_of(extent, parts, start) + 1
-                if stop > start
-                else 0
-                for extent, parts, (start, stop) in zip(
-                    leaf.spec.shape, grid, target.box, strict=True
-                )
-            )
+            counts[key] = _box.count_overlapping(leaf.spec.shape, grid, target.box)
         total += counts[key]
     return total

@@ -21,7 +21,7 @@ from jax.sharding import (
 from ostraka.errors import InvalidTree, Mismatch
 from ostraka.layout.casts import cast_leaf, check_dtype_rule
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition
-from ostraka.live.parse import is_array, is_key, is_object, parse
+from ostraka.live.parse import is_key, is_object, parse
 from ostraka.live.refuse import check_savable, refuse_empty, refuse_functions
 from ostraka.live.shardings import (
     Devices,
@@ -32,6 +32,7 @@ from ostraka.live.shardings import (
     savable_dtype,
 )
 from ostraka.planner.state import (
+    ONE_DEVICE,
     PlanOptions,
     State,
     describe_abstract,
@@ -40,7 +41,14 @@ from ostraka.planner.state import (
 from ostraka.restoring.destinations import resolve_specs
 from ostraka.saving.agree import number_meshes
 from ostraka.sharding.findings import Finding, raise_errors
-from ostraka.sharding.specs import array_leaves, follow_specs, parse_state, resolve_checked, to_spec
+from ostraka.sharding.specs import (
+    array_leaves,
+    follow_specs,
+    has_shape,
+    parse_state,
+    resolve_checked,
+    to_spec,
+)
 from ostraka.tree.json_tree import encode, encode_state, with_states
 from ostraka.tree.nodes import (
     Branch,
@@ -51,8 +59,6 @@ from ostraka.tree.nodes import (
     find_shared,
     leaves_of,
 )
-
-_ONE_DEVICE = MeshSpec((), (), (0,))
 
 
 def state_of_tree(tree: Any, options: PlanOptions) -> State:
@@ -112,10 +118,6 @@ def state_of_tree(tree: Any, options: PlanOptions) -> State:
         findings=tuple(findings),
         adds_optimizer=options.adds_optimizer,
     )
-
-
-def has_shape(value: Any) -> bool:
-    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
 def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
@@ -263,7 +265,7 @@ class _Places:
         if self._mesh is not None:
             return self._mesh, describe_spec(leaf.path, self._spec_on_mesh(leaf, sharding))
         if sharding is None:
-            return _ONE_DEVICE, ()
+            return ONE_DEVICE, ()
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
             mesh = describe_abstract(sharding.mesh)
             return mesh, describe_spec(leaf.path, sharding.spec)

@@ -7,12 +7,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ostraka.common.dtypes import DTYPES
+from ostraka.common.lifetime import paused_gc
 from ostraka.errors import nearest
-from ostraka.families.families import parameters_of
-from ostraka.layout.spec import LeafSpec, MeshSpec, Partition
-from ostraka.planner.rules import resolve_rules
-from ostraka.planner.state import State, share_devices
+from ostraka.families.families import dtype_of, parameters_of
+from ostraka.layout.spec import LeafSpec, Partition
+from ostraka.planner.rules import read_rules, resolve_rules
+from ostraka.planner.state import ONE_DEVICE, PlanOptions, State, host_count, share_devices
 from ostraka.sharding.leaves import cut_as, kept_dimensions, without_trailing
 from ostraka.tree.nodes import nest
 
@@ -22,7 +25,12 @@ OptimizerLeaf = tuple[str, tuple[int, ...], str, str | None]
 """Path, shape, dtype, and the path of the parameter that it belongs to."""
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "adafactor", "lion", "none")
-_MOMENTS = {"adam": ("mu", "nu"), "adamw": ("mu", "nu"), "lion": ("mu",)}
+_MOMENTS = {
+    "adam": ("mu", "nu"),
+    "adamw": ("mu", "nu"),
+    "lion": ("mu",),
+    "adafactor": ("v", "v_col", "v_row"),
+}
 _FACTORED_FROM = 128
 """Adafactor keeps rows and columns if both have at least this size."""
 
@@ -42,19 +50,12 @@ def optimizer_leaves(
     if name == "sgd":
         return [step]
     count: OptimizerLeaf = ("opt_state/0/count", (), "int32", None)
-    if name == "adafactor":
-        factored = [(path, factored_shapes(shape)) for path, shape in parameters]
-        moments = [
-            (f"opt_state/0/{moment}/{path}", shapes[moment], dtype, path)
-            for moment in ("v", "v_col", "v_row")
-            for path, shapes in factored
-        ]
-    else:
-        moments = [
-            (f"opt_state/0/{moment}/{path}", shape, dtype, path)
-            for moment in _MOMENTS[name]
-            for path, shape in parameters
-        ]
+    moments = [
+        (f"opt_state/0/{moment}/{path}", shape, dtype, path)
+        for moment in _MOMENTS[name]
+        for path, whole in parameters
+        for shape in [factored_shapes(whole)[moment] if name == "adafactor" else whole]
+    ]
     return [count, *moments, step]
 
 
@@ -75,31 +76,31 @@ _VARIABLES = "flax.nnx.variablelib"
 _OPTIMIZER = "flax.nnx.training.optimizer"
 
 
-def state_of_config(
-    config: Mapping[str, Any],
-    *,
-    mesh: MeshSpec,
-    rules: Any,
-    processes: int,
-    optimizer: str,
-    dtype: str,
-    optimizer_dtype: str | None,
-    metadata: Mapping[str, Any] | None = None,
-) -> State:
+@paused_gc()
+def state_of_config(config: Mapping[str, Any], options: PlanOptions) -> State:
     """The state of `{"model": model, "optimizer": optimizer}` for an NNX model of that config."""
-    for name in (dtype, optimizer_dtype or dtype):
+    if options.adds_optimizer and not isinstance(options.optimizer, str):
+        raise ValueError(
+            "the optimizer of a model by name or config is given by its name, such as 'adamw'; to "
+            "plan a transformation of your own, make the model: plan(nnx.eval_shape(make), "
+            "optimizer=…)"
+        )
+    dtype = _dtype_name(options.dtype) or dtype_of(config)
+    optimizer_dtype = _dtype_name(options.optimizer_dtype) or dtype
+    for name in (dtype, optimizer_dtype):
         if name not in DTYPES:
             raise ValueError(f"there is no dtype {name!r}; give one such as bfloat16 or float32")
+    mesh = options.mesh or ONE_DEVICE
     parameters = parameters_of(config)
-    process_of = share_devices(len(mesh.devices), processes)
+    process_of = share_devices(len(mesh.devices), host_count(mesh, options.hosts))
     # Rules see paths inside the model, as in `sharding.init`. In the state it is below `model/`.
     unplaced = [LeafSpec(path, "jax", dtype, shape) for path, shape in parameters]
-    partitions, findings = resolve_rules(unplaced, mesh, rules)
+    partitions, findings = resolve_rules(unplaced, mesh, read_rules(options.rules, mesh))
     model = [
         LeafSpec(f"model/{path}", "jax", dtype, shape, 0, partitions[path])
         for path, shape in parameters
     ]
-    state = optimizer_leaves(optimizer, parameters, optimizer_dtype or dtype)
+    state = optimizer_leaves(options.optimizer or "none", parameters, optimizer_dtype)
     leaves = [*model, *_place_beside(state, model)]
     return State(
         leaves=tuple(leaves),
@@ -107,10 +108,20 @@ def state_of_config(
         process_of=process_of,
         tree=_encode([leaf.path for leaf in leaves]),
         parameters=sum(prod(shape) for _, shape in parameters),
-        user=metadata or {},
+        user=options.metadata or {},
         findings=tuple(replace(found, path=f"model/{found.path}") for found in findings),
         adds_optimizer=bool(state),
     )
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype, given as text or as anything that numpy takes."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        raise TypeError(f"{dtype!r} is no dtype; give one such as 'bfloat16'") from None
 
 
 def _place_beside(state: Sequence[OptimizerLeaf], model: Sequence[LeafSpec]) -> Iterator[LeafSpec]:

@@ -17,7 +17,10 @@ from ostraka.sharding.findings import Finding
 SAMPLED_PROCESSES = 2
 """The number of processes to compute if all would take long: the first and the last."""
 
+ONE_DEVICE = MeshSpec((), (), (0,))
+
 _MOST_DEVICES = 1 << 20
+_DEVICES_PER_HOST = 8
 _USUAL_AXES = ("data", "model")
 
 
@@ -115,6 +118,14 @@ def mesh_of_sizes(sizes: Mapping[str, int], axis_types: Sequence[str] = ()) -> M
             f"the mesh has {count:,} devices; at most {_MOST_DEVICES:,} can be planned for"
         )
     return MeshSpec(tuple(sizes), tuple(sizes.values()), tuple(range(count)), tuple(axis_types))
+
+
+def host_count(mesh: MeshSpec, hosts: int | None) -> int:
+    """The number of hosts. Without one, hosts have eight devices."""
+    if hosts is not None:
+        return hosts
+    count, rest = divmod(len(mesh.devices), _DEVICES_PER_HOST)
+    return 1 if rest else count
 
 
 def share_devices(devices: int, processes: int) -> tuple[int, ...]:
