@@ -23,8 +23,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from ostraka.families.catalog import MODELS
 from ostraka.planner._save_plan import Plan, plan_state
 from ostraka.planner.config_state import state_of_config
-from ostraka.planner.report import Questions, describe_plan
+from ostraka.planner.report import describe_plan
 from ostraka.planner.state import PlanOptions, mesh_of_sizes
+from ostraka.planner.time import Bandwidths
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 3
@@ -56,7 +57,7 @@ def measure(devices: int, layers: int) -> dict[str, Any]:
         "devices": devices,
         "leaves": planned.arrays,
         "plan_s": least_cpu_s(lambda: make_plan(devices, layers)),
-        "report_s": least_cpu_s(lambda: describe_plan(planned, Questions())),
+        "report_s": least_cpu_s(lambda: describe_plan(planned, Bandwidths())),
         "metadata_bytes": planned.metadata_bytes,
         "skew": planned.process_spread.skew,
     }

@@ -12,6 +12,8 @@ from ostraka.layout.plan_write import plan_write
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
 from ostraka.planner import _account
 from ostraka.planner._account import Spread
+from ostraka.planner._save_plan import plan_state
+from ostraka.planner.state import PlanOptions, State
 from ostraka.planner.time import Bandwidths, advise_interval
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
@@ -27,11 +29,10 @@ LEAVES = (
 PLAN = plan_write(LEAVES, [MESH], PROCESS_OF)
 
 
-def metadata_of(plan=PLAN):
-    indexes = _account.index_bytes(plan, range(4))
-    return _account.describe_metadata(
-        plan, tree=list(range(len(plan.leaves))), user={}, writer={}, indexes=indexes
-    )
+def metadata_of():
+    tree = list(range(len(LEAVES)))
+    planned = plan_state(State(LEAVES, (MESH,), PROCESS_OF, tree), PlanOptions())
+    return planned._metadata  # pyright: ignore[reportPrivateUsage]
 
 
 def test_bytes_add_up():

@@ -20,11 +20,10 @@ from ostraka.cli._arguments import (
     complete_rules,
     json_option,
 )
+from ostraka.cli._output import echo_json, echo_lines
 from ostraka.errors import OstrakaError, store_error
 
 if TYPE_CHECKING:
-    from ostraka.planner.report import Questions
-    from ostraka.planner.state import PlanOptions
     from ostraka.planner.time import Bandwidths
 
 LIMIT_EXCEEDED = 3
@@ -128,8 +127,7 @@ def plan(context: click.Context, **given: Any) -> None:
     if given["names"] == _LIST:
         from ostraka.families.catalog import MODELS
 
-        names = list(MODELS)
-        click.echo(json.dumps(names, indent=1) if given["as_json"] else "\n".join(names))
+        echo_json(list(MODELS)) if given["as_json"] else echo_lines(list(MODELS))
         return
     if given["source"] is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
@@ -158,20 +156,17 @@ def plan(context: click.Context, **given: Any) -> None:
 
 
 def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
-    from ostraka.planner.report import compare_plans, describe_plan
-    from ostraka.planner.sources import plan_source
-    from ostraka.planner.time import probe
+    from ostraka.planner.report import compare_plans
+    from ostraka.planner.time import Bandwidths, probe
 
-    bandwidths = None if given["probed"] is None else probe(given["probed"])
+    probed = Bandwidths() if given["probed"] is None else probe(given["probed"])
     variants = {given["source"]: given}
     variants |= {text: _variant(context, given, text) for text in given["compare"]}
     if len(variants) <= len(given["compare"]):
         raise ValueError("two variants of --compare are the same")
     documents: dict[str, Any] = {}
     for title, options in variants.items():
-        planned = plan_source(options["source"], _options(options))
-        answers = describe_plan(planned, _questions(options, bandwidths))
-        documents[title] = {"title": title, **answers}
+        documents[title] = {"title": title, **_describe(options, probed)}
     compared = compare_plans(documents) if len(documents) > 1 else []
     found = list(documents.values())
     return {"source": given["source"], "variants": found, "comparison": compared}
@@ -199,8 +194,12 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
     return {**given, **changed}
 
 
-def _options(given: dict[str, Any]) -> PlanOptions:
+def _describe(given: dict[str, Any], probed: Bandwidths) -> dict[str, Any]:
+    """The plan for the options of one variant, with the answers to their questions."""
+    from ostraka.planner.report import describe_plan
+    from ostraka.planner.sources import plan_source
     from ostraka.planner.state import PlanOptions, mesh_of_sizes
+    from ostraka.planner.time import Bandwidths
 
     same = ("hosts", "rules", "optimizer", "dtype", "optimizer_dtype", "compress", "parity")
     chosen = {name: given[name] for name in (*same, "names")}
@@ -208,33 +207,19 @@ def _options(given: dict[str, Any]) -> PlanOptions:
         chosen["mesh"] = mesh_of_sizes(given["mesh"])
     if given["max_file_bytes"] is not None:
         chosen["max_file_bytes"] = given["max_file_bytes"]
-    return PlanOptions(**chosen)
-
-
-def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
-    from ostraka.planner.report import Questions
-    from ostraka.planner.state import mesh_of_sizes
-    from ostraka.planner.time import Bandwidths
-
-    known = probed or Bandwidths()
+    planned = plan_source(given["source"], PlanOptions(**chosen))
     bandwidths = Bandwidths(
-        host_write=given["write_bandwidth"] or known.host_write,
-        host_read=given["read_bandwidth"] or known.host_read,
+        host_write=given["write_bandwidth"] or probed.host_write,
+        host_read=given["read_bandwidth"] or probed.host_read,
         storage=given["storage_bandwidth"],
         device=given["device_bandwidth"],
     )
-    if given["mtbf"] is not None and bandwidths.host_write is None and bandwidths.storage is None:
+    if given["mtbf"] is not None and bandwidths.peak_write(1) is None:
         raise ValueError(
             "--mtbf needs to know how long a save takes: give --write-bandwidth or --probe"
         )
     if given["onto_hosts"] is not None and not given["onto"]:
         raise ValueError("--onto-hosts goes with --onto, the mesh to restore onto")
-    return Questions(
-        bandwidths=bandwidths,
-        onto=tuple(mesh_of_sizes(sizes) for sizes in given["onto"]),
-        onto_hosts=given["onto_hosts"],
-        keep=given["keep"],
-        mtbf_s=given["mtbf"],
-        max_file_bytes=given["max_file"],
-        max_host_memory_bytes=given["max_host_memory"],
-    )
+    asked = {name: given[name] for name in ("onto_hosts", "keep", "max_file", "max_host_memory")}
+    onto = list(map(mesh_of_sizes, given["onto"]))
+    return describe_plan(planned, bandwidths, onto=onto, mtbf_s=given["mtbf"], **asked)

@@ -18,8 +18,7 @@ from ostraka.common.dtypes import DTYPES
 from ostraka.layout import box as _box
 from ostraka.layout import index as _index
 from ostraka.layout import shard_file as _format
-from ostraka.layout.metadata import IndexEntry, Metadata, shard_contents
-from ostraka.layout.parity_file import Parity
+from ostraka.layout.metadata import Metadata, shard_contents
 from ostraka.layout.plan_parity import planned_digests
 from ostraka.layout.plan_read import plan_chunks, plan_read
 from ostraka.layout.plan_write import BAND_BYTES, STAGING_BYTES, WritePlan
@@ -43,7 +42,6 @@ from ostraka.storage.requests import (
 )
 
 _NO_ID = "0" * 16
-_NO_DIGEST = "0" * 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,34 +113,6 @@ def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
         }
         sizes[process] = len(_index.encode_index(_NO_ID, process, digests))
     return sizes
-
-
-def describe_metadata(
-    plan: WritePlan,
-    *,
-    tree: Any,
-    user: Mapping[str, Any],
-    writer: Mapping[str, Any],
-    indexes: Mapping[int, int],
-    parity: Parity | None = None,
-) -> Metadata:
-    """`_METADATA`, with placeholders of the right length for the id and the digests.
-
-    If `writer` has the right length, too, the encoding is as long as the real one.
-    """
-    return Metadata(
-        id=_NO_ID,
-        writer=writer,
-        process_of=plan.process_of,
-        tree=tree,
-        meshes=plan.meshes,
-        layouts=plan.layouts,
-        leaves=plan.leaves,
-        files=plan.files,
-        indexes={p: IndexEntry(size, _NO_DIGEST) for p, size in indexes.items() if size},
-        user=user,
-        parity=parity,
-    )
 
 
 # Compression

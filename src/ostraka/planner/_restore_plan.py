@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
+from ostraka.common.lifetime import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
 from ostraka.errors import Mismatch
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.spec import LeafSpec, MeshSpec, Partition, check_partition
 from ostraka.planner import _account
-from ostraka.planner._account import ReadAccount, Spread
-from ostraka.planner.state import (
-    SAMPLED_PROCESSES,
-    share_devices,
-    target_mesh,
-)
+from ostraka.planner._account import ReadAccount, Spread, spread_of
+from ostraka.planner.state import SAMPLED_PROCESSES, share_devices, target_mesh
 from ostraka.planner.time import Bandwidths
 from ostraka.sharding.rules import is_plain
 from ostraka.tree.patterns import selects, unmatched
@@ -50,30 +46,27 @@ class RestorePlan:
     @property
     def needed_bytes(self) -> Spread:
         """The bytes that the devices and host arrays of a process need."""
-        return self._spread(attrgetter("needed_bytes"))
+        return spread_of([account.needed_bytes for account in self.processes])
 
     @property
     def read_bytes(self) -> Spread:
         """The bytes of shard files that a process reads."""
-        return self._spread(attrgetter("read_bytes"))
+        return spread_of([account.read_bytes for account in self.processes])
 
     @property
     def ranges(self) -> Spread:
         """The number of ranges that a process reads."""
-        return self._spread(attrgetter("ranges"))
+        return spread_of([account.ranges for account in self.processes])
 
     @property
     def requests(self) -> Spread:
         """The number of requests that a process sends to a bucket."""
-        return self._spread(attrgetter("requests"))
+        return spread_of([account.requests for account in self.processes])
 
     @property
     def files(self) -> Spread:
         """The number of shard files that a process opens."""
-        return self._spread(attrgetter("files"))
-
-    def _spread(self, number: Callable[[ReadAccount], int]) -> Spread:
-        return _account.spread_of([number(account) for account in self.processes])
+        return spread_of([account.files for account in self.processes])
 
     @property
     def over_read(self) -> float:
@@ -118,18 +111,17 @@ class RestorePlan:
         return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
 
 
+@paused_gc()
 def plan_restore(
     metadata: Metadata,
+    opening_bytes: Callable[[ReadAccount], int],
     mesh: Any,
     specs: Any,
     processes: int | None,
     only: Any,
     sampled: Sequence[int] | None,
-) -> tuple[MeshSpec | None, int, list[ReadAccount]]:
-    """Resolve the sharding of every leaf, and count what each process reads for it.
-
-    Returns the mesh of the restore, the number of processes, and an account of each, or of some.
-    """
+) -> RestorePlan:
+    """Resolve the sharding of every leaf, and count what each process reads for it."""
     numbered = [(n, leaf.spec) for n, leaf in enumerate(metadata.leaves)]
     known = [leaf.spec.path for leaf in metadata.leaves]
     if only is not None:
@@ -170,7 +162,7 @@ def plan_restore(
                 f"plan (at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
             )
         accounts.append(_account.account_read(metadata, process, targets))
-    return target, count, accounts
+    return RestorePlan(target, count, tuple(accounts), tuple(map(opening_bytes, accounts)))
 
 
 def _moved(

@@ -22,7 +22,7 @@ from ostraka.formats.source import Saved, Source
 from ostraka.layout import metadata as _metadata
 from ostraka.layout import shard_file
 from ostraka.layout.codec import check_rule
-from ostraka.layout.metadata import Metadata, take_entries
+from ostraka.layout.metadata import IndexEntry, Metadata, take_entries
 from ostraka.layout.parity_file import Parity, ParityFile, layouts_of
 from ostraka.layout.plan_parity import GROUPS_AT_ONCE, Covers, check_parity, plan_parity
 from ostraka.layout.plan_write import WritePlan, check_file_bytes, plan_write
@@ -30,7 +30,7 @@ from ostraka.layout.shard_file import FileEntry
 from ostraka.layout.spec import HOST_LOCAL, MeshSpec, check_partition
 from ostraka.planner import _account
 from ostraka.planner import time as _time
-from ostraka.planner._account import LostDisk, LostProcess, LostShard, Spread
+from ostraka.planner._account import LostDisk, LostProcess, LostShard, ReadAccount, Spread
 from ostraka.planner._restore_plan import RestorePlan, plan_restore
 from ostraka.planner.state import SAMPLED_PROCESSES, PlanOptions, State
 from ostraka.planner.time import Bandwidths, Times, work_out_times
@@ -42,6 +42,7 @@ from ostraka.storage.requests import upload_requests
 from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 _NO_DIGEST = "0" * 16
+_NO_INDEX_DIGEST = "0" * 32
 _EXACT_ENTRIES = 200_000
 """Up to this number of boxes, every index is computed. Above, two of them are."""
 _PHASES = ("wait", "capture", "agree", "plan", "write")
@@ -362,15 +363,12 @@ class Plan:
         Example:
             >>> planned.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
         """
-        with paused_gc():
-            target, count, accounts = plan_restore(
-                self._metadata, mesh, specs, processes, only, sampled
-            )
-        opening = [
-            self.metadata_bytes + sum(self.index_bytes.get(p, 0) for p in account.index_processes)
-            for account in accounts
-        ]
-        return RestorePlan(target, count, tuple(accounts), tuple(opening))
+
+        def opening_bytes(account: ReadAccount) -> int:
+            indexes = sum(self.index_bytes.get(p, 0) for p in account.index_processes)
+            return self.metadata_bytes + indexes
+
+        return plan_restore(self._metadata, opening_bytes, mesh, specs, processes, only, sampled)
 
     def times(
         self,
@@ -476,12 +474,18 @@ def plan_state(state: State, options: PlanOptions) -> Plan:
         )
         sizes, exact = _index_bytes(write)
         sums = plan_parity_files(write, parity, sizes) if parity else None
-    metadata = _account.describe_metadata(
-        write,
-        tree=state.tree,
-        user=state.user,
+    # The placeholders for the id, the digests and the writer make it as long as the real one.
+    metadata = Metadata(
+        id=_NO_DIGEST,
         writer=_describe_writer(_file_bytes(write, sums), has_parity=sums is not None),
-        indexes=sizes,
+        process_of=write.process_of,
+        tree=state.tree,
+        meshes=write.meshes,
+        layouts=write.layouts,
+        leaves=write.leaves,
+        files=write.files,
+        indexes={p: IndexEntry(size, _NO_INDEX_DIGEST) for p, size in sizes.items() if size},
+        user=state.user,
         parity=None if sums is None else sums.table,
     )
     size = len(_metadata.encode_metadata(metadata))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -134,11 +135,8 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
     def init(parameters: Any) -> Any:
         return transformation.init(jax.tree.map(convert, parameters))
 
-    try:
-        from flax import nnx
-    except ImportError:
-        return jax.eval_shape(init, tree)
-    if not isinstance(tree, nnx.Module):
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(tree, nnx.Module):
         return jax.eval_shape(init, tree)
 
     def make(model: Any) -> Any:
