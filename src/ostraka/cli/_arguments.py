@@ -22,22 +22,38 @@ def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
     return click.argument(name, callback=_not_empty, shell_complete=complete, **options)
 
 
-def json_option(help_text: str = "Print the same as JSON, sizes in bytes.") -> Any:
+def flag(names: str, help_text: str) -> Callable[[Any], Any]:
+    """An option without value. `names` are those of the option, and perhaps of the parameter."""
+    return click.option(*names.split(), is_flag=True, help=help_text)
+
+
+def option(names: str, kind: Any, help_text: str, **more: Any) -> Callable[[Any], Any]:
+    """An option of some type. Text as its `kind` is the name of the value in the help."""
+    about = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+    return click.option(*names.split(), help=help_text, **about, **more)
+
+
+def repeated(names: str, kind: Any, help_text: str) -> Callable[[Any], Any]:
+    """An option that can be repeated. The parameter is a tuple."""
+    return option(names, kind, f"{help_text} Can be repeated.", multiple=True)
+
+
+def json_option(help_text: str = "Print the same as JSON, sizes in bytes.") -> Callable[[Any], Any]:
     """The option `--json`, the parameter `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help=help_text)
+    return flag("--json as_json", help_text)
 
 
 def names_option(help_text: str) -> Callable[[Any], Any]:
     """The option `--names`: how the names of tensors and the paths of leaves correspond."""
-    return click.option(
+    return option(
         "--names",
-        metavar="NAMES",
+        "NAMES",
+        f"{help_text}: a family, such as llama, hf for that of config.json, or a JSON file of "
+        "rules. Can be repeated: files first, then a family for all that they don't name.",
         multiple=True,
         callback=lambda ctx, param, value: (
             list(value) if len(value) > 1 else next(iter(value), None)
         ),
-        help=f"{help_text}: a family, such as llama, hf for that of config.json, or a JSON file of "
-        "rules. Can be repeated: files first, then a family for all that they don't name.",
     )
 
 

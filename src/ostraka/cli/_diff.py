@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from ostraka.cli._arguments import json_option, names_option, path_argument
+from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
@@ -38,6 +38,7 @@ from ostraka.storage import PathLike
 from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
 from ostraka.tree.patterns import Patterns, matches
 
+_TOLERANCE = click.FloatRange(0)
 _VALUE_WIDTH = 40
 _COLOURS = {"the same": None, "different": "yellow", "only in a": "red", "only in b": "green"}
 """The states of a leaf, in the order of the summary."""
@@ -50,21 +51,15 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
     return value
 
 
-def _tolerance(name: str, help_text: str) -> Any:
-    return click.option(
-        name, type=click.FloatRange(0), default=0.0, callback=_refuse_nan, help=help_text
-    )
-
-
 @click.command()
 @path_argument("a")
 @path_argument("b")
 @click.argument("pattern", nargs=-1)
-@_tolerance("--rtol", "Relative tolerance.")
-@_tolerance("--atol", "Absolute tolerance.")
-@click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
-@click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were sharded.")
-@click.option("--all", "everything", is_flag=True, help="List unchanged leaves, too.")
+@option("--rtol", _TOLERANCE, "Relative tolerance.", default=0.0, callback=_refuse_nan)
+@option("--atol", _TOLERANCE, "Absolute tolerance.", default=0.0, callback=_refuse_nan)
+@flag("--structure", "Read no array: compare all but their elements.")
+@flag("--ignore-sharding", "Ignore how arrays were sharded.")
+@flag("--all everything", "List unchanged leaves, too.")
 @names_option("Compare tensors of files as the leaves that a restore makes of them")
 @json_option("Print the same as JSON.")
 @click.pass_context

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines
 from ostraka.cli._roots import removal_lines
 from ostraka.common.units import human_bytes
@@ -40,7 +40,7 @@ class Leftovers:
 
 @click.command()
 @path_argument("root")
-@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
+@flag("--yes", "Remove them. Without it they are only shown.")
 @json_option()
 def gc(root: str, yes: bool, as_json: bool) -> None:
     """Remove the files of interrupted saves from ROOT.

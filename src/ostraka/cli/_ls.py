@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size, shorten
 from ostraka.cli._roots import describe_step, is_forbidden, open_root, show_metrics
@@ -19,9 +19,7 @@ _PROBLEM_WIDTH = 60
 
 @click.command()
 @path_argument("root")
-@click.option(
-    "--verify", "verified", is_flag=True, help="Read every step, and say if it is intact."
-)
+@flag("--verify verified", "Read every step, and say if it is intact.")
 @json_option()
 def ls(root: str, verified: bool, as_json: bool) -> None:
     """List the steps in the directory ROOT.

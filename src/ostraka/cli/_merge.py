@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, parsed, path_argument
+from ostraka.cli._arguments import json_option, option, parsed, path_argument, repeated
 from ostraka.cli._output import echo_report, progress
 
 
@@ -21,26 +21,24 @@ def _rule(text: str) -> tuple[str, int]:
     return pattern, int(number)
 
 
-_WEIGHTS = parsed("W,W,...", _numbers, "is no list of numbers, such as 1,2,1")
-
-
 @click.command()
 @path_argument("sources", metavar="SRC...", nargs=-1, required=True)
 @path_argument("target", metavar="DST")
-@click.option("--weights", type=_WEIGHTS, help="The weight of each SRC in the average.")
-@click.option("--ema", type=float, metavar="DECAY", help="Average as an EMA, the oldest SRC first.")
-@click.option("--lora", type=float, metavar="SCALE", help="Add the adapters in the second SRC.")
-@click.option(
+@option(
+    "--weights",
+    parsed("W,W,...", _numbers, "is no list of numbers, such as 1,2,1"),
+    "The weight of each SRC in the average.",
+)
+@option("--ema", float, "Average as an EMA, the oldest SRC first.", metavar="DECAY")
+@option("--lora", float, "Add the adapters in the second SRC.", metavar="SCALE")
+@repeated(
     "--take",
-    multiple=True,
-    type=parsed("PATTERN=N", _rule, "is no PATTERN=N, such as 'head/**=1'"),
-    help="Take leaves unchanged from SRC number N, counted from 0. Can be repeated.",
+    parsed("PATTERN=N", _rule, "is no PATTERN=N, such as 'head/**=1'"),
+    "Take leaves unchanged from SRC number N, counted from 0.",
 )
-@click.option(
-    "--only", multiple=True, metavar="PATTERN", help="Merge these leaves. Can be repeated."
-)
-@click.option("--dtype", help="Save floating-point arrays as this dtype.")
-@click.option("--compress", metavar="zstd", help="Compress the result.")
+@repeated("--only", "PATTERN", "Merge these leaves.")
+@option("--dtype", str, "Save floating-point arrays as this dtype.")
+@option("--compress", "zstd", "Compress the result.")
 @json_option("Print the result as JSON.")
 def merge(
     sources: tuple[str, ...],

@@ -19,6 +19,7 @@ from ostraka.cli._arguments import (
     complete_optimizers,
     complete_rules,
     json_option,
+    option,
 )
 from ostraka.cli._output import echo_json, echo_lines
 from ostraka.errors import OstrakaError, store_error
@@ -35,72 +36,57 @@ _LIST = ""
 
 @click.command()
 @click.argument("source", required=False, metavar="SOURCE", shell_complete=complete_models)
-@click.option("--mesh", type=AXES, help="Axes and sizes: data=64,model=8.")
-@click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
-@click.option(
+@option("--mesh", AXES, "Axes and sizes: data=64,model=8.")
+@option("--hosts", click.IntRange(1), "Default: one for every 8 devices.")
+@option(
     "--rules",
+    str,
+    "dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
     shell_complete=complete_rules,
-    help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
 )
-@click.option(
+@option(
     "--optimizer",
+    str,
+    "adamw, adam, sgd, adafactor, lion or none: adds its state.",
     shell_complete=complete_optimizers,
-    help="adamw, adam, sgd, adafactor, lion or none: adds its state.",
 )
-@click.option(
+@option(
     "--dtype",
-    help="Parameter dtype of a built-in model (default: as published), or the dtype to save a "
+    str,
+    "Parameter dtype of a built-in model (default: as published), or the dtype to save a "
     "function's or checkpoint's arrays as.",
 )
-@click.option(
+@option(
     "--optimizer-dtype",
-    help="Dtype of the moments that --optimizer adds (default: that of the parameters, as in "
-    "optax).",
+    str,
+    "Dtype of the moments that --optimizer adds (default: that of the parameters, as in optax).",
 )
-@click.option(
-    "--compress", type=click.Choice(["zstd"]), help="Estimate the size of compressed files."
+@option("--compress", click.Choice(["zstd"]), "Estimate the size of compressed files.")
+@option("--parity", click.IntRange(0, 2), "Parity files, as in save.", default=0)
+@option("--max-file-bytes", SIZE, "Split files here, as in save.")
+@option("--onto", AXES, "Plan a restore onto this mesh.", multiple=True)
+@option("--onto-hosts", click.IntRange(1), "Default: the same devices per host.")
+@option("--write-bandwidth", RATE, "Of one host: 2GB/s, 25Gbit/s.")
+@option("--read-bandwidth", RATE, "Of one host.")
+@option("--storage-bandwidth", RATE, "Of the storage, for all hosts together.")
+@option(
+    "--device-bandwidth", RATE, "From a host's devices to its memory: how long save_async blocks."
 )
-@click.option("--parity", type=click.IntRange(0, 2), default=0, help="Parity files, as in save.")
-@click.option(
-    "--max-file-bytes",
-    type=SIZE,
-    help="Split files here, as in save.",
-)
-@click.option("--onto", type=AXES, multiple=True, help="Plan a restore onto this mesh.")
-@click.option("--onto-hosts", type=click.IntRange(1), help="Default: the same devices per host.")
-@click.option("--write-bandwidth", type=RATE, help="Of one host: 2GB/s, 25Gbit/s.")
-@click.option("--read-bandwidth", type=RATE, help="Of one host.")
-@click.option(
-    "--storage-bandwidth",
-    type=RATE,
-    help="Of the storage, for all hosts together.",
-)
-@click.option(
-    "--device-bandwidth",
-    type=RATE,
-    help="From a host's devices to its memory: how long save_async blocks.",
-)
-@click.option(
-    "--probe", "probed", metavar="DIR", help="Measure this machine's bandwidths, in a directory."
-)
-@click.option("--keep", type=click.IntRange(1), help="Storage for this number of checkpoints.")
-@click.option(
-    "--mtbf",
-    type=TIME,
-    help="Mean time between failures of the whole job, with its unit: 4h.",
-)
-@click.option("--max-file", type=SIZE, help="Exit with 3 if a file is larger.")
-@click.option("--max-host-memory", type=SIZE, help="Exit with 3 if a save takes more.")
-@click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
+@option("--probe probed", "DIR", "Measure this machine's bandwidths, in a directory.")
+@option("--keep", click.IntRange(1), "Storage for this number of checkpoints.")
+@option("--mtbf", TIME, "Mean time between failures of the whole job, with its unit: 4h.")
+@option("--max-file", SIZE, "Exit with 3 if a file is larger.")
+@option("--max-host-memory", SIZE, "Exit with 3 if a save takes more.")
+@option("--compare", "OPTIONS", "A variant: '--mesh data=8'.", multiple=True)
 @json_option("Print all of it as JSON.")
-@click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
-@click.option(
+@option("-o --output", "FILE", "Write the JSON to a file as well.")
+@option(
     "--names",
+    "[NAMES]",
+    "Alone: list the built-in models. Else: plan a directory of safetensors files as the leaves "
+    "that a restore makes of them; as in convert, such as hf.",
     is_flag=False,
     flag_value=_LIST,
-    metavar="[NAMES]",
-    help="Alone: list the built-in models. Else: plan a directory of safetensors files as the "
-    "leaves that a restore makes of them; as in convert, such as hf.",
 )
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:

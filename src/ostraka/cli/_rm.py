@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import click
 
-from ostraka.cli._arguments import complete_steps, json_option, parsed, path_argument
+from ostraka.cli._arguments import complete_steps, flag, json_option, parsed, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
 from ostraka.cli._roots import file_bytes, open_root, removal_lines
 from ostraka.errors import count_of
@@ -32,10 +32,8 @@ def _parse_step(text: str) -> int:
     type=parsed("STEP", _parse_step),
     shell_complete=complete_steps,
 )
-@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
-@click.option(
-    "--force", is_flag=True, help="Even the newest good step, pinned ones, and those being read."
-)
+@flag("--yes", "Remove them. Without it they are only shown.")
+@flag("--force", "Even the newest good step, pinned ones, and those being read.")
 @json_option()
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Remove each STEP from the directory ROOT.

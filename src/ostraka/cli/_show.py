@@ -11,8 +11,10 @@ import click
 from ostraka.cli import _tree
 from ostraka.cli._arguments import (
     complete_leaves,
+    flag,
     json_option,
     names_option,
+    option,
     parsed,
     path_argument,
 )
@@ -40,18 +42,16 @@ def _two_numbers(text: str) -> tuple[int, int]:
 @click.command()
 @path_argument("path")
 @click.argument("leaf", required=False, shell_complete=complete_leaves)
-@click.option("--depth", type=click.IntRange(1), help="Sum up deeper leaves; not in JSON.")
-@click.option(
-    "--sort", type=click.Choice(["tree", "size", "name"]), default="tree", help="Default: tree."
-)
-@click.option("--stats", is_flag=True, help="Read the arrays: least, most, mean, std, NaN.")
-@click.option("--nan", is_flag=True, help="Read the arrays, and list those with NaN or infinity.")
-@click.option("--files", is_flag=True, help="List the files, with the process and host of each.")
-@click.option("--slice", "index", metavar="INDEX", help="Print these elements of LEAF: '0:4,:3'.")
-@click.option(
+@option("--depth", click.IntRange(1), "Sum up deeper leaves; not in JSON.")
+@option("--sort", click.Choice(["tree", "size", "name"]), "Default: tree.", default="tree")
+@flag("--stats", "Read the arrays: least, most, mean, std, NaN.")
+@flag("--nan", "Read the arrays, and list those with NaN or infinity.")
+@flag("--files", "List the files, with the process and host of each.")
+@option("--slice index", "INDEX", "Print these elements of LEAF: '0:4,:3'.")
+@option(
     "--dimensions",
-    type=parsed("I,J", _two_numbers, "is not two numbers of dimensions, as in 0,2"),
-    help="Draw LEAF's sharding along these two. Default: the first two that are sharded.",
+    parsed("I,J", _two_numbers, "is not two numbers of dimensions, as in 0,2"),
+    "Draw LEAF's sharding along these two. Default: the first two that are sharded.",
 )
 @names_option("Show tensors as the leaves that a restore makes of them")
 @json_option()
@@ -118,10 +118,10 @@ def _show(
 
         show_leaf(source, chosen[0], index, dimensions, stats=stats, as_json=as_json)
         return True
-    for option, value in of_array.items():
+    for name, value in of_array.items():
         if value is not None:
             given = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
-            raise click.UsageError(f"{option} needs the path of one array, and {given}")
+            raise click.UsageError(f"{name} needs the path of one array, and {given}")
     found: Mapping[int, Statistics] = {}
     if stats:
         from ostraka.cli._measure import statistics_of

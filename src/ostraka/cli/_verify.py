@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ostraka import integrity
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._output import Table, echo, echo_json, echo_lines, progress, shorten
 from ostraka.cli._roots import checkpoints_at
@@ -21,11 +21,7 @@ _MOST_LINES = 20
 
 @click.command()
 @path_argument("path", nargs=-1, required=True)
-@click.option(
-    "--no-read",
-    is_flag=True,
-    help="Read no shard: compare sizes, and in a bucket the identities of objects.",
-)
+@flag("--no-read", "Read no shard: compare sizes, and in a bucket the identities of objects.")
 @json_option("Print the result as JSON, with all of it.")
 @click.pass_context
 def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, parsed, path_argument
+from ostraka.cli._arguments import flag, json_option, option, parsed, path_argument
 from ostraka.cli._output import echo, echo_json, human_size
 from ostraka.cli._roots import describe_step, open_root, show_metrics
 from ostraka.errors import printable
@@ -34,28 +34,26 @@ def _split(text: str) -> list[str]:
 
 @click.command()
 @path_argument("root")
-@click.option("--after", type=click.IntRange(0), metavar="STEP", help="Begin after this step.")
-@click.option("--newest-only", is_flag=True, help="Skip all new steps but the newest.")
-@click.option(
+@option("--after", click.IntRange(0), "Begin after this step.", metavar="STEP")
+@flag("--newest-only", "Skip all new steps but the newest.")
+@option(
     "--backlog",
-    type=click.IntRange(0),
+    click.IntRange(0),
+    "How many new steps the run keeps while the watch is behind.",
     default=BACKLOG,
     show_default=True,
     metavar="STEPS",
-    help="How many new steps the run keeps while the watch is behind.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0),
+@option(
+    "--timeout timeout_s",
+    click.FloatRange(0),
+    "End after this time without a new step; 0 does not wait.",
     metavar="SECONDS",
-    help="End after this time without a new step; 0 does not wait.",
 )
-@click.option(
-    "--exec",
-    "command",
-    type=parsed("COMMAND", _split),
-    help="Run this for each step, with {step} and {path} replaced.",
+@option(
+    "--exec command",
+    parsed("COMMAND", _split),
+    "Run this for each step, with {step} and {path} replaced.",
 )
 @json_option("Print a line of JSON for each step.")
 def watch(root: str, command: list[str] | None, as_json: bool, **options: Any) -> None:
