@@ -3,23 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ostraka.common.dtypes import DTYPES
 from ostraka.common.lifetime import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
 from ostraka.errors import Mismatch
+from ostraka.layout import box as _box
 from ostraka.layout.metadata import Metadata
-from ostraka.layout.spec import LeafSpec, MeshSpec, Partition, check_partition
-from ostraka.planner import _account
-from ostraka.planner._account import ReadAccount, Spread, spread_of
+from ostraka.layout.plan_parity import planned_digests
+from ostraka.layout.plan_read import plan_chunks, plan_read
+from ostraka.layout.spec import (
+    HOST_LOCAL,
+    LeafSpec,
+    MeshSpec,
+    Partition,
+    Target,
+    check_partition,
+    needed_boxes,
+)
 from ostraka.planner.state import SAMPLED_PROCESSES, share_devices, target_mesh
 from ostraka.planner.time import Bandwidths
 from ostraka.sharding.rules import is_plain
+from ostraka.storage.requests import OPEN_REQUESTS, opening_bytes
 from ostraka.tree.patterns import selects, unmatched
 
 _EXACT_TARGETS = 100_000
 _MAX_PIECES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a number differs between devices, or between processes."""
+
+    least: int
+    mean: float
+    most: int
+
+    @property
+    def skew(self) -> float:
+        """The fraction by which the most exceeds the mean. 0 is perfectly even."""
+        return self.most / self.mean - 1 if self.mean else 0.0
+
+
+def spread_of(numbers: Sequence[int]) -> Spread:
+    if not numbers:
+        return Spread(0, 0.0, 0)
+    return Spread(min(numbers), sum(numbers) / len(numbers), max(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAccount:
+    """The reads of one process from shard files."""
+
+    process: int
+    needed_bytes: int
+    """Bytes that its devices and host arrays need, each counted once."""
+    read_bytes: int
+    """Bytes that are read: whole blocks, and the header of every file."""
+    ranges: int
+    """The number of reads."""
+    files: int
+    index_processes: tuple[int, ...] = field(repr=False)
+    """Processes whose indexes are read, too."""
+    far_ranges: int = field(repr=False)
+    """The number of reads beyond the bytes that come with opening a file."""
+
+    @property
+    def requests(self) -> int:
+        """The requests in a bucket, where a file's first bytes come with opening it."""
+        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
+
+    @property
+    def over_read_bytes(self) -> int:
+        return self.read_bytes - self.needed_bytes
+
+    @property
+    def over_read(self) -> float:
+        """The bytes read beyond the needed ones, as a fraction of the latter."""
+        return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -114,7 +177,7 @@ class RestorePlan:
 @paused_gc()
 def plan_restore(
     metadata: Metadata,
-    opening_bytes: Callable[[ReadAccount], int],
+    to_open: Callable[[ReadAccount], int],
     mesh: Any,
     specs: Any,
     processes: int | None,
@@ -154,15 +217,15 @@ def plan_restore(
         sampled = range(count) if are_few else (0, count - 1)
     accounts: list[ReadAccount] = []
     for process in sampled:
-        targets = _account.local_targets(numbered, meshes, process_of, process)
-        pieces = _account.count_pieces(metadata, targets)
+        targets = local_targets(numbered, meshes, process_of, process)
+        pieces = count_pieces(metadata, targets)
         if pieces > _MAX_PIECES:
             raise ValueError(
                 f"process {process} would put {pieces:,} pieces of files together, too many to "
                 f"plan (at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
             )
-        accounts.append(_account.account_read(metadata, process, targets))
-    return RestorePlan(target, count, tuple(accounts), tuple(map(opening_bytes, accounts)))
+        accounts.append(account_read(metadata, process, targets))
+    return RestorePlan(target, count, tuple(accounts), tuple(map(to_open, accounts)))
 
 
 def _moved(
@@ -195,3 +258,60 @@ def _resolve(
     if is_rules(specs):
         return resolve_rules(leaves, mesh, specs)[0]
     return partitions_given(leaves, specs, known)
+
+
+def local_targets(
+    leaves: Sequence[tuple[int, LeafSpec]],
+    meshes: Sequence[MeshSpec],
+    process_of: Sequence[int],
+    process: int,
+) -> list[Target]:
+    """The boxes that a process needs of leaves (with their numbers), each box once.
+
+    The leaves say where they go: their mesh is one of `meshes`.
+    """
+    here = {device for device, owner in enumerate(process_of) if owner == process}
+    boxes: dict[Any, Sequence[_box.Box]] = {}
+    targets: list[Target] = []
+    for number, leaf in leaves:
+        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process)
+        if key not in boxes:
+            mesh = None if leaf.mesh == HOST_LOCAL else meshes[leaf.mesh]
+            boxes[key] = needed_boxes(leaf, mesh, here, process)
+        targets += [Target(number, box) for box in boxes[key]]
+    return targets
+
+
+def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
+    """The number of pieces of files in these targets: the cost of planning their restore."""
+    counts: dict[Any, int] = {}
+    total = 0
+    for target in targets:
+        leaf = metadata.leaves[target.leaf]
+        key = (leaf.layout, leaf.spec.shape, target.box)
+        if key not in counts:
+            grid = metadata.layouts[leaf.layout].grid
+            counts[key] = _box.count_overlapping(leaf.spec.shape, grid, target.box)
+        total += counts[key]
+    return total
+
+
+def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) -> ReadAccount:
+    """Run the planning of a restore for one process, and count."""
+    plan = plan_read(metadata, targets)
+    read = ranges = far = 0
+    for part in plan:
+        header_bytes = part.file.header_bytes
+        blocks = planned_digests(part.file, part.entries).blocks()
+        chunks = plan_chunks(part.pieces, blocks)
+        read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
+        ranges += 1 + len(chunks)
+        spans = [(header_bytes + chunk.start, header_bytes + chunk.stop) for chunk in chunks]
+        opened = opening_bytes(header_bytes, *spans[0]) if spans else header_bytes
+        far += sum(stop > opened for _, stop in spans)
+    needed = sum(
+        DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
+        for target in targets
+    )
+    owners = {metadata.process_of[part.file.device] for part in plan}
+    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)), far)

@@ -8,8 +8,7 @@ from typing import Any
 
 from ostraka.errors import InvalidSharding
 from ostraka.layout.spec import MeshSpec
-from ostraka.planner._account import Spread, spread_of
-from ostraka.planner._restore_plan import RestorePlan
+from ostraka.planner._restore_plan import RestorePlan, Spread, spread_of
 from ostraka.planner._save_plan import Plan
 from ostraka.planner.time import Bandwidths, Times
 

@@ -10,17 +10,24 @@ from typing import Any, cast
 from ostraka.common.units import size_bytes
 from ostraka.errors import InvalidSharding, nearest
 from ostraka.families.catalog import MODELS
+from ostraka.formats.ostraka.damage import damage_on_contradiction
+from ostraka.formats.ostraka.source import OstrakaSource
+from ostraka.formats.source import Saved, Source
 from ostraka.layout import shard_file
 from ostraka.layout.casts import cast_leaf, check_dtype_rule
 from ostraka.layout.codec import CompressRule
-from ostraka.layout.plan_write import MAX_FILE_BYTES
+from ostraka.layout.metadata import Metadata, shard_contents, take_entries
+from ostraka.layout.plan_write import MAX_FILE_BYTES, WritePlan
+from ostraka.layout.shard_file import FileEntry
 from ostraka.layout.spec import LeafSpec
-from ostraka.planner._save_plan import Plan, plan_checkpoint, plan_state, saved_in_tree
+from ostraka.planner._save_plan import CompressedSize, Plan, count_parity, plan_state
 from ostraka.planner.config_state import state_of_config
 from ostraka.planner.rules import read_json, read_rules, resolve_rules
 from ostraka.planner.state import PlanOptions, State, host_count, share_devices, target_mesh
-from ostraka.reading import locate
+from ostraka.reading.locate import open_at
+from ostraka.reading.names.given import NamesLike
 from ostraka.storage import PathLike, may_be_path
+from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 
 def plan(
@@ -150,7 +157,7 @@ def _plan_saved(source: PathLike, options: PlanOptions) -> Plan:
                 "plan(path).restore(mesh=…)"
             )
         return plan_checkpoint(source, options.names)
-    found = saved_in_tree(locate.open_at(source, options.names))
+    found = _saved_in_tree(open_at(source, options.names))
     leaves = [_without_place(leaf) for leaf in found.leaves]
     if options.dtype is not None:
         check_dtype_rule(options.dtype, leaves)
@@ -181,6 +188,53 @@ def _plan_saved(source: PathLike, options: PlanOptions) -> Plan:
             f"{error}; without rules everything is cut as it was: give some (--rules, specs=), or "
             "a mesh that fits"
         ) from error
+
+
+def _saved_in_tree(source: Source) -> Saved:
+    """The saved tree without optional arrays, such as heads that only a template asks for.
+
+    A view has these after all others.
+    """
+    leaves = leaves_of(source.tree)
+    numbers = [leaf.value.number for leaf in leaves if isinstance(leaf.value, ArrayNumber)]
+    return replace(source.saved, leaves=source.saved.leaves[: max(numbers, default=-1) + 1])
+
+
+def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
+    """The plan of an existing checkpoint.
+
+    A checkpoint of another format is planned as Ostraka would save it, with the same shardings.
+    """
+    source = open_at(path, names)
+    if not isinstance(source, OstrakaSource):
+        saved = _saved_in_tree(source)
+        state = State(saved.leaves, saved.meshes, saved.process_of, saved.tree, user=saved.user)
+        return plan_state(state, PlanOptions())
+    found = source.metadata
+    with damage_on_contradiction(source.store):
+        take_entries(found, None, source.shards.allowance())
+        files = _files_before_compression(found)
+    write = WritePlan(found.meshes, found.layouts, found.leaves, files, found.process_of)
+    sizes = {process: index.size for process, index in found.indexes.items()}
+    planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+    if found.parity is not None:
+        is_read_back = found.process_count > 1 or files != found.files
+        planned = replace(planned, parity=count_parity(write, found.parity, None, is_read_back))
+    if files == found.files:
+        return planned
+    saved_bytes = sum(file.size for file in files) - sum(file.size for file in found.files)
+    total_bytes = planned.total_bytes - saved_bytes
+    return replace(planned, compressed=CompressedSize(total_bytes, is_estimate=False))
+
+
+def _files_before_compression(metadata: Metadata) -> tuple[FileEntry, ...]:
+    """The files of a checkpoint with their uncompressed sizes."""
+    if metadata.version < shard_file.COMPRESSED_VERSION:
+        return metadata.files
+    return tuple(
+        replace(file, size=file.header_bytes + entries[-1].offset + entries[-1].nbytes)
+        for file, entries in shard_contents(metadata).values()
+    )
 
 
 def _without_place(leaf: LeafSpec) -> LeafSpec:
