@@ -20,7 +20,6 @@ from ostraka.planner._restore_plan import (
 from ostraka.planner._save_plan import (
     file_bytes_by_process,
     held_by_process,
-    index_bytes,
     plan_state,
 )
 from ostraka.planner.state import PlanOptions, State
@@ -131,7 +130,7 @@ def test_all_processes_together_need_everything_once_or_more():
 def test_metadata_can_be_read_back():
     data = _metadata.encode_metadata(METADATA)
     assert _metadata.decode_metadata(data).leaves == PLAN.leaves
-    assert json.loads(data)["indexes"][0][1] == index_bytes(PLAN, {0})[0]
+    assert json.loads(data)["indexes"][0][1] == PLANNED.index_bytes[0]
 
 
 def test_staging_grows_with_what_is_staged():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostraka.common.dtypes import DTYPES
 from ostraka.common.lifetime import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
-from ostraka.errors import Mismatch
+from ostraka.errors import Mismatch, count_of
 from ostraka.layout import box as _box
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.plan_parity import planned_digests
@@ -23,6 +23,7 @@ from ostraka.layout.spec import (
     check_partition,
     needed_boxes,
 )
+from ostraka.planner.rules import resolve_rules
 from ostraka.planner.state import SAMPLED_PROCESSES, share_devices, target_mesh
 from ostraka.planner.time import Bandwidths
 from ostraka.sharding.rules import is_plain
@@ -169,15 +170,14 @@ class RestorePlan:
 
     def __repr__(self) -> str:
         where = "" if self.mesh is None else f" onto {self.mesh},"
-        hosts = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
-        most = human_bytes(self.read_bytes.most)
+        hosts, most = count_of(self.process_count, "process"), human_bytes(self.read_bytes.most)
         return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
 
 
 @paused_gc()
 def plan_restore(
     metadata: Metadata,
-    to_open: Callable[[ReadAccount], int],
+    metadata_bytes: int,
     mesh: Any,
     specs: Any,
     processes: int | None,
@@ -225,7 +225,12 @@ def plan_restore(
                 f"plan (at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
             )
         accounts.append(account_read(metadata, process, targets))
-    return RestorePlan(target, count, tuple(accounts), tuple(map(to_open, accounts)))
+    indexes = {p: index.size for p, index in metadata.indexes.items()}
+    opening = [
+        metadata_bytes + sum(indexes.get(p, 0) for p in account.index_processes)
+        for account in accounts
+    ]
+    return RestorePlan(target, count, tuple(accounts), tuple(opening))
 
 
 def _moved(
@@ -247,17 +252,13 @@ def _resolve(
     leaves: Sequence[LeafSpec], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> Mapping[str, Partition]:
     """The partitions of the leaves that `specs` covers: rules, or specs of `ostraka.restore`."""
-    from ostraka.planner.rules import resolve_rules
+    if not is_plain(specs):  # All others involve JAX's types.
+        from ostraka.planner._tree import partitions_given
+        from ostraka.sharding.specs import is_rules
 
-    if is_plain(specs):
-        return resolve_rules(leaves, mesh, specs)[0]
-    # All others involve JAX's types.
-    from ostraka.planner._tree import partitions_given
-    from ostraka.sharding.specs import is_rules
-
-    if is_rules(specs):
-        return resolve_rules(leaves, mesh, specs)[0]
-    return partitions_given(leaves, specs, known)
+        if not is_rules(specs):
+            return partitions_given(leaves, specs, known)
+    return resolve_rules(leaves, mesh, specs)[0]
 
 
 def local_targets(

@@ -6,8 +6,9 @@ import os
 import platform
 import socket
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from math import prod
 from operator import add
 from typing import Any, cast
@@ -19,6 +20,7 @@ from ostraka.common.dtypes import DTYPES, is_floating
 from ostraka.common.lifetime import paused_gc
 from ostraka.common.record import Stopwatch, summarize, timeline
 from ostraka.common.units import bytes_per_second, human_bytes
+from ostraka.errors import count_of
 from ostraka.layout import index as _index
 from ostraka.layout import metadata as _metadata
 from ostraka.layout import shard_file
@@ -50,13 +52,7 @@ from ostraka.layout.spec import (
     partition_grid,
 )
 from ostraka.planner import time as _time
-from ostraka.planner._restore_plan import (
-    ReadAccount,
-    RestorePlan,
-    Spread,
-    plan_restore,
-    spread_of,
-)
+from ostraka.planner._restore_plan import RestorePlan, Spread, plan_restore, spread_of
 from ostraka.planner.state import SAMPLED_PROCESSES, PlanOptions, State
 from ostraka.planner.time import Bandwidths, Times, work_out_times
 from ostraka.sharding.findings import Finding
@@ -225,11 +221,10 @@ class Plan:
     def __repr__(self) -> str:
         dtypes = sorted({leaf.spec.dtype for leaf in self._write.leaves})
         names = ", ".join(dtypes) if len(dtypes) <= _DTYPES_SHOWN else f"{len(dtypes)} dtypes"
-        processes = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
         files = len(self.files) + self.metadata_files
         return (
             f"<Plan: {human_bytes(self.total_bytes)} in {files:,} files, "
-            f"{self.arrays:,} arrays ({names}), {processes}>"
+            f"{self.arrays:,} arrays ({names}), {count_of(self.process_count, 'process')}>"
         )
 
     @property
@@ -443,12 +438,9 @@ class Plan:
         Example:
             >>> planned.restore(mesh={"data": 128, "model": 8}, processes=128).read_bytes.most
         """
-
-        def opening_bytes(account: ReadAccount) -> int:
-            indexes = sum(self.index_bytes.get(p, 0) for p in account.index_processes)
-            return self.metadata_bytes + indexes
-
-        return plan_restore(self._metadata, opening_bytes, mesh, specs, processes, only, sampled)
+        return plan_restore(
+            self._metadata, self.metadata_bytes, mesh, specs, processes, only, sampled
+        )
 
     def times(
         self,
@@ -587,13 +579,27 @@ def plan_state(state: State, options: PlanOptions) -> Plan:
 
 
 def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
-    """The size of each process's index, estimated from two if there are very many boxes."""
-    writing = sorted({write.process_of[file.device] for file in write.files})
+    """The size of the index of each process that writes shards, and True if all are exact.
+
+    If there are very many boxes, the sizes are estimated from two.
+    """
+    files: dict[int, list[FileEntry]] = {}
+    for file in write.files:
+        files.setdefault(write.process_of[file.device], []).append(file)
+    writing = sorted(files)
     boxes = sum(len(write.layouts[leaf.layout].owners) for leaf in write.leaves)
-    if boxes <= _EXACT_ENTRIES or len(writing) <= SAMPLED_PROCESSES:
-        return index_bytes(write, set(writing)), True
-    found = index_bytes(write, {writing[0], writing[-1]})
-    return dict.fromkeys(writing, max(found.values())), False
+    is_exact = boxes <= _EXACT_ENTRIES or len(writing) <= SAMPLED_PROCESSES
+    sampled = writing if is_exact else [writing[0], writing[-1]]
+    devices = {file.device for process in sampled for file in files[process]}
+    contents = shard_file.entries_by_file(write.leaves, write.layouts, devices)
+    sizes: dict[int, int] = {}
+    for process in sampled:
+        digests = {
+            file.name: planned_digests(file, contents[file.device, file.part])
+            for file in files[process]
+        }
+        sizes[process] = len(_index.encode_index(_NO_DIGEST, process, digests))
+    return sizes if is_exact else dict.fromkeys(writing, max(sizes.values())), is_exact
 
 
 def _file_bytes(write: WritePlan, parity: PlannedParity | None) -> list[int]:
@@ -608,17 +614,11 @@ def _describe_writer(sizes: Sequence[int], *, has_parity: bool) -> dict[str, Any
     The durations and the names of the hosts are placeholders. The real ones may be longer or
     shorter.
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        jax_version = version("jax")
-    except PackageNotFoundError:
-        jax_version = "0.10.0"
     phases = (*_PHASES, "parity") if has_parity else _PHASES
     watch = Stopwatch(phases=dict.fromkeys(phases, _SOME_SECONDS))
     return {
         "ostraka": __version__,
-        "jax": jax_version,
+        "jax": version("jax"),  # without importing it
         "python": platform.python_version(),
         "time": "2000-01-01T00:00:00.000+00:00",
         "hosts": [socket.gethostname()] * len(sizes),
@@ -708,24 +708,6 @@ def file_bytes_by_process(plan: WritePlan) -> list[int]:
     for file in plan.files:
         totals[plan.process_of[file.device]] += file.size
     return totals
-
-
-def index_bytes(plan: WritePlan, processes: Collection[int]) -> dict[int, int]:
-    """The size of the index of each of these processes, except those that write no shard."""
-    files: dict[int, list[FileEntry]] = {}
-    for file in plan.files:
-        if plan.process_of[file.device] in processes:
-            files.setdefault(plan.process_of[file.device], []).append(file)
-    devices = {file.device for listed in files.values() for file in listed}
-    contents = shard_file.entries_by_file(plan.leaves, plan.layouts, devices)
-    sizes: dict[int, int] = {}
-    for process in sorted(files):
-        digests = {
-            file.name: planned_digests(file, contents[file.device, file.part])
-            for file in files[process]
-        }
-        sizes[process] = len(_index.encode_index(_NO_DIGEST, process, digests))
-    return sizes
 
 
 _TYPICAL_RATIOS = {"bfloat16": 0.67, "float16": 0.85, "float32": 0.84, "float64": 0.88}
