@@ -123,7 +123,7 @@ def test_the_same_values_cut_in_another_way(place: Place):
     assert leaf.a is not None
     assert leaf.a.sharding == "P('a', 'b') on a=4, b=2"
     assert leaf.distance == Distance(128)
-    assert differ(place / "2", {"x": a}, {"x": b}, shardings=False).same
+    assert differ(place / "2", {"x": a}, {"x": b}, ignore_sharding=True).same
 
 
 def test_whole_dimensions_at_the_end_of_a_spec_make_no_difference(place: Place):
@@ -201,7 +201,7 @@ def test_without_values_no_array_is_read(place: Place):
     b = saved(place / "b", {"x": np.zeros(2)})
     for shard in place.glob("*/shards-*/*.safetensors"):
         shard.unlink()
-    assert compare(a, b, CompareOptions(values=False)).same
+    assert compare(a, b, CompareOptions(structure=True)).same
 
 
 def test_containers_of_other_kinds(place: Place):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -63,29 +64,15 @@ def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Built-in models, and files."""
-    from ostraka.families.catalog import MODELS
+def complete_words(table: str, *, files: bool = True) -> Callable[..., list[Any]]:
+    """Complete the words of a table, such as `ostraka.planner.rules:RULES`, and files."""
 
-    return _words(MODELS, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        words = [word for word in resolve_name(table) if word.startswith(incomplete)]
+        beside = click.Path().shell_complete(ctx, param, incomplete) if files else []
+        return [*map(CompletionItem, words), *beside]
 
-
-def complete_rules(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Sets of rules, and files."""
-    from ostraka.planner.rules import RULES
-
-    return _words(RULES, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
-
-
-def complete_optimizers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Optimizers whose state can be planned."""
-    from ostraka.planner.config_state import OPTIMIZERS
-
-    return _words(OPTIMIZERS, incomplete)
-
-
-def _words(words: Iterable[str], incomplete: str) -> list[Any]:
-    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    return complete
 
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -69,13 +69,10 @@ def diff(
     b: str,
     pattern: tuple[str, ...],
     *,
-    rtol: float,
-    atol: float,
-    structure: bool,
-    ignore_sharding: bool,
     everything: bool,
     names: Any,
     as_json: bool,
+    **rules: Any,
 ) -> None:
     """Show how checkpoints A and B differ.
 
@@ -97,9 +94,7 @@ def diff(
       ostraka diff llama/ runs/0 --names hf
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
-    options = CompareOptions(
-        pattern, rtol, atol, values=not structure, shardings=not ignore_sharding
-    )
+    options = CompareOptions(pattern, **rules)
     found = read_whole(
         [a, b], lambda found: compare(found[0], found[1], options), partial(_open, names=names)
     )
@@ -318,9 +313,9 @@ class CompareOptions:
     rtol: float = 0.0
     atol: float = 0.0
     """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
-    values: bool = True
-    """True to read and compare the elements of arrays."""
-    shardings: bool = True
+    structure: bool = False
+    """True to read no array."""
+    ignore_sharding: bool = False
 
 
 def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
@@ -329,7 +324,7 @@ def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
     pairs = {
         path: (one.number, other.number)
         for path, one in in_a.items()
-        if options.values
+        if not options.structure
         and isinstance(one, ArrayNumber)
         and isinstance(other := in_b.get(path), ArrayNumber)
         and a.saved.leaves[one.number].shape == b.saved.leaves[other.number].shape
@@ -386,7 +381,7 @@ def _aspects(
     for aspect in ("kind", "shape", "dtype", "same_as"):
         if getattr(a, aspect) != getattr(b, aspect):
             yield aspect
-    if options.shardings and a.sharding != b.sharding:
+    if not options.ignore_sharding and a.sharding != b.sharding:
         yield "sharding"
     if a.value != b.value or (distance is not None and distance.changed):
         yield "value"

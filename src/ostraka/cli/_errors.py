@@ -41,12 +41,13 @@ class Commands(click.Group):
         self.params.append(_verbose_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*self._names, *self.commands})
+        return list(self._names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._names and cmd_name not in self.commands:
-            module = import_module(f"ostraka.cli._{cmd_name}")
-            self.add_command(getattr(module, cmd_name))
+            command = getattr(import_module(f"ostraka.cli._{cmd_name}"), cmd_name)
+            command.params.append(_verbose_option())
+            self.add_command(command)
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -56,11 +57,6 @@ class Commands(click.Group):
             close = nearest(args[0], self.list_commands(ctx))
             raise click.UsageError(f"there is no command {args[0]!r}{close}", ctx)
         return super().resolve_command(ctx, args)
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        if not any(parameter.name == "verbose" for parameter in cmd.params):
-            cmd.params.append(_verbose_option())
-        super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         try:

@@ -15,9 +15,7 @@ from ostraka.cli._arguments import (
     RATE,
     SIZE,
     TIME,
-    complete_models,
-    complete_optimizers,
-    complete_rules,
+    complete_words,
     json_option,
     option,
 )
@@ -35,20 +33,25 @@ _LIST = ""
 
 
 @click.command()
-@click.argument("source", required=False, metavar="SOURCE", shell_complete=complete_models)
+@click.argument(
+    "source",
+    required=False,
+    metavar="SOURCE",
+    shell_complete=complete_words("ostraka.families.catalog:MODELS"),
+)
 @option("--mesh", AXES, "Axes and sizes: data=64,model=8.")
 @option("--hosts", click.IntRange(1), "Default: one for every 8 devices.")
 @option(
     "--rules",
     str,
     "dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
-    shell_complete=complete_rules,
+    shell_complete=complete_words("ostraka.planner.rules:RULES"),
 )
 @option(
     "--optimizer",
     str,
     "adamw, adam, sgd, adafactor, lion or none: adds its state.",
-    shell_complete=complete_optimizers,
+    shell_complete=complete_words("ostraka.planner.config_state:OPTIMIZERS", files=False),
 )
 @option(
     "--dtype",

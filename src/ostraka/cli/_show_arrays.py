@@ -60,7 +60,14 @@ def show_leaf(
     elements = None if index is None else _read_slice(source, row.number, index)
     found = statistics_of(source, [row.number])[row.number] if stats else None
     if as_json:
-        echo_json(_describe(source, row, index, elements, found))
+        document = describe_row(source.saved, row)
+        document |= {"checkpoint": source.location, "boxes": _describe_boxes(source, row.number)}
+        if found is not None:
+            document["statistics"] = describe_statistics(found)
+        if elements is not None:
+            values = _plain(elements)
+            document["slice"] = {"index": index, "shape": elements.shape, "values": values}
+        echo_json(document)
         return
     lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
     shown = [
@@ -184,18 +191,9 @@ def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
     return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown.items())]
 
 
-def _describe(
-    source: Source,
-    row: LeafRow,
-    index: str | None,
-    elements: np.ndarray[Any, Any] | None,
-    found: Statistics | None,
-) -> dict[str, object]:
-    assert row.number is not None
-    document = describe_row(source.saved, row)
-    document["checkpoint"] = source.location
+def _describe_boxes(source: Source, number: int) -> list[dict[str, object]]:
     hosts = hosts_of(source.saved)
-    document["boxes"] = [
+    return [
         {
             "box": place.box,
             "file": place.file,
@@ -205,17 +203,8 @@ def _describe(
             "bytes": place.nbytes,
             "stored_bytes": place.stored_bytes,
         }
-        for place in source.boxes_of(row.number)
+        for place in source.boxes_of(number)
     ]
-    if found is not None:
-        document["statistics"] = describe_statistics(found)
-    if elements is not None:
-        document["slice"] = {
-            "index": index,
-            "shape": elements.shape,
-            "values": _plain(elements),
-        }
-    return document
 
 
 def _plain(elements: np.ndarray[Any, Any]) -> Any:

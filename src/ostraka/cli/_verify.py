@@ -87,18 +87,15 @@ def _table(reports: Sequence[integrity.Report]) -> list[str]:
     for report in reports:
         if report.ok:
             table.add(report.path, "intact", "0", "0", "0", "")
-        elif not report.files:
-            table.add(report.path, "damaged", f"{len(report.problems)}", "_METADATA", colour="red")
-        else:
-            table.add(
-                report.path,
-                "damaged",
-                f"{len(report.problems)}",
+            continue
+        hurt = ["_METADATA"]
+        if report.files:
+            hurt = [
                 f"{len(report.damaged_files)} of {report.files}",
                 f"{len(report.damaged_leaves)} of {report.leaves}",
                 shorten(", ".join(map(str, report.damaged_processes)), 30),
-                colour="red",
-            )
+            ]
+        table.add(report.path, "damaged", f"{len(report.problems)}", *hurt, colour="red")
     return table.lines()
 
 
