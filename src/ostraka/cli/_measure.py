@@ -185,18 +185,14 @@ class Statistics:
 
 def _summarize(elements: Array) -> Statistics:
     values = as_numbers(elements)
-    if values.dtype.kind in "iu":
-        return Statistics(
-            values.size, int(values.min()), int(values.max()), *_moments(values.astype(np.float64))
-        )
     magnitudes = np.abs(values) if values.dtype.kind == "c" else values
     numbers = magnitudes[~np.isnan(magnitudes)]
     finite = numbers[np.isfinite(numbers)]
     return Statistics(
         values.size,
-        float(numbers.min()) if numbers.size else None,
-        float(numbers.max()) if numbers.size else None,
-        *_moments(finite),
+        numbers.min().item() if numbers.size else None,
+        numbers.max().item() if numbers.size else None,
+        *_moments(finite.astype(np.float64, copy=False)),
         values.size - numbers.size,
         numbers.size - finite.size,
     )

@@ -88,14 +88,17 @@ class Table:
         widths = [len(name) for name in self._head]
         for cells, _ in self._rows:
             # The last cell of a short row extends over the columns behind it.
-            counted = cells if len(cells) == len(widths) else cells[:-1]
-            for column, cell in enumerate(counted):
+            for column, cell in enumerate(cells if len(cells) == len(widths) else cells[:-1]):
                 widths[column] = max(widths[column], len(cell))
         lines = [click.style(self._line(self._head, widths), dim=True)]
         above = ""
         for cells, colour in self._rows:
             line = self._line(cells, widths)
-            lines.append(click.style(line, fg=colour) if colour else _dim_repeated(line, above))
+            # Names that a row shares with the row above are dim.
+            same = [one == other for one, other in zip(line, above, strict=False)]
+            shared = line.rfind("/", 0, [*same, False].index(False)) + 1
+            repeated = click.style(line[:shared], dim=True) if shared else ""
+            lines.append(click.style(line, fg=colour) if colour else repeated + line[shared:])
             above = cells[0]
         return lines
 
@@ -106,17 +109,6 @@ class Table:
             for cell, width, right in zip(cells, widths, self._right, strict=False)
         ]
         return "  ".join(padded).rstrip()
-
-
-def _dim_repeated(line: str, above: str) -> str:
-    """Dim the leading names that a row shares with the row above."""
-    shared = 0
-    for position, (one, other) in enumerate(zip(line, above, strict=False)):
-        if one != other:
-            break
-        if one == "/":
-            shared = position + 1
-    return click.style(line[:shared], dim=True) + line[shared:] if shared else line
 
 
 def echo(line: str, *, err: bool = False) -> None:
