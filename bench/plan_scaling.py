@@ -22,9 +22,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ostraka.families.catalog import MODELS
 from ostraka.planner._save_plan import Plan, plan_state
-from ostraka.planner.config_state import state_of_config
 from ostraka.planner.report import describe_plan
-from ostraka.planner.state import PlanOptions, mesh_of_sizes
+from ostraka.planner.state import PlanOptions, mesh_of_sizes, state_of_config
 from ostraka.planner.time import Bandwidths
 
 RESULTS = Path(__file__).parent / "results"

@@ -51,7 +51,7 @@ _LIST = ""
     "--optimizer",
     str,
     "adamw, adam, sgd, adafactor, lion or none: adds its state.",
-    shell_complete=complete_words("ostraka.planner.config_state:OPTIMIZERS", files=False),
+    shell_complete=complete_words("ostraka.planner.state:OPTIMIZERS", files=False),
 )
 @option(
     "--dtype",

@@ -69,13 +69,9 @@ def state_of_tree(tree: Any, options: PlanOptions) -> State:
     check_dtype_rule(optimizer_dtype)
     if not options.adds_optimizer and optimizer_dtype is not None:
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
-    state = None
-    if options.adds_optimizer:
-        state = abstract_optimizer(tree, options.optimizer, optimizer_dtype)
+    state = abstract_optimizer(tree, options) if options.adds_optimizer else None
     found, findings = _resolve_specs(tree, options, state)
-    if options.adds_optimizer:
-        tree = {"model": tree, "optimizer": state}
-    parsed = parse(tree)
+    parsed = parse({"model": tree, "optimizer": state} if options.adds_optimizer else tree)
     leaves = list(leaves_of(parsed))
     check_unique(leaves)
     for leaf in leaves:
@@ -121,12 +117,12 @@ def state_of_tree(tree: Any, options: PlanOptions) -> State:
     )
 
 
-def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
+def abstract_optimizer(tree: Any, options: PlanOptions) -> Any:
     """The state of an optax transformation for a tree, with shapes and dtypes only.
 
-    With a `dtype`, the state for parameters of that dtype.
+    With an `optimizer_dtype`, the state for parameters of that dtype.
     """
-    transformation = _transformation(optimizer)
+    transformation, dtype = _transformation(options.optimizer), options.optimizer_dtype
 
     def convert(parameter: Any) -> Any:
         is_cast = dtype is not None and jnp.issubdtype(parameter.dtype, jnp.floating)
@@ -237,21 +233,16 @@ class _Places:
             kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
             return LeafSpec(leaf.path, kind, name, shape)
         mesh, partition = self._place(leaf)
-        if not mesh.axis_names and self._process_count() > 1:
-            # Every process has it on a device of its own: what all have alike is a common value.
-            return LeafSpec(leaf.path, kind, name, shape, prng=prng, **self._traits(value))
-        number = self.meshes.setdefault(mesh, len(self.meshes))
-        traits = self._traits(value)
-        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
-
-    def _traits(self, value: Any) -> dict[str, Any]:
-        """Further attributes of an array. Commitment and memory only if it keeps its sharding."""
         traits: dict[str, Any] = {"weak": bool(getattr(value, "weak_type", False))}
-        if self._mesh is None and isinstance(value, jax.Array):
+        if self._mesh is None and isinstance(value, jax.Array):  # which keeps its sharding
             is_on_one = isinstance(value.sharding, SingleDeviceSharding)
             traits["uncommitted"] = is_on_one and not value.committed
             traits["memory"] = memory_kind(value.sharding)
-        return traits
+        if not mesh.axis_names and self._process_count() > 1:
+            # Every process has it on a device of its own: what all have alike is a common value.
+            return LeafSpec(leaf.path, kind, name, shape, prng=prng, **traits)
+        number = self.meshes.setdefault(mesh, len(self.meshes))
+        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
@@ -289,12 +280,10 @@ class _Places:
         """The process of each device: as in this run, or shared evenly by `hosts`."""
         if self._devices is not None and self._processes is None:
             return self._devices.process_of
-        known = [max(mesh.devices) + 1 for mesh in self.meshes]
-        count = max([*known, 0 if self._mesh is None else max(self._mesh.devices) + 1, 1])
+        meshes = self.meshes if self._mesh is None else (self._mesh,)
+        count = max((max(mesh.devices) + 1 for mesh in meshes), default=self._process_count())
         if self._devices is not None:
             count = max(count, len(self._devices.all))
-        if not known and self._mesh is None:
-            count = max(count, self._process_count())
         return share_devices(count, 1 if self._processes is None else self._processes)
 
 

@@ -21,9 +21,15 @@ from ostraka.layout.plan_write import MAX_FILE_BYTES, WritePlan
 from ostraka.layout.shard_file import FileEntry
 from ostraka.layout.spec import LeafSpec
 from ostraka.planner._save_plan import CompressedSize, Plan, count_parity, plan_state
-from ostraka.planner.config_state import state_of_config
 from ostraka.planner.rules import read_json, read_rules, resolve_rules
-from ostraka.planner.state import PlanOptions, State, host_count, share_devices, target_mesh
+from ostraka.planner.state import (
+    PlanOptions,
+    State,
+    host_count,
+    share_devices,
+    state_of_config,
+    target_mesh,
+)
 from ostraka.reading.locate import open_at
 from ostraka.reading.names.given import NamesLike
 from ostraka.storage import PathLike, may_be_path
