@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import click
 
@@ -29,12 +29,10 @@ from ostraka.storage import Store, is_claim, open_store
 class Leftovers:
     """Files of interrupted saves in one directory."""
 
-    name: str
-    """The name of the directory in the root, or an empty string for the root itself."""
     directory: str
     names: tuple[str, ...]
-    nbytes: int
-    beside: bool
+    bytes: int
+    beside_a_checkpoint: bool
     """True if the directory also has a checkpoint, which stays."""
 
 
@@ -70,27 +68,19 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
     for name in ("", *steps):
         place = store.at(name) if name else store
         try:
-            found += _collect(place, name, remove=yes)
+            found += _collect(place, remove=yes)
         except Busy:
             busy.append(place.location)
         except StoreError as error:  # The other directories can still be cleaned.
             refusals.append(error)
     if yes and (gone := remove_expired_leases(store, wait=True)):
-        found.append(Leftovers("", location, tuple(gone), 0, False))
+        found.append(Leftovers(location, tuple(gone), 0, False))
     leases = list(filter(is_lease, store.list()))
     if as_json:
         document = {
             "root": location,
             "removed": yes,
-            "leftovers": [
-                {
-                    "directory": left.directory,
-                    "names": left.names,
-                    "bytes": left.nbytes,
-                    "beside_a_checkpoint": left.beside,
-                }
-                for left in found
-            ],
+            "leftovers": [asdict(left) for left in found],
             "in_use": busy,
             "leases": leases,
             "refused": [str(error) for error in refusals],
@@ -109,10 +99,11 @@ def _lines(
     if found:
         table = Table(("directory", "what", "size", "beside"), right=("size",))
         for left in found:
-            beside = "a checkpoint, which stays" if left.beside else "nothing"
-            table.add(left.name or ".", ", ".join(left.names), human_bytes(left.nbytes), beside)
+            beside = "a checkpoint, which stays" if left.beside_a_checkpoint else "nothing"
+            name = left.directory.removeprefix(location).strip("/") or "."
+            table.add(name, ", ".join(left.names), human_bytes(left.bytes), beside)
         what = count_of(sum(len(left.names) for left in found), "leftover")
-        nbytes = sum(left.nbytes for left in found)
+        nbytes = sum(left.bytes for left in found)
         lines += removal_lines(location, table, what, nbytes, removed=removed)
     lines += [f"{printable(directory)}: a save is under way; left alone" for directory in busy]
     for lease in leases:
@@ -121,7 +112,7 @@ def _lines(
     return lines or [f"{printable(location)}: nothing was left behind"]
 
 
-def _collect(place: Store, name: str, *, remove: bool) -> list[Leftovers]:
+def _collect(place: Store, *, remove: bool) -> list[Leftovers]:
     """The leftovers of one directory. Raises Busy if a save is running there."""
     left: list[str] = []
     try:
@@ -137,4 +128,4 @@ def _collect(place: Store, name: str, *, remove: bool) -> list[Leftovers]:
     except PathInTheWay:
         return []
     nbytes = sum(size for file, size in sizes.items() if {file, file.split("/")[0]} & {*names})
-    return [Leftovers(name, place.location, tuple(names), nbytes, beside)] if names else []
+    return [Leftovers(place.location, tuple(names), nbytes, beside)] if names else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +169,6 @@ def _table(rows: Sequence[LeafRow], statistics: Mapping[int, Statistics]) -> lis
             found = None if row.number is None else statistics.get(row.number)
             extra = ("",) * len(_STATISTICS)
             if found is not None:
-                numbers = (found.least, found.most, found.mean, found.std)
-                extra = (*map(human_number, numbers), f"{found.nan:,}", f"{found.infinite:,}")
+                extra = tuple(map(human_number, astuple(found)[1:]))
         table.add(*row.cells, *extra)
     return table.lines()

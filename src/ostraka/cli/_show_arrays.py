@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import astuple
 from math import prod
 from typing import Any
 
@@ -180,15 +181,9 @@ def _print(elements: np.ndarray[Any, Any]) -> list[str]:
 
 def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
     of_what = " of magnitudes" if leaf.dtype.startswith("complex") else ""
-    shown = {
-        f"least{of_what}": human_number(found.least),
-        "most": human_number(found.most),
-        "mean": human_number(found.mean),
-        "std": human_number(found.std),
-        "NaN": f"{found.nan:,}",
-        "infinite": f"{found.infinite:,}",
-    }
-    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown.items())]
+    names = (f"least{of_what}", "most", "mean", "std", "NaN", "infinite")
+    shown = zip(names, map(human_number, astuple(found)[1:]), strict=True)
+    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown)]
 
 
 def _describe_boxes(source: Source, number: int) -> list[dict[str, object]]:

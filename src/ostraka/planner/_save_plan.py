@@ -283,10 +283,8 @@ class Plan:
         total = 0
         for leaf in (stored.spec for stored in self._write.leaves):
             is_narrow = is_floating(leaf.dtype) and DTYPES[leaf.dtype].bits < DTYPES[_WIDE].bits
-            if is_narrow and (parameters or leaf.path.startswith(f"{_OPTIMIZER}/")):
-                total += DTYPES[_WIDE].nbytes(prod(leaf.shape))
-            else:
-                total += leaf.nbytes
+            is_widened = is_narrow and (parameters or leaf.path.startswith(f"{_OPTIMIZER}/"))
+            total += DTYPES[_WIDE if is_widened else leaf.dtype].nbytes(prod(leaf.shape))
         return total
 
     @property
@@ -717,8 +715,7 @@ _TYPICAL_RATIOS = {"bfloat16": 0.67, "float16": 0.85, "float32": 0.84, "float64"
 def _typical_savings(plan: WritePlan) -> int:
     """The bytes that compression saves for normal weights."""
     saved = 0.0
-    for number in plan.codecs:
-        leaf = plan.leaves[number]
+    for leaf in (plan.leaves[number] for number in plan.codecs):
         nbytes = leaf.spec.nbytes
         if nbytes // len(plan.layouts[leaf.layout].owners) >= shard_file.LEAST_COMPRESSED_BYTES:
             saved += nbytes * (1 - _TYPICAL_RATIOS.get(leaf.spec.dtype, 1.0))
