@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ostraka.cli._arguments import (
-    AXES,
-    RATE,
-    SIZE,
-    TIME,
-    complete_words,
-    json_option,
-    option,
-)
+from ostraka.cli._arguments import AXES, RATE, SIZE, TIME, complete_words, json_option, option
 from ostraka.cli._output import echo_json, echo_lines
 from ostraka.errors import OstrakaError, store_error
 

@@ -11,25 +11,10 @@ from typing import Any
 import click
 import numpy as np
 
+from ostraka.cli import _tree
 from ostraka.cli._measure import Statistics, as_numbers, count_not_finite, statistics_of
-from ostraka.cli._output import (
-    Table,
-    echo_json,
-    echo_lines,
-    human_number,
-    json_number,
-    show_shape,
-)
-from ostraka.cli._tree import (
-    LeafRow,
-    describe_row,
-    describe_statistics,
-    directory_lines,
-    dtype_of,
-    hosts_of,
-    sharding_of,
-    title,
-)
+from ostraka.cli._output import Table, echo_json, echo_lines, human_number, json_number, show_shape
+from ostraka.cli._tree import LeafRow
 from ostraka.common.dtypes import is_inexact, numpy_dtype
 from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidSharding, count_of, printable
@@ -61,10 +46,10 @@ def show_leaf(
     elements = None if index is None else _read_slice(source, row.number, index)
     found = statistics_of(source, [row.number])[row.number] if stats else None
     if as_json:
-        document = describe_row(source.saved, row)
+        document = _tree.describe_row(source.saved, row)
         document |= {"checkpoint": source.location, "boxes": _describe_boxes(source, row.number)}
         if found is not None:
-            document["statistics"] = describe_statistics(found)
+            document["statistics"] = _tree.describe_statistics(found)
         if elements is not None:
             values = _plain(elements)
             document["slice"] = {"index": index, "shape": elements.shape, "values": values}
@@ -72,10 +57,12 @@ def show_leaf(
         return
     lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
     shown = [
-        dtype_of(leaf) if leaf.cast_from is None else f"{dtype_of(leaf)}  (was {leaf.cast_from})",
+        _tree.dtype_of(leaf)
+        if leaf.cast_from is None
+        else f"{_tree.dtype_of(leaf)}  (was {leaf.cast_from})",
         show_shape(leaf.logical_shape),
         human_bytes(leaf.nbytes),
-        sharding_of(source.saved, leaf),
+        _tree.sharding_of(source.saved, leaf),
     ]
     lines.append(printable("  ".join(shown)))
     if row.same_as is not None:
@@ -112,7 +99,7 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
 
 def _files_table(source: Source, number: int) -> list[str]:
     boxes = source.boxes_of(number)
-    hosts = hosts_of(source.saved)
+    hosts = _tree.hosts_of(source.saved)
     head = ("box", "file", "process", "host", "at byte", "bytes")
     is_compressed = any(place.stored_bytes != place.nbytes for place in boxes)
     stored = ("stored bytes",) if is_compressed else ()
@@ -130,7 +117,7 @@ def _files_table(source: Source, number: int) -> list[str]:
     lines = table.lines()
     if len(boxes) > _MOST_BOXES:
         lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
-    return [*lines, *directory_lines([place.file for place in boxes])]
+    return [*lines, *_tree.directory_lines([place.file for place in boxes])]
 
 
 # Elements
@@ -187,7 +174,7 @@ def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
 
 
 def _describe_boxes(source: Source, number: int) -> list[dict[str, object]]:
-    hosts = hosts_of(source.saved)
+    hosts = _tree.hosts_of(source.saved)
     return [
         {
             "box": place.box,
@@ -229,11 +216,13 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
             "finite": total.is_finite,
             **_counts(total),
             "leaves_read": len(found),
-            "leaves": [describe_row(source.saved, row) | _counts(found[row.path]) for row in bad],
+            "leaves": [
+                _tree.describe_row(source.saved, row) | _counts(found[row.path]) for row in bad
+            ],
         }
         echo_json(document)
         return total.is_finite
-    lines = [title(source), ""]
+    lines = [_tree.title(source), ""]
     if bad:
         table = Table(("leaf", "dtype", "shape", "nan", "inf"), right=("nan", "inf"))
         for row in bad:

@@ -76,15 +76,6 @@ class ReadAccount:
         """The requests in a bucket, where a file's first bytes come with opening it."""
         return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
 
-    @property
-    def over_read_bytes(self) -> int:
-        return self.read_bytes - self.needed_bytes
-
-    @property
-    def over_read(self) -> float:
-        """The bytes read beyond the needed ones, as a fraction of the latter."""
-        return self.over_read_bytes / self.needed_bytes if self.needed_bytes else 0.0
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RestorePlan:
