@@ -40,6 +40,7 @@ from ostraka.tree.patterns import Patterns, matches
 
 _TOLERANCE = click.FloatRange(0)
 _VALUE_WIDTH = 40
+_ASPECTS = ("kind", "shape", "dtype", "same_as", "sharding", "value")
 _COLOURS = {"the same": None, "different": "yellow", "only in a": "red", "only in b": "green"}
 """The states of a leaf, in the order of the summary."""
 
@@ -336,7 +337,16 @@ def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
         one = _describe(a, path, in_a[path]) if path in in_a else None
         other = _describe(b, path, in_b[path]) if path in in_b else None
         distance = distances[pairs[path]] if path in pairs else None
-        differs = tuple(_aspects(one, other, distance, options))
+        unequal = {
+            aspect
+            for aspect in _ASPECTS
+            if one and other and getattr(one, aspect) != getattr(other, aspect)
+        }
+        if distance is not None and distance.changed:
+            unequal.add("value")
+        if options.ignore_sharding:
+            unequal.discard("sharding")
+        differs = tuple(aspect for aspect in _ASPECTS if aspect in unequal)
         leaves.append(LeafComparison(path, one, other, differs, distance))
     containers = () if options.patterns else tuple(_containers(a, b))
     return TreeComparison(a.location, b.location, tuple(leaves), containers)
@@ -368,23 +378,6 @@ def _describe(source: Source, path: str, value: Any) -> LeafDescription:
         sharding=sharding_of(source.saved, leaf, with_mesh=True),
         same_as=None if leaf.path == path else leaf.path,
     )
-
-
-def _aspects(
-    a: LeafDescription | None,
-    b: LeafDescription | None,
-    distance: Distance | None,
-    options: CompareOptions,
-) -> Iterator[str]:
-    if a is None or b is None:
-        return
-    for aspect in ("kind", "shape", "dtype", "same_as"):
-        if getattr(a, aspect) != getattr(b, aspect):
-            yield aspect
-    if not options.ignore_sharding and a.sharding != b.sharding:
-        yield "sharding"
-    if a.value != b.value or (distance is not None and distance.changed):
-        yield "value"
 
 
 # Elements
