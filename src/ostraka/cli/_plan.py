@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -145,9 +146,9 @@ def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
     variants |= {text: _variant(context, given, text) for text in given["compare"]}
     if len(variants) <= len(given["compare"]):
         raise ValueError("two variants of --compare are the same")
-    documents: dict[str, Any] = {}
-    for title, options in variants.items():
-        documents[title] = {"title": title, **_describe(options, probed)}
+    documents = {
+        title: {"title": title, **_describe(options, probed)} for title, options in variants.items()
+    }
     compared = compare_plans(documents) if len(documents) > 1 else []
     found = list(documents.values())
     return {"source": given["source"], "variants": found, "comparison": compared}
@@ -182,12 +183,10 @@ def _describe(given: dict[str, Any], probed: Bandwidths) -> dict[str, Any]:
     from ostraka.planner.state import PlanOptions, mesh_of_sizes
     from ostraka.planner.time import Bandwidths
 
-    same = ("hosts", "rules", "optimizer", "dtype", "optimizer_dtype", "compress", "parity")
-    chosen = {name: given[name] for name in (*same, "names")}
-    if given["mesh"] is not None:
-        chosen["mesh"] = mesh_of_sizes(given["mesh"])
-    if given["max_file_bytes"] is not None:
-        chosen["max_file_bytes"] = given["max_file_bytes"]
+    known = {field.name for field in fields(PlanOptions)}
+    chosen = {n: value for n, value in given.items() if n in known and value is not None}
+    if "mesh" in chosen:
+        chosen["mesh"] = mesh_of_sizes(chosen["mesh"])
     planned = plan_source(given["source"], PlanOptions(**chosen))
     bandwidths = Bandwidths(
         host_write=given["write_bandwidth"] or probed.host_write,
