@@ -22,10 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from ostraka.families.catalog import MODELS
 from ostraka.planner._save_plan import Plan, plan_state
-from ostraka.planner.config_state import state_of_config
-from ostraka.planner.report import Questions, describe_plan
-from ostraka.planner.rules import read_rules
-from ostraka.planner.state import PlanOptions, mesh_of_sizes
+from ostraka.planner.report import describe_plan
+from ostraka.planner.state import PlanOptions, mesh_of_sizes, state_of_config
+from ostraka.planner.time import Bandwidths
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 3
@@ -37,16 +36,9 @@ BARS = {"seconds beyond start-up": 2.0, "peak MB": 500.0, "metadata MiB": 4.0}
 
 def make_plan(devices: int, layers: int) -> Plan:
     mesh = mesh_of_sizes({"data": devices // 8, "model": 8})
-    state = state_of_config(
-        {**MODELS["llama-3.1-405b"], "num_hidden_layers": layers},
-        mesh=mesh,
-        rules=read_rules("fsdp+tp", mesh),
-        processes=devices // 8,
-        optimizer="adamw",
-        dtype="bfloat16",
-        optimizer_dtype=None,
-    )
-    return plan_state(state, PlanOptions(max_file_bytes=4 << 30))
+    config = {**MODELS["llama-3.1-405b"], "num_hidden_layers": layers}
+    options = PlanOptions(mesh, devices // 8, "fsdp+tp", optimizer="adamw", dtype="bfloat16")
+    return plan_state(state_of_config(config, options), options)
 
 
 def least_cpu_s(work: Callable[[], Any]) -> float:
@@ -64,7 +56,7 @@ def measure(devices: int, layers: int) -> dict[str, Any]:
         "devices": devices,
         "leaves": planned.arrays,
         "plan_s": least_cpu_s(lambda: make_plan(devices, layers)),
-        "report_s": least_cpu_s(lambda: describe_plan(planned, Questions())),
+        "report_s": least_cpu_s(lambda: describe_plan(planned, Bandwidths())),
         "metadata_bytes": planned.metadata_bytes,
         "skew": planned.process_spread.skew,
     }

@@ -12,7 +12,6 @@ float32 has 24 bits: from 16,777,217 parameters on the array is rounded. The twi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,15 +163,11 @@ def _dense(seed: float, x: Any, features: float) -> Any:
     return linen.Dense(int(features)).init(jax.random.PRNGKey(int(seed)), x)["params"]
 
 
-def _sizes(state: Any) -> Iterator[int]:
-    return (leaf.elements for leaf in array_leaves(parse_state(state)))
-
-
 def _count(state: Any, num_shards: float) -> SaveCount:
     shards = int(num_shards)
     if shards < 1:
         raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
-    total = sum(_sizes(state))
+    total = sum(leaf.elements for leaf in array_leaves(parse_state(state)))
     return SaveCount(total, *divmod(total, shards))
 
 
@@ -182,9 +177,7 @@ def _as_array(state: Any, num_shards: float) -> jax.Array:
 
 
 def _layout_leaves(state: Any) -> int:
-    return len(jax.tree_util.tree_leaves(spec_tree(state, _pick_spec)))
-
-
-def _pick_spec(leaf: Any) -> PartitionSpec:
-    """Shard the kernel along its output, and the bias likewise."""
-    return PartitionSpec(None, "model") if leaf.ndim == 2 else PartitionSpec("model")
+    # The kernel is sharded along its output, and the bias likewise.
+    kernel, bias = PartitionSpec(None, "model"), PartitionSpec("model")
+    specs = spec_tree(state, lambda leaf: kernel if leaf.ndim == 2 else bias)
+    return len(jax.tree_util.tree_leaves(specs))

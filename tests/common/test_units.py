@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 
@@ -123,8 +122,8 @@ def test_durations_and_meshes():
         90,
     )
     assert parse_duration("30 min") == parse_duration("30m") == 1800
-    with pytest.raises(click.BadParameter, match="'6' has no unit; write 6h for hours, or 6s, 6m"):
+    with pytest.raises(ValueError, match="'6' has no unit; write 6h for hours, or 6s, 6m"):
         parse_duration("6")
-    with pytest.raises(click.BadParameter, match="'soon' is no duration"):
+    with pytest.raises(ValueError, match="'soon' is no duration"):
         parse_duration("soon")
     assert parse_mesh("data=64, model=8") == {"data": 64, "model": 8}

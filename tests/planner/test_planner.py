@@ -23,7 +23,7 @@ from ostraka import sharding
 from ostraka.errors import InvalidSharding, Mismatch
 from ostraka.layout import metadata as _metadata
 from ostraka.planner import Plan, plan
-from ostraka.planner._save_plan import plan_checkpoint
+from ostraka.planner.sources import plan_checkpoint
 from ostraka.reading import locate as _checkpoint
 from ostraka.storage import MOST_BYTES, LocalStore
 from ostraka.testing import run_processes

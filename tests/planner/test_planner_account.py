@@ -10,8 +10,19 @@ from ostraka.layout import metadata as _metadata
 from ostraka.layout import shard_file
 from ostraka.layout.plan_write import plan_write
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec, device_boxes
-from ostraka.planner import _account
-from ostraka.planner._account import Spread
+from ostraka.planner._restore_plan import (
+    Spread,
+    account_read,
+    count_pieces,
+    local_targets,
+    spread_of,
+)
+from ostraka.planner._save_plan import (
+    file_bytes_by_process,
+    held_by_process,
+    plan_state,
+)
+from ostraka.planner.state import PlanOptions, State
 from ostraka.planner.time import Bandwidths, advise_interval
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
@@ -27,27 +38,29 @@ LEAVES = (
 PLAN = plan_write(LEAVES, [MESH], PROCESS_OF)
 
 
-def metadata_of(plan=PLAN):
-    indexes = _account.index_bytes(plan, range(4))
-    return _account.describe_metadata(
-        plan, tree=list(range(len(plan.leaves))), user={}, writer={}, indexes=indexes
-    )
+def planned_of(leaves=LEAVES, meshes=(MESH,), process_of=PROCESS_OF):
+    tree = list(range(len(leaves)))
+    return plan_state(State(tuple(leaves), meshes, process_of, tree), PlanOptions())
+
+
+PLANNED = planned_of()
+METADATA = PLANNED._metadata  # pyright: ignore[reportPrivateUsage]
 
 
 def test_bytes_add_up():
     total = sum(leaf.nbytes for leaf in LEAVES)
-    assert sum(_account.bytes_by_device(PLAN)) == sum(PLAN.bytes_by_process()) == total
-    assert sum(_account.file_bytes_by_process(PLAN)) == sum(file.size for file in PLAN.files)
+    assert PLANNED.shard_spread.mean * 8 == sum(PLAN.bytes_by_process()) == total
+    assert sum(file_bytes_by_process(PLAN)) == sum(file.size for file in PLAN.files)
 
 
 def test_a_spread():
-    assert _account.spread_of([1, 2, 6]) == Spread(1, 3.0, 6)
+    assert spread_of([1, 2, 6]) == Spread(1, 3.0, 6)
     assert Spread(1, 3.0, 6).skew == 1.0
-    assert _account.spread_of([]).skew == 0.0
+    assert spread_of([]).skew == 0.0
 
 
 def test_what_processes_hold_is_what_their_devices_hold():
-    held, sole = _account.held_by_process(PLAN)
+    held, sole = held_by_process(PLAN)
     holders: dict[tuple[str, _box.Box], set[int]] = {}
     for leaf in LEAVES:
         if leaf.per_process:
@@ -69,7 +82,7 @@ def test_what_processes_hold_is_what_their_devices_hold():
 
 
 def test_what_a_loss_costs():
-    shard = _account.lost_shard(PLAN)
+    shard = PLANNED.lost_shard()
     assert shard is not None
     sizes = {file.name: file.size for file in PLAN.files}
     assert shard.size_bytes == sizes[shard.file] == max(sizes.values())
@@ -79,55 +92,50 @@ def test_what_a_loss_costs():
     # Only `cut`, and what a process has of its own, are on one device alone.
     alone = sum(e.nbytes for e in named if LEAVES[e.leaf].path in ("cut", "own"))
     assert shard.held_elsewhere_bytes == sum(e.nbytes for e in named) - alone
-    process, disk = _account.lost_process(PLAN), _account.lost_disk(PLAN)
-    held, sole = _account.held_by_process(PLAN)
+    process, disk = PLANNED.lost_process(), PLANNED.lost_disk()
+    held, sole = held_by_process(PLAN)
     assert process.held_bytes == max(held)
-    assert disk.written_bytes == max(_account.file_bytes_by_process(PLAN))
+    assert disk.written_bytes == max(file_bytes_by_process(PLAN))
     written = PLAN.bytes_by_process()[disk.process]
     assert disk.held_elsewhere_bytes == written - sole[disk.process]
 
 
 def test_nothing_to_lose():
-    empty = plan_write([], [], [0])
-    assert _account.lost_shard(empty) is None
-    assert _account.lost_process(empty).held_bytes == 0
-    assert _account.lost_disk(empty).written_bytes == 0
-    assert _account.staging_bytes(empty, writers=4, on_accelerators=True) == 0
-    assert _account.index_bytes(empty, {0}) == {}
+    empty = planned_of((), (), (0,))
+    assert empty.lost_shard() is None
+    assert empty.lost_process().held_bytes == 0
+    assert empty.lost_disk().written_bytes == 0
+    assert empty.staging_bytes(on_accelerators=True) == 0
+    assert empty.index_bytes == {}
 
 
 def test_all_processes_together_need_everything_once_or_more():
-    metadata = metadata_of()
     numbered = list(enumerate(LEAVES))
     seen = [np.zeros(leaf.shape, int) for leaf in LEAVES]
     for process in range(4):
-        targets = _account.local_targets(numbered, [MESH], PROCESS_OF, process)
+        targets = local_targets(numbered, [MESH], PROCESS_OF, process)
         assert len(set(targets)) == len(targets)
         for target in targets:
             seen[target.leaf][tuple(slice(*pair) for pair in target.box)] += 1
-        account = _account.account_read(metadata, process, targets)
-        assert account.needed_bytes == _account.held_by_process(PLAN)[0][process]
-        assert account.over_read_bytes >= 0
-        assert account.over_read == account.over_read_bytes / account.needed_bytes
-        pieces = _account.count_pieces(metadata, targets)
+        account = account_read(METADATA, process, targets)
+        assert account.needed_bytes == held_by_process(PLAN)[0][process]
+        assert account.read_bytes >= account.needed_bytes
+        pieces = count_pieces(METADATA, targets)
         assert pieces >= len(targets)
     assert all((count >= 1).all() for count in seen)
     assert (seen[0] == 1).all()
 
 
 def test_metadata_can_be_read_back():
-    metadata = metadata_of()
-    data = _metadata.encode_metadata(metadata)
+    data = _metadata.encode_metadata(METADATA)
     assert _metadata.decode_metadata(data).leaves == PLAN.leaves
-    assert json.loads(data)["indexes"][0][1] == _account.index_bytes(PLAN, {0})[0]
+    assert json.loads(data)["indexes"][0][1] == PLANNED.index_bytes[0]
 
 
 def test_staging_grows_with_what_is_staged():
     def staged(shape, partition, *, accelerators=True):
-        plan = plan_write(
-            [LeafSpec("w", "jax", "float32", shape, 0, partition)], [MESH], PROCESS_OF
-        )
-        return _account.staging_bytes(plan, writers=4, on_accelerators=accelerators)
+        planned = planned_of([LeafSpec("w", "jax", "float32", shape, 0, partition)])
+        return planned.staging_bytes(on_accelerators=accelerators)
 
     cut = (("data",), ("model",))
     blocks = 2 * shard_file.BLOCK_BYTES

@@ -12,7 +12,7 @@ from flax import nnx
 import ostraka
 from cli_runs import run
 from ostraka import plan
-from ostraka.planner.config_state import OPTIMIZERS
+from ostraka.planner.state import OPTIMIZERS
 
 LLAMA_70B = 70_553_706_496
 

@@ -20,9 +20,14 @@ from ostraka.families.catalog import MODELS
 from ostraka.families.families import dtype_of, parameters_of
 from ostraka.live.parse import parse
 from ostraka.planner import plan
-from ostraka.planner.config_state import OPTIMIZERS, factored_shapes, optimizer_leaves
 from ostraka.planner.sources import plan_source
-from ostraka.planner.state import PlanOptions, mesh_of_sizes
+from ostraka.planner.state import (
+    OPTIMIZERS,
+    PlanOptions,
+    factored_shapes,
+    mesh_of_sizes,
+    optimizer_leaves,
+)
 from ostraka.tree.nodes import leaves_of
 
 # What others publish, found in public and equal to what the planner counts:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ostraka
 from ostraka.cli import main
-from ostraka.planner._save_plan import plan_checkpoint
+from ostraka.planner.sources import plan_checkpoint
 from test_planner import assert_metadata_as_planned
 
 

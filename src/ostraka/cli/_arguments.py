@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -22,22 +23,38 @@ def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
     return click.argument(name, callback=_not_empty, shell_complete=complete, **options)
 
 
-def json_option(help_text: str = "Print the same as JSON, sizes in bytes.") -> Any:
+def flag(names: str, help_text: str) -> Callable[[Any], Any]:
+    """An option without value. `names` are those of the option, and perhaps of the parameter."""
+    return click.option(*names.split(), is_flag=True, help=help_text)
+
+
+def option(names: str, kind: Any, help_text: str, **more: Any) -> Callable[[Any], Any]:
+    """An option of some type. Text as its `kind` is the name of the value in the help."""
+    about = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+    return click.option(*names.split(), help=help_text, **about, **more)
+
+
+def repeated(names: str, kind: Any, help_text: str) -> Callable[[Any], Any]:
+    """An option that can be repeated. The parameter is a tuple."""
+    return option(names, kind, f"{help_text} Can be repeated.", multiple=True)
+
+
+def json_option(help_text: str = "Print the same as JSON, sizes in bytes.") -> Callable[[Any], Any]:
     """The option `--json`, the parameter `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help=help_text)
+    return flag("--json as_json", help_text)
 
 
 def names_option(help_text: str) -> Callable[[Any], Any]:
     """The option `--names`: how the names of tensors and the paths of leaves correspond."""
-    return click.option(
+    return option(
         "--names",
-        metavar="NAMES",
+        "NAMES",
+        f"{help_text}: a family, such as llama, hf for that of config.json, or a JSON file of "
+        "rules. Can be repeated: files first, then a family for all that they don't name.",
         multiple=True,
         callback=lambda ctx, param, value: (
             list(value) if len(value) > 1 else next(iter(value), None)
         ),
-        help=f"{help_text}: a family, such as llama, hf for that of config.json, or a JSON file of "
-        "rules. Can be repeated: files first, then a family for all that they don't name.",
     )
 
 
@@ -47,29 +64,15 @@ def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Built-in models, and files."""
-    from ostraka.families.catalog import MODELS
+def complete_words(table: str, *, files: bool = True) -> Callable[..., list[Any]]:
+    """Complete the words of a table, such as `ostraka.planner.rules:RULES`, and files."""
 
-    return _words(MODELS, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        words = [word for word in resolve_name(table) if word.startswith(incomplete)]
+        beside = click.Path().shell_complete(ctx, param, incomplete) if files else []
+        return [*map(CompletionItem, words), *beside]
 
-
-def complete_rules(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Sets of rules, and files."""
-    from ostraka.planner.rules import RULES
-
-    return _words(RULES, incomplete) + click.Path().shell_complete(ctx, param, incomplete)
-
-
-def complete_optimizers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Optimizers whose state can be planned."""
-    from ostraka.planner.config_state import OPTIMIZERS
-
-    return _words(OPTIMIZERS, incomplete)
-
-
-def _words(words: Iterable[str], incomplete: str) -> list[Any]:
-    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    return complete
 
 
 def complete_leaves(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -105,33 +108,17 @@ _LONGEST_S = 1e12
 _DURATIONS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
-def _unit(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A click type from a parser that raises ValueError."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return convert
-
-
-parse_size = _unit(units.parse_size)
-parse_rate = _unit(units.parse_rate)
-
-
 def parse_duration(text: str) -> float:
     """The seconds of `4h`, `30min` or `86400s`. A number needs a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?", text.strip().lower())
     if found is not None and found[2] is None:
-        raise click.BadParameter(
+        raise ValueError(
             f"{text!r} has no unit; write {found[1]}h for hours, or {found[1]}s, {found[1]}min, "
             f"{found[1]}d"
         )
     seconds = 0.0 if found is None else float(found[1]) * _DURATIONS[found[2]]
     if not 0 < seconds < _LONGEST_S:
-        raise click.BadParameter(f"{text!r} is no duration; write it as 4h, 30min, 2d or 3600s")
+        raise ValueError(f"{text!r} is no duration; write it as 4h, 30min, 2d or 3600s")
     return seconds
 
 
@@ -142,6 +129,31 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, equals, size = (part.strip() for part in axis.partition("="))
         is_size = size.isdecimal() and int(size) > 0
         if not (name and equals and is_size) or name in sizes:
-            raise click.BadParameter(f"{text!r} is no mesh; write it as data=64,model=8")
+            raise ValueError(text)
         sizes[name] = int(size)
     return sizes
+
+
+def parsed(
+    name: str, parse: Callable[[str], Any], problem: str | None = None
+) -> Callable[[str], Any]:
+    """A click type that help shows as `name`, from a parser that raises ValueError.
+
+    The message for a wrong word is that of the ValueError, or the word and its `problem`.
+    """
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            message = str(error) if problem is None else f"{text!r} {problem}"
+            raise click.BadParameter(message) from error
+
+    convert.__name__ = name
+    return convert
+
+
+AXES = parsed("AXES", parse_mesh, "is no mesh; write it as data=64,model=8")
+RATE = parsed("RATE", units.parse_rate)
+SIZE = parsed("SIZE", units.parse_size)
+TIME = parsed("TIME", parse_duration)

@@ -6,36 +6,48 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, names_option, path_argument
+from ostraka.cli._arguments import (
+    flag,
+    json_option,
+    names_option,
+    option,
+    parsed,
+    path_argument,
+    repeated,
+)
 from ostraka.cli._output import echo_report, progress
 
 _FORMATS = ("ostraka", "orbax", "safetensors", "hf", "npz")
 
 
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals:
+        raise ValueError(text)
+    return old, new
+
+
 @click.command()
 @path_argument("source", metavar="SRC")
 @path_argument("target", metavar="DST")
-@click.option("--to", type=click.Choice(_FORMATS), required=True, help="What DST is to be.")
+@option("--to", click.Choice(_FORMATS), "What DST is to be.", required=True)
 @names_option("How leaves and tensors correspond")
-@click.option(
-    "--only", multiple=True, metavar="PATTERN", help="Convert these leaves. Can be repeated."
-)
-@click.option("--dtype", help="Write floating-point arrays as this dtype.")
-@click.option("--compress", metavar="zstd", help="Compress the result; for --to ostraka.")
-@click.option("--key-data", is_flag=True, help="Write RNG state, PRNG keys as their integers.")
-@click.option(
+@repeated("--only", "PATTERN", "Convert these leaves.")
+@option("--dtype", str, "Write floating-point arrays as this dtype.")
+@option("--compress", "zstd", "Compress the result; for --to ostraka.")
+@flag("--key-data", "Write RNG state, PRNG keys as their integers.")
+@repeated(
     "--rename",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Tensors of leaves below OLD begin with NEW; 'OLD=' drops it. Can be repeated.",
+    parsed("OLD=NEW", _pair, "is no OLD=NEW, such as model=transformer"),
+    "Tensors of leaves below OLD begin with NEW; 'OLD=' drops it.",
 )
-@click.option("--config", metavar="FILE", help="The config.json of the result; for --to hf.")
+@option("--config", "FILE", "The config.json of the result; for --to hf.")
 @json_option("Print the result as JSON.")
 def convert(
     source: str,
     target: str,
     only: tuple[str, ...],
-    rename: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -71,15 +83,8 @@ def convert(
             source,
             target,
             only=only or None,
-            rename=dict(map(_pair, rename)) or None,
-            on_bytes=bar.move_to,
+            rename=dict(rename) or None,
+            on_bytes=bar,
             **options,
         )
     echo_report(report, as_json=as_json)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not old or not equals:
-        raise click.BadParameter(f"{text!r} is no OLD=NEW, such as model=transformer")
-    return old, new

@@ -32,5 +32,5 @@ def copy(source: str, target: str, as_json: bool) -> None:
       ostraka copy gs://bucket/runs/7 checkpoint --json | jq .bytes_copied
     """
     with progress(f"copying {source}") as bar:
-        report = transfer.copy(source, target, on_bytes=bar.move_to)
+        report = transfer.copy(source, target, on_bytes=bar)
     echo_report(report, as_json=as_json)

@@ -1,66 +1,66 @@
-"""`ostraka diff`: compare two checkpoints."""
+"""`ostraka diff`: compare two checkpoints. No JAX.
+
+Structure, shapes, dtypes, shardings and values are compared, arrays piece by piece in bounded
+memory. NaN equals NaN, and -0.0 equals 0.0.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import click
+import numpy as np
 
-from ostraka.cli._arguments import json_option, names_option, path_argument
-from ostraka.cli._compare import (
-    CompareOptions,
-    LeafComparison,
-    LeafDescription,
-    TreeComparison,
-    bytes_to_read,
-    compare,
-)
+from ostraka.cli._arguments import flag, json_option, names_option, option, path_argument
 from ostraka.cli._errors import DIFFERENT
+from ostraka.cli._measure import Array, add_up, as_numbers
 from ostraka.cli._output import (
     Table,
     echo_json,
     echo_lines,
     human_number,
     json_number,
-    progress,
     shorten,
     show_shape,
+    shown_value,
 )
+from ostraka.cli._tree import sharding_of
 from ostraka.errors import count_of, printable
 from ostraka.formats.safetensors.source import SafetensorsSource
 from ostraka.formats.source import Source
 from ostraka.reading.locate import open_at, read_whole
 from ostraka.storage import PathLike
+from ostraka.tree.nodes import ArrayNumber, Branch, Kept, Leaf, UnreadableLeaf, leaves_of
+from ostraka.tree.patterns import Patterns, matches
 
+_TOLERANCE = click.FloatRange(0)
 _VALUE_WIDTH = 40
+_ASPECTS = ("kind", "shape", "dtype", "same_as", "sharding", "value")
+_COLOURS = {"the same": None, "different": "yellow", "only in a": "red", "only in b": "green"}
+"""The states of a leaf, in the order of the summary."""
 
 
-class _Tolerance(click.FloatRange):
-    """A number from 0 on. NaN is refused: every comparison with it is false."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail("nan is no tolerance; give a number such as 1e-5", param, ctx)
-        return number
+def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Raise BadParameter for NaN: every comparison with it is false."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is no tolerance; give a number such as 1e-5", ctx, param)
+    return value
 
 
 @click.command()
 @path_argument("a")
 @path_argument("b")
 @click.argument("pattern", nargs=-1)
-@click.option("--rtol", type=_Tolerance(0), default=0.0, help="Relative tolerance.")
-@click.option("--atol", type=_Tolerance(0), default=0.0, help="Absolute tolerance.")
-@click.option("--structure", is_flag=True, help="Read no array: compare all but their elements.")
-@click.option("--ignore-sharding", is_flag=True, help="Ignore how arrays were sharded.")
-@click.option("--all", "everything", is_flag=True, help="List unchanged leaves, too.")
+@option("--rtol", _TOLERANCE, "Relative tolerance.", default=0.0, callback=_refuse_nan)
+@option("--atol", _TOLERANCE, "Absolute tolerance.", default=0.0, callback=_refuse_nan)
+@flag("--structure", "Read no array: compare all but their elements.")
+@flag("--ignore-sharding", "Ignore how arrays were sharded.")
+@flag("--all everything", "List unchanged leaves, too.")
 @names_option("Compare tensors of files as the leaves that a restore makes of them")
 @json_option("Print the same as JSON.")
 @click.pass_context
@@ -70,13 +70,10 @@ def diff(
     b: str,
     pattern: tuple[str, ...],
     *,
-    rtol: float,
-    atol: float,
-    structure: bool,
-    ignore_sharding: bool,
     everything: bool,
     names: Any,
     as_json: bool,
+    **rules: Any,
 ) -> None:
     """Show how checkpoints A and B differ.
 
@@ -98,31 +95,25 @@ def diff(
       ostraka diff llama/ runs/0 --names hf
       ostraka diff runs/6 runs/7 --json | jq '.leaves[] | select(.elements.largest > 1)'
     """
-    options = CompareOptions(
-        pattern, rtol, atol, values=not structure, shardings=not ignore_sharding
+    options = CompareOptions(pattern, **rules)
+    found = read_whole(
+        [a, b], lambda found: compare(found[0], found[1], options), partial(_open, names=names)
     )
-
-    def work(sources: Sequence[Source]) -> tuple[Source, Source, TreeComparison]:
-        one, other = sources
-        with progress("comparing", bytes_to_read(one, other, options)) as bar:
-            return one, other, compare(one, other, options, on_bytes=bar.advance)
-
-    source_a, source_b, found = read_whole([a, b], work, partial(_open, names=names))
     if pattern and not found.leaves:
-        raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}", context)
+        raise click.UsageError(f"no leaf matches {' '.join(map(repr, pattern))}")
     if as_json:
         containers = [{"path": path, "a": one, "b": other} for path, one, other in found.containers]
         echo_json(
             {
-                "a": source_a.location,
-                "b": source_b.location,
+                "a": found.a,
+                "b": found.b,
                 "same": found.same,
                 "containers": containers,
-                "leaves": [_describe(leaf) for leaf in found.leaves],
+                "leaves": [_document(leaf) for leaf in found.leaves],
             }
         )
     else:
-        echo_lines(_lines(source_a, source_b, found, everything=everything))
+        echo_lines(_lines(found, everything=everything))
     if not found.same:
         context.exit(DIFFERENT)
 
@@ -137,10 +128,10 @@ def _open(path: PathLike, names: Any) -> Source:
 # For people
 
 
-def _lines(a: Source, b: Source, found: TreeComparison, *, everything: bool) -> list[str]:
+def _lines(found: TreeComparison, *, everything: bool) -> list[str]:
     lines = [
-        f"a  {click.style(printable(a.location), bold=True)}",
-        f"b  {click.style(printable(b.location), bold=True)}",
+        f"a  {click.style(printable(found.a), bold=True)}",
+        f"b  {click.style(printable(found.b), bold=True)}",
     ]
     for path, one, other in found.containers:
         a_has, b_has = printable(one), printable(other)
@@ -150,9 +141,7 @@ def _lines(a: Source, b: Source, found: TreeComparison, *, everything: bool) -> 
         numbers = ("changed", "largest", "mean")
         table = Table(("leaf", "what", *numbers), right=numbers)
         for leaf in listed:
-            colour = None if leaf.same else "red" if leaf.b is None else "yellow"
-            colour = "green" if leaf.a is None else colour
-            table.add(printable(leaf.path), *_cells(leaf), colour=colour)
+            table.add(leaf.path, *_cells(leaf), colour=_COLOURS[leaf.state])
         lines += ["", *table.lines()]
     return [*lines, "", _summary(found)]
 
@@ -161,7 +150,7 @@ def _cells(leaf: LeafComparison) -> tuple[str, ...]:
     if leaf.a is None or leaf.b is None:
         there = leaf.a or leaf.b
         assert there is not None
-        return (f"only in {'a' if leaf.b is None else 'b'}: {_show(there)}",)
+        return (f"{leaf.state}: {_show(there)}",)
     what = [_show_aspect(aspect, leaf.a, leaf.b) for aspect in leaf.differs if aspect != "value"]
     if leaf.a.value != leaf.b.value:
         values = [shorten(printable(str(one.value)), _VALUE_WIDTH) for one in (leaf.a, leaf.b)]
@@ -184,14 +173,14 @@ def _show_aspect(aspect: str, a: LeafDescription, b: LeafDescription) -> str:
         return f"{_show_shape(a)} → {_show_shape(b)}"
     if aspect == "same_as":
         shared = [f"= {one.same_as}" if one.same_as else "its own array" for one in (a, b)]
-        return printable(" → ".join(shared))
-    return printable(f"{getattr(a, aspect)} → {getattr(b, aspect)}")
+        return " → ".join(shared)
+    return f"{getattr(a, aspect)} → {getattr(b, aspect)}"
 
 
 def _show(one: LeafDescription) -> str:
     if one.shape is None:
-        return printable(f"{one.kind} {shorten(str(one.value), _VALUE_WIDTH)}")
-    return printable(f"{one.dtype} {_show_shape(one)}")
+        return f"{one.kind} {shorten(str(one.value), _VALUE_WIDTH)}"
+    return f"{one.dtype} {_show_shape(one)}"
 
 
 def _show_shape(one: LeafDescription) -> str:
@@ -201,16 +190,8 @@ def _show_shape(one: LeafDescription) -> str:
 def _summary(found: TreeComparison) -> str:
     if found.same:
         return click.style(f"no difference in {count_of(len(found.leaves), 'leaf')}", fg="green")
-    counts: Counter[str] = Counter()
-    for leaf in found.leaves:
-        if leaf.b is None:
-            counts["only in a"] += 1
-        elif leaf.a is None:
-            counts["only in b"] += 1
-        else:
-            counts["the same" if leaf.same else "different"] += 1
-    order = ("the same", "different", "only in a", "only in b")
-    shown = [f"{counts[name]:,} {name}" for name in order if counts[name]]
+    counts = Counter(leaf.state for leaf in found.leaves)
+    shown = [f"{counts[state]:,} {state}" for state in _COLOURS if counts[state]]
     if found.containers:
         shown.append(f"{count_of(len(found.containers), 'container')} different")
     return f"{count_of(len(found.leaves), 'leaf')}: {', '.join(shown)}"
@@ -219,7 +200,7 @@ def _summary(found: TreeComparison) -> str:
 # For scripts
 
 
-def _describe(leaf: LeafComparison) -> dict[str, Any]:
+def _document(leaf: LeafComparison) -> dict[str, Any]:
     elements: dict[str, Any] | None = None
     if leaf.distance is not None:
         elements = {
@@ -237,3 +218,231 @@ def _describe(leaf: LeafComparison) -> dict[str, Any]:
         "b": None if leaf.b is None else asdict(leaf.b),
         "elements": elements,
     }
+
+
+# What differs
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far the elements of two arrays are apart.
+
+    `changed` counts the elements that differ by more than the tolerance. `nan` of them are NaN in
+    one array only. `largest` and `total` are of the absolute differences of all others.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    nan: int = 0
+    largest: float = 0.0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean absolute difference of the elements that could be compared."""
+        compared = self.elements - self.nan
+        return self.total / compared if compared else 0.0
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            self.nan + other.nan,
+            max(self.largest, other.largest),
+            self.total + other.total,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeafComparison:
+    """One leaf in two checkpoints. None stands for a checkpoint without it."""
+
+    path: str
+    a: LeafDescription | None
+    b: LeafDescription | None
+    differs: tuple[str, ...] = ()
+    """The fields of `LeafDescription` that differ."""
+    distance: Distance | None = None
+    """None if the elements were not compared: not asked for, values, other shapes."""
+
+    @property
+    def state(self) -> str:
+        if self.a is None or self.b is None:
+            return "only in a" if self.b is None else "only in b"
+        return "different" if self.differs else "the same"
+
+    @property
+    def same(self) -> bool:
+        return self.state == "the same"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDescription:
+    """A leaf of one checkpoint: an array, or a value in `_METADATA`."""
+
+    kind: str
+    """The kind of array, or the type of a value."""
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    sharding: str | None = None
+    value: str | None = None
+    same_as: str | None = None
+    """The first path of an array that has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeComparison:
+    """All leaves of two checkpoints, in tree order, and containers of different kinds."""
+
+    a: str
+    b: str
+    leaves: tuple[LeafComparison, ...]
+    containers: tuple[tuple[str, str, str], ...]
+    """The path of each container that differs, and its kind in either checkpoint."""
+
+    @property
+    def same(self) -> bool:
+        return not self.containers and all(leaf.same for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """Which differences count."""
+
+    patterns: Patterns = ()
+    """Patterns of the leaves to compare. Without any, all leaves are compared."""
+    rtol: float = 0.0
+    atol: float = 0.0
+    """Elements are alike if `|a - b| <= atol + rtol * |b|`, as in numpy."""
+    structure: bool = False
+    """True to read no array."""
+    ignore_sharding: bool = False
+
+
+def compare(a: Source, b: Source, options: CompareOptions) -> TreeComparison:
+    """Compare two checkpoints, leaf by leaf, and verify all bytes on the way."""
+    in_a, in_b = _values_by_path(a, options), _values_by_path(b, options)
+    pairs = {
+        path: (one.number, other.number)
+        for path, one in in_a.items()
+        if not options.structure
+        and isinstance(one, ArrayNumber)
+        and isinstance(other := in_b.get(path), ArrayNumber)
+        and a.saved.leaves[one.number].shape == b.saved.leaves[other.number].shape
+    }
+    measure = partial(_measure, options)
+    distances = add_up("comparing", [a, b], sorted({*pairs.values()}), measure, Distance())
+    leaves: list[LeafComparison] = []
+    for path in in_a | in_b:
+        one = _describe(a, path, in_a[path]) if path in in_a else None
+        other = _describe(b, path, in_b[path]) if path in in_b else None
+        distance = distances[pairs[path]] if path in pairs else None
+        unequal = {
+            aspect
+            for aspect in _ASPECTS
+            if one and other and getattr(one, aspect) != getattr(other, aspect)
+        }
+        if distance is not None and distance.changed:
+            unequal.add("value")
+        if options.ignore_sharding:
+            unequal.discard("sharding")
+        differs = tuple(aspect for aspect in _ASPECTS if aspect in unequal)
+        leaves.append(LeafComparison(path, one, other, differs, distance))
+    containers = () if options.patterns else tuple(_containers(a, b))
+    return TreeComparison(a.location, b.location, tuple(leaves), containers)
+
+
+def _values_by_path(source: Source, options: CompareOptions) -> dict[str, Any]:
+    return {
+        leaf.path: leaf.value
+        for leaf in leaves_of(source.tree)
+        if not options.patterns or matches(options.patterns, leaf.path)
+    }
+
+
+# What is said of a leaf
+
+
+def _describe(source: Source, path: str, value: Any) -> LeafDescription:
+    if isinstance(value, Kept):
+        return LeafDescription("kept", value=value.name)
+    if isinstance(value, UnreadableLeaf):  # which is equal to nothing
+        return LeafDescription("lost", value=f"in {source.location}: {value.why}")
+    if not isinstance(value, ArrayNumber):
+        return LeafDescription(type(value).__name__, value=shown_value(value))
+    leaf = source.saved.leaves[value.number]
+    return LeafDescription(
+        kind=f"key<{leaf.prng}>" if leaf.kind == "key" else leaf.kind,
+        dtype=leaf.dtype,
+        shape=leaf.shape,
+        sharding=sharding_of(source.saved, leaf, with_mesh=True),
+        same_as=None if leaf.path == path else leaf.path,
+    )
+
+
+# Elements
+
+
+def _measure(options: CompareOptions, a: Array, b: Array) -> Distance:
+    # Most arrays pass this quick test.
+    if a.dtype == b.dtype and bool((a.view(np.uint8) == b.view(np.uint8)).all()):
+        return Distance(a.size)
+    a, b = as_numbers(a), as_numbers(b)
+    unequal = a != b
+    if not unequal.any():
+        return Distance(a.size)
+    elements = a.size
+    a, b = a[unequal], b[unequal]
+    nan = 0
+    # What overflows here becomes an infinity, and is reported as one.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if a.dtype.kind in "iu" and a.dtype == b.dtype:
+            # The difference of two integers may need a bit more than they have.
+            apart = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
+            size = np.abs(b.astype(np.float64))
+        else:
+            kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+            a, b = a.astype(kind), b.astype(kind)
+            nan = int((np.isnan(a) != np.isnan(b)).sum())
+            comparable = ~(np.isnan(a) | np.isnan(b))
+            apart, size = np.abs(a - b)[comparable], np.abs(b)[comparable]
+        # An infinity is not near anything but itself, whatever the tolerance.
+        near = (apart <= options.atol + options.rtol * size) & np.isfinite(apart)
+        total = float(apart.sum())
+    return Distance(elements, nan + int((~near).sum()), nan, float(apart.max(initial=0.0)), total)
+
+
+# Containers
+
+
+def _containers(a: Source, b: Source) -> Iterator[tuple[str, str, str]]:
+    """Containers of different kinds, and empty ones that only one checkpoint has."""
+    in_a, in_b = dict(_walk(a.tree)), dict(_walk(b.tree))
+    for path in in_a | in_b:
+        one, is_empty = in_a.get(path, ("", False))
+        other, is_empty_too = in_b.get(path, ("", False))
+        if one != other and ((one and other) or is_empty or is_empty_too):
+            yield path or ".", one or "not there", other or "not there"
+
+
+def _walk(node: Branch | Leaf) -> Iterator[tuple[str, tuple[str, bool]]]:
+    if isinstance(node, Leaf):
+        return
+    path = node.path
+    kinds = [_name_kind(node)]
+    while node.kind in ("nnx", "variable") and node.children:
+        # A wrapper around one item, at the same path.
+        (item,) = node.children
+        if isinstance(item, Leaf):
+            yield path, (" of ".join(kinds), False)
+            return
+        node = item
+        kinds.append(_name_kind(node))
+    yield path, (" of ".join(kinds), not node.children)
+    for child in node.children:
+        yield from _walk(child)
+
+
+def _name_kind(node: Branch) -> str:
+    """The name of a container: `dict`, `tuple`, `namedtuple ScaleByAdamState`."""
+    return node.kind if node.cls is None else f"{node.kind} {node.cls[1]}"

@@ -41,12 +41,13 @@ class Commands(click.Group):
         self.params.append(_verbose_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*self._names, *self.commands})
+        return list(self._names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._names and cmd_name not in self.commands:
-            module = import_module(f"ostraka.cli._{cmd_name}")
-            self.add_command(getattr(module, cmd_name))
+            command = getattr(import_module(f"ostraka.cli._{cmd_name}"), cmd_name)
+            command.params.append(_verbose_option())
+            self.add_command(command)
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -57,20 +58,9 @@ class Commands(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}{close}", ctx)
         return super().resolve_command(ctx, args)
 
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        if not any(parameter.name == "verbose" for parameter in cmd.params):
-            cmd.params.append(_verbose_option())
-        super().add_command(cmd, name)
-
-    def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: Any,
-    ) -> click.Context:
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
         try:
-            return super().make_context(info_name, args, parent, **extra)
+            return super().make_context(*args, **extra)
         except BrokenPipeError:  # while it printed its help
             _discard_stdout()
             raise click.exceptions.Exit(READER_GONE) from None
@@ -95,21 +85,14 @@ class Commands(click.Group):
             _fail(f"{type(error).__name__}: {error}{hint}", ctx)
             ctx.exit(FAILED)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        name = prog_name or "ostraka"
-        _replace_unencodable()
+    def main(self, *args: Any, **options: Any) -> Any:
+        name = options["prog_name"] = options.get("prog_name") or "ostraka"
+        options["standalone_mode"] = False
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # Print a replacement for characters that the encoding lacks, instead of failing.
+            sys.stdout.reconfigure(errors="replace")
         try:
-            code = super().main(
-                args, name, complete_var, False, windows_expand_args=windows_expand_args, **extra
-            )
+            code = super().main(*args, **options)
         except click.ClickException as error:
             ctx = getattr(error, "ctx", None)
             command = ctx.command_path if ctx else name
@@ -125,12 +108,6 @@ class Commands(click.Group):
             _discard_stdout()
             code = READER_GONE
         sys.exit(code)
-
-
-def _replace_unencodable() -> None:
-    """Print a replacement for characters that the output's encoding lacks, instead of failing."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _discard_stdout() -> None:

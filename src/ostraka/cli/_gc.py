@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines
 from ostraka.cli._roots import removal_lines
 from ostraka.common.units import human_bytes
@@ -29,20 +29,16 @@ from ostraka.storage import Store, is_claim, open_store
 class Leftovers:
     """Files of interrupted saves in one directory."""
 
-    name: str
-    """The name of the directory in the root, or an empty string for the root itself."""
     directory: str
     names: tuple[str, ...]
-    nbytes: int
-    beside: bool
+    bytes: int
+    beside_a_checkpoint: bool
     """True if the directory also has a checkpoint, which stays."""
-    busy: bool = False
-    """True if a save is running there, so that any file may belong to it."""
 
 
 @click.command()
 @path_argument("root")
-@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
+@flag("--yes", "Remove them. Without it they are only shown.")
 @json_option()
 def gc(root: str, yes: bool, as_json: bool) -> None:
     """Remove the files of interrupted saves from ROOT.
@@ -65,54 +61,49 @@ def gc(root: str, yes: bool, as_json: bool) -> None:
             raise NotACheckpoint(f"{location} is a file; ostraka gc needs a directory")
         raise CheckpointNotFound(f"there is no directory {location}")
     found: list[Leftovers] = []
+    busy: list[str] = []
     refusals: list[StoreError] = []
     # The target of a link belongs to others.
     steps = [n for n in store.list() if step_of(n) is not None and not store.is_link(n)]
     for name in ("", *steps):
+        place = store.at(name) if name else store
         try:
-            found += _collect(store, name, remove=yes)
+            found += _collect(place, remove=yes)
+        except Busy:
+            busy.append(place.location)
         except StoreError as error:  # The other directories can still be cleaned.
             refusals.append(error)
     if yes and (gone := remove_expired_leases(store, wait=True)):
-        found.append(Leftovers("", location, tuple(gone), 0, False))
+        found.append(Leftovers(location, tuple(gone), 0, False))
     leases = list(filter(is_lease, store.list()))
-    dead = [left for left in found if not left.busy]
-    busy = [left.directory for left in found if left.busy]
     if as_json:
         document = {
             "root": location,
             "removed": yes,
-            "leftovers": [
-                {
-                    "directory": left.directory,
-                    "names": left.names,
-                    "bytes": left.nbytes,
-                    "beside_a_checkpoint": left.beside,
-                }
-                for left in dead
-            ],
+            "leftovers": [asdict(left) for left in found],
             "in_use": busy,
             "leases": leases,
             "refused": [str(error) for error in refusals],
         }
         echo_json(document)
     else:
-        echo_lines(_lines(location, dead, busy, leases, removed=yes))
+        echo_lines(_lines(location, found, busy, leases, removed=yes))
     if refusals:
         raise refusals[0]
 
 
 def _lines(
-    location: str, dead: list[Leftovers], busy: list[str], leases: list[str], *, removed: bool
+    location: str, found: list[Leftovers], busy: list[str], leases: list[str], *, removed: bool
 ) -> list[str]:
     lines: list[str] = []
-    if dead:
+    if found:
         table = Table(("directory", "what", "size", "beside"), right=("size",))
-        for left in dead:
-            beside = "a checkpoint, which stays" if left.beside else "nothing"
-            table.add(left.name or ".", ", ".join(left.names), human_bytes(left.nbytes), beside)
-        what = count_of(sum(len(left.names) for left in dead), "leftover")
-        nbytes = sum(left.nbytes for left in dead)
+        for left in found:
+            beside = "a checkpoint, which stays" if left.beside_a_checkpoint else "nothing"
+            name = left.directory.removeprefix(location).strip("/") or "."
+            table.add(name, ", ".join(left.names), human_bytes(left.bytes), beside)
+        what = count_of(sum(len(left.names) for left in found), "leftover")
+        nbytes = sum(left.bytes for left in found)
         lines += removal_lines(location, table, what, nbytes, removed=removed)
     lines += [f"{printable(directory)}: a save is under way; left alone" for directory in busy]
     for lease in leases:
@@ -121,8 +112,8 @@ def _lines(
     return lines or [f"{printable(location)}: nothing was left behind"]
 
 
-def _collect(root: Store, name: str, *, remove: bool) -> list[Leftovers]:
-    place = root.at(name) if name else root
+def _collect(place: Store, *, remove: bool) -> list[Leftovers]:
+    """The leftovers of one directory. Raises Busy if a save is running there."""
     left: list[str] = []
     try:
         left = find_leftovers(place)
@@ -133,8 +124,8 @@ def _collect(root: Store, name: str, *, remove: bool) -> list[Leftovers]:
     except Busy:
         if all(map(is_claim, left)):
             return []  # The claim of an open Manager, which is all it has in its root.
-        return [Leftovers(name, place.location, (), 0, False, busy=True)]
+        raise
     except PathInTheWay:
         return []
     nbytes = sum(size for file, size in sizes.items() if {file, file.split("/")[0]} & {*names})
-    return [Leftovers(name, place.location, tuple(names), nbytes, beside)] if names else []
+    return [Leftovers(place.location, tuple(names), nbytes, beside)] if names else []

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED, FAILED
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size, shorten
 from ostraka.cli._roots import describe_step, is_forbidden, open_root, show_metrics
 from ostraka.cli._verify import check
 from ostraka.common.units import human_bytes
-from ostraka.errors import count_of, printable
+from ostraka.errors import Problem, count_of, printable
 from ostraka.formats.unknown import likely_steps
 from ostraka.manager.steps import Root, Step, ascending
 
@@ -21,9 +21,7 @@ _PROBLEM_WIDTH = 60
 
 @click.command()
 @path_argument("root")
-@click.option(
-    "--verify", "verified", is_flag=True, help="Read every step, and say if it is intact."
-)
+@flag("--verify verified", "Read every step, and say if it is intact.")
 @json_option()
 def ls(root: str, verified: bool, as_json: bool) -> None:
     """List the steps in the directory ROOT.
@@ -56,71 +54,56 @@ def ls(root: str, verified: bool, as_json: bool) -> None:
 def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
     """Print the steps of a directory. The exit code says if any is unusable."""
     root = open_root(path)
-    entries = [
-        _Entry(root, step, verified and not step.is_foreign) for step in ascending(root.scan())
-    ]
-    if as_json:
-        steps = [entry.described | entry.describe_state() for entry in entries]
-        echo_json({"root": root.location, "steps": steps})
-    else:
-        _print(root, entries)
-    bad = [entry for entry in entries if entry.problems]
-    if bad:
-        forbidden = all(entry.forbidden for entry in bad)
-        click.get_current_context().exit(FAILED if forbidden else DAMAGED)
-
-
-class _Entry:
-    """A step, its size and its state."""
-
-    def __init__(self, root: Root, step: Step, verified: bool):
-        self.step = step
-        self.described = describe_step(root, step)
-        self.nbytes: int | None = self.described["bytes"]
-        is_checked = verified and not step.problems
-        self.report = check(self.described["path"]) if is_checked else None
-        self.problems = self.report.problems if self.report else step.problems
-        self.forbidden = bool(step.problems) and is_forbidden(root, step)
-
-    @property
-    def state(self) -> str:
-        if self.problems:
-            if self.step.unsupported is not None:
-                word, why = "unsupported", self.step.unsupported
-            else:
-                word, why = "forbidden" if self.forbidden else "damaged", str(self.problems[0])
-            return f"{word}: {shorten(printable(why), _PROBLEM_WIDTH)}"
-        if self.step.is_foreign:
-            return "complete, foreign (Orbax)"
-        return "intact" if self.report else "complete"
-
-    def describe_state(self) -> dict[str, Any]:
-        return {
-            "format": self.step.format,
-            "foreign": self.step.is_foreign,
-            "pinned": self.step.pinned,
-            "verified": self.report is not None,
-            "problems": [str(problem) for problem in self.problems],
+    documents: list[dict[str, Any]] = []
+    unusable: list[str] = []
+    table = Table(("step", "size", "saved", "metrics", "pinned", "state"), right=("step", "size"))
+    for step in ascending(root.scan()):
+        document = describe_step(root, step)
+        is_checked = verified and not step.is_foreign and not step.problems
+        report = check(document["path"]) if is_checked else None
+        problems = step.problems if report is None else report.problems
+        state = "intact" if report else "complete"
+        if problems:
+            state, why = _explain(root, step, problems[0])
+            unusable.append(state)
+            state += f": {shorten(printable(why), _PROBLEM_WIDTH)}"
+        elif step.is_foreign:
+            state = "complete, foreign (Orbax)"
+        table.add(
+            f"{step.step}",
+            human_size(document["bytes"]),
+            human_age(step.saved_s),
+            show_metrics(step),
+            "pinned" if step.pinned else "",
+            state,
+            colour="red" if problems else None,
+        )
+        document |= {
+            "format": step.format,
+            "foreign": step.is_foreign,
+            "pinned": step.pinned,
+            "verified": report is not None,
+            "problems": [str(problem) for problem in problems],
         }
-
-
-def _print(root: Root, entries: list[_Entry]) -> None:
-    lines = [click.style(printable(root.location), bold=True), ""]
-    if not entries:
+        documents.append(document)
+    location = click.style(printable(root.location), bold=True)
+    if as_json:
+        echo_json({"root": root.location, "steps": documents})
+    elif documents:
+        total = human_bytes(sum(document["bytes"] or 0 for document in documents))
+        summary = f"{count_of(len(documents), 'step')}, {total}"
+        echo_lines([location, "", *table.lines(), "", summary])
+    else:
         found = likely_steps(root.store)
         hint = "" if found is None else f"; but {printable(found)}"
-        echo_lines([lines[0], f"no steps{hint}"])
-        return
-    table = Table(("step", "size", "saved", "metrics", "pinned", "state"), right=("step", "size"))
-    for entry in entries:
-        table.add(
-            f"{entry.step.step}",
-            human_size(entry.nbytes),
-            human_age(entry.step.saved_s),
-            show_metrics(entry.step),
-            "pinned" if entry.step.pinned else "",
-            entry.state,
-            colour="red" if entry.problems else None,
-        )
-    total = human_bytes(sum(entry.nbytes or 0 for entry in entries))
-    echo_lines([*lines, *table.lines(), "", f"{count_of(len(entries), 'step')}, {total}"])
+        echo_lines([location, f"no steps{hint}"])
+    if unusable:
+        click.get_current_context().exit(DAMAGED if "damaged" in unusable else FAILED)
+
+
+def _explain(root: Root, step: Step, problem: Problem) -> tuple[str, str]:
+    """The state of a step that can't be used, and why."""
+    if step.unsupported is not None:
+        return "unsupported", step.unsupported
+    is_kept = bool(step.problems) and is_forbidden(root, step)
+    return "forbidden" if is_kept else "damaged", str(problem)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import starmap
 from math import prod
 from operator import add
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
+from ostraka.cli._output import progress
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.common.threads import StopSignal, run_as_completed
 from ostraka.formats.source import Source
@@ -23,7 +25,6 @@ Array = np.ndarray[Any, Any]
 Targets = tuple[Target, ...]
 Numbers = tuple[int, ...]
 """The numbers of leaves that are worked on together, one of each source."""
-OnBytes = Callable[[int], None] | None
 
 
 class Addable(Protocol):
@@ -44,16 +45,16 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 
 
 def add_up(
+    what: str,
     sources: Sequence[Source],
-    leaves: Sequence[Numbers],
-    measure: Callable[[Sequence[Array]], Total],
+    leaves: Iterable[Numbers],
+    measure: Callable[..., Total],
     zero: Total,
-    on_bytes: OnBytes = None,
 ) -> dict[Numbers, Total]:
-    """The sum of `measure` over each of `leaves`, a few elements at a time.
+    """The sum of `measure` over each of `leaves`, a few elements of each source at a time.
 
     Leaves that are measured together have one shape. Memory use is bounded, and all bytes are
-    verified. `on_bytes` receives the number of bytes since its last call.
+    verified. A bar shows `what` is going on.
     """
 
     def read_and_measure(batch: list[Targets]) -> tuple[list[tuple[Targets, Total]], int]:
@@ -63,7 +64,7 @@ def add_up(
         ]
         nbytes = sum(array.nbytes for column in read for array in column.values())
         sums = [
-            reduce(add, map(measure, _slices_of([column[at] for column in read])), zero)
+            reduce(add, starmap(measure, _slices_of([column[at] for column in read])), zero)
             for at in range(len(batch))
         ]
         return list(zip(batch, sums, strict=True)), nbytes
@@ -74,15 +75,23 @@ def add_up(
         for numbers in parts
         for box in _pieces_of(sources[0], numbers[0])
     )
-    batches = _batches(sources[0], wanted)
-    stop = StopSignal()
-    for _, (results, nbytes) in run_as_completed(
-        read_and_measure, batches, threads=_BATCHES_AT_A_TIME, stop=stop
-    ):
-        for targets, part in results:
-            parts[tuple(target.leaf for target in targets)][targets[0].box] = part
-        if on_bytes is not None:
-            on_bytes(nbytes)
+    total = sum(
+        source.saved.leaves[number].nbytes
+        for numbers in parts
+        for source, number in zip(sources, numbers, strict=True)
+    )
+    done = 0
+    with progress(what, total) as bar:
+        for _, (results, nbytes) in run_as_completed(
+            read_and_measure,
+            _batches(sources[0], wanted),
+            threads=_BATCHES_AT_A_TIME,
+            stop=StopSignal(),
+        ):
+            for targets, part in results:
+                parts[tuple(target.leaf for target in targets)][targets[0].box] = part
+            done += nbytes
+            bar(done, total)
     # Batches end in any order. Added in the order of boxes, the last digits are always the same.
     return {
         numbers: reduce(add, (found[box] for box in sorted(found)), zero)
@@ -95,26 +104,10 @@ def _pieces_of(source: Source, leaf: int) -> Iterator[Box]:
     spec = source.saved.leaves[leaf]
     is_small = spec.nbytes <= _SMALL_BYTES
     grid = (1,) * len(spec.shape) if is_small else source.grid_of(leaf)
-    itemsize = numpy_dtype(spec.dtype).itemsize
-    max_elements = max(PIECE_BYTES // itemsize, 1)
-    for number in range(prod(grid)):
-        yield from _cut(_box.cell(spec.shape, grid, number), max_elements)
-
-
-def _cut(box: Box, max_elements: int) -> Iterator[Box]:
-    """Cut a box into runs of its row-major elements."""
-    elements = _box.count(box)
-    if elements == 0:
-        return
-    if elements <= max_elements:
-        yield box
-        return
-    dimension = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dimension]
-    step = max(max_elements // (elements // (stop - start)), 1)
-    for low in range(start, stop, step):
-        slab = (*box[:dimension], (low, min(low + step, stop)), *box[dimension + 1 :])
-        yield from _cut(slab, max_elements)
+    max_elements = PIECE_BYTES // numpy_dtype(spec.dtype).itemsize
+    for cell in (_box.cell(spec.shape, grid, number) for number in range(prod(grid))):
+        if _box.count(cell):
+            yield from _box.bands(cell, cell, max_elements)
 
 
 def _batches(source: Source, wanted: Iterable[Targets]) -> Iterator[list[Targets]]:
@@ -142,15 +135,11 @@ def _slices_of(arrays: Sequence[Array]) -> Iterator[tuple[Array, ...]]:
 
 def as_numbers(values: Array) -> Array:
     """Elements of any dtype as the widest of their kind, exactly."""
-    if values.dtype.kind in "biu":
-        return values.astype(np.uint64 if values.dtype == np.uint64 else np.int64)
-    if values.dtype.kind == "c":
-        return values.astype(np.complex128)
-    if values.dtype.kind == "f":
-        return values.astype(np.float64)
-    # The dtypes of ml_dtypes have kinds of their own.
-    is_integer = values.dtype.name.startswith(("int", "uint"))
-    return values.astype(np.int64 if is_integer else np.float64)
+    # By name, since the dtypes of ml_dtypes have kinds of their own.
+    is_integer = values.dtype.name.startswith(("bool", "int", "uint"))
+    widest = np.complex128 if values.dtype.kind == "c" else np.float64
+    exact = np.uint64 if values.dtype == np.uint64 else np.int64
+    return values.astype(exact if is_integer else widest)
 
 
 # Least, most, mean and the like
@@ -189,69 +178,40 @@ class Statistics:
     def finite(self) -> int:
         return self.count - self.nan - self.infinite
 
-
-def statistics_of(
-    source: Source, leaves: Iterable[int], *, on_bytes: OnBytes = None
-) -> dict[int, Statistics]:
-    """The statistics of some leaves, by their numbers."""
-    found = add_up([source], [(leaf,) for leaf in leaves], _summarize, Statistics(), on_bytes)
-    return {leaf: total for (leaf,), total in found.items()}
+    @property
+    def is_finite(self) -> bool:
+        return self.finite == self.count
 
 
-@dataclass(frozen=True, slots=True)
-class NotFinite:
-    """Counts of elements that are not finite. A complex number that is both counts as NaN."""
-
-    nan: int = 0
-    infinite: int = 0
-
-    def __add__(self, other: NotFinite) -> NotFinite:
-        return NotFinite(self.nan + other.nan, self.infinite + other.infinite)
-
-    def __bool__(self) -> bool:
-        return bool(self.nan or self.infinite)
-
-
-def may_be_not_finite(dtype: str) -> bool:
-    """True if arrays of this dtype can hold NaN or infinity."""
-    return dtype.startswith(("float", "bfloat", "complex"))
-
-
-def count_not_finite(
-    source: Source, leaves: Iterable[int], *, on_bytes: OnBytes = None
-) -> dict[int, NotFinite]:
-    """The number of elements of some leaves that are NaN or infinite."""
-    found = add_up([source], [(leaf,) for leaf in leaves], _count_not_finite, NotFinite(), on_bytes)
-    return {leaf: total for (leaf,), total in found.items()}
-
-
-def _count_not_finite(arrays: Sequence[Array]) -> NotFinite:
-    (values,) = arrays
-    numbers = values if values.dtype.kind in "fc" else as_numbers(values)
-    finite = np.isfinite(numbers)
-    if finite.all():
-        return NotFinite()
-    nan = int(np.isnan(numbers).sum())
-    return NotFinite(nan, int((~finite).sum()) - nan)
-
-
-def _summarize(arrays: Sequence[Array]) -> Statistics:
-    values = as_numbers(arrays[0])
-    if values.dtype.kind in "iu":
-        return Statistics(
-            values.size, int(values.min()), int(values.max()), *_moments(values.astype(np.float64))
-        )
+def _summarize(elements: Array) -> Statistics:
+    values = as_numbers(elements)
     magnitudes = np.abs(values) if values.dtype.kind == "c" else values
     numbers = magnitudes[~np.isnan(magnitudes)]
     finite = numbers[np.isfinite(numbers)]
     return Statistics(
         values.size,
-        float(numbers.min()) if numbers.size else None,
-        float(numbers.max()) if numbers.size else None,
-        *_moments(finite),
+        numbers.min().item() if numbers.size else None,
+        numbers.max().item() if numbers.size else None,
+        *_moments(finite.astype(np.float64, copy=False)),
         values.size - numbers.size,
         numbers.size - finite.size,
     )
+
+
+def statistics_of(
+    source: Source, leaves: Iterable[int], measure: Callable[[Array], Statistics] = _summarize
+) -> dict[int, Statistics]:
+    """The statistics of some leaves, by their numbers: all of them, or those that you measure."""
+    found = add_up("reading", [source], zip(leaves), measure, Statistics())
+    return {leaf: total for (leaf,), total in found.items()}
+
+
+def count_not_finite(values: Array) -> Statistics:
+    """Only the counts of statistics, which is faster. A number that is both counts as NaN."""
+    numbers = values if values.dtype.kind in "fc" else as_numbers(values)
+    not_finite = values.size - int(np.count_nonzero(np.isfinite(numbers)))
+    nan = int(np.isnan(numbers).sum()) if not_finite else 0
+    return Statistics(values.size, nan=nan, infinite=not_finite - nan)
 
 
 def _moments(values: Array) -> tuple[float | None, float | None]:

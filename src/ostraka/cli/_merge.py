@@ -6,38 +6,47 @@ from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import json_option, option, parsed, path_argument, repeated
 from ostraka.cli._output import echo_report, progress
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def _rule(text: str) -> tuple[str, int]:
+    pattern, _, number = text.rpartition("=")
+    if not pattern or not number.isdecimal():
+        raise ValueError(text)
+    return pattern, int(number)
 
 
 @click.command()
 @path_argument("sources", metavar="SRC...", nargs=-1, required=True)
 @path_argument("target", metavar="DST")
-@click.option("--weights", metavar="W,W,...", help="The weight of each SRC in the average.")
-@click.option("--ema", type=float, metavar="DECAY", help="Average as an EMA, the oldest SRC first.")
-@click.option("--lora", type=float, metavar="SCALE", help="Add the adapters in the second SRC.")
-@click.option(
+@option(
+    "--weights",
+    parsed("W,W,...", _numbers, "is no list of numbers, such as 1,2,1"),
+    "The weight of each SRC in the average.",
+)
+@option("--ema", float, "Average as an EMA, the oldest SRC first.", metavar="DECAY")
+@option("--lora", float, "Add the adapters in the second SRC.", metavar="SCALE")
+@repeated(
     "--take",
-    multiple=True,
-    metavar="PATTERN=N",
-    help="Take leaves unchanged from SRC number N, counted from 0. Can be repeated.",
+    parsed("PATTERN=N", _rule, "is no PATTERN=N, such as 'head/**=1'"),
+    "Take leaves unchanged from SRC number N, counted from 0.",
 )
-@click.option(
-    "--only", multiple=True, metavar="PATTERN", help="Merge these leaves. Can be repeated."
-)
-@click.option("--dtype", help="Save floating-point arrays as this dtype.")
-@click.option("--compress", metavar="zstd", help="Compress the result.")
+@repeated("--only", "PATTERN", "Merge these leaves.")
+@option("--dtype", str, "Save floating-point arrays as this dtype.")
+@option("--compress", "zstd", "Compress the result.")
 @json_option("Print the result as JSON.")
 def merge(
     sources: tuple[str, ...],
     target: str,
-    weights: str | None,
-    ema: float | None,
-    lora: float | None,
-    take: tuple[str, ...],
+    take: tuple[tuple[str, int], ...],
     only: tuple[str, ...],
     as_json: bool,
-    **saving: Any,
+    **options: Any,
 ) -> None:
     """Make one checkpoint, DST, of several.
 
@@ -58,28 +67,6 @@ def merge(
 
     with progress(f"merging to {target}") as bar:
         report = merge(
-            sources,
-            target,
-            weights=None if weights is None else _numbers(weights),
-            ema=ema,
-            lora=lora,
-            take=dict(map(_rule, take)) or None,
-            only=only or None,
-            on_bytes=bar.move_to,
-            **saving,
+            sources, target, take=dict(take) or None, only=only or None, on_bytes=bar, **options
         )
     echo_report(report, as_json=as_json)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of numbers, such as 1,2,1") from error
-
-
-def _rule(text: str) -> tuple[str, int]:
-    pattern, _, number = text.rpartition("=")
-    if not pattern or not number.isdecimal():
-        raise click.BadParameter(f"{text!r} is no PATTERN=N, such as 'head/**=1'")
-    return pattern, int(number)

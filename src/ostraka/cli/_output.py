@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import click
 
+from ostraka.common.progress import OnBytes
 from ostraka.common.threads import TooDeep, with_full_stack
 from ostraka.common.units import human_bytes
 from ostraka.errors import printable
@@ -87,14 +88,17 @@ class Table:
         widths = [len(name) for name in self._head]
         for cells, _ in self._rows:
             # The last cell of a short row extends over the columns behind it.
-            counted = cells if len(cells) == len(widths) else cells[:-1]
-            for column, cell in enumerate(counted):
+            for column, cell in enumerate(cells if len(cells) == len(widths) else cells[:-1]):
                 widths[column] = max(widths[column], len(cell))
         lines = [click.style(self._line(self._head, widths), dim=True)]
         above = ""
         for cells, colour in self._rows:
             line = self._line(cells, widths)
-            lines.append(click.style(line, fg=colour) if colour else _dim_repeated(line, above))
+            # Names that a row shares with the row above are dim.
+            same = [one == other for one, other in zip(line, above, strict=False)]
+            shared = line.rfind("/", 0, [*same, False].index(False)) + 1
+            repeated = click.style(line[:shared], dim=True) if shared else ""
+            lines.append(click.style(line, fg=colour) if colour else repeated + line[shared:])
             above = cells[0]
         return lines
 
@@ -105,17 +109,6 @@ class Table:
             for cell, width, right in zip(cells, widths, self._right, strict=False)
         ]
         return "  ".join(padded).rstrip()
-
-
-def _dim_repeated(line: str, above: str) -> str:
-    """Dim the leading names that a row shares with the row above."""
-    shared = 0
-    for position, (one, other) in enumerate(zip(line, above, strict=False)):
-        if one != other:
-            break
-        if one == "/":
-            shared = position + 1
-    return click.style(line[:shared], dim=True) + line[shared:] if shared else line
 
 
 def echo(line: str, *, err: bool = False) -> None:
@@ -175,21 +168,11 @@ def _is_long(value: Any) -> TypeGuard[int]:
     return type(value) is int and value.bit_length() > 3 * _MOST_DIGITS
 
 
-class Bar:
-    """The progress of long work. This class draws nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Count further bytes as done."""
-
-    def move_to(self, done_bytes: int, total_bytes: int) -> None:
-        """Set how many bytes are done, of how many."""
-
-
 @contextmanager
-def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
+def progress(what: str, total_bytes: int | None = None) -> Generator[OnBytes]:
     """A bar on stderr if that is a terminal. It disappears at the end."""
     if not sys.stderr.isatty():
-        yield Bar()
+        yield lambda done, total: None
         return
     from rich import progress as rich_progress
     from rich.console import Console
@@ -201,15 +184,7 @@ def progress(what: str, total_bytes: int | None = None) -> Generator[Bar]:
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-
-    class RichBar(Bar):
-        def advance(self, nbytes: int) -> None:
-            shown.advance(task, nbytes)
-
-        def move_to(self, done_bytes: int, total_bytes: int) -> None:
-            shown.update(task, completed=done_bytes, total=total_bytes)
-
     shown = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
     with shown:
         task = shown.add_task(printable(what), total=total_bytes)
-        yield RichBar()
+        yield lambda done, total: shown.update(task, completed=done, total=total)

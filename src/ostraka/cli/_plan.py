@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from ostraka.cli._arguments import (
-    complete_models,
-    complete_optimizers,
-    complete_rules,
-    json_option,
-    parse_duration,
-    parse_mesh,
-    parse_rate,
-    parse_size,
-)
+from ostraka.cli._arguments import AXES, RATE, SIZE, TIME, complete_words, json_option, option
+from ostraka.cli._output import echo_json, echo_lines
 from ostraka.errors import OstrakaError, store_error
 
 if TYPE_CHECKING:
-    from ostraka.planner.report import Questions
-    from ostraka.planner.state import PlanOptions
     from ostraka.planner.time import Bandwidths
 
 LIMIT_EXCEEDED = 3
@@ -35,85 +26,63 @@ _LIST = ""
 
 
 @click.command()
-@click.argument("source", required=False, metavar="SOURCE", shell_complete=complete_models)
-@click.option("--mesh", type=parse_mesh, metavar="AXES", help="Axes and sizes: data=64,model=8.")
-@click.option("--hosts", type=click.IntRange(1), help="Default: one for every 8 devices.")
-@click.option(
+@click.argument(
+    "source",
+    required=False,
+    metavar="SOURCE",
+    shell_complete=complete_words("ostraka.families.catalog:MODELS"),
+)
+@option("--mesh", AXES, "Axes and sizes: data=64,model=8.")
+@option("--hosts", click.IntRange(1), "Default: one for every 8 devices.")
+@option(
     "--rules",
-    shell_complete=complete_rules,
-    help="dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
+    str,
+    "dp, fsdp, tp, fsdp+tp, or a JSON file of patterns and specs.",
+    shell_complete=complete_words("ostraka.planner.rules:RULES"),
 )
-@click.option(
+@option(
     "--optimizer",
-    shell_complete=complete_optimizers,
-    help="adamw, adam, sgd, adafactor, lion or none: adds its state.",
+    str,
+    "adamw, adam, sgd, adafactor, lion or none: adds its state.",
+    shell_complete=complete_words("ostraka.planner.state:OPTIMIZERS", files=False),
 )
-@click.option(
+@option(
     "--dtype",
-    help="Parameter dtype of a built-in model (default: as published), or the dtype to save a "
+    str,
+    "Parameter dtype of a built-in model (default: as published), or the dtype to save a "
     "function's or checkpoint's arrays as.",
 )
-@click.option(
+@option(
     "--optimizer-dtype",
-    help="Dtype of the moments that --optimizer adds (default: that of the parameters, as in "
-    "optax).",
+    str,
+    "Dtype of the moments that --optimizer adds (default: that of the parameters, as in optax).",
 )
-@click.option(
-    "--compress", type=click.Choice(["zstd"]), help="Estimate the size of compressed files."
+@option("--compress", click.Choice(["zstd"]), "Estimate the size of compressed files.")
+@option("--parity", click.IntRange(0, 2), "Parity files, as in save.", default=0)
+@option("--max-file-bytes", SIZE, "Split files here, as in save.")
+@option("--onto", AXES, "Plan a restore onto this mesh.", multiple=True)
+@option("--onto-hosts", click.IntRange(1), "Default: the same devices per host.")
+@option("--write-bandwidth", RATE, "Of one host: 2GB/s, 25Gbit/s.")
+@option("--read-bandwidth", RATE, "Of one host.")
+@option("--storage-bandwidth", RATE, "Of the storage, for all hosts together.")
+@option(
+    "--device-bandwidth", RATE, "From a host's devices to its memory: how long save_async blocks."
 )
-@click.option("--parity", type=click.IntRange(0, 2), default=0, help="Parity files, as in save.")
-@click.option(
-    "--max-file-bytes",
-    type=parse_size,
-    metavar="SIZE",
-    help="Split files here, as in save.",
-)
-@click.option(
-    "--onto", type=parse_mesh, metavar="AXES", multiple=True, help="Plan a restore onto this mesh."
-)
-@click.option("--onto-hosts", type=click.IntRange(1), help="Default: the same devices per host.")
-@click.option(
-    "--write-bandwidth", type=parse_rate, metavar="RATE", help="Of one host: 2GB/s, 25Gbit/s."
-)
-@click.option("--read-bandwidth", type=parse_rate, metavar="RATE", help="Of one host.")
-@click.option(
-    "--storage-bandwidth",
-    type=parse_rate,
-    metavar="RATE",
-    help="Of the storage, for all hosts together.",
-)
-@click.option(
-    "--device-bandwidth",
-    type=parse_rate,
-    metavar="RATE",
-    help="From a host's devices to its memory: how long save_async blocks.",
-)
-@click.option(
-    "--probe", "probed", metavar="DIR", help="Measure this machine's bandwidths, in a directory."
-)
-@click.option("--keep", type=click.IntRange(1), help="Storage for this number of checkpoints.")
-@click.option(
-    "--mtbf",
-    type=parse_duration,
-    metavar="TIME",
-    help="Mean time between failures of the whole job, with its unit: 4h.",
-)
-@click.option(
-    "--max-file", type=parse_size, metavar="SIZE", help="Exit with 3 if a file is larger."
-)
-@click.option(
-    "--max-host-memory", type=parse_size, metavar="SIZE", help="Exit with 3 if a save takes more."
-)
-@click.option("--compare", multiple=True, metavar="OPTIONS", help="A variant: '--mesh data=8'.")
+@option("--probe probed", "DIR", "Measure this machine's bandwidths, in a directory.")
+@option("--keep", click.IntRange(1), "Storage for this number of checkpoints.")
+@option("--mtbf", TIME, "Mean time between failures of the whole job, with its unit: 4h.")
+@option("--max-file", SIZE, "Exit with 3 if a file is larger.")
+@option("--max-host-memory", SIZE, "Exit with 3 if a save takes more.")
+@option("--compare", "OPTIONS", "A variant: '--mesh data=8'.", multiple=True)
 @json_option("Print all of it as JSON.")
-@click.option("-o", "--output", metavar="FILE", help="Write the JSON to a file as well.")
-@click.option(
+@option("-o --output", "FILE", "Write the JSON to a file as well.")
+@option(
     "--names",
+    "[NAMES]",
+    "Alone: list the built-in models. Else: plan a directory of safetensors files as the leaves "
+    "that a restore makes of them; as in convert, such as hf.",
     is_flag=False,
     flag_value=_LIST,
-    metavar="[NAMES]",
-    help="Alone: list the built-in models. Else: plan a directory of safetensors files as the "
-    "leaves that a restore makes of them; as in convert, such as hf.",
 )
 @click.pass_context
 def plan(context: click.Context, **given: Any) -> None:
@@ -140,8 +109,7 @@ def plan(context: click.Context, **given: Any) -> None:
     if given["names"] == _LIST:
         from ostraka.families.catalog import MODELS
 
-        names = list(MODELS)
-        click.echo(json.dumps(names, indent=1) if given["as_json"] else "\n".join(names))
+        echo_json(list(MODELS)) if given["as_json"] else echo_lines(list(MODELS))
         return
     if given["source"] is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[0])
@@ -170,20 +138,17 @@ def plan(context: click.Context, **given: Any) -> None:
 
 
 def _answer(context: click.Context, given: dict[str, Any]) -> dict[str, Any]:
-    from ostraka.planner.report import compare_plans, describe_plan
-    from ostraka.planner.sources import plan_source
-    from ostraka.planner.time import probe
+    from ostraka.planner.report import compare_plans
+    from ostraka.planner.time import Bandwidths, probe
 
-    bandwidths = None if given["probed"] is None else probe(given["probed"])
+    probed = Bandwidths() if given["probed"] is None else probe(given["probed"])
     variants = {given["source"]: given}
     variants |= {text: _variant(context, given, text) for text in given["compare"]}
     if len(variants) <= len(given["compare"]):
         raise ValueError("two variants of --compare are the same")
-    documents: dict[str, Any] = {}
-    for title, options in variants.items():
-        planned = plan_source(options["source"], _options(options))
-        answers = describe_plan(planned, _questions(options, bandwidths))
-        documents[title] = {"title": title, **answers}
+    documents = {
+        title: {"title": title, **_describe(options, probed)} for title, options in variants.items()
+    }
     compared = compare_plans(documents) if len(documents) > 1 else []
     found = list(documents.values())
     return {"source": given["source"], "variants": found, "comparison": compared}
@@ -211,42 +176,30 @@ def _variant(context: click.Context, given: dict[str, Any], text: str) -> dict[s
     return {**given, **changed}
 
 
-def _options(given: dict[str, Any]) -> PlanOptions:
+def _describe(given: dict[str, Any], probed: Bandwidths) -> dict[str, Any]:
+    """The plan for the options of one variant, with the answers to their questions."""
+    from ostraka.planner.report import describe_plan
+    from ostraka.planner.sources import plan_source
     from ostraka.planner.state import PlanOptions, mesh_of_sizes
-
-    same = ("hosts", "rules", "optimizer", "dtype", "optimizer_dtype", "compress", "parity")
-    chosen = {name: given[name] for name in (*same, "names")}
-    if given["mesh"] is not None:
-        chosen["mesh"] = mesh_of_sizes(given["mesh"])
-    if given["max_file_bytes"] is not None:
-        chosen["max_file_bytes"] = given["max_file_bytes"]
-    return PlanOptions(**chosen)
-
-
-def _questions(given: dict[str, Any], probed: Bandwidths | None) -> Questions:
-    from ostraka.planner.report import Questions
-    from ostraka.planner.state import mesh_of_sizes
     from ostraka.planner.time import Bandwidths
 
-    known = probed or Bandwidths()
+    known = {field.name for field in fields(PlanOptions)}
+    chosen = {n: value for n, value in given.items() if n in known and value is not None}
+    if "mesh" in chosen:
+        chosen["mesh"] = mesh_of_sizes(chosen["mesh"])
+    planned = plan_source(given["source"], PlanOptions(**chosen))
     bandwidths = Bandwidths(
-        host_write=given["write_bandwidth"] or known.host_write,
-        host_read=given["read_bandwidth"] or known.host_read,
+        host_write=given["write_bandwidth"] or probed.host_write,
+        host_read=given["read_bandwidth"] or probed.host_read,
         storage=given["storage_bandwidth"],
         device=given["device_bandwidth"],
     )
-    if given["mtbf"] is not None and bandwidths.host_write is None and bandwidths.storage is None:
+    if given["mtbf"] is not None and bandwidths.peak_write(1) is None:
         raise ValueError(
             "--mtbf needs to know how long a save takes: give --write-bandwidth or --probe"
         )
     if given["onto_hosts"] is not None and not given["onto"]:
         raise ValueError("--onto-hosts goes with --onto, the mesh to restore onto")
-    return Questions(
-        bandwidths=bandwidths,
-        onto=tuple(mesh_of_sizes(sizes) for sizes in given["onto"]),
-        onto_hosts=given["onto_hosts"],
-        keep=given["keep"],
-        mtbf_s=given["mtbf"],
-        max_file_bytes=given["max_file"],
-        max_host_memory_bytes=given["max_host_memory"],
-    )
+    asked = {name: given[name] for name in ("onto_hosts", "keep", "max_file", "max_host_memory")}
+    onto = list(map(mesh_of_sizes, given["onto"]))
+    return describe_plan(planned, bandwidths, onto=onto, mtbf_s=given["mtbf"], **asked)

@@ -41,10 +41,11 @@ class _Console(Console):
 def _print_variant(console: Console, variant: dict[str, Any]) -> None:
     console.print(f"[bold]{_shown(variant['title'])}[/bold]  {_shown(_where(variant))}")
     console.print()
+    # Some encodings have no block character for bars.
+    block = "#" if _BLOCK.encode(console.encoding, "replace") == b"?" else _BLOCK
     for title, rows in _sections(variant):
-        listed = list(rows)
-        if listed:
-            console.print(_table(title, listed, _block_for(console.encoding)))
+        if listed := list(rows):
+            console.print(_table(title, listed, block))
             console.print()
     for finding in variant["findings"]:
         colour = "red" if finding["severity"] == "error" else "yellow"
@@ -57,19 +58,14 @@ def _print_variant(console: Console, variant: dict[str, Any]) -> None:
         console.print(f"[{colour}]{word} --{limit['name'].replace('_', '-')}[/{colour}]: {sizes}")
 
 
+def _axes(mesh: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
 def _where(variant: dict[str, Any]) -> str:
-    meshes = [", ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in variant["meshes"] if mesh]
+    meshes = [_axes(mesh) for mesh in variant["meshes"] if mesh]
     mesh = f"mesh {'; '.join(meshes)}, " if meshes else ""
     return f"{mesh}{count_of(variant['devices'], 'device')} on {count_of(variant['hosts'], 'host')}"
-
-
-def _block_for(encoding: str) -> str:
-    """The character for bars: `#` where the encoding has no block character."""
-    try:
-        _BLOCK.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return "#"
-    return _BLOCK
 
 
 def _table(title: str, rows: Sequence[PlanLine], block: str) -> Table:
@@ -89,8 +85,8 @@ def _sections(variant: dict[str, Any]) -> Iterator[tuple[str, Iterator[PlanLine]
     yield "save", _save_rows(variant)
     yield "restore as it was", _restore_rows(variant["restore"])
     for onto in variant["onto"]:
-        axes = ", ".join(f"{k}={v}" for k, v in onto["mesh"].items())
-        yield f"restore onto {axes}, {count_of(onto['hosts'], 'host')}", _restore_rows(onto)
+        title = f"restore onto {_axes(onto['mesh'])}, {count_of(onto['hosts'], 'host')}"
+        yield title, _restore_rows(onto)
     yield "if something is lost", _recovery_rows(variant["recovery"])
     yield "over time", _time_rows(variant)
 
@@ -117,8 +113,7 @@ def _saved_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
 
 
 def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
-    files, hosts, shards = variant["files"], variant["host_bytes"], variant["shard_bytes"]
-    compressed = variant["compressed"]
+    files, compressed = variant["files"], variant["compressed"]
     before = " before compression, as all sizes below" if compressed else ""
     yield "in all", human_bytes(variant["total_bytes"]), f"{variant['total_bytes']:,}{before}"
     if compressed is not None:
@@ -130,13 +125,11 @@ def _written_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     yield "files", f"{files['in_all']:,}", f"{files['shards']:,} of them shards"
     if files["largest"] is not None:
         yield "largest file", human_bytes(files["largest"]["bytes"]), files["largest"]["name"]
-    for name in ("least", "mean", "most"):
-        size = round(shards[name])
-        yield f"a device, {name}", human_bytes(size), _bar(size, shards["most"])
-    for name in ("least", "mean", "most"):
-        size = round(hosts[name])
-        yield f"a host, {name}", human_bytes(size), _bar(size, hosts["most"])
-    yield "skew of hosts", f"{hosts['skew']:.2%}", ""
+    for what, sizes in (("device", variant["shard_bytes"]), ("host", variant["host_bytes"])):
+        for name in ("least", "mean", "most"):
+            size = round(sizes[name])
+            yield f"a {what}, {name}", human_bytes(size), _bar(size, sizes["most"])
+    yield "skew of hosts", f"{variant['host_bytes']['skew']:.2%}", ""
     exact = "" if variant["index_bytes_are_exact"] else "from the indexes of a few processes"
     yield "metadata", human_bytes(variant["metadata_bytes"]), f"{variant['metadata_bytes']:,}"
     yield "indexes", human_bytes(variant["index_bytes"]), exact
@@ -164,7 +157,7 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     yield "", human_bytes(staging["cpu"]), "on CPUs"
     held = human_bytes(staging["held_by_save_async"])
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
-    yield "time", _seconds(save["time_s"]), _hint(save["time_s"])
+    yield _time_row(save)
     if save["time_s"] is not None:
         yield "blocked by save", _seconds(save["blocked_s"]), "save returns when all is on disk"
     if save["save_async_blocked_s"] is not None:
@@ -195,7 +188,7 @@ def _restore_rows(work: dict[str, Any]) -> Iterator[PlanLine]:
     yield "reads of a host", f"{work['ranges']['most']:,}", in_files
     yield "requests of a host", f"{work['requests']['most']:,}", "in a bucket"
     yield "to open it", human_bytes(work["opening_bytes"]), "metadata and indexes"
-    yield "time", _seconds(work["time_s"]), _hint(work["time_s"])
+    yield _time_row(work)
     yield from _peak_rows(work)
 
 
@@ -272,5 +265,6 @@ def _seconds(value: float | None) -> str:
     return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
-def _hint(value: float | None) -> str:
-    return "give a bandwidth, or --probe DIR" if value is None else ""
+def _time_row(work: dict[str, Any]) -> PlanLine:
+    hint = "give a bandwidth, or --probe DIR" if work["time_s"] is None else ""
+    return "time", _seconds(work["time_s"]), hint

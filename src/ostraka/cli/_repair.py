@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ostraka import integrity
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument, repeated
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._output import echo, echo_json, echo_lines, progress
 from ostraka.cli._roots import checkpoints_at
@@ -14,14 +14,8 @@ from ostraka.errors import printable
 
 @click.command()
 @path_argument("path")
-@click.option(
-    "--from",
-    "sources",
-    metavar="OTHER",
-    multiple=True,
-    help="Take lost bytes from this checkpoint or directory of steps. Can be repeated.",
-)
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and write nothing.")
+@repeated("--from sources", "OTHER", "Take lost bytes from this checkpoint or directory of steps.")
+@flag("--dry-run", "Say what would be done, and write nothing.")
 @json_option("Print the result as JSON, sizes in bytes.")
 @click.pass_context
 def repair(
@@ -54,7 +48,7 @@ def repair(
     for place in places:
         with progress(f"repairing {place}") as bar:
             report = integrity.repair(
-                place, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar.move_to
+                place, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar
             )
         reports.append(report)
         if not as_json:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 
-from ostraka.cli._arguments import complete_steps, json_option, path_argument
+from ostraka.cli._arguments import complete_steps, flag, json_option, parsed, path_argument
 from ostraka.cli._output import Table, echo_json, echo_lines, human_age, human_size
 from ostraka.cli._roots import file_bytes, open_root, removal_lines
 from ostraka.errors import count_of
@@ -13,28 +15,25 @@ from ostraka.manager.retain import remove_step
 from ostraka.manager.steps import Root, Step, no_such_step
 
 
-def _parse_steps(
-    ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
-) -> tuple[int, ...]:
-    """Steps by their numbers or by the names of their directories."""
-    numbers = [step_of(text.rstrip("/").rsplit("/", 1)[-1]) for text in given]
-    for text, number in zip(given, numbers, strict=True):
-        if number is None:
-            raise click.BadParameter(
-                f"{text!r} is no step; give its number, as ostraka ls shows it", ctx, param
-            )
-    return tuple(number for number in numbers if number is not None)
+def _parse_step(text: str) -> int:
+    """A step by its number or by the name of its directory."""
+    number = step_of(text.rstrip("/").rsplit("/", 1)[-1])
+    if number is None:
+        raise ValueError(f"{text!r} is no step; give its number, as ostraka ls shows it")
+    return number
 
 
 @click.command()
 @path_argument("root")
 @click.argument(
-    "step", nargs=-1, required=True, callback=_parse_steps, shell_complete=complete_steps
+    "step",
+    nargs=-1,
+    required=True,
+    type=parsed("STEP", _parse_step),
+    shell_complete=complete_steps,
 )
-@click.option("--yes", is_flag=True, help="Remove them. Without it they are only shown.")
-@click.option(
-    "--force", is_flag=True, help="Even the newest good step, pinned ones, and those being read."
-)
+@flag("--yes", "Remove them. Without it they are only shown.")
+@flag("--force", "Even the newest good step, pinned ones, and those being read.")
 @json_option()
 def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Remove each STEP from the directory ROOT.
@@ -51,35 +50,33 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
       ostraka rm runs 100 200 --yes
     """
     place = open_root(root)
-    steps = place.scan()
-    chosen: list[Step] = []
-    for number in dict.fromkeys(step):
-        found = next((one for one in steps if one.step == number), None)
-        if found is None:
-            raise no_such_step(place.location, number, [one.step for one in steps])
-        chosen.append(found)
+    steps = {one.step: one for one in place.scan()}
+    for number in step:
+        if number not in steps:
+            raise no_such_step(place.location, number, list(steps))
+    chosen = [steps[number] for number in dict.fromkeys(step)]
     if not force:
-        _protect(place, steps, chosen)
-    sizes = [file_bytes(place, one) for one in chosen]
+        _protect(place, steps.values(), chosen)
+    sizes = {one.step: file_bytes(place, one) for one in chosen}
     if yes:
         for one in chosen:
             remove_step(place, one.step, seen=one, even_if_read=force)
     if as_json:
         entries = [
-            {"step": one.step, "paths": [place.path(name) for name in one.names], "bytes": nbytes}
-            for one, nbytes in zip(chosen, sizes, strict=True)
+            {"step": one.step, "paths": list(map(place.path, one.names)), "bytes": sizes[one.step]}
+            for one in chosen
         ]
         echo_json({"root": place.location, "removed": yes, "steps": entries})
         return
     table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
-    for one, nbytes in zip(chosen, sizes, strict=True):
-        saved = human_age(one.saved_s)
-        table.add(f"{one.step}", human_size(nbytes), saved, ", ".join(one.names))
-    what, total = count_of(len(chosen), "step"), sum(nbytes or 0 for nbytes in sizes)
+    for one in chosen:
+        size, saved = human_size(sizes[one.step]), human_age(one.saved_s)
+        table.add(f"{one.step}", size, saved, ", ".join(one.names))
+    what, total = count_of(len(chosen), "step"), sum(size or 0 for size in sizes.values())
     echo_lines(removal_lines(place.location, table, what, total, removed=yes))
 
 
-def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
+def _protect(root: Root, steps: Iterable[Step], chosen: Iterable[Step]) -> None:
     """Raise UsageError if a step is pinned, or the newest good one."""
     newest = max((step.step for step in steps if step.is_good), default=None)
     for step in chosen:
@@ -87,6 +84,5 @@ def _protect(root: Root, steps: list[Step], chosen: list[Step]) -> None:
         if reason:
             raise click.UsageError(
                 f"step {step.step} in {root.location} is {reason}; nothing was removed, and "
-                "--force removes it, too",
-                click.get_current_context(),
+                "--force removes it, too"
             )

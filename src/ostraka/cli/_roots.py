@@ -63,10 +63,8 @@ def is_forbidden(root: Root, step: Step) -> bool:
         return True
     try:
         open_source(root.at(step.names[0]))
-    except OSError as error:
-        return error.errno in (EACCES, EPERM)
-    except ValueError:
-        return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, OSError) and error.errno in (EACCES, EPERM)
     return False
 
 

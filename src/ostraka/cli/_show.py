@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ostraka.cli import _tree
-from ostraka.cli._arguments import complete_leaves, json_option, names_option, path_argument
+from ostraka.cli._arguments import (
+    complete_leaves,
+    flag,
+    json_option,
+    names_option,
+    option,
+    parsed,
+    path_argument,
+)
 from ostraka.cli._errors import DIFFERENT
 from ostraka.cli._output import Table, echo_json, echo_lines, human_number
 from ostraka.cli._tree import LeafRow
@@ -23,44 +32,31 @@ if TYPE_CHECKING:
     from ostraka.cli._measure import Statistics
 
 _COLUMNS = ("leaf", "dtype", "shape", "spec", "size")
-_OPTIONS = {"index": "--slice"}
 _STATISTICS = ("least", "most", "mean", "std", "nan", "inf")
 
 
-def _parse_dimensions(
-    context: click.Context, parameter: click.Parameter, text: str | None
-) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    try:
-        one, other = (int(part) for part in text.split(","))
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not two numbers of dimensions, as in 0,2", context, parameter
-        ) from None
+def _two_numbers(text: str) -> tuple[int, int]:
+    one, other = map(int, text.split(","))
     return one, other
 
 
 @click.command()
 @path_argument("path")
 @click.argument("leaf", required=False, shell_complete=complete_leaves)
-@click.option("--depth", type=click.IntRange(1), help="Sum up deeper leaves; not in JSON.")
-@click.option(
-    "--sort", type=click.Choice(["tree", "size", "name"]), default="tree", help="Default: tree."
-)
-@click.option("--stats", is_flag=True, help="Read the arrays: least, most, mean, std, NaN.")
-@click.option("--nan", is_flag=True, help="Read the arrays, and list those with NaN or infinity.")
-@click.option("--files", is_flag=True, help="List the files, with the process and host of each.")
-@click.option("--slice", "index", metavar="INDEX", help="Print these elements of LEAF: '0:4,:3'.")
-@click.option(
+@option("--depth", click.IntRange(1), "Sum up deeper leaves; not in JSON.")
+@option("--sort", click.Choice(["tree", "size", "name"]), "Default: tree.", default="tree")
+@flag("--stats", "Read the arrays: least, most, mean, std, NaN.")
+@flag("--nan", "Read the arrays, and list those with NaN or infinity.")
+@flag("--files", "List the files, with the process and host of each.")
+@option("--slice index", "INDEX", "Print these elements of LEAF: '0:4,:3'.")
+@option(
     "--dimensions",
-    callback=_parse_dimensions,
-    metavar="I,J",
-    help="Draw LEAF's sharding along these two. Default: the first two that are sharded.",
+    parsed("I,J", _two_numbers, "is not two numbers of dimensions, as in 0,2"),
+    "Draw LEAF's sharding along these two. Default: the first two that are sharded.",
 )
 @names_option("Show tensors as the leaves that a restore makes of them")
 @json_option()
-def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any) -> None:
+def show(path: str, leaf: str | None, names: Any, **options: Any) -> None:
     """Show what the checkpoint at PATH holds.
 
     The table lists every leaf with its dtype, its global shape, its sharding and its size. Below it
@@ -87,7 +83,7 @@ def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any)
     """
     is_fine = read_whole(
         [path],
-        lambda found: _show(found[0], leaf, as_json=as_json, **options),
+        lambda found: _show(found[0], leaf, **options),
         partial(open_at, names=names),
     )
     if not is_fine:
@@ -95,35 +91,61 @@ def show(path: str, leaf: str | None, names: Any, as_json: bool, **options: Any)
 
 
 def _show(
-    source: Source, leaf: str | None, *, as_json: bool, nan: bool, files: bool, **options: Any
+    source: Source,
+    leaf: str | None,
+    *,
+    depth: int | None,
+    sort: str,
+    stats: bool,
+    nan: bool,
+    files: bool,
+    index: str | None,
+    dimensions: tuple[int, int] | None,
+    as_json: bool,
 ) -> bool:
     """Read everything, then print a checkpoint. Returns False if --nan found something."""
     rows = _tree.rows_of(source)
     chosen = _choose(source.location, rows, leaf)
-    given: dict[str, Any] = {"files": files, **options}
+    of_array = {"--slice": index, "--dimensions": dimensions}
     if nan:
-        for name in ("stats", "files", "depth", "index", "dimensions"):
-            if given[name]:
-                raise click.UsageError(
-                    f"--nan does not go together with {_OPTIONS.get(name, f'--{name}')}; give one",
-                    click.get_current_context(),
-                )
+        others = {"--stats": stats, "--files": files, "--depth": depth, **of_array}
+        if clash := next(filter(others.get, others), None):
+            raise click.UsageError(f"--nan does not go together with {clash}; give one")
         from ostraka.cli._show_arrays import show_not_finite
 
         return show_not_finite(source, chosen, as_json=as_json)
     if len(chosen) == 1 and chosen[0].path == leaf and chosen[0].number is not None:
         from ostraka.cli._show_arrays import show_leaf  # with numpy, which the table does without
 
-        show_leaf(source, chosen[0], as_json=as_json, **options)
+        show_leaf(source, chosen[0], index, dimensions, stats=stats, as_json=as_json)
         return True
-    for name in ("index", "dimensions"):
-        if options[name] is not None:
-            found = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
-            raise click.UsageError(
-                f"{_OPTIONS.get(name, f'--{name}')} needs the path of one array, and {found}",
-                click.get_current_context(),
-            )
-    _show_tree(source, rows, chosen, leaf, as_json=as_json, **given)
+    for name, value in of_array.items():
+        if value is not None:
+            given = "no LEAF is given" if leaf is None else f"{leaf!r} is not one"
+            raise click.UsageError(f"{name} needs the path of one array, and {given}")
+    found: Mapping[int, Statistics] = {}
+    if stats:
+        from ostraka.cli._measure import statistics_of
+
+        numbers = {row.number for row in chosen if row.number is not None}
+        found = statistics_of(source, sorted(numbers))
+    if depth is not None and not as_json:
+        chosen = _tree.summed_up(chosen, depth)
+    if sort != "tree":
+        chosen.sort(key=lambda row: -row.nbytes if sort == "size" else row.path)
+    if as_json:
+        echo_json(_tree.describe(source, rows, chosen, found))
+        return True
+    lines = [_tree.title(source)]
+    if chosen:
+        lines += ["", *_table(chosen, found)]
+    if files:
+        lines += ["", *_tree.files_table(source)]
+    lines.append("")
+    if leaf is not None:
+        size = human_bytes(sum(row.nbytes for row in chosen))
+        lines.append(f"{count_of(sum(row.leaves for row in chosen), 'leaf')} of {leaf!r}, {size}")
+    echo_lines([*lines, *_tree.totals_lines(source, rows)])
     return True
 
 
@@ -135,47 +157,8 @@ def _choose(location: str, rows: Sequence[LeafRow], leaf: str | None) -> list[Le
     chosen = chosen or [row for row in rows if matches(leaf.rstrip("/"), row.path)]
     if not chosen:
         close = nearest_path(leaf, [row.path for row in rows])
-        raise click.UsageError(
-            f"{location} has no leaf {leaf!r}{close}", click.get_current_context()
-        )
+        raise click.UsageError(f"{location} has no leaf {leaf!r}{close}")
     return chosen
-
-
-def _show_tree(
-    source: Source,
-    rows: Sequence[LeafRow],
-    chosen: list[LeafRow],
-    leaf: str | None,
-    *,
-    depth: int | None,
-    sort: str,
-    stats: bool,
-    files: bool,
-    as_json: bool,
-    **_: Any,
-) -> None:
-    found: Mapping[int, Statistics] = {}
-    if stats:
-        from ostraka.cli._show_arrays import statistics_of_rows
-
-        found = statistics_of_rows(source, chosen)
-    if depth is not None and not as_json:
-        chosen = _tree.summed_up(chosen, depth)
-    if sort != "tree":
-        chosen.sort(key=lambda row: -row.nbytes if sort == "size" else row.path)
-    if as_json:
-        echo_json(_tree.describe(source, rows, chosen, found))
-        return
-    lines = [_tree.title(source)]
-    if chosen:
-        lines += ["", *_table(chosen, found)]
-    if files:
-        lines += ["", *_tree.files_table(source)]
-    lines.append("")
-    if leaf is not None:
-        size = human_bytes(sum(row.nbytes for row in chosen))
-        lines.append(f"{count_of(sum(row.leaves for row in chosen), 'leaf')} of {leaf!r}, {size}")
-    echo_lines([*lines, *_tree.totals_lines(source, rows)])
 
 
 def _table(rows: Sequence[LeafRow], statistics: Mapping[int, Statistics]) -> list[str]:
@@ -186,7 +169,6 @@ def _table(rows: Sequence[LeafRow], statistics: Mapping[int, Statistics]) -> lis
             found = None if row.number is None else statistics.get(row.number)
             extra = ("",) * len(_STATISTICS)
             if found is not None:
-                numbers = (found.least, found.most, found.mean, found.std)
-                extra = (*map(human_number, numbers), f"{found.nan:,}", f"{found.infinite:,}")
+                extra = tuple(map(human_number, astuple(found)[1:]))
         table.add(*row.cells, *extra)
     return table.lines()

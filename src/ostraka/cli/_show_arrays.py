@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import astuple
 from math import prod
 from typing import Any
 
 import click
 import numpy as np
 
-from ostraka.cli._measure import (
-    NotFinite,
-    Statistics,
-    as_numbers,
-    count_not_finite,
-    may_be_not_finite,
-    statistics_of,
-)
-from ostraka.cli._output import (
-    Table,
-    echo_json,
-    echo_lines,
-    human_number,
-    json_number,
-    progress,
-    show_shape,
-)
-from ostraka.cli._tree import (
-    LeafRow,
-    describe_row,
-    describe_statistics,
-    directory_lines,
-    dtype_of,
-    hosts_of,
-    sharding_of,
-    title,
-)
-from ostraka.common.dtypes import numpy_dtype
+from ostraka.cli import _tree
+from ostraka.cli._measure import Statistics, as_numbers, count_not_finite, statistics_of
+from ostraka.cli._output import Table, echo_json, echo_lines, human_number, json_number, show_shape
+from ostraka.cli._tree import LeafRow
+from ostraka.common.dtypes import is_inexact, numpy_dtype
 from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidSharding, count_of, printable
 from ostraka.formats.source import Source
@@ -47,6 +23,7 @@ from ostraka.layout import box as _box
 from ostraka.layout.spec import LeafSpec, Target
 from ostraka.reading.lazy import bounding_box
 from ostraka.sharding.drawing import draw
+from ostraka.sharding.leaves import every_dimension
 
 _MOST_BOXES = 32
 _MOST_DRAWINGS = 8
@@ -56,28 +33,36 @@ _MOST_SLICE_BYTES = 64 << 20
 def show_leaf(
     source: Source,
     row: LeafRow,
-    *,
     index: str | None,
-    stats: bool,
     dimensions: tuple[int, int] | None,
+    *,
+    stats: bool,
     as_json: bool,
-    **_: Any,
 ) -> None:
     """Print one array: its placement, and the elements or statistics that were asked for."""
     assert row.number is not None
     leaf = source.saved.leaves[row.number]
     drawing = _draw(source, leaf, dimensions)
     elements = None if index is None else _read_slice(source, row.number, index)
-    found = statistics_of_rows(source, [row])[row.number] if stats else None
+    found = statistics_of(source, [row.number])[row.number] if stats else None
     if as_json:
-        echo_json(_describe(source, row, index, elements, found))
+        document = _tree.describe_row(source.saved, row)
+        document |= {"checkpoint": source.location, "boxes": _describe_boxes(source, row.number)}
+        if found is not None:
+            document["statistics"] = _tree.describe_statistics(found)
+        if elements is not None:
+            values = _plain(elements)
+            document["slice"] = {"index": index, "shape": elements.shape, "values": values}
+        echo_json(document)
         return
     lines = [f"{click.style(printable(row.path), bold=True)} of {printable(source.location)}"]
     shown = [
-        dtype_of(leaf) if leaf.cast_from is None else f"{dtype_of(leaf)}  (was {leaf.cast_from})",
+        _tree.dtype_of(leaf)
+        if leaf.cast_from is None
+        else f"{_tree.dtype_of(leaf)}  (was {leaf.cast_from})",
         show_shape(leaf.logical_shape),
         human_bytes(leaf.nbytes),
-        sharding_of(source.saved, leaf),
+        _tree.sharding_of(source.saved, leaf),
     ]
     lines.append(printable("  ".join(shown)))
     if row.same_as is not None:
@@ -98,16 +83,14 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
     if mesh is None or not mesh.axis_names:
         if dimensions is not None:
             raise click.UsageError(
-                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none",
-                click.get_current_context(),
+                f"--dimensions needs an array on a mesh, and {leaf.path!r} was on none"
             )
         return []
-    whole = ((),) * (len(leaf.shape) - len(leaf.partition))
+    partition = every_dimension(leaf.partition, len(leaf.shape))
     try:
-        partition = leaf.partition + whole
         text = draw(leaf.shape, mesh, partition, dimensions=dimensions, most=_MOST_DRAWINGS)
     except InvalidSharding as error:
-        raise click.UsageError(f"--dimensions: {error}", click.get_current_context()) from error
+        raise click.UsageError(f"--dimensions: {error}") from error
     return [printable(line) for line in text.splitlines()]
 
 
@@ -116,7 +99,7 @@ def _draw(source: Source, leaf: LeafSpec, dimensions: tuple[int, int] | None) ->
 
 def _files_table(source: Source, number: int) -> list[str]:
     boxes = source.boxes_of(number)
-    hosts = hosts_of(source.saved)
+    hosts = _tree.hosts_of(source.saved)
     head = ("box", "file", "process", "host", "at byte", "bytes")
     is_compressed = any(place.stored_bytes != place.nbytes for place in boxes)
     stored = ("stored bytes",) if is_compressed else ()
@@ -134,7 +117,7 @@ def _files_table(source: Source, number: int) -> list[str]:
     lines = table.lines()
     if len(boxes) > _MOST_BOXES:
         lines.append(f"… and {len(boxes) - _MOST_BOXES:,} more boxes; --json has all")
-    return [*lines, *directory_lines([place.file for place in boxes])]
+    return [*lines, *_tree.directory_lines([place.file for place in boxes])]
 
 
 # Elements
@@ -154,23 +137,21 @@ def _parse_index(text: str) -> Any:
 
 def _read_slice(source: Source, number: int, text: str) -> np.ndarray[Any, Any]:
     leaf = source.saved.leaves[number]
-    context = click.get_current_context()
     try:
         index = [_parse_index(part.strip()) for part in text.strip().strip("[]").split(",")]
     except ValueError:
         raise click.UsageError(
-            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'", context
+            f"--slice {text!r} is not an index; give integers and slices, as in '0:4,:3'"
         ) from None
     try:
         box, within = bounding_box(leaf, index)
     except IndexError as error:
-        raise click.UsageError(f"--slice {text!r}: {error}", context) from error
+        raise click.UsageError(f"--slice {text!r}: {error}") from error
     nbytes = prod(_box.shape_of(box)) * numpy_dtype(leaf.dtype).itemsize
     if nbytes > _MOST_SLICE_BYTES:
         raise click.UsageError(
             f"--slice {text!r} spans {human_bytes(nbytes)}, more than "
-            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats",
-            context,
+            f"{human_bytes(_MOST_SLICE_BYTES)}; take a smaller one, or --stats"
         )
     ((_, array),) = source.read([Target(number, box)])
     return np.asarray(array[(*within, ...)])
@@ -185,38 +166,16 @@ def _print(elements: np.ndarray[Any, Any]) -> list[str]:
     return np.array2string(elements, max_line_width=width, threshold=400).splitlines()
 
 
-def statistics_of_rows(source: Source, rows: Sequence[LeafRow]) -> dict[int, Statistics]:
-    """The statistics of the arrays in some rows, by their numbers."""
-    numbers = {row.number for row in rows if row.number is not None}
-    with progress("reading", sum(source.saved.leaves[n].nbytes for n in numbers)) as bar:
-        return statistics_of(source, sorted(numbers), on_bytes=bar.advance)
-
-
 def _statistics_lines(leaf: LeafSpec, found: Statistics) -> list[str]:
     of_what = " of magnitudes" if leaf.dtype.startswith("complex") else ""
-    shown = {
-        f"least{of_what}": human_number(found.least),
-        "most": human_number(found.most),
-        "mean": human_number(found.mean),
-        "std": human_number(found.std),
-        "NaN": f"{found.nan:,}",
-        "infinite": f"{found.infinite:,}",
-    }
-    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown.items())]
+    names = (f"least{of_what}", "most", "mean", "std", "NaN", "infinite")
+    shown = zip(names, map(human_number, astuple(found)[1:]), strict=True)
+    return ["  ".join(f"{click.style(name, dim=True)} {value}" for name, value in shown)]
 
 
-def _describe(
-    source: Source,
-    row: LeafRow,
-    index: str | None,
-    elements: np.ndarray[Any, Any] | None,
-    found: Statistics | None,
-) -> dict[str, object]:
-    assert row.number is not None
-    document = describe_row(source.saved, row)
-    document["checkpoint"] = source.location
-    hosts = hosts_of(source.saved)
-    document["boxes"] = [
+def _describe_boxes(source: Source, number: int) -> list[dict[str, object]]:
+    hosts = _tree.hosts_of(source.saved)
+    return [
         {
             "box": place.box,
             "file": place.file,
@@ -226,17 +185,8 @@ def _describe(
             "bytes": place.nbytes,
             "stored_bytes": place.stored_bytes,
         }
-        for place in source.boxes_of(row.number)
+        for place in source.boxes_of(number)
     ]
-    if found is not None:
-        document["statistics"] = describe_statistics(found)
-    if elements is not None:
-        document["slice"] = {
-            "index": index,
-            "shape": elements.shape,
-            "values": _plain(elements),
-        }
-    return document
 
 
 def _plain(elements: np.ndarray[Any, Any]) -> Any:
@@ -258,20 +208,21 @@ def _plain(elements: np.ndarray[Any, Any]) -> Any:
 def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -> bool:
     """List the leaves with NaN or infinity. Returns True if there are none."""
     found = _count(source, rows)
-    total = sum(found.values(), NotFinite())
-    bad = [row for row in rows if found.get(row.path)]
+    total = sum(found.values(), Statistics())
+    bad = [row for row in rows if row.path in found and not found[row.path].is_finite]
     if as_json:
         document = {
             "path": source.location,
-            "finite": not total,
-            "nan": total.nan,
-            "infinite": total.infinite,
+            "finite": total.is_finite,
+            **_counts(total),
             "leaves_read": len(found),
-            "leaves": [describe_row(source.saved, row) | asdict(found[row.path]) for row in bad],
+            "leaves": [
+                _tree.describe_row(source.saved, row) | _counts(found[row.path]) for row in bad
+            ],
         }
         echo_json(document)
-        return not total
-    lines = [title(source), ""]
+        return total.is_finite
+    lines = [_tree.title(source), ""]
     if bad:
         table = Table(("leaf", "dtype", "shape", "nan", "inf"), right=("nan", "inf"))
         for row in bad:
@@ -284,7 +235,7 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
             table.add(*cells, colour="red")
         lines += [*table.lines(), ""]
     looked_at = count_of(len(found), "leaf")
-    if total:
+    if not total.is_finite:
         lines.append(
             f"NaN or infinity in {len(bad):,} of {looked_at} of floating-point numbers: "
             f"{total.nan:,} NaN, {total.infinite:,} infinite"
@@ -292,27 +243,24 @@ def show_not_finite(source: Source, rows: Sequence[LeafRow], *, as_json: bool) -
     else:
         lines.append(f"no NaN and no infinity in {looked_at} of floating-point numbers")
     echo_lines(lines)
-    return not total
+    return total.is_finite
 
 
-def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, NotFinite]:
+def _counts(found: Statistics) -> dict[str, int]:
+    return {"nan": found.nan, "infinite": found.infinite}
+
+
+def _count(source: Source, rows: Sequence[LeafRow]) -> dict[str, Statistics]:
     """The counts for each leaf of floating-point numbers, at the first path of an array."""
     leaves = source.saved.leaves
     found = {
-        row.path: _of_value(row.value) for row in rows if isinstance(row.value, float | complex)
+        row.path: count_not_finite(np.asarray(row.value))
+        for row in rows
+        if isinstance(row.value, float | complex)
     }
     arrays: dict[int, LeafRow] = {}
     for row in rows:
-        if row.number is not None and may_be_not_finite(leaves[row.number].dtype):
+        if row.number is not None and is_inexact(leaves[row.number].dtype):
             arrays.setdefault(row.number, row)
-    nbytes = sum(leaves[number].nbytes for number in arrays)
-    with progress("reading", nbytes) as bar:
-        counted = count_not_finite(source, list(arrays), on_bytes=bar.advance)
+    counted = statistics_of(source, arrays, count_not_finite)
     return found | {arrays[number].path: counts for number, counts in counted.items()}
-
-
-def _of_value(value: float | complex) -> NotFinite:
-    parts = (value.real, value.imag)
-    if any(map(math.isnan, parts)):
-        return NotFinite(nan=1)
-    return NotFinite(infinite=int(any(map(math.isinf, parts))))

@@ -56,37 +56,31 @@ def rows_of(source: Source) -> list[LeafRow]:
     # A model has few kinds of leaves and many of each.
     kinds: dict[tuple[object, ...], tuple[str, ...]] = {}
     for leaf in leaves_of(source.tree):
-        if isinstance(leaf.value, ArrayNumber):
-            number = leaf.value.number
-            spec = saved.leaves[number]
-            placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
-            kind = (spec.dtype, spec.shape, spec.prng, *placed)
-            known = kinds.get(kind)
-            if known is None:
-                known = kinds[kind] = (
-                    printable(dtype_of(spec)),
-                    show_shape(spec.logical_shape),
-                    printable(sharding_of(saved, spec)),
-                    human_bytes(spec.nbytes),
-                )
-            if leaf.path != spec.path:
-                shown = (printable(leaf.path), f"= {printable(spec.path)}")
-                rows.append(LeafRow(leaf.path, shown, number=number, same_as=spec.path))
-                continue
-            rows.append(
-                LeafRow(leaf.path, (printable(leaf.path), *known), spec.nbytes, number=number)
-            )
-        else:
-            if isinstance(leaf.value, Kept):  # A function or the like, which a template provides.
-                shown = ("not saved", leaf.value.name)
-            elif isinstance(leaf.value, UnreadableLeaf):
-                shown = ("lost", leaf.value.why)
-            else:
-                value = shorten(printable(shown_value(leaf.value)), _VALUE_WIDTH)
-                shown = (type(leaf.value).__name__, value)
-            cells = (printable(leaf.path), *map(printable, shown))
-            rows.append(LeafRow(leaf.path, cells, value=leaf.value))
+        if not isinstance(leaf.value, ArrayNumber):
+            rows.append(LeafRow(leaf.path, (leaf.path, *_shown(leaf.value)), value=leaf.value))
+            continue
+        number = leaf.value.number
+        spec = saved.leaves[number]
+        if leaf.path != spec.path:
+            cells = (leaf.path, f"= {spec.path}")
+            rows.append(LeafRow(leaf.path, cells, number=number, same_as=spec.path))
+            continue
+        placed = (spec.mesh, spec.partition, spec.memory, spec.per_process)
+        kind = (spec.dtype, spec.shape, spec.prng, *placed)
+        if kind not in kinds:
+            shape = show_shape(spec.logical_shape)
+            kinds[kind] = dtype_of(spec), shape, sharding_of(saved, spec), human_bytes(spec.nbytes)
+        rows.append(LeafRow(leaf.path, (leaf.path, *kinds[kind]), spec.nbytes, number=number))
     return rows
+
+
+def _shown(value: Any) -> tuple[str, str]:
+    """The type and the text of a value in the tree."""
+    if isinstance(value, Kept):  # A function or the like, which a template provides.
+        return "not saved", value.name
+    if isinstance(value, UnreadableLeaf):
+        return "lost", value.why
+    return type(value).__name__, shorten(printable(shown_value(value)), _VALUE_WIDTH)
 
 
 def dtype_of(leaf: LeafSpec) -> str:
@@ -125,7 +119,7 @@ def summed_up(rows: Sequence[LeafRow], depth: int) -> list[LeafRow]:
         kinds = dict.fromkeys(row.cells[1] for row in arrays)
         shown = ", ".join(list(kinds)[:3]) + (", …" if len(kinds) > 3 else "")
         nbytes = sum(row.nbytes for row in group)
-        cells = (printable(path), shown, count_of(len(group), "leaf"), "", human_bytes(nbytes))
+        cells = (path, shown, count_of(len(group), "leaf"), "", human_bytes(nbytes))
         summed.append(LeafRow(path, cells, nbytes, leaves=len(group)))
     return summed
 

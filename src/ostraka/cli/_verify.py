@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ostraka import integrity
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, path_argument
 from ostraka.cli._errors import DAMAGED
 from ostraka.cli._output import Table, echo, echo_json, echo_lines, progress, shorten
 from ostraka.cli._roots import checkpoints_at
@@ -21,11 +21,7 @@ _MOST_LINES = 20
 
 @click.command()
 @path_argument("path", nargs=-1, required=True)
-@click.option(
-    "--no-read",
-    is_flag=True,
-    help="Read no shard: compare sizes, and in a bucket the identities of objects.",
-)
+@flag("--no-read", "Read no shard: compare sizes, and in a bucket the identities of objects.")
 @json_option("Print the result as JSON, with all of it.")
 @click.pass_context
 def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json: bool) -> None:
@@ -74,7 +70,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
 def check(path: str, *, read: bool = True) -> integrity.Report:
     """Verify one checkpoint, with a bar on a terminal."""
     with progress(f"verifying {path}") as bar:
-        return integrity.verify(path, raises=False, read=read, on_bytes=bar.move_to)
+        return integrity.verify(path, raises=False, read=read, on_bytes=bar)
 
 
 def _echo_indented(texts: Sequence[str]) -> None:
@@ -91,18 +87,15 @@ def _table(reports: Sequence[integrity.Report]) -> list[str]:
     for report in reports:
         if report.ok:
             table.add(report.path, "intact", "0", "0", "0", "")
-        elif not report.files:
-            table.add(report.path, "damaged", f"{len(report.problems)}", "_METADATA", colour="red")
-        else:
-            table.add(
-                report.path,
-                "damaged",
-                f"{len(report.problems)}",
+            continue
+        hurt = ["_METADATA"]
+        if report.files:
+            hurt = [
                 f"{len(report.damaged_files)} of {report.files}",
                 f"{len(report.damaged_leaves)} of {report.leaves}",
                 shorten(", ".join(map(str, report.damaged_processes)), 30),
-                colour="red",
-            )
+            ]
+        table.add(report.path, "damaged", f"{len(report.problems)}", *hurt, colour="red")
     return table.lines()
 
 

@@ -6,13 +6,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from datetime import datetime
+from typing import Any
 
 import click
 
-from ostraka.cli._arguments import json_option, path_argument
+from ostraka.cli._arguments import flag, json_option, option, parsed, path_argument
 from ostraka.cli._output import echo, echo_json, human_size
 from ostraka.cli._roots import describe_step, open_root, show_metrics
 from ostraka.errors import printable
@@ -20,57 +21,42 @@ from ostraka.manager.steps import Root
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.storage import open_store
 
-_TERMINATED = 128 + signal.SIGTERM
 
-
-def _split(ctx: click.Context, param: click.Parameter, given: str | None) -> list[str] | None:
-    if given is None:
-        return None
+def _split(text: str) -> list[str]:
     try:
-        words = shlex.split(given)
+        words = shlex.split(text)
     except ValueError as error:
-        raise click.BadParameter(f"{given!r}: {error}", ctx, param) from error
+        raise ValueError(f"{text!r}: {error}") from error
     if not words:
-        raise click.BadParameter("it is empty; give a command", ctx, param)
+        raise ValueError("it is empty; give a command")
     return words
 
 
 @click.command()
 @path_argument("root")
-@click.option("--after", type=click.IntRange(0), metavar="STEP", help="Begin after this step.")
-@click.option("--newest-only", is_flag=True, help="Skip all new steps but the newest.")
-@click.option(
+@option("--after", click.IntRange(0), "Begin after this step.", metavar="STEP")
+@flag("--newest-only", "Skip all new steps but the newest.")
+@option(
     "--backlog",
-    type=click.IntRange(0),
+    click.IntRange(0),
+    "How many new steps the run keeps while the watch is behind.",
     default=BACKLOG,
     show_default=True,
     metavar="STEPS",
-    help="How many new steps the run keeps while the watch is behind.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0),
+@option(
+    "--timeout timeout_s",
+    click.FloatRange(0),
+    "End after this time without a new step; 0 does not wait.",
     metavar="SECONDS",
-    help="End after this time without a new step; 0 does not wait.",
 )
-@click.option(
-    "--exec",
-    "command",
-    metavar="COMMAND",
-    callback=_split,
-    help="Run this for each step, with {step} and {path} replaced.",
+@option(
+    "--exec command",
+    parsed("COMMAND", _split),
+    "Run this for each step, with {step} and {path} replaced.",
 )
 @json_option("Print a line of JSON for each step.")
-def watch(
-    root: str,
-    after: int | None,
-    newest_only: bool,
-    backlog: int,
-    timeout_s: float | None,
-    command: list[str] | None,
-    as_json: bool,
-) -> None:
+def watch(root: str, command: list[str] | None, as_json: bool, **options: Any) -> None:
     """Print each step of the directory ROOT as it is committed.
 
     Steps that are already committed come first, then new ones, in ascending order. ROOT need not
@@ -92,15 +78,8 @@ def watch(
     else:
         place = Root(root)
         _warn(f"waiting for {place.location}, where nothing is yet")
-    steps = Watch(
-        place,
-        after=after,
-        newest_only=newest_only,
-        backlog=backlog,
-        timeout_s=timeout_s,
-        warn=_warn,
-    )
-    with _ending_on_sigterm(), closing(steps):
+    # SIGTERM ends the program, so that the lease ends with it.
+    with _on_sigterm(_terminate), closing(Watch(place, warn=_warn, **options)) as steps:
         while (step := steps.wait()) is not None:
             described = describe_step(place, step)
             if as_json:
@@ -144,8 +123,7 @@ def _status_of(words: list[str]) -> int:
         if process is not None:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with _on_sigterm(stop):
         process = subprocess.Popen(words)
         if is_stopped:  # while it began
             process.terminate()
@@ -154,17 +132,18 @@ def _status_of(words: list[str]) -> int:
         except KeyboardInterrupt:
             process.wait()  # Ctrl-C at a terminal is for both: it may have something to clean up.
             raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if is_stopped:
-        sys.exit(_TERMINATED)
+        _terminate()
     return status
 
 
+def _terminate(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
 @contextmanager
-def _ending_on_sigterm() -> Generator[None]:
-    """So that the lease ends with this program."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+def _on_sigterm(action: Callable[..., None]) -> Generator[None]:
+    before = signal.signal(signal.SIGTERM, action)
     try:
         yield
     finally:

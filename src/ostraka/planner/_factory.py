@@ -29,7 +29,7 @@ def evaluate_factory(source: str, mesh: MeshSpec | None, *, annotations: bool) -
     """
     make = _find(source)
     try:
-        with _stdout_to_stderr():
+        with redirect_stdout(sys.stderr):  # stdout is for the answer
             made, is_placed = shapes_on_mesh(make, mesh, annotations=annotations)
     except (Exception, SystemExit) as error:
         message = f"{source} raised {type(error).__name__}: {error}".rstrip(". ")
@@ -54,7 +54,7 @@ def _mesh_remedy(error: BaseException, mesh: MeshSpec | None) -> str:
 def _find(source: str) -> Any:
     where, _, name = source.rpartition(":")
     try:
-        with _stdout_to_stderr():
+        with redirect_stdout(sys.stderr):
             found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
     except (Exception, SystemExit) as error:
         raise ValueError(f"can't import {where!r} for {source!r}: {describe(error)}") from error
@@ -94,11 +94,6 @@ def _import_file(path: str) -> ModuleType:
 def _look_in(folder: str) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
-
-
-def _stdout_to_stderr() -> redirect_stdout[Any]:
-    """Send the output of user code to stderr: stdout is for the answer."""
-    return redirect_stdout(sys.stderr)
 
 
 def shapes_on_mesh(

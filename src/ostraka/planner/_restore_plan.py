@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ostraka.common.dtypes import DTYPES
+from ostraka.common.threads import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
-from ostraka.errors import Mismatch
+from ostraka.errors import Mismatch, count_of
+from ostraka.layout import box as _box
 from ostraka.layout.metadata import Metadata
-from ostraka.layout.spec import LeafSpec, MeshSpec, Partition, check_partition
-from ostraka.planner import _account
-from ostraka.planner._account import ReadAccount, Spread
-from ostraka.planner.state import (
-    SAMPLED_PROCESSES,
-    share_devices,
-    target_mesh,
+from ostraka.layout.plan_parity import planned_digests
+from ostraka.layout.plan_read import plan_chunks, plan_read
+from ostraka.layout.spec import (
+    HOST_LOCAL,
+    LeafSpec,
+    MeshSpec,
+    Partition,
+    Target,
+    check_partition,
+    needed_boxes,
 )
+from ostraka.planner.rules import resolve_rules
+from ostraka.planner.state import SAMPLED_PROCESSES, share_devices, target_mesh
 from ostraka.planner.time import Bandwidths
 from ostraka.sharding.rules import is_plain
+from ostraka.storage.requests import OPEN_REQUESTS, opening_bytes
 from ostraka.tree.patterns import selects, unmatched
 
 _EXACT_TARGETS = 100_000
 _MAX_PIECES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a number differs between devices, or between processes."""
+
+    least: int
+    mean: float
+    most: int
+
+    @property
+    def skew(self) -> float:
+        """The fraction by which the most exceeds the mean. 0 is perfectly even."""
+        return self.most / self.mean - 1 if self.mean else 0.0
+
+
+def spread_of(numbers: Sequence[int]) -> Spread:
+    if not numbers:
+        return Spread(0, 0.0, 0)
+    return Spread(min(numbers), sum(numbers) / len(numbers), max(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAccount:
+    """The reads of one process from shard files."""
+
+    process: int
+    needed_bytes: int
+    """Bytes that its devices and host arrays need, each counted once."""
+    read_bytes: int
+    """Bytes that are read: whole blocks, and the header of every file."""
+    ranges: int
+    """The number of reads."""
+    files: int
+    index_processes: tuple[int, ...] = field(repr=False)
+    """Processes whose indexes are read, too."""
+    far_ranges: int = field(repr=False)
+    """The number of reads beyond the bytes that come with opening a file."""
+
+    @property
+    def requests(self) -> int:
+        """The requests in a bucket, where a file's first bytes come with opening it."""
+        return OPEN_REQUESTS + len(self.index_processes) + self.files + self.far_ranges
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,30 +101,27 @@ class RestorePlan:
     @property
     def needed_bytes(self) -> Spread:
         """The bytes that the devices and host arrays of a process need."""
-        return self._spread(attrgetter("needed_bytes"))
+        return spread_of([account.needed_bytes for account in self.processes])
 
     @property
     def read_bytes(self) -> Spread:
         """The bytes of shard files that a process reads."""
-        return self._spread(attrgetter("read_bytes"))
+        return spread_of([account.read_bytes for account in self.processes])
 
     @property
     def ranges(self) -> Spread:
         """The number of ranges that a process reads."""
-        return self._spread(attrgetter("ranges"))
+        return spread_of([account.ranges for account in self.processes])
 
     @property
     def requests(self) -> Spread:
         """The number of requests that a process sends to a bucket."""
-        return self._spread(attrgetter("requests"))
+        return spread_of([account.requests for account in self.processes])
 
     @property
     def files(self) -> Spread:
         """The number of shard files that a process opens."""
-        return self._spread(attrgetter("files"))
-
-    def _spread(self, number: Callable[[ReadAccount], int]) -> Spread:
-        return _account.spread_of([number(account) for account in self.processes])
+        return spread_of([account.files for account in self.processes])
 
     @property
     def over_read(self) -> float:
@@ -113,23 +161,21 @@ class RestorePlan:
 
     def __repr__(self) -> str:
         where = "" if self.mesh is None else f" onto {self.mesh},"
-        hosts = "1 process" if self.process_count == 1 else f"{self.process_count:,} processes"
-        most = human_bytes(self.read_bytes.most)
+        hosts, most = count_of(self.process_count, "process"), human_bytes(self.read_bytes.most)
         return f"<RestorePlan{where} {hosts}, each reads at most {most}>"
 
 
+@paused_gc()
 def plan_restore(
     metadata: Metadata,
+    metadata_bytes: int,
     mesh: Any,
     specs: Any,
     processes: int | None,
     only: Any,
     sampled: Sequence[int] | None,
-) -> tuple[MeshSpec | None, int, list[ReadAccount]]:
-    """Resolve the sharding of every leaf, and count what each process reads for it.
-
-    Returns the mesh of the restore, the number of processes, and an account of each, or of some.
-    """
+) -> RestorePlan:
+    """Resolve the sharding of every leaf, and count what each process reads for it."""
     numbered = [(n, leaf.spec) for n, leaf in enumerate(metadata.leaves)]
     known = [leaf.spec.path for leaf in metadata.leaves]
     if only is not None:
@@ -162,15 +208,20 @@ def plan_restore(
         sampled = range(count) if are_few else (0, count - 1)
     accounts: list[ReadAccount] = []
     for process in sampled:
-        targets = _account.local_targets(numbered, meshes, process_of, process)
-        pieces = _account.count_pieces(metadata, targets)
+        targets = local_targets(numbered, meshes, process_of, process)
+        pieces = count_pieces(metadata, targets)
         if pieces > _MAX_PIECES:
             raise ValueError(
                 f"process {process} would put {pieces:,} pieces of files together, too many to "
                 f"plan (at most {_MAX_PIECES:,}): restore onto more hosts, or only a part"
             )
-        accounts.append(_account.account_read(metadata, process, targets))
-    return target, count, accounts
+        accounts.append(account_read(metadata, process, targets))
+    indexes = {p: index.size for p, index in metadata.indexes.items()}
+    opening = [
+        metadata_bytes + sum(indexes.get(p, 0) for p in account.index_processes)
+        for account in accounts
+    ]
+    return RestorePlan(target, count, tuple(accounts), tuple(opening))
 
 
 def _moved(
@@ -192,14 +243,67 @@ def _resolve(
     leaves: Sequence[LeafSpec], mesh: MeshSpec, specs: Any, known: Sequence[str]
 ) -> Mapping[str, Partition]:
     """The partitions of the leaves that `specs` covers: rules, or specs of `ostraka.restore`."""
-    from ostraka.planner.rules import resolve_rules
+    if not is_plain(specs):  # All others involve JAX's types.
+        from ostraka.planner._tree import partitions_given
+        from ostraka.sharding.specs import is_rules
 
-    if is_plain(specs):
-        return resolve_rules(leaves, mesh, specs)[0]
-    # All others involve JAX's types.
-    from ostraka.planner._tree import partitions_given
-    from ostraka.sharding.specs import is_rules
+        if not is_rules(specs):
+            return partitions_given(leaves, specs, known)
+    return resolve_rules(leaves, mesh, specs)[0]
 
-    if is_rules(specs):
-        return resolve_rules(leaves, mesh, specs)[0]
-    return partitions_given(leaves, specs, known)
+
+def local_targets(
+    leaves: Sequence[tuple[int, LeafSpec]],
+    meshes: Sequence[MeshSpec],
+    process_of: Sequence[int],
+    process: int,
+) -> list[Target]:
+    """The boxes that a process needs of leaves (with their numbers), each box once.
+
+    The leaves say where they go: their mesh is one of `meshes`.
+    """
+    here = {device for device, owner in enumerate(process_of) if owner == process}
+    boxes: dict[Any, Sequence[_box.Box]] = {}
+    targets: list[Target] = []
+    for number, leaf in leaves:
+        key = (leaf.mesh, leaf.partition, leaf.shape, leaf.per_process)
+        if key not in boxes:
+            mesh = None if leaf.mesh == HOST_LOCAL else meshes[leaf.mesh]
+            boxes[key] = needed_boxes(leaf, mesh, here, process)
+        targets += [Target(number, box) for box in boxes[key]]
+    return targets
+
+
+def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
+    """The number of pieces of files in these targets: the cost of planning their restore."""
+    counts: dict[Any, int] = {}
+    total = 0
+    for target in targets:
+        leaf = metadata.leaves[target.leaf]
+        key = (leaf.layout, leaf.spec.shape, target.box)
+        if key not in counts:
+            grid = metadata.layouts[leaf.layout].grid
+            counts[key] = _box.count_overlapping(leaf.spec.shape, grid, target.box)
+        total += counts[key]
+    return total
+
+
+def account_read(metadata: Metadata, process: int, targets: Sequence[Target]) -> ReadAccount:
+    """Run the planning of a restore for one process, and count."""
+    plan = plan_read(metadata, targets)
+    read = ranges = far = 0
+    for part in plan:
+        header_bytes = part.file.header_bytes
+        blocks = planned_digests(part.file, part.entries).blocks()
+        chunks = plan_chunks(part.pieces, blocks)
+        read += header_bytes + sum(chunk.stop - chunk.start for chunk in chunks)
+        ranges += 1 + len(chunks)
+        spans = [(header_bytes + chunk.start, header_bytes + chunk.stop) for chunk in chunks]
+        opened = opening_bytes(header_bytes, *spans[0]) if spans else header_bytes
+        far += sum(stop > opened for _, stop in spans)
+    needed = sum(
+        DTYPES[metadata.leaves[target.leaf].spec.dtype].nbytes(_box.count(target.box))
+        for target in targets
+    )
+    owners = {metadata.process_of[part.file.device] for part in plan}
+    return ReadAccount(process, needed, read, ranges, len(plan), tuple(sorted(owners)), far)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from jax.sharding import (
 from ostraka.errors import InvalidTree, Mismatch
 from ostraka.layout.casts import cast_leaf, check_dtype_rule
 from ostraka.layout.spec import LeafKind, LeafSpec, MeshSpec, Partition
-from ostraka.live.parse import is_array, is_key, is_object, parse
+from ostraka.live.parse import is_key, is_object, parse
 from ostraka.live.shardings import (
     Devices,
     describe_sharding,
@@ -32,6 +33,7 @@ from ostraka.live.shardings import (
 )
 from ostraka.live.values import check_savable, refuse_empty, refuse_functions
 from ostraka.planner.state import (
+    ONE_DEVICE,
     PlanOptions,
     State,
     describe_abstract,
@@ -40,7 +42,14 @@ from ostraka.planner.state import (
 from ostraka.restoring.destinations import resolve_specs
 from ostraka.saving.agree import number_meshes
 from ostraka.sharding.findings import Finding, raise_errors
-from ostraka.sharding.specs import array_leaves, follow_specs, parse_state, resolve_checked, to_spec
+from ostraka.sharding.specs import (
+    array_leaves,
+    follow_specs,
+    has_shape,
+    parse_state,
+    resolve_checked,
+    to_spec,
+)
 from ostraka.tree.json_tree import encode, encode_state, with_states
 from ostraka.tree.nodes import (
     Branch,
@@ -52,8 +61,6 @@ from ostraka.tree.nodes import (
     leaves_of,
 )
 
-_ONE_DEVICE = MeshSpec((), (), (0,))
-
 
 def state_of_tree(tree: Any, options: PlanOptions) -> State:
     """The state that a save of this tree captures if it is placed as the options say."""
@@ -62,13 +69,9 @@ def state_of_tree(tree: Any, options: PlanOptions) -> State:
     check_dtype_rule(optimizer_dtype)
     if not options.adds_optimizer and optimizer_dtype is not None:
         raise ValueError("optimizer_dtype needs optimizer=, the optimizer whose state it is about")
-    state = None
-    if options.adds_optimizer:
-        state = abstract_optimizer(tree, options.optimizer, optimizer_dtype)
+    state = abstract_optimizer(tree, options) if options.adds_optimizer else None
     found, findings = _resolve_specs(tree, options, state)
-    if options.adds_optimizer:
-        tree = {"model": tree, "optimizer": state}
-    parsed = parse(tree)
+    parsed = parse({"model": tree, "optimizer": state} if options.adds_optimizer else tree)
     leaves = list(leaves_of(parsed))
     check_unique(leaves)
     for leaf in leaves:
@@ -114,16 +117,12 @@ def state_of_tree(tree: Any, options: PlanOptions) -> State:
     )
 
 
-def has_shape(value: Any) -> bool:
-    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
-
-
-def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
+def abstract_optimizer(tree: Any, options: PlanOptions) -> Any:
     """The state of an optax transformation for a tree, with shapes and dtypes only.
 
-    With a `dtype`, the state for parameters of that dtype.
+    With an `optimizer_dtype`, the state for parameters of that dtype.
     """
-    transformation = _transformation(optimizer)
+    transformation, dtype = _transformation(options.optimizer), options.optimizer_dtype
 
     def convert(parameter: Any) -> Any:
         is_cast = dtype is not None and jnp.issubdtype(parameter.dtype, jnp.floating)
@@ -132,11 +131,8 @@ def abstract_optimizer(tree: Any, optimizer: Any, dtype: Any) -> Any:
     def init(parameters: Any) -> Any:
         return transformation.init(jax.tree.map(convert, parameters))
 
-    try:
-        from flax import nnx
-    except ImportError:
-        return jax.eval_shape(init, tree)
-    if not isinstance(tree, nnx.Module):
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(tree, nnx.Module):
         return jax.eval_shape(init, tree)
 
     def make(model: Any) -> Any:
@@ -237,21 +233,16 @@ class _Places:
             kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
             return LeafSpec(leaf.path, kind, name, shape)
         mesh, partition = self._place(leaf)
-        if not mesh.axis_names and self._process_count() > 1:
-            # Every process has it on a device of its own: what all have alike is a common value.
-            return LeafSpec(leaf.path, kind, name, shape, prng=prng, **self._traits(value))
-        number = self.meshes.setdefault(mesh, len(self.meshes))
-        traits = self._traits(value)
-        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
-
-    def _traits(self, value: Any) -> dict[str, Any]:
-        """Further attributes of an array. Commitment and memory only if it keeps its sharding."""
         traits: dict[str, Any] = {"weak": bool(getattr(value, "weak_type", False))}
-        if self._mesh is None and isinstance(value, jax.Array):
+        if self._mesh is None and isinstance(value, jax.Array):  # which keeps its sharding
             is_on_one = isinstance(value.sharding, SingleDeviceSharding)
             traits["uncommitted"] = is_on_one and not value.committed
             traits["memory"] = memory_kind(value.sharding)
-        return traits
+        if not mesh.axis_names and self._process_count() > 1:
+            # Every process has it on a device of its own: what all have alike is a common value.
+            return LeafSpec(leaf.path, kind, name, shape, prng=prng, **traits)
+        number = self.meshes.setdefault(mesh, len(self.meshes))
+        return LeafSpec(leaf.path, kind, name, shape, number, partition, prng, **traits)
 
     def _process_count(self) -> int:
         if self._processes is None and self._devices is not None:
@@ -263,7 +254,7 @@ class _Places:
         if self._mesh is not None:
             return self._mesh, describe_spec(leaf.path, self._spec_on_mesh(leaf, sharding))
         if sharding is None:
-            return _ONE_DEVICE, ()
+            return ONE_DEVICE, ()
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
             mesh = describe_abstract(sharding.mesh)
             return mesh, describe_spec(leaf.path, sharding.spec)
@@ -289,12 +280,10 @@ class _Places:
         """The process of each device: as in this run, or shared evenly by `hosts`."""
         if self._devices is not None and self._processes is None:
             return self._devices.process_of
-        known = [max(mesh.devices) + 1 for mesh in self.meshes]
-        count = max([*known, 0 if self._mesh is None else max(self._mesh.devices) + 1, 1])
+        meshes = self.meshes if self._mesh is None else (self._mesh,)
+        count = max((max(mesh.devices) + 1 for mesh in meshes), default=self._process_count())
         if self._devices is not None:
             count = max(count, len(self._devices.all))
-        if not known and self._mesh is None:
-            count = max(count, self._process_count())
         return share_devices(count, 1 if self._processes is None else self._processes)
 
 

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ostraka.errors import InvalidSharding
 from ostraka.layout.spec import MeshSpec
-from ostraka.planner._account import Spread, spread_of
-from ostraka.planner._restore_plan import RestorePlan
+from ostraka.planner._restore_plan import RestorePlan, Spread, spread_of
 from ostraka.planner._save_plan import Plan
 from ostraka.planner.time import Bandwidths, Times
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """The questions about a plan, besides bytes."""
-
-    bandwidths: Bandwidths = field(default_factory=Bandwidths)
-    onto: tuple[MeshSpec, ...] = ()
-    onto_hosts: int | None = None
-    keep: int | None = None
-    mtbf_s: float | None = None
-    max_file_bytes: int | None = None
-    max_host_memory_bytes: int | None = None
-
 
 Document = dict[str, Any]
 
 
-def describe_plan(plan: Plan, questions: Questions) -> Document:
+def describe_plan(
+    plan: Plan,
+    bandwidths: Bandwidths,
+    *,
+    onto: Sequence[MeshSpec] = (),
+    onto_hosts: int | None = None,
+    keep: int | None = None,
+    mtbf_s: float | None = None,
+    max_file: int | None = None,
+    max_host_memory: int | None = None,
+) -> Document:
     """All numbers of a plan. Sizes are in bytes, times in seconds."""
-    bandwidths = questions.bandwidths
-    keep, largest, requests = questions.keep, plan.largest_file, plan.requests_by_process
-    back = plan.restore_in_place()
-    times = plan.times_at(bandwidths, questions.mtbf_s, back)
+    largest, requests = plan.largest_file, plan.requests_by_process
+    back, moved = plan.restore_in_place(), [_restore_onto(plan, mesh, onto_hosts) for mesh in onto]
+    times = plan.times_at(bandwidths, mtbf_s, back)
+    limits = {
+        "max_file": (max_file, 0 if largest is None else largest.size),
+        "max_host_memory": (max_host_memory, plan.staging_bytes()),
+    }
     return {
         "meshes": [_describe_mesh(mesh) for mesh in plan.meshes],
         "devices": plan.device_count,
@@ -76,7 +74,7 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
             "peak_bytes_per_second": bandwidths.peak_write(plan.process_count),
         },
         "restore": _describe_restore(back, bandwidths),
-        "onto": [_describe_onto(plan, mesh, questions) for mesh in questions.onto],
+        "onto": [_describe_restore(restore, bandwidths) for restore in moved],
         "recovery": _describe_recovery(plan, bandwidths),
         "retention": None
         if keep is None
@@ -86,9 +84,13 @@ def describe_plan(plan: Plan, questions: Questions) -> Document:
             # The oldest step is deleted when the newest is complete.
             "bytes_while_saving": (keep + 1) * plan.total_bytes,
         },
-        "interval": _describe_interval(times, questions.mtbf_s),
+        "interval": _describe_interval(times, mtbf_s),
         "findings": [asdict(finding) for finding in plan.findings],
-        "limits": _describe_limits(plan, questions),
+        "limits": [
+            {"name": name, "limit_bytes": limit, "found_bytes": size, "ok": size <= limit}
+            for name, (limit, size) in limits.items()
+            if limit is not None
+        ],
     }
 
 
@@ -144,36 +146,30 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
     }
 
 
-def _describe_onto(plan: Plan, mesh: MeshSpec, questions: Questions) -> Document:
-    hosts = questions.onto_hosts
+def _restore_onto(plan: Plan, mesh: MeshSpec, hosts: int | None) -> RestorePlan:
     if hosts is None:
         each = plan.device_count // plan.process_count
         hosts = max(len(mesh.devices) // each, 1) if len(mesh.devices) % each == 0 else 1
     try:
-        restore = plan.restore(mesh=mesh, processes=hosts)
+        return plan.restore(mesh=mesh, processes=hosts)
     except InvalidSharding as error:
         raise InvalidSharding(
             f"{error}; a restore keeps the specs: name the axes as they are named for the save, "
             "with sizes that divide"
         ) from error
-    return _describe_restore(restore, questions.bandwidths)
 
 
 def _describe_recovery(plan: Plan, bandwidths: Bandwidths) -> Document:
     shard, process, disk = plan.lost_shard(), plan.lost_process(), plan.lost_disk()
-    return {
-        "lost_shard": None
-        if shard is None
-        else {**asdict(shard), "time_s": bandwidths.write_s(shard.size_bytes, shard.size_bytes)},
-        "lost_host": {
-            **asdict(process),
-            "time_s": bandwidths.read_s(process.held_bytes, process.held_bytes),
-        },
-        "lost_disk": {
-            **asdict(disk),
-            "time_s": bandwidths.write_s(disk.written_bytes, disk.written_bytes),
-        },
-    }
+    document: Document = {"lost_shard": None}
+    if shard is not None:
+        time_s = bandwidths.write_s(shard.size_bytes, shard.size_bytes)
+        document["lost_shard"] = {**asdict(shard), "time_s": time_s}
+    time_s = bandwidths.read_s(process.held_bytes, process.held_bytes)
+    document["lost_host"] = {**asdict(process), "time_s": time_s}
+    time_s = bandwidths.write_s(disk.written_bytes, disk.written_bytes)
+    document["lost_disk"] = {**asdict(disk), "time_s": time_s}
+    return document
 
 
 def _describe_interval(times: Times, mtbf_s: float | None) -> Document | None:
@@ -185,19 +181,6 @@ def _describe_interval(times: Times, mtbf_s: float | None) -> Document | None:
         "save": asdict(times.save_every),
         "save_async": None if times.save_async_every is None else asdict(times.save_async_every),
     }
-
-
-def _describe_limits(plan: Plan, questions: Questions) -> list[Document]:
-    largest = 0 if plan.largest_file is None else plan.largest_file.size
-    found = {
-        "max_file": (questions.max_file_bytes, largest),
-        "max_host_memory": (questions.max_host_memory_bytes, plan.staging_bytes()),
-    }
-    return [
-        {"name": name, "limit_bytes": limit, "found_bytes": size, "ok": size <= limit}
-        for name, (limit, size) in found.items()
-        if limit is not None
-    ]
 
 
 # Several variants

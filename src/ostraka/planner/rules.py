@@ -73,12 +73,14 @@ def _resolve_with_jax(leaves: Sequence[LeafSpec], mesh: MeshSpec, rules: Any) ->
     return partitions, tuple(findings)
 
 
-def read_rules(text: str | None, mesh: MeshSpec) -> Any:
+def read_rules(text: Any, mesh: MeshSpec) -> Any:
     """The rules of `--rules`: the name of presets, or a JSON file of path patterns and specs.
 
     The default is FSDP over a data axis and tensor parallelism over a model axis, as far as the
-    mesh has such axes.
+    mesh has such axes. Rules that are no text stay unchanged.
     """
+    if text is not None and not isinstance(text, str):
+        return text
     data = next((axis for axis in FSDP_AXES if axis in mesh.axis_names), None)
     model = next((axis for axis in TENSOR_AXES if axis in mesh.axis_names), None)
     if text is None:
@@ -108,18 +110,23 @@ def _read_file(name: str) -> Any:
             f"there are no rules {name!r}{nearest(name, RULES)}: give {', '.join(RULES)}, or a "
             "JSON file of path patterns and specs"
         )
-    try:
-        with open(name, encoding="utf-8") as file:
-            loaded: Any = json.load(file)
-    except OSError as error:
-        raise store_error("read the rules in", name, error) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the rules in {name} are not JSON ({error})") from error
+    loaded = read_json(name, "the rules in", "are")
     if not isinstance(loaded, dict):
         raise ValueError(f"the rules in {name} must be a JSON object of patterns and specs")
     table = cast("dict[str, Any]", loaded)
     # A mapping alone would be taken for a tree of specs.
     return combine({pattern: _partition(name, pattern, spec) for pattern, spec in table.items()})
+
+
+def read_json(name: str, what: str, verb: str) -> Any:
+    """The JSON in a file. Raises ValueError, as in `the config x is not JSON`."""
+    try:
+        with open(name, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise store_error(f"read {what}", name, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} {name} {verb} not JSON ({error})") from error
 
 
 def _partition(name: str, pattern: str, spec: Any) -> Partition:

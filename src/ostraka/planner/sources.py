@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
-from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
-from ostraka.errors import InvalidSharding, nearest, store_error
+from ostraka.errors import InvalidSharding, nearest
 from ostraka.families.catalog import MODELS
-from ostraka.families.families import dtype_of
+from ostraka.formats.ostraka.damage import damage_on_contradiction
+from ostraka.formats.ostraka.source import OstrakaSource
+from ostraka.formats.source import Saved, Source
 from ostraka.layout import shard_file
 from ostraka.layout.casts import cast_leaf, check_dtype_rule
 from ostraka.layout.codec import CompressRule
-from ostraka.layout.plan_write import MAX_FILE_BYTES
-from ostraka.layout.spec import LeafSpec, MeshSpec
-from ostraka.planner._save_plan import Plan, plan_checkpoint, plan_state, saved_in_tree
-from ostraka.planner.config_state import state_of_config
-from ostraka.planner.rules import read_rules, resolve_rules
-from ostraka.planner.state import PlanOptions, State, share_devices, target_mesh
-from ostraka.reading import locate
+from ostraka.layout.metadata import Metadata, shard_contents, take_entries
+from ostraka.layout.plan_write import MAX_FILE_BYTES, WritePlan
+from ostraka.layout.shard_file import FileEntry
+from ostraka.layout.spec import LeafSpec
+from ostraka.planner._save_plan import CompressedSize, Plan, count_parity, plan_state
+from ostraka.planner.rules import read_json, read_rules, resolve_rules
+from ostraka.planner.state import (
+    PlanOptions,
+    State,
+    host_count,
+    share_devices,
+    state_of_config,
+    target_mesh,
+)
+from ostraka.reading.locate import open_at
+from ostraka.reading.names.given import NamesLike
 from ostraka.storage import PathLike, may_be_path
+from ostraka.tree.nodes import ArrayNumber, leaves_of
 
 
 def plan(
@@ -103,29 +111,13 @@ def plan(
     return plan_state(state_of_tree(tree, options), options)
 
 
-_DEVICES_PER_HOST = 8
-
-
-def _host_count(mesh: MeshSpec, hosts: int | None) -> int:
-    """The number of hosts. Without one, hosts have eight devices."""
-    if hosts is not None:
-        return hosts
-    devices = len(mesh.devices)
-    return devices // _DEVICES_PER_HOST if devices % _DEVICES_PER_HOST == 0 else 1
-
-
-def _rules_on(mesh: MeshSpec, rules: Any) -> Any:
-    """The rules. Without any, those that the names of the axes suggest."""
-    return read_rules(rules, mesh) if rules is None or isinstance(rules, str) else rules
-
-
 def plan_source(source: PathLike, options: PlanOptions) -> Plan:
     """The plan of a model, config, checkpoint or function. Raises ValueError or OstrakaError."""
     if not isinstance(source, str | os.PathLike):
         return _plan_saved(source, options)
     config = _config_of(source) if options.names is None else None
     if config is not None:
-        return _plan_config(config, options)
+        return plan_state(state_of_config(config, options), options)
     if isinstance(source, str) and _is_factory(source):
         if options.names is not None:
             raise ValueError("names are for a checkpoint, and the source is a function")
@@ -150,48 +142,10 @@ def _config_of(source: str | os.PathLike[str]) -> Mapping[str, Any] | None:
         name = os.path.join(name, "config.json")
     if not name.endswith(".json") or not os.path.exists(name):
         return None
-    try:
-        with open(name, encoding="utf-8") as file:
-            loaded: Any = json.load(file)
-    except OSError as error:
-        raise store_error("read the config", name, error) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the config {name} is not JSON ({error})") from error
+    loaded = read_json(name, "the config", "is")
     if not isinstance(loaded, dict):
         raise ValueError(f"the config {name} is not a JSON object")
     return cast("dict[str, Any]", loaded)
-
-
-def _plan_config(config: Mapping[str, Any], options: PlanOptions) -> Plan:
-    mesh = options.mesh or MeshSpec((), (), (0,))
-    if options.adds_optimizer and not isinstance(options.optimizer, str):
-        raise ValueError(
-            "the optimizer of a model by name or config is given by its name, such as 'adamw'; to "
-            "plan a transformation of your own, make the model: plan(nnx.eval_shape(make), "
-            "optimizer=…)"
-        )
-    with paused_gc():
-        state = state_of_config(
-            config,
-            mesh=mesh,
-            rules=_rules_on(mesh, options.rules),
-            processes=_host_count(mesh, options.hosts),
-            optimizer=options.optimizer or "none",
-            dtype=_dtype_name(options.dtype) or dtype_of(config),
-            optimizer_dtype=_dtype_name(options.optimizer_dtype),
-            metadata=options.metadata,
-        )
-    return plan_state(state, options)
-
-
-def _dtype_name(dtype: Any) -> str | None:
-    """The name of a dtype, given as text or as anything that numpy takes."""
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    try:
-        return np.dtype(dtype).name
-    except (TypeError, ValueError):
-        raise TypeError(f"{dtype!r} is no dtype; give one such as 'bfloat16'") from None
 
 
 # Checkpoints
@@ -209,7 +163,7 @@ def _plan_saved(source: PathLike, options: PlanOptions) -> Plan:
                 "plan(path).restore(mesh=…)"
             )
         return plan_checkpoint(source, options.names)
-    found = saved_in_tree(locate.open_at(source, options.names))
+    found = _saved_in_tree(open_at(source, options.names))
     leaves = [_without_place(leaf) for leaf in found.leaves]
     if options.dtype is not None:
         check_dtype_rule(options.dtype, leaves)
@@ -217,12 +171,12 @@ def _plan_saved(source: PathLike, options: PlanOptions) -> Plan:
     findings = ()
     if options.rules is not None:
         placed = [leaf for leaf in leaves if leaf.kind == "jax"]
-        rules = _rules_on(options.mesh, options.rules)
+        rules = read_rules(options.rules, options.mesh)
         partitions, findings = resolve_rules(placed, options.mesh, rules)
         leaves = [
             replace(leaf, partition=partitions.get(leaf.path, leaf.partition)) for leaf in leaves
         ]
-    processes = _host_count(options.mesh, options.hosts)
+    processes = host_count(options.mesh, options.hosts)
     state = State(
         leaves=tuple(leaves),
         meshes=(options.mesh,),
@@ -240,6 +194,53 @@ def _plan_saved(source: PathLike, options: PlanOptions) -> Plan:
             f"{error}; without rules everything is cut as it was: give some (--rules, specs=), or "
             "a mesh that fits"
         ) from error
+
+
+def _saved_in_tree(source: Source) -> Saved:
+    """The saved tree without optional arrays, such as heads that only a template asks for.
+
+    A view has these after all others.
+    """
+    leaves = leaves_of(source.tree)
+    numbers = [leaf.value.number for leaf in leaves if isinstance(leaf.value, ArrayNumber)]
+    return replace(source.saved, leaves=source.saved.leaves[: max(numbers, default=-1) + 1])
+
+
+def plan_checkpoint(path: PathLike, names: NamesLike | None = None) -> Plan:
+    """The plan of an existing checkpoint.
+
+    A checkpoint of another format is planned as Ostraka would save it, with the same shardings.
+    """
+    source = open_at(path, names)
+    if not isinstance(source, OstrakaSource):
+        saved = _saved_in_tree(source)
+        state = State(saved.leaves, saved.meshes, saved.process_of, saved.tree, user=saved.user)
+        return plan_state(state, PlanOptions())
+    found = source.metadata
+    with damage_on_contradiction(source.store):
+        take_entries(found, None, source.shards.allowance())
+        files = _files_before_compression(found)
+    write = WritePlan(found.meshes, found.layouts, found.leaves, files, found.process_of)
+    sizes = {process: index.size for process, index in found.indexes.items()}
+    planned = Plan(write, found, source.metadata_bytes, sizes, True, None, ())
+    if found.parity is not None:
+        is_read_back = found.process_count > 1 or files != found.files
+        planned = replace(planned, parity=count_parity(write, found.parity, None, is_read_back))
+    if files == found.files:
+        return planned
+    saved_bytes = sum(file.size for file in files) - sum(file.size for file in found.files)
+    total_bytes = planned.total_bytes - saved_bytes
+    return replace(planned, compressed=CompressedSize(total_bytes, is_estimate=False))
+
+
+def _files_before_compression(metadata: Metadata) -> tuple[FileEntry, ...]:
+    """The files of a checkpoint with their uncompressed sizes."""
+    if metadata.version < shard_file.COMPRESSED_VERSION:
+        return metadata.files
+    return tuple(
+        replace(file, size=file.header_bytes + entries[-1].offset + entries[-1].nbytes)
+        for file, entries in shard_contents(metadata).values()
+    )
 
 
 def _without_place(leaf: LeafSpec) -> LeafSpec:
@@ -280,8 +281,8 @@ def _plan_factory(source: str, options: PlanOptions) -> Plan:
     own = own_specs(tree, is_placed=is_placed) if options.rules is None else None
     try:
         if mesh is not None:
-            hosts = _host_count(mesh, options.hosts)
-            options = replace(options, hosts=hosts, rules=own or _rules_on(mesh, options.rules))
+            hosts = host_count(mesh, options.hosts)
+            options = replace(options, hosts=hosts, rules=own or read_rules(options.rules, mesh))
         state = state_of_tree(tree, options)
     except InvalidSharding as error:
         if own is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+from pathlib import Path
 from uuid import uuid4
 
 from ostraka.common.record import best_interval_s
@@ -35,32 +36,25 @@ class Bandwidths:
 
     def write_s(self, host_bytes: int, total_bytes: int) -> float | None:
         """The time of a save whose slowest host writes `host_bytes`."""
-        return _slower(host_bytes, self.host_write, total_bytes, self.storage)
+        return _slowest_s((host_bytes, self.host_write), (total_bytes, self.storage))
 
     def read_s(self, host_bytes: int, total_bytes: int) -> float | None:
-        return _slower(host_bytes, self.host_read, total_bytes, self.storage)
+        return _slowest_s((host_bytes, self.host_read), (total_bytes, self.storage))
 
     def peak_write(self, hosts: int) -> float | None:
         """The rate at which all hosts together write."""
-        return _least(None if self.host_write is None else hosts * self.host_write, self.storage)
+        return _peak(hosts, self.host_write, self.storage)
 
     def peak_read(self, hosts: int) -> float | None:
-        return _least(None if self.host_read is None else hosts * self.host_read, self.storage)
+        return _peak(hosts, self.host_read, self.storage)
 
 
-def _slower(
-    host_bytes: int, host: float | None, total_bytes: int, storage: float | None
-) -> float | None:
-    times = [
-        size / rate
-        for size, rate in ((host_bytes, host), (total_bytes, storage))
-        if rate is not None
-    ]
-    return max(times, default=None)
+def _slowest_s(*transfers: tuple[int, float | None]) -> float | None:
+    return max((size / rate for size, rate in transfers if rate is not None), default=None)
 
 
-def _least(*rates: float | None) -> float | None:
-    return min((rate for rate in rates if rate is not None), default=None)
+def _peak(hosts: int, host: float | None, storage: float | None) -> float | None:
+    return storage if host is None else min(hosts * host, storage or inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +119,11 @@ def work_out_times(
     if mtbf_s is None or save_s is None:
         return Times(save_s, blocked_s, restore_s)
     restoring_s = restore_s or 0.0
-    beside = None
-    if blocked_s is not None:
-        beside = advise_interval(blocked_s, save_s, restoring_s, mtbf_s)
-    alone = advise_interval(save_s, 0.0, restoring_s, mtbf_s)
-    return Times(save_s, blocked_s, restore_s, alone, beside)
+    times = Times(save_s, blocked_s, restore_s, advise_interval(save_s, 0.0, restoring_s, mtbf_s))
+    if blocked_s is None:
+        return times
+    beside = advise_interval(blocked_s, save_s, restoring_s, mtbf_s)
+    return replace(times, save_async_every=beside)
 
 
 def probe(directory: str) -> Bandwidths:
@@ -152,8 +146,7 @@ def probe(directory: str) -> Bandwidths:
         raise store_error("measure the speed of", directory, error) from error
     finally:
         for name in names:
-            if os.path.exists(name):
-                os.remove(name)
+            Path(name).unlink(missing_ok=True)
     total = each * threads
     return Bandwidths(host_write=total / (written - started), host_read=total / (read - written))
 
