@@ -69,6 +69,7 @@ ALIASES = {
     "pathways": "_absent",
     "serialization": "type_handlers",
     "step": "path",
+    "transform_utils": "tree",
     "v1.arrays": "tree",
     "v1.path": "path",
     "version": "",

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -63,41 +63,37 @@ class Payload:
     """The class name of the handler that made it."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Metadata of a checkpoint beside its items."""
-
-    custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    metrics: Any = None
-    step: int | None = None
-
-
 def write(
     path: Any,
     items: Payload | Mapping[str, Payload],
-    about: About,
     *,
+    custom: Mapping[str, Any] | None = None,
+    metrics: Any = None,
+    step: int | None = None,
     force: bool = False,
     background: bool = False,
     max_file_bytes: int | None = None,
     on_commit: Any = None,
 ) -> SaveHandle | None:
-    """Save items at a path. Raises ValueError if the path exists, unless `force`."""
+    """Save items at a path. Raises ValueError if the path exists, unless `force`.
+
+    Raises TypeError if `custom` metadata or `metrics` are not JSON.
+    """
+    listed = {"default": items} if isinstance(items, Payload) else items
+    own: dict[str, Any] = {
+        "single": isinstance(items, Payload),
+        "items": {name: [item.kind, item.handler] for name, item in listed.items()},
+        "custom": as_json(custom or {}, "custom_metadata"),
+        "metrics": as_json(metrics, "metrics"),
+    }
     store = open_store(path)
     if decide_together(f"look at {path}", lambda: _make_way(store, force)):
         raise ValueError(f"Destination {path} already exists.")
-    listed = {"default": items} if isinstance(items, Payload) else items
-    own = {
-        "single": isinstance(items, Payload),
-        "items": {name: [item.kind, item.handler] for name, item in listed.items()},
-        "custom": dict(about.custom),
-        "metrics": about.metrics,
-    }
-    metadata = {ORBAX_KEY: own}
-    if isinstance(about.metrics, dict) and about.step is not None:
+    metadata: dict[str, Any] = {ORBAX_KEY: own}
+    if isinstance(own["metrics"], dict) and step is not None:
         # As Ostraka's own manager keeps them, so that `ostraka ls` shows them.
-        numbers = {k: v for k, v in about.metrics.items() if isinstance(v, int | float)}
-        metadata |= with_metrics(None, numbers, about.step)
+        numbers = {k: v for k, v in own["metrics"].items() if isinstance(v, int | float)}
+        metadata |= with_metrics(None, numbers, step)
     tree = items.tree if isinstance(items, Payload) else {k: v.tree for k, v in items.items()}
     limit = max(max_file_bytes, 1 << 20) if max_file_bytes else MAX_FILE_BYTES
     # Orbax saves trees of None and empty containers, such as the state of a plain SGD.

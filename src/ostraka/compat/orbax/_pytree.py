@@ -22,7 +22,7 @@ from ostraka.compat.orbax._leaves import (
     want_of,
 )
 from ostraka.compat.orbax._tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
-from ostraka.compat.orbax.transform_utils import rules_of, transformed
+from ostraka.compat.orbax.tree import rules_of, transformed
 from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY, RestoreArgs
 from ostraka.layout.spec import LeafSpec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 _PREFIX = "ostraka.compat."
@@ -12,13 +13,19 @@ class Unsupported(AttributeError, NotImplementedError):
     """A name of Orbax's that this drop-in does not have."""
 
 
-def refuse(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: it raises Unsupported."""
+def refuse(module: str, *others: ModuleType) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module. It has the names of others too, or raises Unsupported.
+
+    Some modules of Orbax repeat names that others define.
+    """
     name_there = module.removeprefix(_PREFIX).replace("orbax", "orbax.checkpoint", 1)
 
     def lookup(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        for other in others:
+            if name in vars(other):
+                return vars(other)[name]
         raise Unsupported(
             f"{module} has no {name!r}: if it is {name_there}.{name}, Ostraka's drop-in does not "
             "support it; docs/migrating.md lists what it has and what to use instead"

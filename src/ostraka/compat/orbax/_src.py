@@ -43,23 +43,14 @@ def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
 # metadata.array_metadata_store
 
 
+@dataclass
 class Store:
     """Accepted by `ArrayHandler(array_metadata_store=)`, without effect."""
 
-    def __init__(
-        self,
-        path_resolver: Any = None,
-        serializer: Any = None,
-        primary_host: int | None = 0,
-        write_timeout_secs: int = 600,
-    ):
-        self._primary_host = primary_host
-
-    def set_primary_host(self, primary_host: int | None) -> None:
-        self._primary_host = primary_host
-
-    async def read(self, checkpoint_dir: Any, process_index: int | None = None) -> None:
-        """Return None, as Orbax does if there are no such files."""
+    path_resolver: Any = None
+    serializer: Any = None
+    primary_host: int | None = 0
+    write_timeout_secs: int = 600
 
 
 class Validator:
@@ -67,11 +58,11 @@ class Validator:
 
 
 class PathResolver:
-    pass
+    """Accepted by `Store`, without effect."""
 
 
 class Serializer:
-    pass
+    """Accepted by `Store`, without effect."""
 
 
 validate_all_array_metadatas = absent(
@@ -79,61 +70,9 @@ validate_all_array_metadatas = absent(
 )
 
 
-# serialization.replica_slices
+# serialization.replica_slices: Ostraka's saves do not call these, so replacing them changes nothing
 
-
-@dataclass(frozen=True)
-class ReplicaSlice:
-    """A shard of an array in host memory."""
-
-    index: tuple[slice, ...]
-    unsliced_data: Any
-    slice_args: Any = None
-
-    @property
-    def is_on_host(self) -> bool:
-        return isinstance(self.unsliced_data, np.ndarray)
-
-    def data(self) -> Any:
-        return self.unsliced_data
-
-
-@dataclass(frozen=True)
-class ReplicaSlices:
-    """The shards of an array that this process has to save."""
-
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
-    dtype: Any
-    is_on_host: bool
-    replica_slices: list[ReplicaSlice]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.unsliced_data.nbytes for part in self.replica_slices)
-
-
-def transfer_arrays_to_host(
-    arrays: Sequence[jax.Array],
-    replica_id: int | None,
-    use_replica_parallel: bool = True,
-    *limits: Any,
-    **options: Any,
-) -> Sequence[ReplicaSlices]:
-    """Copy the shards of a replica to host memory.
-
-    Ostraka's own saves do not call this, so replacing it does not change them.
-    """
-    return [_slices_of(array, replica_id) for array in arrays]
-
-
-def _slices_of(array: jax.Array, replica_id: int | None) -> ReplicaSlices:
-    shards = [
-        shard
-        for shard in array.addressable_shards
-        if replica_id is None or shard.replica_id == replica_id
-    ]
-    parts = [ReplicaSlice(shard.index, np.asarray(shard.data)) for shard in shards]
-    local = array.sharding.shard_shape(array.shape)
-    return ReplicaSlices(array.shape, local, array.sharding, array.dtype, True, parts)
+_BY_HAND = "it is for writing Orbax's files by hand; jax.device_get copies arrays"
+ReplicaSlice = absent("replica_slices.ReplicaSlice", _BY_HAND)
+ReplicaSlices = absent("replica_slices.ReplicaSlices", _BY_HAND)
+transfer_arrays_to_host = absent("replica_slices.transfer_arrays_to_host", _BY_HAND)

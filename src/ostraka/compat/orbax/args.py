@@ -100,10 +100,19 @@ def adopt(args: Any) -> Any:
 
 
 @dataclass
-class PyTreeSave(CheckpointArgs):
+class _Save(CheckpointArgs):
+    item: Any
+
+
+@dataclass
+class _Restore(CheckpointArgs):
+    item: Any = None
+
+
+@dataclass
+class PyTreeSave(_Save):
     """A tree of arrays, numbers and strings. `save_args` can cast leaves."""
 
-    item: Any
     save_args: Any = None
     ocdbt_target_data_file_size: int | None = None
     custom_metadata: Any = None
@@ -111,10 +120,9 @@ class PyTreeSave(CheckpointArgs):
 
 
 @dataclass
-class PyTreeRestore(CheckpointArgs):
+class PyTreeRestore(_Restore):
     """`item` has the structure of the result. `restore_args` has the type of each leaf."""
 
-    item: Any = None
     restore_args: Any = None
     transforms: Any = None
     transforms_default_to_original: bool = True
@@ -123,71 +131,60 @@ class PyTreeRestore(CheckpointArgs):
 
 
 @dataclass
-class StandardSave(CheckpointArgs):
+class StandardSave(_Save):
     """A tree of arrays and numbers."""
 
-    item: Any
     save_args: Any = None
     custom_metadata: Any = None
 
 
 @dataclass
-class StandardRestore(CheckpointArgs):
+class StandardRestore(_Restore):
     """`item` is a tree of (abstract) arrays with the shapes, dtypes and shardings to restore."""
 
-    item: Any = None
     strict: bool = True
     support_layout: bool = False
     fallback_sharding: Any = None
 
 
-@dataclass
-class JsonSave(CheckpointArgs):
+class JsonSave(_Save):
     """Anything that JSON can hold."""
 
-    item: Any
+
+class JsonRestore(_Restore):
+    """JSON as saved, whatever `item` is."""
 
 
 @dataclass
-class JsonRestore(CheckpointArgs):
-    item: Any = None
-
-
-@dataclass
-class ArraySave(CheckpointArgs):
+class ArraySave(_Save):
     """One array or number."""
 
-    item: Any
     save_args: Any = None
 
 
 @dataclass
-class ArrayRestore(CheckpointArgs):
-    item: Any = None
+class ArrayRestore(_Restore):
+    """`restore_args` or `item` has the type of the array."""
+
     restore_args: Any = None
 
 
-@dataclass
-class NumpyRandomKeySave(CheckpointArgs):
+class NumpyRandomKeySave(_Save):
     """The state of numpy's global generator: `np.random.get_state()`."""
 
-    item: Any
+
+class NumpyRandomKeyRestore(_Restore):
+    """The state as saved, whatever `item` is."""
 
 
-@dataclass
-class NumpyRandomKeyRestore(CheckpointArgs):
-    item: Any = None
-
-
-@dataclass
-class JaxRandomKeySave(CheckpointArgs):
-    item: Any
-    save_args: Any = None
+class JaxRandomKeySave(ArraySave):
+    """A key of `jax.random`."""
 
 
 @dataclass
 class JaxRandomKeyRestore(CheckpointArgs):
     restore_args: Any = None
+    item: Any = None
 
 
 ProtoSave = absent("args.ProtoSave", "save its SerializeToString() as bytes in the tree")

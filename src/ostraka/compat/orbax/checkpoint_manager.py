@@ -10,38 +10,18 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from ostraka.compat.orbax._engine import About, OpenCheckpoint, as_json, put_aside, remove, write
+from ostraka.compat.orbax import checkpoint_managers as policies_lib
+from ostraka.compat.orbax import checkpointers as checkpointers_lib
+from ostraka.compat.orbax import handlers as handlers_lib
+from ostraka.compat.orbax import options as options_lib
+from ostraka.compat.orbax._engine import OpenCheckpoint, put_aside, remove, write
 from ostraka.compat.orbax._files import as_path
-from ostraka.compat.orbax._manager_options import (
-    CheckpointManagerOptions as CheckpointManagerOptions,
-)
-from ostraka.compat.orbax._manager_options import ShouldSaveFnPolicy
+from ostraka.compat.orbax._refuse import refuse
 from ostraka.compat.orbax.args import Composite, adopt, is_args
-from ostraka.compat.orbax.checkpoint_managers import (
-    DecisionContext,
-    PolicyCheckpointInfo,
-    PreservationContext,
-    ranked,
-)
-from ostraka.compat.orbax.checkpointers import AbstractCheckpointer as AbstractCheckpointer
-from ostraka.compat.orbax.checkpointers import AsyncCheckpointer as AsyncCheckpointer
-from ostraka.compat.orbax.checkpointers import BackgroundSaves
-from ostraka.compat.orbax.checkpointers import Checkpointer as Checkpointer
-from ostraka.compat.orbax.handlers import CheckpointHandler as CheckpointHandler
-from ostraka.compat.orbax.handlers import CheckpointHandlerRegistry as CheckpointHandlerRegistry
-from ostraka.compat.orbax.handlers import (
-    CompositeCheckpointHandler,
-    args_for_restore,
-    args_for_save,
-    file_size_of,
-)
-from ostraka.compat.orbax.handlers import JsonCheckpointHandler as JsonCheckpointHandler
+from ostraka.compat.orbax.handlers import RESTORE, SAVE, CompositeCheckpointHandler, args_for
 from ostraka.compat.orbax.logging import RestoreStepStatistics, SaveStepStatistics
 from ostraka.compat.orbax.metadata import RootMetadata, StepMetadata, step_metadata
 from ostraka.compat.orbax.multihost import reached_preemption
-from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
-from ostraka.compat.orbax.options import FileOptions as FileOptions
-from ostraka.compat.orbax.options import MultiprocessingOptions as MultiprocessingOptions
 from ostraka.processes.decide import decide_together
 from ostraka.storage import open_store
 
@@ -52,16 +32,18 @@ RESERVED_ITEM_NAMES = (METRIC_ITEM_NAME,)
 _ROOT_METADATA = "ostraka.orbax.json"
 
 # The same under the names that Orbax's module has for them
-CheckpointInfo = PolicyCheckpointInfo
-_ShouldSaveFnPolicy = ShouldSaveFnPolicy
+CheckpointInfo = policies_lib.PolicyCheckpointInfo
+CheckpointManagerOptions = options_lib.CheckpointManagerOptions
+_ShouldSaveFnPolicy = policies_lib.ShouldSaveFnPolicy
 PyTree = Any
 CheckpointHandlersDict = CheckpointersDict = SaveParams = RestoreParams = dict[str, Any]
 
+__getattr__ = refuse(__name__, checkpointers_lib, handlers_lib, options_lib)
 _log = logging.getLogger("ostraka")
 
 
 def is_async_checkpointer(checkpointer: Any) -> bool:
-    return isinstance(checkpointer, AsyncCheckpointer)
+    return isinstance(checkpointer, checkpointers_lib.AsyncCheckpointer)
 
 
 class StepAlreadyExistsError(ValueError):
@@ -83,7 +65,7 @@ class AbstractCheckpointManager:
         raise NotImplementedError(f"{type(self).__name__} has no directory")
 
 
-class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
+class CheckpointManager(checkpointers_lib.BackgroundSaves, AbstractCheckpointManager):
     """The steps of a run below one directory. Steps that Orbax wrote are managed too."""
 
     def __init__(
@@ -98,6 +80,8 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         handler_registry: Any = None,
     ):
         self._options = options or CheckpointManagerOptions()
+        self._multiprocessing_options = self._options.multiprocessing_options
+        """Read by subclasses, as in Orbax."""
         self._logger = logger
         self._directory = as_path(directory)
         self._naming = self._options.naming()
@@ -109,12 +93,12 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         )
         self._names: dict[int, str] = {}
         """The directory name of each step."""
-        self._before: list[PolicyCheckpointInfo] | None = None
+        self._before: list[CheckpointInfo] | None = None
         """The committed steps before the save that is running. None if none is."""
         if self._options.create and not self._options.read_only:
             open_store(directory).prepare()
         self._root_metadata = self._keep_root_metadata(dict(metadata or {}))
-        self._checkpoints: list[PolicyCheckpointInfo] = self._load_checkpoint_infos()
+        self._checkpoints: list[CheckpointInfo] = self._load_checkpoint_infos()
         """The steps, ascending, with the one that is being saved. Subclasses read it."""
 
     def _composite(
@@ -167,7 +151,8 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         if self._options.best_fn is None:
             return self.latest_step()
         self._forget_failed()
-        best = ranked(self._checkpoints, self._options.best_fn, self._options.best_mode == "min")
+        is_min = self._options.best_mode == "min"
+        best = policies_lib.ranked(self._checkpoints, self._options.best_fn, is_min)
         return best[-1].step if best else None
 
     def reload(self) -> None:
@@ -204,12 +189,12 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         latest = self.latest_step()
         if latest is not None and latest >= step:
             return False
-        context = DecisionContext(
+        context = policies_lib.DecisionContext(
             is_saving_in_progress=self.is_saving_in_progress(),
             reached_preemption=self.reached_preemption(step),
-            multiprocessing_options=self._options.multiprocessing_options,
+            multiprocessing_options=self._multiprocessing_options,
         )
-        now = PolicyCheckpointInfo(step, datetime.now(UTC))
+        now = CheckpointInfo(step, datetime.now(UTC))
         return bool(self._when.should_save(now, list(self._checkpoints), context=context))
 
     def reached_preemption(self, step: int) -> bool:
@@ -237,10 +222,10 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         background = self._options.enable_async_checkpointing
         self.begin(
             step,
-            self._handler.payloads(given, background=background),
+            self._handler.payload(given, background=background),
             metrics=metrics,
             custom_metadata=custom_metadata,
-            max_file_bytes=file_size_of(given),
+            max_file_bytes=handlers_lib.file_size_of(given),
         )
         self._log_entry(
             SaveStepStatistics(
@@ -268,16 +253,16 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
     ) -> None:
         """Begin to save items that are ready, whatever the policies say."""
         self.wait_until_finished()
-        kept = None if metrics is None else as_json(metrics, "metrics")
-        about = About(as_json(custom_metadata or {}, "custom_metadata"), kept, step)
         self._before = self._checkpoints
-        superfluous = self._add(PolicyCheckpointInfo(step, datetime.now(UTC), metrics))
+        superfluous = self._add(CheckpointInfo(step, datetime.now(UTC), metrics))
         is_single = self._single and list(payloads) == ["default"]
         try:
             self._running = write(
                 self.path_of(step),
                 payloads["default"] if is_single else payloads,
-                about,
+                custom=custom_metadata,
+                metrics=metrics,
+                step=step,
                 force=True,
                 background=self._options.enable_async_checkpointing,
                 max_file_bytes=max_file_bytes,
@@ -298,7 +283,7 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         if args is None and items is None:
             raise ValueError("Must provide `args` for `save`.")
         if args is None:
-            return self._old_args(items, save_kwargs or {}, args_for_save), bool(self._single)
+            return self._old_args(SAVE, items, save_kwargs or {}), bool(self._single)
         given = adopt(args)
         if not is_args(given):
             raise ValueError(f"`args` must be a CheckpointArgs, such as StandardSave, not {args!r}")
@@ -313,7 +298,7 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
                 raise ValueError(f"Cannot save item with reserved name {name!r}.")
         return given, False
 
-    def _old_args(self, items: Any, kwargs: Any, make: Any) -> Composite:
+    def _old_args(self, which: int, items: Any, kwargs: Any) -> Composite:
         """Turn `items` and `save_kwargs` or `restore_kwargs` into args."""
         known = self._handler.known
         if not known:
@@ -321,19 +306,19 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
                 "`items` is for a manager with checkpointers or item_handlers; give `args=` here."
             )
         if self._single:
-            return Composite(default=make(known["default"], (items,), dict(kwargs)))
+            return Composite(default=args_for(which, known["default"], (items,), kwargs))
         unknown = [name for name in items if name not in known]
         if unknown:
             raise ValueError(f'Unknown key "{unknown[0]}" in CompositeCheckpointHandler.')
         return Composite(
-            **{n: make(known[n], (items[n],), dict(kwargs.get(n) or {})) for n in items}
+            **{n: args_for(which, known[n], (items[n],), kwargs.get(n) or {}) for n in items}
         )
 
-    def _add(self, info: PolicyCheckpointInfo) -> list[tuple[int, str]]:
+    def _add(self, info: CheckpointInfo) -> list[tuple[int, str]]:
         """Add a step. Return the steps, with their names, to delete once it is committed."""
         steps = sorted([*self._checkpoints, info], key=lambda known: known.step)
         self._names[info.step] = self._naming.build_name(info.step)
-        context = PreservationContext(self._options.multiprocessing_options)
+        context = policies_lib.PreservationContext(self._multiprocessing_options)
         votes = self._keep.should_preserve(list(steps), context=context)
         kept = [known for known, keep in zip(steps, votes, strict=True) if keep]
         self._checkpoints = kept
@@ -404,7 +389,11 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         given = adopt(args)
         single = self._is_single(opened) and not isinstance(given, Composite)
         if args is None and (items is not None or restore_kwargs is not None):
-            given = self._old_restore_args(opened, items, restore_kwargs or {})
+            kwargs = restore_kwargs or {}
+            if not self._single:
+                names = {**(items or {}), **kwargs} or opened.items()
+                items = {name: (items or {}).get(name) for name in names}
+            given = self._old_args(RESTORE, items, kwargs)
         if given is not None and not isinstance(given, Composite):
             if not single:
                 raise _needs_composite()
@@ -421,13 +410,6 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
             )
         )
         return found["default"] if single else found
-
-    def _old_restore_args(self, opened: OpenCheckpoint, items: Any, kwargs: Any) -> Any:
-        if self._single:
-            return self._old_args(items, kwargs, args_for_restore)
-        names = {**(items or {}), **kwargs} or opened.items()
-        wanted = {name: (items or {}).get(name) for name in names}
-        return self._old_args(wanted, kwargs, args_for_restore)
 
     def _open(self, step: int) -> OpenCheckpoint:
         if step not in self._names:
@@ -463,15 +445,9 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
 
     def _find(self) -> dict[int, str]:
         """Return the steps on disk with their names."""
-        if hasattr(self._naming, "find_names"):
-            return self._naming.find_names(self._directory)
         return {found.step: found.path.name for found in self._naming.find_all(self._directory)}
 
     # What subclasses override and call, under Orbax's names
-
-    @property
-    def _multiprocessing_options(self) -> MultiprocessingOptions:
-        return self._options.multiprocessing_options
 
     def _get_write_step_directory(self, step: int, root_dir: Any) -> Any:
         return as_path(root_dir) / self._naming.build_name(step)
@@ -483,12 +459,14 @@ class CheckpointManager(BackgroundSaves, AbstractCheckpointManager):
         """Return the steps that process 0 finds on disk."""
 
         def look() -> list[list[Any]]:
-            found: list[list[Any]] = []
-            for step, name in self._find().items():
-                opened = OpenCheckpoint(self._directory / name)
-                saved = opened.source.saved.writer.get("time")
-                found.append([step, name, saved, opened.metrics])
-            return found
+            opened = {
+                (step, name): OpenCheckpoint(self._directory / name)
+                for step, name in self._find().items()
+            }
+            return [
+                [*key, found.source.saved.writer.get("time"), found.metrics]
+                for key, found in opened.items()
+            ]
 
         found = decide_together(f"look at {self._directory}", look)
         self._names = {step: name for step, name, _, _ in found}

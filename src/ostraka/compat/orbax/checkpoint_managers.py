@@ -255,3 +255,14 @@ class AnySavePolicy(SaveDecisionPolicy):
 
     def should_save(self, step: Any, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return any(p.should_save(step, previous_steps, context=context) for p in self.policies)
+
+
+@dataclass
+class ShouldSaveFnPolicy(SaveDecisionPolicy):
+    """Saves a step if a function of it and of the last step returns True."""
+
+    should_save_fn: Callable[[int, int | None], bool]
+
+    def should_save(self, step: Any, previous_steps: Steps, *, context: DecisionContext) -> bool:
+        last = previous_steps[-1].step if previous_steps else None
+        return self.should_save_fn(step.step, last)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, Item, OpenCheckpoint, Payload, as_json, write
+from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json, write
 from ostraka.compat.orbax._files import (
     as_path,
     await_result,
@@ -99,18 +99,17 @@ _LENT: dict[str, LentDirectory] = {}
 
 
 @contextlib.contextmanager
-def _lend(item: Item | None = None) -> Generator[tuple[Any, LentDirectory]]:
-    """Lend a custom handler an empty directory.
+def _lend(directory: Any, item: Item | None = None) -> Generator[LentDirectory]:
+    """Lend a custom handler a directory.
 
     A subclass of a built-in handler may call inherited methods with it. Then arrays go to and
     come from the engine instead of files.
     """
-    with empty_directory() as directory:
-        lent = _LENT[os.fspath(directory)] = LentDirectory(item)
-        try:
-            yield directory, lent
-        finally:
-            del _LENT[os.fspath(directory)]
+    lent = _LENT[os.fspath(directory)] = LentDirectory(item)
+    try:
+        yield lent
+    finally:
+        _LENT.pop(os.fspath(directory), None)
 
 
 class EngineHandler(AsyncCheckpointHandler):
@@ -129,43 +128,42 @@ class EngineHandler(AsyncCheckpointHandler):
             )
         refuse_options(type(self).__name__, options, (*self.ignored, *self.by_position))
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Any:
         raise NotImplementedError
 
-    def read(self, item: Item, args: Any) -> Any:
+    def read(self, item: Any, args: Any) -> Any:
         raise NotImplementedError
 
-    def describe(self, item: Item) -> Any:
+    def describe(self, item: Any) -> Any:
         return None
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        self._write(directory, args_for_save(self, args, kwargs), background=False)
+        self._write(directory, args_for(SAVE, self, args, kwargs), background=False)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Copy the values, then save in the background. Return futures to wait for."""
-        handle = self._write(directory, args_for_save(self, args, kwargs), background=True)
+        handle = self._write(directory, args_for(SAVE, self, args, kwargs), background=True)
         return [] if handle is None else [AsyncResponse(handle.wait)]
 
     def _write(self, directory: Any, given: Any, *, background: bool) -> Any:
-        payload = self.payload(given)
+        payload = self.payload(given, background=background)
         lent = _LENT.get(os.fspath(directory))
         if lent is None:
-            return write(directory, payload, About(), force=True, background=background)
+            return write(directory, payload, force=True, background=background)
         lent.payload = payload
         return None
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.read(_item_at(directory), args_for_restore(self, args, kwargs))
+        return self.read(self._at(directory), args_for(RESTORE, self, args, kwargs))
 
     def metadata(self, directory: Any) -> Any:
-        return self.describe(_item_at(directory))
+        return self.describe(self._at(directory))
 
-
-def _item_at(directory: Any) -> Item:
-    lent = _LENT.get(os.fspath(directory))
-    if lent is not None and lent.item is not None:
-        return lent.item
-    return OpenCheckpoint(directory).item(None)
+    def _at(self, directory: Any) -> Any:
+        lent = _LENT.get(os.fspath(directory))
+        if lent is not None and lent.item is not None:
+            return lent.item
+        return part_of(self, OpenCheckpoint(directory))
 
 
 class PyTreeCheckpointHandler(EngineHandler):
@@ -196,26 +194,26 @@ class PyTreeCheckpointHandler(EngineHandler):
     )
     by_position = ("aggregate_filename",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         return pytree_payload(args.item, args.save_args, self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
         return read_pytree(item, args)
 
     def describe(self, item: Item) -> Any:
-        return tree_metadata(item)
+        return tree_metadata(item) if item.kind != "files" else None
 
 
 class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
-    pass
+    """The same, under another name."""
 
 
 class StandardCheckpointHandler(PyTreeCheckpointHandler):
     save_cls, restore_cls = args_lib.StandardSave, args_lib.StandardRestore
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         check_standard(args.item)
-        return super().payload(args)
+        return super().payload(args, background=background)
 
     def read(self, item: Item, args: Any) -> Any:
         if args.support_layout:
@@ -232,7 +230,7 @@ class JsonCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.JsonSave, args_lib.JsonRestore
     by_position = ("filename",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
@@ -243,7 +241,7 @@ class ArrayCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.ArraySave, args_lib.ArrayRestore
     by_position = ("checkpoint_name",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         leaf = prepare_leaf((), args.item, args.save_args)
         if isinstance(leaf, dict | list | str):
             raise TypeError(f"ArraySave takes an array or a number, not {type(args.item)}")
@@ -253,9 +251,6 @@ class ArrayCheckpointHandler(EngineHandler):
         given = args.restore_args
         if given is None and args.item is not None:
             given = args_of_template(args.item)
-        return self._read_leaf(item, given)
-
-    def _read_leaf(self, item: Item, given: Any) -> Any:
         keys = next(iter(item.tree.leaves))
         return item.read([keys], [want_of(keys, item.saved(keys), given)])[0]
 
@@ -264,18 +259,12 @@ class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
     save_cls, restore_cls = args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore
     by_position = ("key_name",)
 
-    def payload(self, args: Any) -> Payload:
-        return Payload("array", args.item, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        return self._read_leaf(item, None)
-
 
 class NumpyRandomKeyCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore
     by_position = ("key_name",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         if not isinstance(args.item, tuple) or not isinstance(args.item[0], str):
             raise TypeError("NumpyRandomKeySave takes np.random.get_state()")
         kind, words, position, has_gauss, gauss = args.item
@@ -311,18 +300,11 @@ class LegacyArgs(args_lib.CheckpointArgs):
     keywords: dict[str, Any]
 
 
-def args_for_save(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the args of a save, given as `args=` or in the old form `item, save_args=…`."""
-    return _args_for(handler, positional, keywords, 0)
+SAVE, RESTORE = 0, 1
 
 
-def args_for_restore(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return _args_for(handler, positional, keywords, 1)
-
-
-def _args_for(
-    handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any], which: int
-) -> Any:
+def args_for(which: int, handler: Any, positional: tuple[Any, ...], keywords: Any) -> Any:
+    """Return the args of a call, given as `args=` or in the old form `item, save_args=…`."""
     rest = {key: value for key, value in keywords.items() if key != "args"}
     given = keywords.get("args")
     if given is None and positional and args_lib.is_args(positional[0]):
@@ -348,11 +330,13 @@ def _args_for(
 
 def _inherits(handler: Any, name: str) -> bool:
     """True if a handler leaves a method to the engine."""
-    is_built_in = isinstance(handler, EngineHandler)
-    return is_built_in and getattr(type(handler), name) is getattr(EngineHandler, name)
+    if not isinstance(handler, EngineHandler):
+        return False
+    is_composite = isinstance(handler, CompositeCheckpointHandler)
+    return is_composite or getattr(type(handler), name) is getattr(EngineHandler, name)
 
 
-def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
+def payload_of(handler: Any, args: Any, *, background: bool) -> Any:
     """Return an item ready for the engine. For a custom handler it holds the files it writes.
 
     As in Orbax, `async_save` is called in the background, `save` otherwise.
@@ -360,9 +344,9 @@ def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
     is_async = hasattr(handler, "async_save") and (background or not hasattr(handler, "save"))
     name = "async_save" if is_async else "save"
     if _inherits(handler, name):
-        return handler.payload(args)
+        return handler.payload(args, background=background)
     by = f"{type(handler).__module__}.{type(handler).__qualname__}"
-    with _lend() as (directory, lent):
+    with empty_directory() as directory, _lend(directory) as lent:
         result = await_result(_call(getattr(handler, name), directory, args))
         if is_async:
             wait_for(result)
@@ -371,11 +355,16 @@ def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
         if lent.payload is not None:
             if not any(directory.iterdir()):
                 return replace(lent.payload, handler=by)
-            write(directory / _WITHIN, lent.payload, About(), force=True)
+            write(directory / _WITHIN, lent.payload, force=True)
         return Payload("files", pack(directory, by), by)
 
 
-def read_item(handler: Any, item: Item, args: Any) -> Any:
+def part_of(handler: Any, opened: OpenCheckpoint) -> Any:
+    """Return what a handler reads: the only item, or the checkpoint if it is for several."""
+    return opened if isinstance(handler, CompositeCheckpointHandler) else opened.item(None)
+
+
+def read_item(handler: Any, item: Any, args: Any) -> Any:
     """Restore an item with a handler. None stands for the built-in handler of its kind."""
     if handler is None:
         if item.kind == "files":
@@ -393,18 +382,12 @@ def read_item(handler: Any, item: Item, args: Any) -> Any:
 @contextlib.contextmanager
 def _directory_of(item: Item, handler: Any) -> Generator[Any]:
     """Yield the directory that a custom handler restores from. Raises ValueError if it has none."""
-    if not isinstance(handler, EngineHandler) or item.kind == "files":
-        with files_of(item) as directory:
-            within = directory / _WITHIN
-            if within.exists():
-                _LENT[os.fspath(directory)] = LentDirectory(OpenCheckpoint(within).item(None))
-            try:
-                yield directory
-            finally:
-                _LENT.pop(os.fspath(directory), None)
-        return
-    with _lend(item) as (directory, _):
-        yield directory
+    is_ours = isinstance(handler, EngineHandler) and item.kind != "files"
+    with empty_directory() if is_ours else files_of(item) as directory:
+        within = directory / _WITHIN
+        found = OpenCheckpoint(within).item(None) if within.exists() else None
+        with _lend(directory, item if is_ours else found):
+            yield directory
 
 
 @contextlib.contextmanager
@@ -418,14 +401,14 @@ def files_of(item: Item) -> Generator[Any]:
         yield directory
 
 
-def describe_item(handler: Any, item: Item) -> Any:
+def describe_item(handler: Any, item: Any) -> Any:
     """Return a handler's metadata of an item, or None if it has none."""
     if handler is None and item.kind != "files":
         handler = _BY_KIND[item.kind]()
     if handler is None or not hasattr(handler, "metadata"):
         return None
     if _inherits(handler, "metadata"):
-        return handler.describe(item) if item.kind != "files" else None
+        return handler.describe(item)
     with _directory_of(item, handler) as directory:
         try:
             return handler.metadata(directory)
@@ -460,8 +443,10 @@ class CompositeOptions:
     async_options: Any = None
 
 
-class CompositeCheckpointHandler(AsyncCheckpointHandler):
+class CompositeCheckpointHandler(EngineHandler):
     """Several items by name, each with its own handler."""
+
+    restore_cls = args_lib.Composite
 
     def __init__(
         self,
@@ -476,24 +461,7 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
         self.given_as_none: set[str] = set()
         """Items that a save was given as None. A restore of all items returns None for them."""
 
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        payloads = self.payloads(args_for_save(self, args, kwargs), background=False)
-        write(directory, payloads, About(), force=True)
-
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        payloads = self.payloads(args_for_save(self, args, kwargs), background=True)
-        handle: Any = write(directory, payloads, About(), force=True, background=True)
-        return [AsyncResponse(handle.wait)]
-
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.read(
-            OpenCheckpoint(directory), kwargs.get("args") or (args[0] if args else None)
-        )
-
-    def metadata(self, directory: Any) -> Any:
-        return self.describe(OpenCheckpoint(directory))
-
-    def payloads(self, args: Any, *, background: bool) -> dict[str, Payload]:
+    def payload(self, args: Any, *, background: bool) -> dict[str, Payload]:
         if not isinstance(args, args_lib.Composite):
             raise ValueError("Must provide `args` of type `Composite` for several items.")
         given = {name: args_lib.adopt(own) for name, own in args.items() if own is not None}
@@ -503,22 +471,22 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
             for name, own in given.items()
         }
 
-    def read(self, opened: OpenCheckpoint, args: Any) -> args_lib.Composite:
+    def read(self, item: OpenCheckpoint, args: Any) -> args_lib.Composite:
         """Restore the items that args ask for, all without args."""
-        wanted: dict[str, Any] = dict(args.items()) if args is not None else {}
+        wanted: dict[str, Any] = dict(args or {})
         found: dict[str, Any] = {}
         if not wanted:
-            wanted = dict.fromkeys(opened.items())
+            wanted = dict.fromkeys(item.items())
             found = dict.fromkeys(sorted(self.given_as_none - set(wanted)))
         for name, given in sorted(wanted.items()):
-            item, adopted = opened.item(name), args_lib.adopt(given)
-            found[name] = read_item(self._handler_for(name, adopted), item, adopted)
+            one, adopted = item.item(name), args_lib.adopt(given)
+            found[name] = read_item(self._handler_for(name, adopted), one, adopted)
         return args_lib.Composite(**found)
 
-    def describe(self, opened: OpenCheckpoint) -> args_lib.Composite:
-        handlers = {name: self._handler_for(name, None) for name in opened.items()}
+    def describe(self, item: OpenCheckpoint) -> args_lib.Composite:
+        handlers = {name: self._handler_for(name, None) for name in item.items()}
         return args_lib.Composite(
-            **{name: describe_item(by, opened.item(name)) for name, by in handlers.items()}
+            **{name: describe_item(by, item.item(name)) for name, by in handlers.items()}
         )
 
     def _handler_for(self, name: str, args: Any) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
+
+from ostraka.compat.orbax import checkpoint_managers as policies_lib
+from ostraka.compat.orbax.path import NameFormat
 
 
 @dataclass
@@ -46,3 +51,116 @@ class AtomicityOptions:
 @dataclass
 class MemoryLimitOptions:
     max_transfer_concurrent_gb: int | None = None
+
+
+@dataclass
+class CheckpointManagerOptions:
+    """Options of a manager: when to save, which steps to keep, how to name them."""
+
+    save_interval_steps: int = 1
+    max_to_keep: int | None = None
+    keep_time_interval: datetime.timedelta | None = None
+    keep_period: int | None = None
+    best_fn: Callable[[Any], float] | None = None
+    best_mode: str = "max"
+    keep_checkpoints_without_metrics: bool = True
+    step_prefix: str | None = None
+    step_format_fixed_length: int | None = None
+    step_name_format: Any = None
+    create: bool = True
+    cleanup_tmp_directories: bool = False
+    save_on_steps: Container[int] | None = None
+    single_host_load_and_broadcast: bool = False
+    todelete_subdir: str | None = None
+    todelete_full_path: str | None = None
+    enable_background_delete: bool = False
+    num_deletion_threads: int | None = None
+    read_only: bool = False
+    enable_async_checkpointing: bool = True
+    async_options: AsyncOptions | None = None
+    multiprocessing_options: Any = field(default_factory=MultiprocessingOptions)
+    should_save_fn: Callable[[int, int | None], bool] | None = None
+    file_options: Any = field(default_factory=FileOptions)
+    # Most of those that follow are about Orbax's own files, without effect.
+    atomicity_options: Any = None
+    save_root_metadata: bool = True
+    temporary_path_class: Any = None
+    save_decision_policy: Any = None
+    preservation_policy: Any = None
+    prevent_write_metrics: bool = False
+    enable_should_save_is_saving_in_progress_check: bool = True
+    enable_per_process_directory_creation: bool = False
+    lightweight_initialize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(
+                "`CheckpointManagerOptions.best_mode` must be one of None, 'min' or 'max'. Got "
+                f"{self.best_mode}."
+            )
+        if self.max_to_keep is not None and self.max_to_keep < 0:
+            raise ValueError("Setting of `max_to_keep` must be None or non-negative.")
+        if self.todelete_full_path is not None:
+            raise NotImplementedError(
+                "CheckpointManagerOptions(todelete_full_path=) is not supported; steps are "
+                "deleted, or in a directory moved to todelete_subdir"
+            )
+        if self.keep_period is not None and self.keep_period <= 0:
+            raise ValueError("Setting of `keep_period` must be None or positive.")
+        if self.read_only and self.max_to_keep is not None:
+            self.max_to_keep = None
+        if self.prevent_write_metrics:
+            raise NotImplementedError(
+                "CheckpointManagerOptions(prevent_write_metrics=True) is not supported: metrics "
+                "are a part of the step"
+            )
+
+    def naming(self) -> Any:
+        if self.step_name_format is not None:
+            return self.step_name_format
+        return NameFormat(self.step_prefix, self.step_format_fixed_length)
+
+    def when(self) -> Any:
+        """Return the policy that decides which steps are saved."""
+        if self.save_decision_policy is not None:
+            return self.save_decision_policy
+        policies: list[Any] = [policies_lib.PreemptionCheckpointingPolicy()]
+        if self.should_save_fn is not None:
+            policies.append(policies_lib.ShouldSaveFnPolicy(self.should_save_fn))
+        else:
+            policies += [
+                policies_lib.FixedIntervalPolicy(self.save_interval_steps),
+                policies_lib.SpecificStepsPolicy(self.save_on_steps or ()),
+                policies_lib.InitialSavePolicy(),
+            ]
+        return policies_lib.AnySavePolicy(policies)
+
+    def keep(self) -> Any:
+        """Return the policy that decides which steps are kept."""
+        limits = (self.max_to_keep, self.keep_period, self.keep_time_interval)
+        if self.preservation_policy is not None:
+            if any(limits):
+                raise ValueError(
+                    "`preservation_policy` and max_to_keep, keep_period, keep_time_interval are "
+                    "mutually exclusive."
+                )
+            return self.preservation_policy
+        if self.max_to_keep is None:
+            return policies_lib.PreserveAll()
+        policies: list[Any] = []
+        if self.keep_period is not None:
+            policies.append(policies_lib.EveryNSteps(self.keep_period))
+        if self.keep_time_interval is not None:
+            policies.append(policies_lib.EveryNSeconds(self.keep_time_interval.total_seconds()))
+        if self.best_fn is None:
+            policies.append(policies_lib.LatestN(self.max_to_keep))
+        else:
+            policies.append(
+                policies_lib.BestN(
+                    get_metric_fn=self.best_fn,
+                    reverse=self.best_mode == "min",
+                    n=self.max_to_keep,
+                    keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
+                )
+            )
+        return policies_lib.AnyPreservationPolicy(policies)

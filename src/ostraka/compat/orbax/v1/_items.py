@@ -1,4 +1,4 @@
-"""Checkpointables of v1: trees, and objects that save and load themselves."""
+"""Checkpointables of v1: trees, objects that save and load themselves, safetensors files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ostraka.common.dtypes import numpy_dtype
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json
-from ostraka.compat.orbax._files import await_result, empty_directory, pack
+from ostraka.compat.orbax._files import as_path, await_result, empty_directory, pack
 from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
 from ostraka.compat.orbax.handlers import files_of
 from ostraka.compat.orbax.metadata import (
@@ -20,7 +23,6 @@ from ostraka.compat.orbax.metadata import (
     tree_metadata,
 )
 from ostraka.compat.orbax.v1 import errors
-from ostraka.compat.orbax.v1._context import Context, active_context
 from ostraka.compat.orbax.v1.handlers import (
     JsonHandler,
     PyTreeHandler,
@@ -28,7 +30,10 @@ from ostraka.compat.orbax.v1.handlers import (
     is_json,
     typestr,
 )
-from ostraka.errors import OstrakaError
+from ostraka.compat.orbax.v1.options import Context, active_context
+from ostraka.errors import NotACheckpoint, OstrakaError
+from ostraka.formats.safetensors.source import open_safetensors
+from ostraka.storage import open_store
 
 STATE = "state"
 AUTO = "AUTO"
@@ -60,7 +65,7 @@ def payloads_of(checkpointables: Mapping[str, Any], context: Context) -> dict[st
 
 
 def _payload_of(name: str, value: Any, context: Context) -> Payload:
-    handler = context.registry.for_save(name, value)
+    handler = context.checkpointables_options.registry.for_save(name, value)
     if handler is not None and not isinstance(handler, JsonHandler | PyTreeHandler):
         return _files_payload(lambda to: handler.save(to, value), typestr(handler))
     if _is_stateful(value):
@@ -177,12 +182,16 @@ def _read(opened: OpenCheckpoint, name: str | None, abstract: Any, context: Cont
         )
     if abstract is None or item.kind == "json":
         return read_as_saved(item)
-    return read_standard(item, abstract, partial=context.is_partial, strict=context.is_strict)
+    is_strict = not context.array_options.loading.enable_padding_and_truncation
+    is_partial = bool(context.pytree_options.loading.partial_load)
+    return read_standard(item, abstract, partial=is_partial, strict=is_strict)
 
 
 def _handler_of(opened: OpenCheckpoint, name: str | None, context: Context) -> Any:
     """Return the custom handler that loads a checkpointable, or None if there is none."""
-    handler: Any = context.registry.for_load(name, opened.handlers().get(name or ""))
+    handler: Any = context.checkpointables_options.registry.for_load(
+        name, opened.handlers().get(name or "")
+    )
     return None if isinstance(handler, JsonHandler | PyTreeHandler) else handler
 
 
@@ -219,3 +228,52 @@ def _name(opened: OpenCheckpoint, name: str | None) -> str | None:
     if len(trees) != 1:
         raise ValueError(f"{opened.path} has {list(there)}; say which with checkpointable_name=")
     return trees[0]
+
+
+# Safetensors files: one, or a directory of them, as a flat dict
+
+
+def open_tensors(path: Any) -> Item:
+    """Open the safetensors files at a path. Raises InvalidLayoutError if there are none."""
+    try:
+        source = open_safetensors(open_store(path))
+    except NotACheckpoint:
+        source = None
+    if source is None:
+        raise errors.InvalidLayoutError(
+            f"{path} has no safetensors files: give the path of one, or of a directory of them"
+        )
+    return Item(source, None, as_path(path), "pytree")
+
+
+def load_tensors(path: Any, abstract: Any) -> dict[str, Any]:
+    """Load tensors as numpy arrays, or those in `abstract` as JAX arrays.
+
+    An abstract array without a sharding is loaded on all devices. Raises KeyError for a name that
+    does not exist, ValueError for another shape.
+    """
+    item = open_tensors(path)
+    saved = tensors_metadata(item)
+    if abstract is None:
+        zeros = {name: np.zeros((), spec.dtype) for name, spec in saved.items()}
+        like = {name: np.broadcast_to(zeros[name], spec.shape) for name, spec in saved.items()}
+        return read_standard(item, like)
+    is_flat = isinstance(abstract, Mapping) and jax.tree_util.all_leaves(abstract.values())
+    if not is_flat:
+        raise ValueError("the tree must be a flat dict: the name of each tensor, and its shape")
+    lost = sorted(abstract.keys() - saved.keys())
+    if lost:
+        raise KeyError(f"Tensor {lost[0]!r} not found in {path}.")
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("replica",)), PartitionSpec())
+    wanted = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere
+        )
+        for name, leaf in abstract.items()
+    }
+    return read_standard(item, wanted, partial=True)
+
+
+def tensors_metadata(item: Item) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {keys[0]: item.saved(keys) for keys in item.tree.leaves}
+    return {n: jax.ShapeDtypeStruct(s.shape, numpy_dtype(s.dtype)) for n, s in specs.items()}

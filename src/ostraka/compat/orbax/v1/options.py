@@ -1,16 +1,21 @@
-"""Options of v1. Those about Orbax's own files and threads have no effect."""
+"""Options of v1, and `Context`. Those about Orbax's own files and threads have no effect."""
 
 from __future__ import annotations
 
+import copy
 import enum
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from ostraka.compat.orbax.options import AtomicityMode as AtomicityMode
-from ostraka.compat.orbax.options import AtomicityOptions as AtomicityOptions
-from ostraka.compat.orbax.options import FileOptions as FileOptions
-from ostraka.compat.orbax.options import MultiprocessingOptions as MultiprocessingOptions
+import jax
+
+from ostraka.compat.orbax import options as options_lib
+from ostraka.compat.orbax._refuse import Unsupported, refuse, refuse_options
+from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1.handlers import CheckpointableHandlerRegistry, local_registry
+
+__getattr__ = refuse(__name__, options_lib)
 
 
 class CheckpointLayout(enum.Enum):
@@ -19,13 +24,6 @@ class CheckpointLayout(enum.Enum):
     ORBAX = "orbax"
     SAFETENSORS = "safetensors"
     AUTO = "auto"
-
-
-@dataclass
-class AsyncOptions:
-    timeout_secs: int = 1200
-    post_finalization_callback: Any = None
-    create_directories_asynchronously: bool = True
 
 
 @dataclass
@@ -156,3 +154,86 @@ class DeletionOptions:
 class SafetensorsOptions:
     max_over_read_ratio: float | None = None
     read_chunk_bytes: int | None = None
+
+
+_ACTIVE: ContextVar[Context | None] = ContextVar("ostraka.orbax.v1", default=None)
+_DEFAULTS: dict[str, Any] = {
+    "pytree_options": PyTreeOptions,
+    "array_options": ArrayOptions,
+    "async_options": options_lib.AsyncOptions,
+    "multiprocessing_options": options_lib.MultiprocessingOptions,
+    "file_options": options_lib.FileOptions,
+    "pathways_options": PathwaysOptions,
+    "memory_options": MemoryOptions,
+    "atomicity_options": options_lib.AtomicityOptions,
+    "checkpointables_options": CheckpointablesOptions,
+    "deletion_options": DeletionOptions,
+    "safetensors_options": SafetensorsOptions,
+    "checkpoint_layout": lambda: CheckpointLayout.ORBAX,
+}
+
+
+class Context:
+    """Options for the calls inside `with Context(…):`. Those of another context are copied.
+
+    Each has a shorter name too: `pytree` for `pytree_options`, `asynchronous` for `async_options`.
+    """
+
+    pytree_options: Any
+    array_options: Any
+    async_options: Any
+    checkpointables_options: Any
+    deletion_options: Any
+    checkpoint_layout: Any
+
+    def __init__(self, context: Context | None = None, **given: Any):
+        refuse_options("Context", [k for k, v in given.items() if v is not None], _DEFAULTS)
+        for name, make in _DEFAULTS.items():
+            value = given.get(name)
+            if value is None and context is not None:
+                value = getattr(context, name)
+            setattr(self, name, make() if value is None else copy.deepcopy(value))
+        self.checkpoint_layout = self.layout
+        self._tokens: list[Token[Context | None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked by copy, of one that is not made yet
+            raise AttributeError(name)
+        full = "async_options" if name == "asynchronous" else f"{name}_options"
+        if full in _DEFAULTS:
+            return getattr(self, full)
+        raise Unsupported(
+            f"Context has no {name!r}: if it is one of Orbax's, Ostraka's drop-in does not support "
+            "it; docs/migrating.md lists what it has"
+        )
+
+    @property
+    def layout(self) -> CheckpointLayout:
+        """The layout in force. It may have been set as Orbax's own."""
+        given = self.checkpoint_layout
+        return CheckpointLayout(getattr(given, "value", given))
+
+    def save_args(self, tree: Any) -> Any:
+        """Return the SaveArgs of the leaves of a tree, or None if nothing is asked for."""
+        saving = self.array_options.saving
+        general, scoped = saving.storage_options, saving.scoped_storage_options_creator
+        if scoped is None:
+            return None if general.dtype is None else SaveArgs(dtype=general.dtype)
+
+        def choose(path: Any, leaf: Any) -> SaveArgs:
+            found = scoped(path, leaf)
+            return SaveArgs(dtype=(general if found is None else found).dtype)
+
+        return jax.tree_util.tree_map_with_path(choose, tree)
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_ACTIVE.set(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.reset(self._tokens.pop())
+
+
+def active_context(default: Context | None = None) -> Context:
+    """Return the context of the caller, or else `default`, or one without any options."""
+    return _ACTIVE.get() or default or Context()

@@ -12,7 +12,6 @@ from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
 from ostraka.compat.orbax.options import AsyncOptions
 from ostraka.compat.orbax.v1 import errors as errors
-from ostraka.compat.orbax.v1._context import Context, active_context
 from ostraka.compat.orbax.v1._items import (
     AUTO,
     STATE,
@@ -23,6 +22,7 @@ from ostraka.compat.orbax.v1._items import (
     tree_of,
 )
 from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
+from ostraka.compat.orbax.v1.options import Context, active_context
 
 save_decision_policies = preservation_policies
 
