@@ -10,8 +10,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -243,25 +243,23 @@ def _open(path: Any) -> Source | None:
         return None
 
 
+@dataclass
 class Item:
     """One item of an open checkpoint."""
 
-    def __init__(
-        self, source: Source, within: str | None, path: Any, kind: str, directory: str | None = None
-    ):
-        self.source = source
-        self.path = path
-        self.kind = kind
-        self.directory = directory
-        """Directory of an item that a custom handler wrote under Orbax."""
-        self._within = within
+    source: Source
+    within: str | None
+    path: Any
+    kind: str
+    directory: str | None = None
+    """Directory of an item that a custom handler wrote under Orbax."""
 
     @cached_property
     def node(self) -> Node:
         tree = self.source.tree
-        found = tree if self._within is None else child_of(tree, self._within)
+        found = tree if self.within is None else child_of(tree, self.within)
         if found is None:
-            raise KeyError(f'Item "{self._within}" was not found in the checkpoint.')
+            raise KeyError(f'Item "{self.within}" was not found in the checkpoint.')
         return found
 
     @cached_property
@@ -284,31 +282,29 @@ class Item:
             raise ValueError(f"{self.path} was not written by a handler of yours")
         return node.value.states
 
-    def read(self, keys: list[Keys], wants: list[WantedLeaf | Template]) -> list[Any]:
+    def read(self, wants: Mapping[Keys, WantedLeaf | Template]) -> dict[Keys, Any]:
         """Restore leaves as they are wanted."""
-        is_cast = any(isinstance(want, WantedLeaf) and want.is_cast_by_engine for want in wants)
+        is_cast = any(isinstance(w, WantedLeaf) and w.is_cast_by_engine for w in wants.values())
         item = self
         for _ in range(ATTEMPTS):
-            asked = item._asked(keys, wants)
+            asked = item._asked(wants)
             dtype = "like" if is_cast else None
             found = restore_leaves(item.source, asked, dtype=dtype) if asked else []
             if found is not None:
                 arrays = iter(found)
                 # A template is for an array that needs nothing more.
-                return [
-                    want.finish(arrays) if isinstance(want, WantedLeaf) else next(arrays)
-                    for want in wants
-                ]
-            item = self._reopened(keys)
+                return {
+                    keys: want.finish(arrays) if isinstance(want, WantedLeaf) else next(arrays)
+                    for keys, want in wants.items()
+                }
+            item = self._reopened(wants)
         raise overwritten([self.source.location])
 
-    def _asked(
-        self, keys: list[Keys], wants: list[WantedLeaf | Template]
-    ) -> list[tuple[Leaf, int]]:
+    def _asked(self, wants: Mapping[Keys, WantedLeaf | Template]) -> list[tuple[Leaf, int]]:
         """Return the arrays among the leaves, each with a template or its number."""
         asked: list[tuple[Leaf, int]] = []
-        for key, want in zip(keys, wants, strict=True):
-            node = self.tree.nodes.get(key)
+        for keys, want in wants.items():
+            node = self.tree.nodes.get(keys)
             if node is None or not isinstance(node.value, ArrayNumber):
                 continue
             number = node.value
@@ -317,15 +313,15 @@ class Item:
             asked.append((node if is_number else Leaf(node.path, template), number.number))
         return asked
 
-    def _reopened(self, keys: list[Keys]) -> Item:
+    def _reopened(self, leaves: Iterable[Keys]) -> Item:
         """Open the item again after a save has replaced it. Raises ValueError if leaves differ."""
-        item = Item(open_source(self.source.store), self._within, self.path, self.kind)
-        for key in keys:
-            there = item.saved(key) if key in item.tree.leaves else None
-            if _shape_of(there) != _shape_of(self.saved(key)):
+        item = replace(self, source=open_source(self.source.store))
+        for keys in leaves:
+            there = item.saved(keys) if keys in item.tree.leaves else None
+            if _shape_of(there) != _shape_of(self.saved(keys)):
                 raise ValueError(
-                    f"leaf {'/'.join(key)!r} of {self.path}: a save has replaced the checkpoint by "
-                    "one with another shape or dtype; restore again"
+                    f"leaf {'/'.join(keys)!r} of {self.path}: a save has replaced the checkpoint "
+                    "by one with another shape or dtype; restore again"
                 )
         return item
 

@@ -191,7 +191,7 @@ ProtoSave = absent("args.ProtoSave", "save its SerializeToString() as bytes in t
 ProtoRestore = absent("args.ProtoRestore", "restore bytes, and call ParseFromString on them")
 
 
-class Composite(CheckpointArgs, Mapping[str, Any]):
+class Composite(Mapping[str, Any], CheckpointArgs):
     """Several items by name, also as a result: `r.state`, `r["state"]`, `r.get("state")`."""
 
     __items__: dict[str, Any]
@@ -219,11 +219,6 @@ class Composite(CheckpointArgs, Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.__items__)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Composite) and self.__items__ == other.__items__
-
-    __hash__ = None
 
     def __and__(self, other: Iterable[str]) -> Composite:
         return Composite(**{k: self[k] for k in other if k in self})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -98,16 +99,11 @@ def checkpoints_iterator(
     if that returns True.
     """
     naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
+    wait = partial(_wait, checkpoint_dir, naming, timeout, timeout_fn, seconds_to_sleep)
     last: int | None = None
-    while True:
-        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
-        if found is None:
-            if timeout_fn is None or timeout_fn():
-                return
-            continue
+    while (last := wait(last)) is not None:
         began_s = time.monotonic()
-        last = found
-        yield found
+        yield last
         time.sleep(max(0.0, began_s + min_interval_secs - time.monotonic()))
 
 
@@ -132,25 +128,35 @@ def wait_for_new_checkpoint(
     """
     naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
     last = None if until_step is None else until_step - 1
-    found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
-    while found is None and timeout_fn is not None and not timeout_fn():
-        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
+    found = _wait(checkpoint_dir, naming, timeout, timeout_fn, seconds_to_sleep, last)
     yield -1 if found is None else found
 
 
 def _wait(
-    directory: Any, naming: Any, last: int | None, timeout: float | None, look_every_s: float
+    directory: Any,
+    naming: Any,
+    timeout: float | None,
+    is_over: Callable[[], bool] | None,
+    look_every_s: float,
+    last: int | None,
 ) -> int | None:
-    """Wait for a step after `last`. Return None if none appears within `timeout` seconds."""
+    """Wait for a step after `last`.
+
+    Returns None if none appears within `timeout` seconds. It waits as long again if `is_over`
+    returns False.
+    """
     give_up = None if timeout is None else time.monotonic() + timeout
     while True:
         newest = latest_step_metadata(directory, naming)
         if newest is not None and (last is None or newest.step > last):
             return newest.step
         left_s = look_every_s if give_up is None else give_up - time.monotonic()
-        if left_s <= 0:
+        if left_s > 0:
+            time.sleep(min(look_every_s, left_s))
+        elif is_over is None or is_over():
             return None
-        time.sleep(min(look_every_s, left_s))
+        elif timeout is not None:
+            give_up = time.monotonic() + timeout
 
 
 def init_step_name_format(

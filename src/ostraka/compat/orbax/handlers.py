@@ -24,7 +24,6 @@ from ostraka.compat.orbax._files import (
 )
 from ostraka.compat.orbax._leaves import prepare_leaf, want_of
 from ostraka.compat.orbax._pytree import (
-    args_of_template,
     check_standard,
     pytree_payload,
     read_as_saved,
@@ -32,6 +31,7 @@ from ostraka.compat.orbax._pytree import (
     read_standard,
 )
 from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import tree_metadata
 
@@ -250,9 +250,9 @@ class ArrayCheckpointHandler(EngineHandler):
     def read(self, item: Item, args: Any) -> Any:
         given = args.restore_args
         if given is None and args.item is not None:
-            given = args_of_template(args.item)
+            given = restore_args_of(args.item)
         keys = next(iter(item.tree.leaves))
-        return item.read([keys], [want_of(keys, item.saved(keys), given)])[0]
+        return item.read({keys: want_of(keys, item.saved(keys), given)})[keys]
 
 
 class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):

@@ -60,7 +60,7 @@ class ScalarMetadata(ArrayMetadata):
 
 @dataclass
 class StringMetadata(Metadata):
-    pass
+    """Metadata of a text."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ShardingMetadata:
 
 @dataclass
 class SingleDeviceShardingMetadata(ShardingMetadata):
-    pass
+    """The sharding of an array on one device."""
 
 
 @dataclass

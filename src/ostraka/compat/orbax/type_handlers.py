@@ -124,19 +124,13 @@ class _BuiltIn(TypeHandler):
     def typestr(self) -> str:
         return self.kind
 
-    async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Any:
-        raise self._refused("serialize")
-
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        raise self._refused("deserialize")
-
-    def _refused(self, what: str) -> NotImplementedError:
-        return NotImplementedError(
-            f"{type(self).__name__}.{what} is not supported: Ostraka saves and restores such "
-            "leaves itself; give them to a checkpointer"
+    async def serialize(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__}.serialize and .deserialize are not supported: Ostraka saves "
+            "and restores such leaves itself; give them to a checkpointer"
         )
+
+    deserialize = serialize
 
 
 _IGNORED = (
@@ -227,10 +221,7 @@ GLOBAL_REGISTRY = TypeHandlerRegistry(
     (np.number, ScalarHandler()),
 )
 get_type_handler, has_type_handler = GLOBAL_REGISTRY.get, GLOBAL_REGISTRY.has
-
-
-def create_type_handler_registry(*handlers: tuple[Any, Any]) -> TypeHandlerRegistry:
-    return TypeHandlerRegistry(*handlers)
+create_type_handler_registry = TypeHandlerRegistry
 
 
 def register_type_handler(ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:

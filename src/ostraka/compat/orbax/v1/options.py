@@ -27,80 +27,68 @@ class CheckpointLayout(enum.Enum):
 
 
 @dataclass
-class _TreeSaving:
-    pytree_metadata_options: Any = None
-
-
-@dataclass
-class _TreeLoading:
-    partial_load: bool = False
-
-
-@dataclass
 class PyTreeOptions:
     """`PyTreeOptions(loading=PyTreeOptions.Loading(partial_load=True))`."""
 
-    Saving = _TreeSaving
-    Loading = _TreeLoading
-    saving: _TreeSaving = field(default_factory=_TreeSaving)
-    loading: _TreeLoading = field(default_factory=_TreeLoading)
+    @dataclass
+    class Saving:
+        pytree_metadata_options: Any = None
 
+    @dataclass
+    class Loading:
+        partial_load: bool = False
 
-@dataclass
-class _Storage:
-    """How arrays are stored. `dtype` casts floats and integers."""
-
-    dtype: Any = None
-    chunk_byte_size: int | None = None
-    shard_axes: tuple[int, ...] | None = None
-
-
-@dataclass
-class _ArraySaving:
-    """`scoped_storage_options_creator(path, leaf)` returns the options of a leaf, or None."""
-
-    StorageOptions = _Storage
-    storage_options: _Storage = field(default_factory=_Storage)
-    use_ocdbt: bool = True
-    use_zarr3: bool = True
-    use_compression: bool = True
-    ocdbt_target_data_file_size: int | None = None
-    enable_pinned_host_transfer: bool | None = None
-    enable_post_merge_validation: bool = True
-    use_replica_parallel: bool | None = None
-    min_slice_bytes_for_replica_parallel: int | None = None
-    max_replicas_for_replica_parallel: int | None = None
-    enable_replica_parallel_separate_folder: bool = False
-    enable_write_sharding_file: bool = True
-    array_metadata_store: Any = None
-    scoped_storage_options_creator: Any = None
-
-
-@dataclass
-class _Broadcast:
-    replica_axis_index: int | None = 0
-    primary_replica_id: int | None = 0
-    broadcast_memory_limit_bytes: int | None = None
-    broadcast_memory_scaling_factor: float | None = 0.75
-
-
-@dataclass
-class _ArrayLoading:
-    """`enable_padding_and_truncation` cuts arrays, or pads them with zeros, to another shape."""
-
-    LoadAndBroadcastOptions = _Broadcast
-    enable_padding_and_truncation: bool = False
-    raise_array_data_missing_error: bool = True
-    use_load_and_broadcast: bool = False
-    load_and_broadcast_options: _Broadcast = field(default_factory=_Broadcast)
+    saving: Saving = field(default_factory=Saving)
+    loading: Loading = field(default_factory=Loading)
 
 
 @dataclass
 class ArrayOptions:
-    Saving = _ArraySaving
-    Loading = _ArrayLoading
-    saving: _ArraySaving = field(default_factory=_ArraySaving)
-    loading: _ArrayLoading = field(default_factory=_ArrayLoading)
+    @dataclass
+    class Saving:
+        """`scoped_storage_options_creator(path, leaf)` returns the options of a leaf, or None."""
+
+        @dataclass
+        class StorageOptions:
+            """How arrays are stored. `dtype` casts floats and integers."""
+
+            dtype: Any = None
+            chunk_byte_size: int | None = None
+            shard_axes: tuple[int, ...] | None = None
+
+        storage_options: StorageOptions = field(default_factory=StorageOptions)
+        use_ocdbt: bool = True
+        use_zarr3: bool = True
+        use_compression: bool = True
+        ocdbt_target_data_file_size: int | None = None
+        enable_pinned_host_transfer: bool | None = None
+        enable_post_merge_validation: bool = True
+        use_replica_parallel: bool | None = None
+        min_slice_bytes_for_replica_parallel: int | None = None
+        max_replicas_for_replica_parallel: int | None = None
+        enable_replica_parallel_separate_folder: bool = False
+        enable_write_sharding_file: bool = True
+        array_metadata_store: Any = None
+        scoped_storage_options_creator: Any = None
+
+    @dataclass
+    class Loading:
+        """`enable_padding_and_truncation` cuts arrays, or pads them with zeros, to a shape."""
+
+        @dataclass
+        class LoadAndBroadcastOptions:
+            replica_axis_index: int | None = 0
+            primary_replica_id: int | None = 0
+            broadcast_memory_limit_bytes: int | None = None
+            broadcast_memory_scaling_factor: float | None = 0.75
+
+        enable_padding_and_truncation: bool = False
+        raise_array_data_missing_error: bool = True
+        use_load_and_broadcast: bool = False
+        load_and_broadcast_options: Any = field(default_factory=LoadAndBroadcastOptions)
+
+    saving: Saving = field(default_factory=Saving)
+    loading: Loading = field(default_factory=Loading)
 
 
 @dataclass
@@ -118,11 +106,6 @@ class MemoryOptions:
 @dataclass
 class PathwaysOptions:
     checkpointing_impl: Any = None
-
-
-@dataclass
-class _GcsDeletion:
-    todelete_full_path: str | None = None
 
 
 @dataclass
@@ -146,8 +129,11 @@ class CheckpointablesOptions:
 class DeletionOptions:
     """A Checkpointer refuses `todelete_full_path`. It deletes steps at once."""
 
-    GcsDeletionOptions = _GcsDeletion
-    gcs_deletion_options: _GcsDeletion = field(default_factory=_GcsDeletion)
+    @dataclass
+    class GcsDeletionOptions:
+        todelete_full_path: str | None = None
+
+    gcs_deletion_options: GcsDeletionOptions = field(default_factory=GcsDeletionOptions)
 
 
 @dataclass
