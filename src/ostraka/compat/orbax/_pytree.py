@@ -37,7 +37,8 @@ def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
         tree = as_saved(item, prepare_leaf, () if GLOBAL_REGISTRY.has_custom else ARRAY_TYPES)
     else:
         flat = flatten(item)
-        tree = flat.nested(map(prepare_leaf, flat.keys, flat.leaves, _matching(save_args, flat)))
+        given = dict(zip(flat.keys, _matching(save_args, flat), strict=True))
+        tree = as_saved(item, lambda keys, leaf: prepare_leaf(keys, leaf, given[keys]))
     if isinstance(tree, dict | list) and not tree:
         raise ValueError("Found empty item.")
     return Payload("pytree", tree, handler)

@@ -10,7 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._tree import FlatTree, Keys, flatten, is_empty, key_text, nest
+from ostraka.compat.orbax._tree import (
+    NOTHING,
+    FlatTree,
+    Keys,
+    as_saved,
+    flatten,
+    is_empty,
+    key_text,
+)
+from ostraka.errors import InvalidTree
+from ostraka.tree.nodes import nest
 
 PyTree = PyTreeKey = PyTreePath = PyTreeOf = Any
 
@@ -39,16 +49,24 @@ def from_flat_dict(flat_dict: Any, target: Any = None, sep: str | None = None) -
         for key, leaf in flat_dict.items()
     }
     if target is None:
-        return nest((tuple(keys), (False,) * len(keys), leaf) for keys, leaf in split.items())
+        return _nested(split)
     flat = flatten(target)
     return flat.rebuild(split.get(keys, leaf) for keys, leaf in flat.by_keys.items())
 
 
+def _nested(leaves: Mapping[Keys, Any]) -> Any:
+    """Return leaves by their keys as nested dicts. Raises ValueError if one is below another."""
+    try:
+        return nest(leaves.items())
+    except InvalidTree as error:
+        raise ValueError(str(error)) from None
+
+
 def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
     """Return a tree as nested dicts and lists with string keys."""
-    flat = flatten(tree)
-    entries = zip(flat.keys, flat.in_sequence, flat.leaves, strict=True)
-    return nest(entry for entry in entries if keep_empty_nodes or not is_empty(entry[2]))
+    return as_saved(
+        tree, lambda _, leaf: leaf if keep_empty_nodes or not is_empty(leaf) else NOTHING
+    )
 
 
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
@@ -234,6 +252,6 @@ def _leaves(tree: Any) -> dict[Keys, Any]:
 
 def _as_tree(found: dict[Keys, Any], target: Any) -> Any:
     if target is None:
-        return nest((keys, (False,) * len(keys), leaf) for keys, leaf in found.items())
+        return _nested(found)
     flat = flatten(target)
     return flat.rebuild(found[keys] for keys in flat.keys)
