@@ -9,23 +9,12 @@ from ostraka.compat.orbax import multihost as multihost
 from ostraka.compat.orbax._engine import OpenCheckpoint, remove, write
 from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
 from ostraka.compat.orbax.future import AsyncResponse as AsyncResponse
+from ostraka.compat.orbax.v1 import _items as items_lib
 from ostraka.compat.orbax.v1 import errors as errors
 from ostraka.compat.orbax.v1 import handlers as handlers
 from ostraka.compat.orbax.v1 import options as options
 from ostraka.compat.orbax.v1 import training as training
-from ostraka.compat.orbax.v1._items import (
-    AUTO,
-    STATE,
-    items_of,
-    load_items,
-    load_tensors,
-    load_tree,
-    open_tensors,
-    payloads_of,
-    tensors_metadata,
-    tree_of,
-    tree_wanted,
-)
+from ostraka.compat.orbax.v1._items import AUTO, STATE
 from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
 from ostraka.compat.orbax.v1.options import CheckpointLayout, active_context
 from ostraka.compat.orbax.v1.options import Context as Context
@@ -76,7 +65,7 @@ def _write(
     background: bool = False,
 ) -> Any:
     _refuse_safetensors("saving")
-    payloads = payloads_of(checkpointables, active_context())
+    payloads = items_lib.payloads_of(checkpointables)
     custom = custom_metadata
     return write(path, payloads, custom=custom, force=overwrite, background=background)
 
@@ -84,8 +73,8 @@ def _write(
 def load(path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = AUTO) -> Any:
     """Load the tree at a path as saved, or like an abstract tree."""
     if _is_safetensors(path):
-        return load_tensors(path, tree_wanted(abstract_state))
-    return load_tree(_open(path), abstract_state, checkpointable_name, active_context())
+        return items_lib.load_tensors(path, items_lib.tree_wanted(abstract_state))
+    return items_lib.load_tree(_open(path), abstract_state, checkpointable_name)
 
 
 def load_async(path: Any, abstract_state: Any = None, **options: Any) -> AsyncResponse:
@@ -95,7 +84,7 @@ def load_async(path: Any, abstract_state: Any = None, **options: Any) -> AsyncRe
 def load_checkpointables(path: Any, abstract_checkpointables: Any = None) -> dict[str, Any]:
     """Load the checkpointables that are asked for, or all."""
     _refuse_safetensors("load_checkpointables")
-    return load_items(_open(path), abstract_checkpointables, active_context())
+    return items_lib.load_items(_open(path), abstract_checkpointables)
 
 
 def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) -> AsyncResponse:
@@ -105,10 +94,10 @@ def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) 
 def pytree_metadata(path: Any, checkpointable_name: str | None = AUTO) -> CheckpointMetadata:
     """Return the shapes, dtypes and shardings of a tree."""
     if _is_safetensors(path):
-        found = open_tensors(path)
+        found = items_lib.open_tensors(path)
         custom = dict(found.source.saved.user)
-        return CheckpointMetadata(tensors_metadata(found), custom, path=found.path)
-    return tree_of(_open(path), checkpointable_name)
+        return CheckpointMetadata(items_lib.tensors_metadata(found), custom, path=found.path)
+    return items_lib.tree_of(_open(path), checkpointable_name)
 
 
 metadata = pytree_metadata
@@ -116,7 +105,7 @@ metadata = pytree_metadata
 
 def checkpointables_metadata(path: Any) -> CheckpointMetadata:
     _refuse_safetensors("checkpointables_metadata")
-    return items_of(_open(path))
+    return items_lib.items_of(_open(path))
 
 
 def is_orbax_checkpoint(path: Any) -> bool:

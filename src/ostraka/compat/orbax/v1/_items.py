@@ -60,8 +60,10 @@ def _is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and isinstance(value, StatefulCheckpointable)
 
 
-def payloads_of(checkpointables: Mapping[str, Any], context: Context) -> dict[str, Payload]:
-    return {name: _payload_of(name, value, context) for name, value in checkpointables.items()}
+def payloads_of(named: Mapping[str, Any], default: Context | None = None) -> dict[str, Payload]:
+    """Return checkpointables ready for the engine. `default` is for callers without a context."""
+    context = active_context(default)
+    return {name: _payload_of(name, value, context) for name, value in named.items()}
 
 
 def _payload_of(name: str, value: Any, context: Context) -> Payload:
@@ -144,13 +146,17 @@ def tree_wanted(abstract: Any) -> Any:
     return abstract.metadata if isinstance(abstract, CheckpointMetadata) else abstract
 
 
-def load_tree(opened: OpenCheckpoint, abstract: Any, name: str | None, context: Context) -> Any:
-    return _read(opened, _name(opened, name), tree_wanted(abstract), context)
+def load_tree(
+    opened: OpenCheckpoint, abstract: Any, name: str | None, default: Context | None = None
+) -> Any:
+    return _read(opened, _name(opened, name), tree_wanted(abstract), active_context(default))
 
 
-def load_items(opened: OpenCheckpoint, abstract: Any, context: Context) -> dict[str, Any]:
+def load_items(
+    opened: OpenCheckpoint, abstract: Any, default: Context | None = None
+) -> dict[str, Any]:
     """Load the checkpointables that are asked for, or all."""
-    asked = tree_wanted(abstract)
+    asked, context = tree_wanted(abstract), active_context(default)
     found: dict[str, Any] = {}
     for name, given in (asked or dict.fromkeys(opened.items())).items():
         try:

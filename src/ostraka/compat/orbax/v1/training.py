@@ -11,16 +11,9 @@ from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, Checkpoin
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
 from ostraka.compat.orbax.options import AsyncOptions
+from ostraka.compat.orbax.v1 import _items as items_lib
 from ostraka.compat.orbax.v1 import errors as errors
-from ostraka.compat.orbax.v1._items import (
-    AUTO,
-    STATE,
-    items_of,
-    load_items,
-    load_tree,
-    payloads_of,
-    tree_of,
-)
+from ostraka.compat.orbax.v1._items import AUTO, STATE
 from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
 from ostraka.compat.orbax.v1.options import Context, active_context
 
@@ -122,7 +115,7 @@ class Checkpointer:
             manager.delete(step)
         if not force and not manager.should_save(step):
             return None
-        payloads = payloads_of(checkpointables, active_context(self._context))
+        payloads = items_lib.payloads_of(checkpointables, self._context)
         manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
@@ -136,8 +129,8 @@ class Checkpointer:
     def load(
         self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = AUTO
     ) -> Any:
-        opened = self._open(step)
-        return load_tree(opened, abstract_state, checkpointable_name, active_context(self._context))
+        opened, name = self._open(step), checkpointable_name
+        return items_lib.load_tree(opened, abstract_state, name, self._context)
 
     def load_async(self, step: Any = None, abstract_state: Any = None) -> AsyncResponse:
         return AsyncResponse(lambda _: self.load(step, abstract_state))
@@ -145,7 +138,7 @@ class Checkpointer:
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Any = None
     ) -> dict[str, Any]:
-        return load_items(self._open(step), abstract_checkpointables, active_context(self._context))
+        return items_lib.load_items(self._open(step), abstract_checkpointables, self._context)
 
     def load_checkpointables_async(
         self, step: Any = None, abstract_checkpointables: Any = None
@@ -156,12 +149,12 @@ class Checkpointer:
     load_pytree, load_pytree_async = load, load_async
 
     def pytree_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return tree_of(self._open(step), AUTO)
+        return items_lib.tree_of(self._open(step), AUTO)
 
     metadata = pytree_metadata
 
     def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return items_of(self._open(step))
+        return items_lib.items_of(self._open(step))
 
     def root_metadata(self) -> Any:
         return self._manager.metadata()
