@@ -11,17 +11,12 @@ _ROOT = "ostraka.compat.orbax"
 ALIASES = {
     "_src.arrays": "_src",
     "_src.arrays.sharding": "_src",
-    "_src.checkpoint_managers": "checkpoint_managers",
-    "_src.checkpoint_managers.preservation_policy": "checkpoint_managers",
-    "_src.checkpoint_managers.save_decision_policy": "checkpoint_managers",
-    "_src.checkpointers": "checkpointers",
     "_src.checkpointers.async_checkpointer": "checkpointers",
     "_src.checkpointers.checkpointer": "checkpointers",
     "_src.checkpointers.pytree_checkpointer": "checkpointers",
     "_src.checkpointers.standard_checkpointer": "checkpointers",
     "_src.futures": "future",
     "_src.futures.future": "future",
-    "_src.handlers": "handlers",
     "_src.handlers.async_checkpoint_handler": "handlers",
     "_src.handlers.checkpoint_handler": "handlers",
     "_src.handlers.composite_checkpoint_handler": "handlers",
@@ -29,23 +24,15 @@ ALIASES = {
     "_src.handlers.json_checkpoint_handler": "handlers",
     "_src.handlers.pytree_checkpoint_handler": "handlers",
     "_src.handlers.standard_checkpoint_handler": "handlers",
-    "_src.metadata": "metadata",
     "_src.metadata.array_metadata_store": "_src",
     "_src.metadata.checkpoint": "metadata",
-    "_src.metadata.tree": "metadata",
-    "_src.metadata.value": "metadata",
-    "_src.multihost": "multihost",
     "_src.multihost.multihost": "multihost",
-    "_src.path": "path",
-    "_src.path.atomicity": "path",
-    "_src.path.step": "path",
     "_src.serialization": "type_handlers",
     "_src.serialization.jax_array_handlers": "type_handlers",
     "_src.serialization.jax_array_restore_args": "type_handlers",
     "_src.serialization.replica_slices": "_src",
     "_src.serialization.type_handler_registry": "type_handlers",
     "_src.serialization.type_handlers": "type_handlers",
-    "_src.tree": "tree",
     "_src.tree.utils": "tree",
     "abstract_checkpoint_manager": "checkpoint_manager",
     "aggregate_handlers": "_absent",
@@ -74,12 +61,17 @@ ALIASES = {
     "v1.path": "path",
     "version": "",
 }
-"""Sorted, so that a module comes before those below it. The empty path is the package itself."""
+"""The empty path is the package itself."""
+_SRC = ("checkpoint_managers", "checkpointers", "handlers", "metadata", "multihost", "path", "tree")
+"""Public modules that are in `_src` too, with those below them."""
 
 
 def install() -> None:
     """Make every path importable, and have each module refuse the names that it lacks."""
-    for path, home in ALIASES.items():
+    both = dict(zip(_SRC, _SRC, strict=True)) | ALIASES
+    private = {f"_src.{path}": both[path] for path in both if path.split(".")[0] in _SRC}
+    # In this order a module comes before those below it.
+    for path, home in sorted((ALIASES | private).items()):
         module = import_module(_full(home))
         sys.modules[_full(path)] = module
         parent, _, name = path.rpartition(".")

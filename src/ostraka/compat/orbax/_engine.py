@@ -137,16 +137,13 @@ class OpenCheckpoint:
         if source is None:
             # `step/item` is a directory for Orbax, and a part of the step's checkpoint here.
             source, self._within = _open(self.path.parent), self.path.name
-            own: Any = {} if source is None else source.saved.user.get(ORBAX_KEY)
-            if source is None or not own or own["single"] or self._within not in own["items"]:
-                raise FileNotFoundError(f"Checkpoint at {path} not found.")
-        self.source: Source = source
-
-    @property
-    def about(self) -> Mapping[str, Any]:
+        own: Any = {} if source is None else source.saved.user.get(ORBAX_KEY)
+        self.about: dict[str, Any] = own if isinstance(own, dict) else {}
         """The metadata that `write` has saved. Empty if another program wrote the checkpoint."""
-        found: Any = self.source.saved.user.get(ORBAX_KEY)
-        return found if isinstance(found, dict) else {}
+        is_part = not self.about.get("single", True) and self._within in self.about.get("items", ())
+        if source is None or (self._within is not None and not is_part):
+            raise FileNotFoundError(f"Checkpoint at {path} not found.")
+        self.source: Source = source
 
     @cached_property
     def is_orbax(self) -> bool:

@@ -51,8 +51,6 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any = None) -> Any:
     if handler is not None:
         return _serialize(keys, leaf, handler, save_args)
     dtype = getattr(save_args, "dtype", None)
-    if dtype is None and type(leaf) in _SCALARS:
-        return leaf
     if isinstance(leaf, jax.Array | np.ndarray):
         return leaf if dtype is None or is_key(leaf) else _cast_array(leaf, dtype)
     if isinstance(leaf, np.generic):
@@ -317,7 +315,7 @@ def _is_number(value: Any) -> bool:
 def _as_jax(keys: Keys, value: Any, dtype: Any, sharding: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         return value if dtype is None or value.dtype == dtype else _cast_array(value, dtype)
-    array = np.asarray(value, value.dtype if dtype is None and not _is_number(value) else dtype)
+    array = np.asarray(value, dtype)
     _check_fit(keys, np.asarray(value), jax.dtypes.canonicalize_dtype(array.dtype))
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 

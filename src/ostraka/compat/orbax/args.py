@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 from ostraka.compat.orbax._refuse import absent
@@ -40,10 +42,9 @@ def register_with_handler(
 def get_registered_handler_cls(arg: Any) -> Any:
     """Return the class of handler for args. Finds those registered with Orbax itself too."""
     cls = arg if isinstance(arg, type) else type(arg)
-    for registry in (_FOR_SAVE, _FOR_RESTORE):
-        for base in cls.__mro__:
-            if base in registry:
-                return registry[base]
+    for registry, base in product((_FOR_SAVE, _FOR_RESTORE), cls.__mro__):
+        if base in registry:
+            return registry[base]
     if _is_of_orbax(cls):
         import orbax.checkpoint
 
@@ -65,11 +66,9 @@ def get_registered_args_cls(handler: Any) -> tuple[Any, Any]:
 
 
 def has_registered_args(handler: Any) -> bool:
-    try:
-        get_registered_args_cls(handler)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(get_registered_args_cls(handler))
+    return False
 
 
 def is_args(value: Any) -> bool:

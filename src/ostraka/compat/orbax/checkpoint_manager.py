@@ -224,7 +224,7 @@ class CheckpointManager(checkpointers_lib.BackgroundSaves, AbstractCheckpointMan
             step,
             self._handler.payload(given, background=background),
             metrics=metrics,
-            custom_metadata=custom_metadata,
+            custom=custom_metadata,
             max_file_bytes=handlers_lib.file_size_of(given),
         )
         self._log_entry(
@@ -243,15 +243,12 @@ class CheckpointManager(checkpointers_lib.BackgroundSaves, AbstractCheckpointMan
             self._logger.log_entry(asdict(entry))
 
     def begin(
-        self,
-        step: int,
-        payloads: Mapping[str, Any],
-        *,
-        metrics: Any,
-        custom_metadata: Any,
-        max_file_bytes: int | None = None,
+        self, step: int, payloads: Mapping[str, Any], *, metrics: Any, **options: Any
     ) -> None:
-        """Begin to save items that are ready, whatever the policies say."""
+        """Begin to save items that are ready, whatever the policies say.
+
+        Takes `custom` and `max_file_bytes` of `write`.
+        """
         self.wait_until_finished()
         self._before = self._checkpoints
         superfluous = self._add(CheckpointInfo(step, datetime.now(UTC), metrics))
@@ -260,13 +257,12 @@ class CheckpointManager(checkpointers_lib.BackgroundSaves, AbstractCheckpointMan
             self._running = write(
                 self.path_of(step),
                 payloads["default"] if is_single else payloads,
-                custom=custom_metadata,
                 metrics=metrics,
                 step=step,
                 force=True,
                 background=self._options.enable_async_checkpointing,
-                max_file_bytes=max_file_bytes,
                 on_commit=lambda: self._committed(step, superfluous),
+                **options,
             )
         except BaseException:
             self._end_save(failed=True)

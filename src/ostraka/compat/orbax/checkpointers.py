@@ -176,14 +176,6 @@ class StandardCheckpointer(AsyncCheckpointer):
         args = args_lib.StandardSave(state, save_args)
         super().save(directory, args=args, force=force, custom_metadata=custom_metadata)
 
-    def restore(
-        self,
-        directory: Any,
-        target: Any = None,
-        *,
-        strict: bool = True,
-        support_layout: bool = False,
-        fallback_sharding: Any = None,
-    ) -> Any:
-        args = args_lib.StandardRestore(target, strict, support_layout, fallback_sharding)
-        return super().restore(directory, args=args)
+    def restore(self, directory: Any, target: Any = None, **options: Any) -> Any:
+        """Restore like a target. Takes the options of `args.StandardRestore`."""
+        return super().restore(directory, args=args_lib.StandardRestore(target, **options))

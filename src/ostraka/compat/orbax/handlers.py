@@ -38,21 +38,15 @@ from ostraka.compat.orbax.metadata import tree_metadata
 _WITHIN = "ostraka_item"
 """In the files of a custom handler: the item that it saved through a built-in one."""
 
-# The classes under the names that Orbax's handlers module has for them
+# Args under the names that Orbax's handlers module has for them: `JsonSaveArgs` for `args.JsonSave`
 
-PyTreeSaveArgs, PyTreeRestoreArgs = args_lib.PyTreeSave, args_lib.PyTreeRestore
-StandardSaveArgs, StandardRestoreArgs = args_lib.StandardSave, args_lib.StandardRestore
-JsonSaveArgs, JsonRestoreArgs = args_lib.JsonSave, args_lib.JsonRestore
-ArraySaveArgs, ArrayRestoreArgs = args_lib.ArraySave, args_lib.ArrayRestore
-JaxRandomKeySaveArgs = args_lib.JaxRandomKeySave
-JaxRandomKeyRestoreArgs = args_lib.JaxRandomKeyRestore
-NumpyRandomKeySaveArgs = args_lib.NumpyRandomKeySave
-NumpyRandomKeyRestoreArgs = args_lib.NumpyRandomKeyRestore
-ProtoSaveArgs, ProtoRestoreArgs = args_lib.ProtoSave, args_lib.ProtoRestore
+CompositeArgs = CompositeResults = args_lib.Composite
+for _kind in ("PyTree", "Standard", "Json", "Array", "JaxRandomKey", "NumpyRandomKey", "Proto"):
+    for _name in (f"{_kind}Save", f"{_kind}Restore"):
+        globals()[f"{_name}Args"] = getattr(args_lib, _name)
 ProtoCheckpointHandler = absent(
     "ProtoCheckpointHandler", "save SerializeToString() of the message as bytes in the tree"
 )
-CompositeArgs = CompositeResults = args_lib.Composite
 
 
 class CheckpointHandler(abc.ABC):

@@ -93,12 +93,12 @@ class NamedShardingMetadata(ShardingMetadata):
         return NamedSharding(mesh, PartitionSpec(*self.partition_spec))
 
 
+@dataclass(eq=False)
 class TreeMetadata:
     """The tree of an item with metadata for leaves: `m["params"]`, `m.tree`, `m.items()`."""
 
-    def __init__(self, tree: Any, custom_metadata: Any = None):
-        self.tree = tree
-        self.custom_metadata = custom_metadata
+    tree: Any
+    custom_metadata: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("keys", "values", "items", "get"):
@@ -116,9 +116,6 @@ class TreeMetadata:
 
     def __len__(self) -> int:
         return len(self.tree)
-
-    def __repr__(self) -> str:
-        return f"TreeMetadata(tree={self.tree!r})"
 
 
 def _children_with_keys(metadata: TreeMetadata) -> tuple[list[tuple[Any, Any]], Any]:

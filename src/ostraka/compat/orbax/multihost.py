@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ostraka.compat.orbax._refuse import absent
 from ostraka.processes.decide import decide_together
 
 _utils: Any = multihost_utils
@@ -29,13 +30,7 @@ def runtime_to_distributed_ids() -> list[int]:
     return list(range(jax.process_count()))
 
 
-def distributed_to_device_ids() -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(jax.process_count())]
-    for device in jax.devices():
-        found[device.process_index].append(device.id)
-    return found
-
-
+distributed_to_device_ids = absent("multihost.distributed_to_device_ids", "use jax.devices()")
 process_index, process_count = jax.process_index, jax.process_count
 
 

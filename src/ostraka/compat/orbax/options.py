@@ -116,9 +116,7 @@ class CheckpointManagerOptions:
             )
 
     def naming(self) -> Any:
-        if self.step_name_format is not None:
-            return self.step_name_format
-        return NameFormat(self.step_prefix, self.step_format_fixed_length)
+        return self.step_name_format or NameFormat(self.step_prefix, self.step_format_fixed_length)
 
     def when(self) -> Any:
         """Return the policy that decides which steps are saved."""

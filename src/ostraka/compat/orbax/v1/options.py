@@ -165,13 +165,6 @@ class Context:
     Each has a shorter name too: `pytree` for `pytree_options`, `asynchronous` for `async_options`.
     """
 
-    pytree_options: Any
-    array_options: Any
-    async_options: Any
-    checkpointables_options: Any
-    deletion_options: Any
-    checkpoint_layout: Any
-
     def __init__(self, context: Context | None = None, **given: Any):
         refuse_options("Context", [k for k, v in given.items() if v is not None], _DEFAULTS)
         for name, make in _DEFAULTS.items():

@@ -10,7 +10,6 @@ from ostraka.compat.orbax._engine import OpenCheckpoint
 from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, CheckpointManagerOptions
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
-from ostraka.compat.orbax.options import AsyncOptions
 from ostraka.compat.orbax.v1 import _items as items_lib
 from ostraka.compat.orbax.v1 import errors as errors
 from ostraka.compat.orbax.v1._items import AUTO, STATE
@@ -44,7 +43,7 @@ class Checkpointer:
                 save_decision_policy=save_decision_policy,
                 preservation_policy=preservation_policy,
                 step_name_format=step_name_format,
-                async_options=AsyncOptions(self._context.async_options.timeout_secs),
+                async_options=self._context.async_options,
                 todelete_full_path=deletion.todelete_full_path,
             ),
             metadata=custom_metadata,
@@ -56,8 +55,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> CheckpointMetadata | None:
-        found = self.checkpoints
-        return found[-1] if found else None
+        return next(reversed(self.checkpoints), None)
 
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata]:
@@ -116,7 +114,7 @@ class Checkpointer:
         if not force and not manager.should_save(step):
             return None
         payloads = items_lib.payloads_of(checkpointables, self._context)
-        manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
+        manager.begin(step, payloads, metrics=metrics, custom=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
             manager.wait_until_finished()
