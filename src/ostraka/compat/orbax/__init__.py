@@ -22,8 +22,8 @@ from ostraka.compat.orbax import tree as tree
 from ostraka.compat.orbax import type_handlers as type_handlers
 from ostraka.compat.orbax import utils as utils
 from ostraka.compat.orbax import v1 as v1
-from ostraka.compat.orbax._aliases import install as _install
-from ostraka.compat.orbax._refuse import refuse as _refuse
+from ostraka.compat.orbax._names import install as _install
+from ostraka.compat.orbax._names import refuse as _refuse
 
 AbstractCheckpointManager = checkpoint_manager.AbstractCheckpointManager
 CheckpointManager = checkpoint_manager.CheckpointManager

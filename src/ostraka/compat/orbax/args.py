@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 
 @dataclass

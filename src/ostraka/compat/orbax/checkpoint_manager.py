@@ -16,7 +16,7 @@ from ostraka.compat.orbax import handlers as handlers_lib
 from ostraka.compat.orbax import options as options_lib
 from ostraka.compat.orbax._engine import OpenCheckpoint, put_aside, remove, write
 from ostraka.compat.orbax._files import as_path
-from ostraka.compat.orbax._refuse import refuse
+from ostraka.compat.orbax._names import refuse
 from ostraka.compat.orbax.args import Composite, adopt, is_args
 from ostraka.compat.orbax.handlers import RESTORE, SAVE, CompositeCheckpointHandler, args_for
 from ostraka.compat.orbax.logging import RestoreStepStatistics, SaveStepStatistics

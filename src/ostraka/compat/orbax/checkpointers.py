@@ -7,7 +7,7 @@ from typing import Any, Self
 from ostraka.compat.orbax import args as args_lib
 from ostraka.compat.orbax import handlers as handlers_lib
 from ostraka.compat.orbax._engine import OpenCheckpoint, write
-from ostraka.compat.orbax._refuse import refuse_options
+from ostraka.compat.orbax._names import refuse_options
 from ostraka.compat.orbax.metadata import StepMetadata, step_metadata
 from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
 from ostraka.saving.background import SaveHandle

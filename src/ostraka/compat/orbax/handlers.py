@@ -23,6 +23,7 @@ from ostraka.compat.orbax._files import (
     wait_for,
 )
 from ostraka.compat.orbax._leaves import prepare_leaf, want_of
+from ostraka.compat.orbax._names import absent, refuse_options
 from ostraka.compat.orbax._pytree import (
     check_standard,
     pytree_payload,
@@ -30,7 +31,6 @@ from ostraka.compat.orbax._pytree import (
     read_pytree,
     read_standard,
 )
-from ostraka.compat.orbax._refuse import absent, refuse_options
 from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import tree_metadata

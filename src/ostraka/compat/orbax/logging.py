@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 step_statistics: Any
 """This module, as Orbax names a part of it."""

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 from ostraka.layout.spec import LeafSpec
 from ostraka.tree.nodes import SavedStates
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 from ostraka.processes.decide import decide_together
 
 _utils: Any = multihost_utils

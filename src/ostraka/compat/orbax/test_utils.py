@@ -13,7 +13,7 @@ import numpy as np
 
 from ostraka.compat.orbax import type_handlers
 from ostraka.compat.orbax._files import as_path
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 from ostraka.compat.orbax.multihost import sync_global_processes as sync_global_processes
 from ostraka.compat.orbax.path import TMP_DIR_SUFFIX
 from ostraka.compat.orbax.path import create_tmp_directory as create_tmp_directory

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax._names import absent, refuse_options
 from ostraka.compat.orbax._tree import is_empty
 from ostraka.formats.source import names_in
 from ostraka.storage import open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self, runtime_checkable
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 Checkpointable = AbstractCheckpointable = Any
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 
 from ostraka.compat.orbax import options as options_lib
-from ostraka.compat.orbax._refuse import Unsupported, refuse, refuse_options
+from ostraka.compat.orbax._names import Unsupported, refuse, refuse_options
 from ostraka.compat.orbax.type_handlers import SaveArgs
 from ostraka.compat.orbax.v1.handlers import CheckpointableHandlerRegistry, local_registry
 

@@ -1,11 +1,12 @@
-"""Module paths of Orbax without a file here, each with the module that stands for it."""
+"""Orbax's names: module paths without a file here, and how others are refused."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection
 from importlib import import_module
-
-from ostraka.compat.orbax._refuse import refuse
+from types import ModuleType
+from typing import Any
 
 _ROOT = "ostraka.compat.orbax"
 ALIASES = {
@@ -35,25 +36,25 @@ ALIASES = {
     "_src.serialization.type_handlers": "type_handlers",
     "_src.tree.utils": "tree",
     "abstract_checkpoint_manager": "checkpoint_manager",
-    "aggregate_handlers": "_absent",
+    "aggregate_handlers": "_src",
     "arrays": "tree",
     "checkpoint_args": "args",
     "checkpoint_managers.preservation_policy": "checkpoint_managers",
     "checkpoint_managers.save_decision_policy": "checkpoint_managers",
-    "experimental": "_absent",
-    "experimental.emergency": "_absent",
-    "experimental.emergency.checkpoint_manager": "_absent",
-    "experimental.emergency.multi_tier_checkpointing": "_absent",
-    "experimental.emergency.multi_tier_checkpointing.initialization": "_absent",
-    "experimental.emergency.replicator_checkpoint_manager": "_absent",
+    "experimental": "_src",
+    "experimental.emergency": "_src",
+    "experimental.emergency.checkpoint_manager": "_src",
+    "experimental.emergency.multi_tier_checkpointing": "_src",
+    "experimental.emergency.multi_tier_checkpointing.initialization": "_src",
+    "experimental.emergency.replicator_checkpoint_manager": "_src",
     "experimental.v1": "v1",
     "logging.step_statistics": "logging",
     "metadata.tree": "metadata",
     "metadata.value": "metadata",
-    "msgpack_utils": "_absent",
+    "msgpack_utils": "_src",
     "path.atomicity": "path",
     "path.step": "path",
-    "pathways": "_absent",
+    "pathways": "_src",
     "serialization": "type_handlers",
     "step": "path",
     "transform_utils": "tree",
@@ -64,6 +65,50 @@ ALIASES = {
 """The empty path is the package itself."""
 _SRC = ("checkpoint_managers", "checkpointers", "handlers", "metadata", "multihost", "path", "tree")
 """Public modules that are in `_src` too, with those below them."""
+
+
+class Unsupported(AttributeError, NotImplementedError):
+    """A name of Orbax's that this drop-in does not have."""
+
+
+def refuse(module: str, *others: ModuleType) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module. It has the names of others too, or raises Unsupported.
+
+    Some modules of Orbax repeat names that others define.
+    """
+    name_there = module.replace(_ROOT, "orbax.checkpoint", 1)
+
+    def lookup(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        for other in others:
+            if name in vars(other):
+                return vars(other)[name]
+        raise Unsupported(
+            f"{module} has no {name!r}: if it is {name_there}.{name}, Ostraka's drop-in does not "
+            "support it; docs/migrating.md lists what it has and what to use instead"
+        )
+
+    return lookup
+
+
+def absent(name: str, instead: str, base: type = object) -> Any:
+    """Return a class that can be imported and used in `isinstance`, but raises when called."""
+
+    def refuse_use(self: Any, *args: Any, **options: Any) -> None:
+        raise NotImplementedError(f"{name} is not supported by Ostraka's drop-in; {instead}")
+
+    return type(name.rpartition(".")[2], (base,), {"__init__": refuse_use})
+
+
+def refuse_options(what: str, given: Collection[str], known: Collection[str] = ()) -> None:
+    """Raise TypeError for options that are not known."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise TypeError(
+            f"{what} got {', '.join(map(repr, unknown))}, which Ostraka's drop-in for Orbax does "
+            "not know"
+        )
 
 
 def install() -> None:
