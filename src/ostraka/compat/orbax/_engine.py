@@ -270,9 +270,6 @@ class Item:
             raise ValueError(f"leaf {'/'.join(keys)!r} of {self.path} can't be read: {value.why}")
         return self.source.saved.leaves[value.number] if isinstance(value, ArrayNumber) else value
 
-    def mesh_of(self, spec: Any) -> Any:
-        return self.source.saved.meshes[spec.mesh] if spec.mesh >= 0 else None
-
     def states(self) -> tuple[Any, ...]:
         node = self.node
         if not isinstance(node, Leaf) or not isinstance(node.value, SavedStates):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ostraka.common.dtypes import is_floating, numpy_dtype
 from ostraka.compat.orbax import type_handlers
@@ -220,7 +219,7 @@ def _sharding_of(args: Any) -> Any:
     if sharding is None:
         mesh = getattr(args, "mesh", None)
         axes = getattr(args, "mesh_axes", None)
-        return None if mesh is None else NamedSharding(mesh, axes or jax.P())
+        return None if mesh is None else jax.sharding.NamedSharding(mesh, axes or jax.P())
     return sharding.to_jax_sharding() if hasattr(sharding, "to_jax_sharding") else sharding
 
 

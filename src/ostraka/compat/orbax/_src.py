@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka.compat.orbax._names import absent
 from ostraka.compat.orbax.checkpoint_manager import AbstractCheckpointManager
@@ -30,7 +29,7 @@ def construct_maximal_shardings(abstract_state: Any, devices: Sequence[Any] | No
     return _tree.map(lambda leaf: _maximal(tuple(leaf.shape), where), abstract_state)
 
 
-def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
+def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> jax.sharding.NamedSharding:
     left = len(devices)
     parts = [1] * len(shape)
     for dimension in sorted(range(len(shape)), key=lambda d: -shape[d]):
@@ -38,9 +37,9 @@ def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
             parts[dimension] = math.gcd(shape[dimension], left)
             left //= parts[dimension]
     axes = [f"axis_{dimension}" for dimension in range(len(shape))]
-    mesh = Mesh(np.array(devices).reshape(*parts, left), (*axes, "replica"))
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(*parts, left), (*axes, "replica"))
     spec = (axis if count > 1 else None for axis, count in zip(axes, parts, strict=True))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.sharding.NamedSharding(mesh, jax.P(*spec))
 
 
 # metadata.array_metadata_store

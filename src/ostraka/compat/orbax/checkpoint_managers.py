@@ -43,12 +43,6 @@ class PreservationPolicy(Protocol):
 
 
 @dataclass
-class PreserveAll(PreservationPolicy):
-    def should_preserve(self, checkpoints: Steps, *, context: PreservationContext) -> list[bool]:
-        return [True] * len(checkpoints)
-
-
-@dataclass
 class LatestN(PreservationPolicy):
     """Keeps the last `n` steps, or all if `n` is None."""
 
@@ -58,6 +52,10 @@ class LatestN(PreservationPolicy):
         count = len(checkpoints)
         kept = count if self.n is None else self.n
         return [number >= count - kept for number in range(count)]
+
+
+class PreserveAll(LatestN):
+    """Keeps all steps."""
 
 
 @dataclass

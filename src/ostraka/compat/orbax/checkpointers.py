@@ -10,18 +10,13 @@ from ostraka.compat.orbax._engine import OpenCheckpoint, write
 from ostraka.compat.orbax._names import refuse_options
 from ostraka.compat.orbax.metadata import StepMetadata, step_metadata
 from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
+from ostraka.compat.orbax.options import CompositeOptions, MultiprocessingOptions, names_of
 from ostraka.saving.background import SaveHandle
 
 _IGNORED = (
-    "multiprocessing_options",
-    "file_options",
+    *names_of(CompositeOptions, MultiprocessingOptions),
     "checkpoint_metadata_store",
-    "temporary_path_class",
-    "primary_host",
-    "active_processes",
-    "barrier_sync_key_prefix",
     "barrier_sync_fn",
-    "atomicity_options",
 )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol, runtime_checkable
 
 from ostraka.compat.orbax._files import await_result
+from ostraka.compat.orbax._names import absent
 
 
 @runtime_checkable
@@ -43,18 +43,7 @@ class CommitFuture:
 CommitFutureAwaitingContractedSignals = CommitFuture
 
 
-class ChainedFuture:
-    """Several futures as one. `cb` is called once all are done."""
-
-    def __init__(self, futures: Any, cb: Any):
-        self._futures, self._callback = futures, cb
-
-    def result(self, timeout: float | None = None) -> Any:
-        give_up = None if timeout is None else time.monotonic() + timeout
-        for future in self._futures:
-            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
-            future.result(left_s)
-        self._callback()
+ChainedFuture = absent("future.ChainedFuture", "return a list of futures")
 
 
 class AsyncResponse:

@@ -34,6 +34,8 @@ from ostraka.compat.orbax._pytree import (
 from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import tree_metadata
+from ostraka.compat.orbax.options import ArrayFileOptions, names_of
+from ostraka.compat.orbax.options import CompositeOptions as CompositeOptions
 
 _WITHIN = "ostraka_item"
 """In the files of a custom handler: the item that it saved through a built-in one."""
@@ -165,6 +167,7 @@ class PyTreeCheckpointHandler(EngineHandler):
     # Options about Orbax's files and memory. The engine has its own limits.
     ignored = (
         *EngineHandler.ignored,
+        *names_of(ArrayFileOptions),
         "memory_limit_options",
         "save_concurrent_bytes",
         "restore_concurrent_bytes",
@@ -173,18 +176,12 @@ class PyTreeCheckpointHandler(EngineHandler):
         "save_concurrent_gb",
         "restore_concurrent_gb",
         "save_device_host_concurrent_gb",
-        "use_ocdbt",
-        "use_zarr3",
-        "use_compression",
         "array_metadata_validator",
-        "enable_pinned_host_transfer",
-        "enable_post_merge_validation",
         "is_prioritized_key_fn",
         "pytree_metadata_options",
         "type_handler_registry",
         "handler_impl",
         "write_tree_metadata",
-        "array_metadata_store",
     )
     by_position = ("aggregate_filename",)
 
@@ -424,17 +421,6 @@ def _call(function: Any, directory: Any, args: Any) -> Any:
 
 
 # Several items
-
-
-@dataclass
-class CompositeOptions:
-    """Options about Orbax's own files, without effect."""
-
-    multiprocessing_options: Any = None
-    temporary_path_class: Any = None
-    file_options: Any = None
-    atomicity_options: Any = None
-    async_options: Any = None
 
 
 class CompositeCheckpointHandler(EngineHandler):

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint
@@ -22,15 +21,6 @@ from ostraka.tree.nodes import SavedStates
 class Metadata:
     name: str = ""
     directory: Any = None
-
-
-@dataclass
-class StorageMetadata:
-    """The chunks in which Orbax stores an array. Ostraka's checkpoints have none."""
-
-    chunk_shape: tuple[int, ...] | None = None
-    write_shape: tuple[int, ...] | None = None
-    zarr_metadata: Any = None
 
 
 @dataclass
@@ -50,7 +40,6 @@ class ArrayMetadata(Metadata):
     storage: Any = None
 
 
-@dataclass
 class ScalarMetadata(ArrayMetadata):
     @property
     def zero(self) -> Any:
@@ -58,7 +47,6 @@ class ScalarMetadata(ArrayMetadata):
         return {"b": False, "f": 0.0, "c": 0j}.get(self.dtype.kind, 0)
 
 
-@dataclass
 class StringMetadata(Metadata):
     """Metadata of a text."""
 
@@ -71,7 +59,6 @@ class ShardingMetadata:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-@dataclass
 class SingleDeviceShardingMetadata(ShardingMetadata):
     """The sharding of an array on one device."""
 
@@ -90,7 +77,7 @@ class NamedShardingMetadata(ShardingMetadata):
             )
         devices = np.array(jax.devices()[:count]).reshape(self.shape)
         mesh = jax.sharding.Mesh(devices, self.axis_names)
-        return NamedSharding(mesh, PartitionSpec(*self.partition_spec))
+        return jax.sharding.NamedSharding(mesh, jax.P(*self.partition_spec))
 
 
 @dataclass(eq=False)
@@ -107,9 +94,6 @@ class TreeMetadata:
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.tree
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tree)
@@ -173,9 +157,9 @@ def _leaf(item: Item, keys: tuple[str, ...]) -> Any:
 
 
 def _sharding(item: Item, spec: LeafSpec) -> Any:
-    mesh = item.mesh_of(spec)
-    if mesh is None or spec.kind not in ("jax", "key"):
+    if spec.mesh < 0 or spec.kind not in ("jax", "key"):
         return None
+    mesh = item.source.saved.meshes[spec.mesh]
     if len(mesh.devices) == 1:
         return SingleDeviceShardingMetadata()
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -210,3 +194,4 @@ def get_step_metadata(path: Any) -> StepMetadata:
 
 MetadataStore = absent("metadata.MetadataStore", "call metadata.get_step_metadata(path)")
 metadata_store = absent("metadata.metadata_store", "call metadata.get_step_metadata(path)")
+StorageMetadata = absent("metadata.StorageMetadata", "Ostraka has no chunks; see ostraka.open")

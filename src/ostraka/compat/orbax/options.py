@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ostraka.compat.orbax import checkpoint_managers as policies_lib
@@ -51,6 +51,50 @@ class AtomicityOptions:
 @dataclass
 class MemoryLimitOptions:
     max_transfer_concurrent_gb: int | None = None
+
+
+@dataclass
+class CompositeOptions:
+    """Options about Orbax's own files, without effect."""
+
+    multiprocessing_options: Any = None
+    temporary_path_class: Any = None
+    file_options: Any = None
+    atomicity_options: Any = None
+    async_options: Any = None
+
+
+@dataclass
+class ArrayFileOptions:
+    """How Orbax writes the files of arrays, without effect."""
+
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    use_compression: bool = True
+    ocdbt_target_data_file_size: int | None = None
+    enable_pinned_host_transfer: bool | None = None
+    enable_post_merge_validation: bool = True
+    use_replica_parallel: bool | None = None
+    min_slice_bytes_for_replica_parallel: int | None = None
+    max_replicas_for_replica_parallel: int | None = None
+    enable_replica_parallel_separate_folder: bool = False
+    enable_write_sharding_file: bool = True
+    array_metadata_store: Any = None
+
+
+@dataclass
+class BroadcastOptions:
+    """How Orbax reads an array once for all replicas, without effect."""
+
+    replica_axis_index: int | None = 0
+    primary_replica_id: int | None = 0
+    broadcast_memory_limit_bytes: int | None = None
+    broadcast_memory_scaling_factor: float | None = 0.75
+
+
+def names_of(*options: Any) -> list[str]:
+    """Return the names of the options in classes, for calls that take them as keywords."""
+    return [known.name for cls in options for known in fields(cls)]
 
 
 @dataclass

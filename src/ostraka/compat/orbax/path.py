@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostraka.compat.orbax._files import as_path
+from ostraka.compat.orbax._names import absent
 from ostraka.formats import has_finished_checkpoint
 from ostraka.formats.source import names_in
 from ostraka.layout.file_names import step_of
@@ -82,10 +83,7 @@ def build_step_path(base_path: Any, name_format: NameFormat, step: int) -> Any:
     return as_path(base_path) / name_format.build_name(step)
 
 
-def find_step_path(
-    base_path: Any, name_format: NameFormat, *, step: int, include_uncommitted: bool = False
-) -> Any:
-    return name_format.find_step(base_path, step).path
+find_step_path = absent("step.find_step_path", "use the find_step of a name format")
 
 
 def latest_step_metadata(root_path: Any, name_format: Any) -> Any:

@@ -156,7 +156,7 @@ def register_type_handler(ty: Any, handler: Any, func: Any = None) -> Generator[
 @contextlib.contextmanager
 def global_type_handler_registry_context() -> Generator[None]:
     """Forget the type handlers that are registered inside."""
-    before = type_handlers.GLOBAL_REGISTRY.pairs()
+    before = type_handlers.GLOBAL_REGISTRY.handlers
     try:
         yield
     finally:

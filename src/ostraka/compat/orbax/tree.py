@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ostraka.compat.orbax._names import absent
 from ostraka.compat.orbax._tree import (
     NOTHING,
     FlatTree,
@@ -114,11 +115,7 @@ def get_param_names(item: Any, include_empty_nodes: bool = True) -> Any:
     return flat.rebuild(".".join(keys) for keys in flat.keys)
 
 
-def tree_difference(a: Any, b: Any) -> Any:
-    """Return the leaves that only one of two trees has, by path. None if there are none."""
-    first, second = flatten(a).by_keys, flatten(b).by_keys
-    keys = sorted(first.keys() ^ second.keys())
-    return {"/".join(k): (first.get(k), second.get(k)) for k in keys} or None
+tree_difference = absent("tree.tree_difference", "compare what to_flat_dict returns")
 
 
 # transform_utils

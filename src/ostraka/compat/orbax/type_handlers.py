@@ -12,6 +12,7 @@ import numpy as np
 
 from ostraka.compat.orbax._names import absent, refuse_options
 from ostraka.compat.orbax._tree import is_empty
+from ostraka.compat.orbax.options import ArrayFileOptions, BroadcastOptions, names_of
 from ostraka.formats.source import names_in
 from ostraka.storage import open_store
 
@@ -134,25 +135,15 @@ class _BuiltIn(TypeHandler):
 
 
 _IGNORED = (
+    *names_of(ArrayFileOptions, BroadcastOptions),
     "primary_host",
     "dispatcher",
     "callback",
-    "enable_replica_parallel_separate_folder",
     "ocdbt_process_id",
     "deepcopy_host_arrays",
     "filename",
-    "replica_axis_index",
-    "primary_replica_id",
     "replica_id",
-    "broadcast_memory_limit_bytes",
-    "broadcast_memory_scaling_factor",
-    "use_replica_parallel",
-    "enable_write_sharding_file",
     "metadata_key",
-    "array_metadata_store",
-    "min_slice_bytes_for_replica_parallel",
-    "max_replicas_for_replica_parallel",
-    "use_zarr3",
 )
 
 
@@ -190,25 +181,22 @@ class TypeHandlerRegistry:
         self.replace(handlers)
 
     def replace(self, handlers: Sequence[tuple[Any, Any]]) -> None:
-        self._handlers = list(handlers)
+        self.handlers = list(handlers)
         self.has_custom = any(_is_custom(handler) for _, handler in handlers)
 
     def add(self, ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
-        if any(known is ty for known, _ in self._handlers) and not override:
+        if any(known is ty for known, _ in self.handlers) and not override:
             raise ValueError(f'A TypeHandler for "{ty}" is already registered.')
-        self.replace([(ty, handler), *[pair for pair in self._handlers if pair[0] is not ty]])
+        self.replace([(ty, handler), *[pair for pair in self.handlers if pair[0] is not ty]])
 
     def get(self, ty: Any) -> Any:
-        for known, handler in self._handlers:
+        for known, handler in self.handlers:
             if isinstance(ty, type) and issubclass(ty, known):
                 return handler
         raise ValueError(f"Unknown type: {ty}. Must register a TypeHandler.")
 
     def has(self, ty: Any) -> bool:
-        return any(isinstance(ty, type) and issubclass(ty, known) for known, _ in self._handlers)
-
-    def pairs(self) -> list[tuple[Any, Any]]:
-        return list(self._handlers)
+        return any(isinstance(ty, type) and issubclass(ty, known) for known, _ in self.handlers)
 
 
 GLOBAL_REGISTRY = TypeHandlerRegistry(
@@ -232,7 +220,7 @@ def register_type_handler(ty: Any, handler: Any, func: Any = None, override: boo
 
 
 def supported_types() -> list[Any]:
-    return [known for known, _ in GLOBAL_REGISTRY.pairs()]
+    return [known for known, _ in GLOBAL_REGISTRY.handlers]
 
 
 def is_supported_type(value: Any, pytree_metadata_options: Any = None) -> bool:
@@ -277,25 +265,19 @@ get_cast_tspec_deserialize = absent("type_handlers.get_cast_tspec_deserialize", 
 async_serialize = absent("serialization.async_serialize", "use ostraka.save")
 async_deserialize = absent("serialization.async_deserialize", "use ostraka.restore")
 merge_ocdbt_per_process_files = absent("type_handlers.merge_ocdbt_per_process_files", _BY_HAND)
-
-
-def check_input_arguments(*args: Any) -> None:
-    """Raise ValueError unless all sequences are of one length."""
-    lengths = {len(arg) for arg in args if arg is not None}
-    if len(lengths) > 1:
-        raise ValueError(f"Found input args with mismatched lengths: {sorted(lengths)}.")
+check_input_arguments = absent("type_handlers.check_input_arguments", "use zip(strict=True)")
 
 
 def custom_handler(value: Any) -> Any:
     """Return the custom handler for a leaf, or None if the engine saves it."""
-    for known, handler in GLOBAL_REGISTRY.pairs() if GLOBAL_REGISTRY.has_custom else ():
+    for known, handler in GLOBAL_REGISTRY.handlers if GLOBAL_REGISTRY.has_custom else ():
         if isinstance(value, known):
             return handler if _is_custom(handler) else None
     return None
 
 
 def handler_for_typestr(typestr: str) -> Any:
-    for _, handler in GLOBAL_REGISTRY.pairs():
+    for _, handler in GLOBAL_REGISTRY.handlers:
         if _is_custom(handler) and handler.typestr() == typestr:
             return handler
     raise ValueError(

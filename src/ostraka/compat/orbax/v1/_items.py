@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json
@@ -270,7 +269,8 @@ def load_tensors(path: Any, abstract: Any) -> dict[str, Any]:
     lost = sorted(abstract.keys() - saved.keys())
     if lost:
         raise KeyError(f"Tensor {lost[0]!r} not found in {path}.")
-    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("replica",)), PartitionSpec())
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
     wanted = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere

@@ -45,47 +45,22 @@ class PyTreeOptions:
 @dataclass
 class ArrayOptions:
     @dataclass
-    class Saving:
+    class Saving(options_lib.ArrayFileOptions):
         """`scoped_storage_options_creator(path, leaf)` returns the options of a leaf, or None."""
 
-        @dataclass
-        class StorageOptions:
-            """How arrays are stored. `dtype` casts floats and integers."""
-
-            dtype: Any = None
-            chunk_byte_size: int | None = None
-            shard_axes: tuple[int, ...] | None = None
-
-        storage_options: StorageOptions = field(default_factory=StorageOptions)
-        use_ocdbt: bool = True
-        use_zarr3: bool = True
-        use_compression: bool = True
-        ocdbt_target_data_file_size: int | None = None
-        enable_pinned_host_transfer: bool | None = None
-        enable_post_merge_validation: bool = True
-        use_replica_parallel: bool | None = None
-        min_slice_bytes_for_replica_parallel: int | None = None
-        max_replicas_for_replica_parallel: int | None = None
-        enable_replica_parallel_separate_folder: bool = False
-        enable_write_sharding_file: bool = True
-        array_metadata_store: Any = None
+        StorageOptions = SaveArgs
+        storage_options: Any = field(default_factory=SaveArgs)
         scoped_storage_options_creator: Any = None
 
     @dataclass
     class Loading:
         """`enable_padding_and_truncation` cuts arrays, or pads them with zeros, to a shape."""
 
-        @dataclass
-        class LoadAndBroadcastOptions:
-            replica_axis_index: int | None = 0
-            primary_replica_id: int | None = 0
-            broadcast_memory_limit_bytes: int | None = None
-            broadcast_memory_scaling_factor: float | None = 0.75
-
+        LoadAndBroadcastOptions = options_lib.BroadcastOptions
         enable_padding_and_truncation: bool = False
         raise_array_data_missing_error: bool = True
         use_load_and_broadcast: bool = False
-        load_and_broadcast_options: Any = field(default_factory=LoadAndBroadcastOptions)
+        load_and_broadcast_options: Any = field(default_factory=options_lib.BroadcastOptions)
 
     saving: Saving = field(default_factory=Saving)
     loading: Loading = field(default_factory=Loading)
