@@ -312,20 +312,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_jax(keys: Keys, value: Any, dtype: Any, sharding: Any) -> jax.Array:
+    """Return a value as a JAX array. Raises ValueError for integers that JAX would cut off."""
     if isinstance(value, jax.Array):
         return value if dtype is None or value.dtype == dtype else _cast_array(value, dtype)
-    array = np.asarray(value, dtype)
-    _check_fit(keys, np.asarray(value), jax.dtypes.canonicalize_dtype(array.dtype))
+    array, saved = np.asarray(value, dtype), np.asarray(value)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if saved.size and saved.dtype.name in _WIDE and saved.dtype.kind in "iu" and kept.kind in "iu":
+        limits = np.iinfo(kept)
+        if saved.min() < limits.min or saved.max() > limits.max:
+            raise ValueError(
+                f"leaf {'/'.join(keys)!r} holds integers that {kept.name} can't hold, from "
+                f"{saved.min()} to {saved.max()}: restore it as np.ndarray, or set jax_enable_x64"
+            )
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
-
-
-def _check_fit(keys: Keys, saved: Any, dtype: Any) -> None:
-    """Raise ValueError for integers that JAX would cut off."""
-    if saved.dtype.name not in _WIDE or saved.dtype.kind not in "iu" or dtype.kind not in "iu":
-        return
-    limits = np.iinfo(dtype)
-    if saved.size and (saved.min() < limits.min or saved.max() > limits.max):
-        raise ValueError(
-            f"leaf {'/'.join(keys)!r} holds integers that {dtype.name} can't hold, from "
-            f"{saved.min()} to {saved.max()}: restore it as np.ndarray, or set jax_enable_x64"
-        )

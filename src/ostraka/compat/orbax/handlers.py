@@ -37,6 +37,8 @@ from ostraka.compat.orbax.metadata import tree_metadata
 from ostraka.compat.orbax.options import ArrayFileOptions, names_of
 from ostraka.compat.orbax.options import CompositeOptions as CompositeOptions
 
+_FILE_NAMES = ("aggregate_filename", "checkpoint_name", "filename", "key_name")
+"""How Orbax's handlers call the file that they write. It has no effect."""
 _WITHIN = "ostraka_item"
 """In the files of a custom handler: the item that it saved through a built-in one."""
 
@@ -64,10 +66,10 @@ class CheckpointHandler(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no metadata()")
 
     def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Called once all processes have saved."""
 
     def close(self) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Called with the `close` of a checkpointer."""
 
     @classmethod
     def typestr(cls) -> str:
@@ -113,16 +115,10 @@ class EngineHandler(AsyncCheckpointHandler):
 
     save_cls: Any = None
     restore_cls: Any = None
-    ignored: tuple[str, ...] = ("multiprocessing_options", "primary_host")
-    by_position: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("multiprocessing_options", "primary_host", *_FILE_NAMES)
 
-    def __init__(self, *positional: Any, **options: Any):
-        if len(positional) > len(self.by_position):
-            raise TypeError(
-                f"{type(self).__name__} takes {len(self.by_position)} positional arguments, not "
-                f"{len(positional)}"
-            )
-        refuse_options(type(self).__name__, options, (*self.ignored, *self.by_position))
+    def __init__(self, file_name: str | None = None, /, **options: Any):
+        refuse_options(type(self).__name__, options, self.ignored)
 
     def payload(self, args: Any, *, background: bool) -> Any:
         raise NotImplementedError
@@ -183,7 +179,6 @@ class PyTreeCheckpointHandler(EngineHandler):
         "handler_impl",
         "write_tree_metadata",
     )
-    by_position = ("aggregate_filename",)
 
     def payload(self, args: Any, *, background: bool) -> Payload:
         return pytree_payload(args.item, args.save_args, self.typestr())
@@ -219,7 +214,6 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
 
 class JsonCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.JsonSave, args_lib.JsonRestore
-    by_position = ("filename",)
 
     def payload(self, args: Any, *, background: bool) -> Payload:
         return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
@@ -230,7 +224,6 @@ class JsonCheckpointHandler(EngineHandler):
 
 class ArrayCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.ArraySave, args_lib.ArrayRestore
-    by_position = ("checkpoint_name",)
 
     def payload(self, args: Any, *, background: bool) -> Payload:
         leaf = prepare_leaf((), args.item, args.save_args)
@@ -248,12 +241,10 @@ class ArrayCheckpointHandler(EngineHandler):
 
 class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
     save_cls, restore_cls = args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore
-    by_position = ("key_name",)
 
 
 class NumpyRandomKeyCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore
-    by_position = ("key_name",)
 
     def payload(self, args: Any, *, background: bool) -> Payload:
         if not isinstance(args.item, tuple) or not isinstance(args.item[0], str):

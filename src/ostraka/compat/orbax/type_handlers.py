@@ -108,7 +108,7 @@ class TypeHandler(abc.ABC):
         return [None for _ in infos]
 
     def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Part of Orbax's interface, and not called here."""
 
 
 class _BuiltIn(TypeHandler):
@@ -203,10 +203,7 @@ GLOBAL_REGISTRY = TypeHandlerRegistry(
     (jax.Array, ArrayHandler()),
     (np.ndarray, NumpyHandler()),
     (str, StringHandler()),
-    (int, ScalarHandler()),
-    (float, ScalarHandler()),
-    (bytes, ScalarHandler()),
-    (np.number, ScalarHandler()),
+    *[(kind, ScalarHandler()) for kind in (int, float, bytes, np.number)],
 )
 get_type_handler, has_type_handler = GLOBAL_REGISTRY.get, GLOBAL_REGISTRY.has
 create_type_handler_registry = TypeHandlerRegistry

@@ -119,12 +119,9 @@ def delete(path: Any, *, checkpointable_name: str | None = None, missing_ok: boo
         raise NotImplementedError(
             "delete(checkpointable_name=) is not supported: what is saved together stays together"
         )
-    try:
-        _open(path)
-    except errors.InvalidLayoutError:
-        if missing_ok:
-            return
-        raise
+    if missing_ok and not is_orbax_checkpoint(path):
+        return
+    _open(path)
     remove(open_store(path))
 
 

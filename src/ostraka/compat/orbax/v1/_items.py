@@ -260,8 +260,7 @@ def load_tensors(path: Any, abstract: Any) -> dict[str, Any]:
     item = open_tensors(path)
     saved = tensors_metadata(item)
     if abstract is None:
-        zeros = {name: np.zeros((), spec.dtype) for name, spec in saved.items()}
-        like = {name: np.broadcast_to(zeros[name], spec.shape) for name, spec in saved.items()}
+        like = {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in saved.items()}
         return read_standard(item, like)
     is_flat = isinstance(abstract, Mapping) and jax.tree_util.all_leaves(abstract.values())
     if not is_flat:

@@ -174,11 +174,9 @@ class Context:
         if scoped is None:
             return None if general.dtype is None else SaveArgs(dtype=general.dtype)
 
-        def choose(path: Any, leaf: Any) -> SaveArgs:
-            found = scoped(path, leaf)
-            return SaveArgs(dtype=(general if found is None else found).dtype)
-
-        return jax.tree_util.tree_map_with_path(choose, tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: SaveArgs(dtype=(scoped(path, leaf) or general).dtype), tree
+        )
 
     def __enter__(self) -> Self:
         self._tokens.append(_ACTIVE.set(self))
