@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from ostraka.compat.orbax import checkpoint_managers as preservation_policies
 from ostraka.compat.orbax._engine import OpenCheckpoint
-from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, CheckpointManagerOptions
+from ostraka.compat.orbax.checkpoint_manager import CheckpointManagerOptions, RunSteps
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
 from ostraka.compat.orbax.v1 import _items as items_lib
@@ -19,7 +19,7 @@ from ostraka.compat.orbax.v1.options import Context, active_context
 save_decision_policies = preservation_policies
 
 
-class Checkpointer:
+class Checkpointer(RunSteps):
     """The steps of a run below one directory."""
 
     def __init__(
@@ -37,21 +37,14 @@ class Checkpointer:
     ):
         self._context = Context(context or active_context())
         deletion = self._context.deletion.gcs_deletion_options
-        self._manager = CheckpointManager(
-            directory,
-            options=CheckpointManagerOptions(
-                save_decision_policy=save_decision_policy,
-                preservation_policy=preservation_policy,
-                step_name_format=step_name_format,
-                async_options=self._context.async_options,
-                todelete_full_path=deletion.todelete_full_path,
-            ),
-            metadata=custom_metadata,
+        options = CheckpointManagerOptions(
+            save_decision_policy=save_decision_policy,
+            preservation_policy=preservation_policy,
+            step_name_format=step_name_format,
+            async_options=self._context.async_options,
+            todelete_full_path=deletion.todelete_full_path,
         )
-
-    @property
-    def directory(self) -> Any:
-        return self._manager.directory
+        super().__init__(directory, options, custom_metadata)
 
     @property
     def latest(self) -> CheckpointMetadata | None:
@@ -60,17 +53,10 @@ class Checkpointer:
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata]:
         """The steps, ascending, each with `step`, `metrics` and `path`."""
-        manager = self._manager
         return [
-            CheckpointMetadata(step=step, metrics=manager.metrics(step), path=manager.path_of(step))
-            for step in manager.all_steps()
+            CheckpointMetadata(step=step, metrics=self.metrics(step), path=self.path_of(step))
+            for step in self.all_steps()
         ]
-
-    def should_save(self, step: int) -> bool:
-        return self._manager.should_save(step)
-
-    def is_saving_in_progress(self) -> bool:
-        return self._manager.is_saving_in_progress()
 
     # Saving
 
@@ -106,18 +92,17 @@ class Checkpointer:
         custom_metadata: Any = None,
     ) -> AsyncResponse | None:
         """Save several trees and objects in the background. Return None if the policy says no."""
-        manager = self._manager
-        if step in manager.all_steps():
+        if step in self.all_steps():
             if not overwrite:
                 raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
-            manager.delete(step)
-        if not force and not manager.should_save(step):
+            self.delete(step)
+        if not force and not self.should_save(step):
             return None
         payloads = items_lib.payloads_of(checkpointables, self._context)
-        manager.begin(step, payloads, metrics=metrics, custom=custom_metadata)
+        self.begin(step, payloads, metrics=metrics, custom=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
-            manager.wait_until_finished()
+            self.wait_until_finished()
             return True
 
         return AsyncResponse(wait)
@@ -154,39 +139,21 @@ class Checkpointer:
     def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
         return items_lib.items_of(self._open(step))
 
-    def root_metadata(self) -> Any:
-        return self._manager.metadata()
-
     def _open(self, step: Any) -> OpenCheckpoint:
-        self._manager.wait_until_finished()
+        self.wait_until_finished()
         number = getattr(step, "step", step)
         if number is None:
-            number = self._manager.latest_step()
-        if number is None or number not in self._manager.all_steps():
+            number = self.latest_step()
+        if number is None or number not in self.all_steps():
             raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
-        return OpenCheckpoint(self._manager.path_of(number))
+        return OpenCheckpoint(self.path_of(number))
 
-    # Deleting and closing
-
-    def delete(self, step: int) -> None:
-        self._manager.delete(step)
+    # Deleting and waiting
 
     def delete_async(self, step: int) -> AsyncResponse:
         """Delete a step before this returns."""
         self.delete(step)
         return AsyncResponse(lambda _: None)
 
-    def reload(self) -> None:
-        self._manager.reload()
-
     def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
+        self.wait_until_finished()
