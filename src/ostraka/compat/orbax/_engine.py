@@ -23,16 +23,7 @@ from ostraka.compat.orbax._leaves import Template, WantedLeaf
 from ostraka.compat.orbax._tree import Keys, SavedTree, child_of, saved_tree
 from ostraka.errors import CheckpointNotFound, NotACheckpoint
 from ostraka.formats import is_checkpoint, open_source
-from ostraka.formats.orbax.names import (
-    ARRAY_METADATAS,
-    COMMITTED,
-    MANIFEST,
-    METADATA,
-    ORBAX_KEY,
-    SHARDING,
-    STEP_METADATA,
-    is_orbax,
-)
+from ostraka.formats.orbax import names as orbax_names
 from ostraka.formats.source import Source, names_in
 from ostraka.layout.plan_write import MAX_FILE_BYTES
 from ostraka.layout.spec import LeafSpec
@@ -48,8 +39,10 @@ from ostraka.saving.save import SaveOptions, begin_save, run_save
 from ostraka.storage import Store, open_store
 from ostraka.tree.nodes import ArrayNumber, Leaf, Node, SavedStates, UnreadableLeaf
 
-_NO_ITEMS = (STEP_METADATA, COMMITTED, "metrics")
-_OF_TREES = frozenset({METADATA, MANIFEST, SHARDING, ARRAY_METADATAS})
+_NO_ITEMS = (orbax_names.STEP_METADATA, orbax_names.COMMITTED, "metrics")
+_OF_TREES = frozenset(
+    {orbax_names.METADATA, orbax_names.MANIFEST, orbax_names.SHARDING, orbax_names.ARRAY_METADATAS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,7 @@ def write(
     store = open_store(path)
     if decide_together(f"look at {path}", lambda: _make_way(store, force)):
         raise ValueError(f"Destination {path} already exists.")
-    metadata: dict[str, Any] = {ORBAX_KEY: own}
+    metadata: dict[str, Any] = {orbax_names.ORBAX_KEY: own}
     if isinstance(own["metrics"], dict) and step is not None:
         # As Ostraka's own manager keeps them, so that `ostraka ls` shows them.
         numbers = {k: v for k, v in own["metrics"].items() if isinstance(v, int | float)}
@@ -110,7 +103,7 @@ def write(
 def _make_way(store: Store, force: bool) -> bool:
     """Delete what `force` replaces, on process 0. Return True if a checkpoint is in the way."""
     names = names_in(store)
-    if names and force and is_orbax(names):
+    if names and force and orbax_names.is_orbax(names):
         remove(store)
     return bool(names) and not force
 
@@ -137,7 +130,7 @@ class OpenCheckpoint:
         if source is None:
             # `step/item` is a directory for Orbax, and a part of the step's checkpoint here.
             source, self._within = _open(self.path.parent), self.path.name
-        own: Any = {} if source is None else source.saved.user.get(ORBAX_KEY)
+        own: Any = {} if source is None else source.saved.user.get(orbax_names.ORBAX_KEY)
         self.about: dict[str, Any] = own if isinstance(own, dict) else {}
         """The metadata that `write` has saved. Empty if another program wrote the checkpoint."""
         is_part = not self.about.get("single", True) and self._within in self.about.get("items", ())
@@ -147,7 +140,7 @@ class OpenCheckpoint:
 
     @cached_property
     def is_orbax(self) -> bool:
-        return is_orbax(names_in(self.source.store))
+        return orbax_names.is_orbax(names_in(self.source.store))
 
     @property
     def custom(self) -> dict[str, Any]:
@@ -212,9 +205,9 @@ class OpenCheckpoint:
     def _orbax_kind(self, name: str, store: Store) -> str:
         names = names_in(store)
         found = child_of(self.source.tree, name)
-        has_array = not {"checkpoint", ARRAY_METADATAS}.isdisjoint(names)
+        has_array = not {"checkpoint", orbax_names.ARRAY_METADATAS}.isdisjoint(names)
         is_array = isinstance(found, Leaf) and (has_array or isinstance(found.value, ArrayNumber))
-        if is_array and METADATA not in names:
+        if is_array and orbax_names.METADATA not in names:
             return "array"  # with some files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
@@ -328,7 +321,7 @@ def _shape_of(saved: Any) -> Any:
 
 def remove(store: Store) -> None:
     """Delete a checkpoint, whether Ostraka or Orbax wrote it."""
-    if not is_orbax(names_in(store)):
+    if not orbax_names.is_orbax(names_in(store)):
         remove_checkpoint(store)
     elif "://" in store.location:
         raise NotImplementedError(

@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ostraka.common.dtypes import is_floating, numpy_dtype
+from ostraka.compat.orbax import _files as files_lib
 from ostraka.compat.orbax import type_handlers
-from ostraka.compat.orbax._files import (
-    Files,
-    as_path,
-    await_result,
-    empty_directory,
-    pack,
-    unpack,
-    wait_for,
-)
 from ostraka.compat.orbax._tree import Keys, empty_as_saved, is_empty
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.parse import is_key
@@ -85,27 +77,27 @@ def _cast(number: Any, dtype: Any) -> Any:
 # Custom type handlers
 
 
-def _serialize(keys: Keys, leaf: Any, handler: Any, save_args: Any) -> Files:
-    with empty_directory() as directory:
+def _serialize(keys: Keys, leaf: Any, handler: Any, save_args: Any) -> files_lib.Files:
+    with files_lib.empty_directory() as directory:
         info = _param_info(keys, directory, handler.typestr())
         args = [save_args if save_args is not None else type_handlers.SaveArgs()]
-        wait_for(await_result(handler.serialize([leaf], [info], args)))
-        return pack(directory, handler.typestr())
+        files_lib.wait_for(files_lib.await_result(handler.serialize([leaf], [info], args)))
+        return files_lib.pack(directory, handler.typestr())
 
 
 def _deserialize(keys: Keys, saved: SavedStates, args: Any) -> Any:
     typestr = saved.states[0]["by"]
     handler = type_handlers.handler_for_typestr(typestr)
-    with empty_directory() as directory:
-        unpack(saved.states, directory)
+    with files_lib.empty_directory() as directory:
+        files_lib.unpack(saved.states, directory)
         args = args if args is not None else type_handlers.RestoreArgs()
         info = _param_info(keys, directory, typestr)
-        return await_result(handler.deserialize([info], [args]))[0]
+        return files_lib.await_result(handler.deserialize([info], [args]))[0]
 
 
 def _param_info(keys: Keys, directory: Any, typestr: str) -> type_handlers.ParamInfo:
     name = ".".join(keys)
-    path = as_path(directory) / name
+    path = files_lib.as_path(directory) / name
     return type_handlers.ParamInfo(name, directory, path, value_typestr=typestr)
 
 

@@ -12,25 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from ostraka.compat.orbax import _files as files_lib
+from ostraka.compat.orbax import _pytree as pytree_lib
 from ostraka.compat.orbax import args as args_lib
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json, write
-from ostraka.compat.orbax._files import (
-    as_path,
-    await_result,
-    empty_directory,
-    pack,
-    unpack,
-    wait_for,
-)
 from ostraka.compat.orbax._leaves import prepare_leaf, want_of
 from ostraka.compat.orbax._names import absent, refuse_options
-from ostraka.compat.orbax._pytree import (
-    check_standard,
-    pytree_payload,
-    read_as_saved,
-    read_pytree,
-    read_standard,
-)
 from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import tree_metadata
@@ -181,10 +168,10 @@ class PyTreeCheckpointHandler(EngineHandler):
     )
 
     def payload(self, args: Any, *, background: bool) -> Payload:
-        return pytree_payload(args.item, args.save_args, self.typestr())
+        return pytree_lib.pytree_payload(args.item, args.save_args, self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        return read_pytree(item, args)
+        return pytree_lib.read_pytree(item, args)
 
     def describe(self, item: Item) -> Any:
         return tree_metadata(item) if item.kind != "files" else None
@@ -198,18 +185,18 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
     save_cls, restore_cls = args_lib.StandardSave, args_lib.StandardRestore
 
     def payload(self, args: Any, *, background: bool) -> Payload:
-        check_standard(args.item)
+        pytree_lib.check_standard(args.item)
         return super().payload(args, background=background)
 
     def read(self, item: Item, args: Any) -> Any:
         if args.support_layout:
             raise NotImplementedError("StandardRestore(support_layout=True) is not supported")
         if args.item is None:
-            return read_as_saved(item)
+            return pytree_lib.read_as_saved(item)
         is_metadata = type(args.item).__name__ in ("TreeMetadata", "_TreeMetadataImpl")
         like = args.item.tree if is_metadata else args.item
         where = args.fallback_sharding
-        return read_standard(item, like, strict=args.strict, fallback_sharding=where)
+        return pytree_lib.read_standard(item, like, strict=args.strict, fallback_sharding=where)
 
 
 class JsonCheckpointHandler(EngineHandler):
@@ -219,7 +206,7 @@ class JsonCheckpointHandler(EngineHandler):
         return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        return read_as_saved(item)
+        return pytree_lib.read_as_saved(item)
 
 
 class ArrayCheckpointHandler(EngineHandler):
@@ -254,7 +241,7 @@ class NumpyRandomKeyCheckpointHandler(EngineHandler):
         return Payload("numpy_key", tree, self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        found = read_as_saved(item)
+        found = pytree_lib.read_as_saved(item)
         return (found["kind"], found["words"], *found["rest"])
 
 
@@ -328,17 +315,17 @@ def payload_of(handler: Any, args: Any, *, background: bool) -> Any:
     if _inherits(handler, name):
         return handler.payload(args, background=background)
     by = f"{type(handler).__module__}.{type(handler).__qualname__}"
-    with empty_directory() as directory, _lend(directory) as lent:
-        result = await_result(_call(getattr(handler, name), directory, args))
+    with files_lib.empty_directory() as directory, _lend(directory) as lent:
+        result = files_lib.await_result(_call(getattr(handler, name), directory, args))
         if is_async:
-            wait_for(result)
+            files_lib.wait_for(result)
         if hasattr(handler, "finalize"):
-            await_result(handler.finalize(directory))
+            files_lib.await_result(handler.finalize(directory))
         if lent.payload is not None:
             if not any(directory.iterdir()):
                 return replace(lent.payload, handler=by)
             write(directory / _WITHIN, lent.payload, force=True)
-        return Payload("files", pack(directory, by), by)
+        return Payload("files", files_lib.pack(directory, by), by)
 
 
 def part_of(handler: Any, opened: OpenCheckpoint) -> Any:
@@ -365,7 +352,7 @@ def read_item(handler: Any, item: Any, args: Any) -> Any:
 def _directory_of(item: Item, handler: Any) -> Generator[Any]:
     """Yield the directory that a custom handler restores from. Raises ValueError if it has none."""
     is_ours = isinstance(handler, EngineHandler) and item.kind != "files"
-    with empty_directory() if is_ours else files_of(item) as directory:
+    with files_lib.empty_directory() if is_ours else files_of(item) as directory:
         within = directory / _WITHIN
         found = OpenCheckpoint(within).item(None) if within.exists() else None
         with _lend(directory, item if is_ours else found):
@@ -376,10 +363,10 @@ def _directory_of(item: Item, handler: Any) -> Generator[Any]:
 def files_of(item: Item) -> Generator[Any]:
     """Yield a directory with the files that a custom handler has saved as an item."""
     if item.directory is not None:  # Orbax has them in a directory of the step.
-        yield as_path(item.directory)
+        yield files_lib.as_path(item.directory)
         return
-    with empty_directory() as directory:
-        unpack(item.states(), directory)
+    with files_lib.empty_directory() as directory:
+        files_lib.unpack(item.states(), directory)
         yield directory
 
 

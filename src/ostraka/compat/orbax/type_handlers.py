@@ -240,15 +240,11 @@ def get_ts_context(*, use_ocdbt: bool = True, **limits: Any) -> Any:
     import tensorstore
 
     given = {k: v for k, v in limits.items() if v is not None}
-    refuse_options("get_ts_context", given, tuple(_LIMITS))
-    made: Any = tensorstore.Context({_LIMITS[k]: {"limit": v} for k, v in given.items()})
+    known = ("file_io_concurrency_limit", "data_copy_concurrency_limit")
+    refuse_options("get_ts_context", given, known)
+    spec = {name.removesuffix("_limit"): {"limit": limit} for name, limit in given.items()}
+    made: Any = tensorstore.Context(spec)
     return made
-
-
-_LIMITS = {
-    "file_io_concurrency_limit": "file_io_concurrency",
-    "data_copy_concurrency_limit": "data_copy_concurrency",
-}
 
 
 def register_standard_handlers_with_options(**options: Any) -> None:

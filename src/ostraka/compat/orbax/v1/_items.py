@@ -10,25 +10,13 @@ import jax
 import numpy as np
 
 from ostraka.common.dtypes import numpy_dtype
+from ostraka.compat.orbax import metadata as metadata_lib
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json
 from ostraka.compat.orbax._files import as_path, await_result, empty_directory, pack
 from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
 from ostraka.compat.orbax.handlers import files_of
-from ostraka.compat.orbax.metadata import (
-    ArrayMetadata,
-    Metadata,
-    ScalarMetadata,
-    StringMetadata,
-    tree_metadata,
-)
 from ostraka.compat.orbax.v1 import errors
-from ostraka.compat.orbax.v1.handlers import (
-    JsonHandler,
-    PyTreeHandler,
-    StatefulCheckpointable,
-    is_json,
-    typestr,
-)
+from ostraka.compat.orbax.v1 import handlers as handlers_lib
 from ostraka.compat.orbax.v1.options import Context, active_context
 from ostraka.errors import NotACheckpoint, OstrakaError
 from ostraka.formats.safetensors.source import open_safetensors
@@ -56,7 +44,7 @@ class _Directory:
 
 
 def _is_stateful(value: Any) -> bool:
-    return not isinstance(value, type) and isinstance(value, StatefulCheckpointable)
+    return not isinstance(value, type) and isinstance(value, handlers_lib.StatefulCheckpointable)
 
 
 def payloads_of(named: Mapping[str, Any], default: Context | None = None) -> dict[str, Payload]:
@@ -67,11 +55,11 @@ def payloads_of(named: Mapping[str, Any], default: Context | None = None) -> dic
 
 def _payload_of(name: str, value: Any, context: Context) -> Payload:
     handler = context.checkpointables_options.registry.for_save(name, value)
-    if handler is not None and not isinstance(handler, JsonHandler | PyTreeHandler):
-        return _files_payload(lambda to: handler.save(to, value), typestr(handler))
+    if handler is not None and not isinstance(handler, handlers_lib.BuiltInHandler):
+        return _files_payload(lambda to: handler.save(to, value), handlers_lib.typestr(handler))
     if _is_stateful(value):
         return _files_payload(value.save, "stateful")
-    if isinstance(handler, JsonHandler) or _is_for_json_alone(value):
+    if isinstance(handler, handlers_lib.JsonHandler) or _is_for_json_alone(value):
         return Payload("json", as_json(value, f"the checkpointable {name!r}"), "json")
     return pytree_payload(value, context.save_args(value), "pytree")
 
@@ -84,7 +72,7 @@ def _files_payload(save: Callable[[Any], Any], by: str) -> Payload:
 
 def _is_for_json_alone(value: Any) -> bool:
     """True for JSON that is no tree: keys of several types can't be ordered."""
-    if not is_json(value):
+    if not handlers_lib.is_json(value):
         return False
     try:
         jax.tree.structure(value)
@@ -93,10 +81,10 @@ def _is_for_json_alone(value: Any) -> bool:
     return False
 
 
-class AbstractArray(Metadata):
+class AbstractArray(metadata_lib.Metadata):
     """Metadata of an array in v1. `sharding` is a JAX sharding, so its devices must exist."""
 
-    def __init__(self, found: ArrayMetadata):
+    def __init__(self, found: metadata_lib.ArrayMetadata):
         super().__init__(found.name, found.directory)
         self.shape, self.dtype = found.shape, found.dtype
         self.sharding_metadata, self.storage_metadata = found.sharding, found.storage
@@ -115,13 +103,13 @@ def _abstract_tree(item: Item) -> Any:
     """Return an item with abstract arrays, numbers as 0, and strings as "string"."""
 
     def describe(found: Any) -> Any:
-        if isinstance(found, ScalarMetadata):
+        if isinstance(found, metadata_lib.ScalarMetadata):
             return found.zero
-        if isinstance(found, ArrayMetadata):
+        if isinstance(found, metadata_lib.ArrayMetadata):
             return AbstractArray(found)
-        return "string" if isinstance(found, StringMetadata) else found
+        return "string" if isinstance(found, metadata_lib.StringMetadata) else found
 
-    return jax.tree.map(describe, tree_metadata(item).tree)
+    return jax.tree.map(describe, metadata_lib.tree_metadata(item).tree)
 
 
 # Over opened checkpoints
@@ -197,7 +185,7 @@ def _handler_of(opened: OpenCheckpoint, name: str | None, context: Context) -> A
     handler: Any = context.checkpointables_options.registry.for_load(
         name, opened.handlers().get(name or "")
     )
-    return None if isinstance(handler, JsonHandler | PyTreeHandler) else handler
+    return None if isinstance(handler, handlers_lib.BuiltInHandler) else handler
 
 
 def tree_of(opened: OpenCheckpoint, name: str | None) -> CheckpointMetadata:

@@ -35,7 +35,11 @@ class StatefulCheckpointable(Protocol):
     async def load(self, directory: Any) -> Any: ...
 
 
-class JsonHandler:
+class BuiltInHandler:
+    """The base class of handlers whose values the engine itself saves."""
+
+
+class JsonHandler(BuiltInHandler):
     """Saves JSON. The name of the file has no effect."""
 
     def __init__(self, filename: str | None = None):
@@ -45,7 +49,7 @@ class JsonHandler:
         return is_json(checkpointable)
 
 
-class PyTreeHandler:
+class PyTreeHandler(BuiltInHandler):
     """Saves trees."""
 
     def __init__(self, **options: Any):
