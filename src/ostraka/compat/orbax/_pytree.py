@@ -23,7 +23,7 @@ from ostraka.compat.orbax._leaves import (
 )
 from ostraka.compat.orbax._tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.checkpoint_utils import restore_args_of
-from ostraka.compat.orbax.tree import rules_of, transformed
+from ostraka.compat.orbax.tree import origins_of, rules_of, transformed
 from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY
 from ostraka.layout.spec import LeafSpec
 
@@ -233,17 +233,18 @@ def _read_transformed(item: Item, args: Any) -> Any:
     given = {"/".join(k): a for k, a in flatten(args.restore_args, _is_leaf_args).by_keys.items()}
     rules = rules_of(args.transforms)
     inputs = _inputs_of(rules, there)
-
-    def read(needed: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-        for origin, path in needed.items():
-            inputs.setdefault(origin, given.get(path))
-        wants = {there[p]: want_of(there[p], item.saved(there[p]), a) for p, a in inputs.items()}
-        values = dict(zip(inputs, item.read(wants).values(), strict=True))
-        # A leaf that no function asks for is not read.
-        return values, item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
-
-    default = args.transforms_default_to_original
-    return transformed(flatten(args.item), there, rules, default, read, given)
+    flat = flatten(args.item)
+    origins = origins_of(flat, there, rules, args.transforms_default_to_original)
+    paths = map("/".join, flat.keys)
+    needed = {
+        k: given.get(path) for (_, k), path in zip(origins, paths, strict=True) if k is not None
+    }
+    inputs = needed | inputs
+    wants = {there[p]: want_of(there[p], item.saved(there[p]), a) for p, a in inputs.items()}
+    values = dict(zip(inputs, item.read(wants).values(), strict=True))
+    # A leaf that no function asks for is not read.
+    tree = item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
+    return transformed(flat, origins, values, tree, given)
 
 
 def _inputs_of(rules: Mapping[str, Any], there: Mapping[str, Keys]) -> dict[str, Any]:

@@ -70,29 +70,23 @@ class AsyncCheckpointHandler(CheckpointHandler):
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
-@dataclass(slots=True)
-class LentDirectory:
-    """A directory that stands for an item while a custom handler has it."""
+_LENT: dict[str, Item | Payload | None] = {}
+"""Directories that stand for an item while a custom handler has them.
 
-    item: Item | None = None
-    """The item to restore from."""
-    payload: Payload | None = None
-    """The item that the handler has saved through a built-in one."""
-
-
-_LENT: dict[str, LentDirectory] = {}
+Each has the item to restore from, or the one that the handler has saved through a built-in one.
+"""
 
 
 @contextlib.contextmanager
-def _lend(directory: Any, item: Item | None = None) -> Generator[LentDirectory]:
+def _lend(directory: Any, item: Item | None = None) -> Generator[None]:
     """Lend a custom handler a directory.
 
     A subclass of a built-in handler may call inherited methods with it. Then arrays go to and
     come from the engine instead of files.
     """
-    lent = _LENT[os.fspath(directory)] = LentDirectory(item)
+    _LENT[os.fspath(directory)] = item
     try:
-        yield lent
+        yield
     finally:
         _LENT.pop(os.fspath(directory), None)
 
@@ -126,10 +120,9 @@ class EngineHandler(AsyncCheckpointHandler):
 
     def _write(self, directory: Any, given: Any, *, background: bool) -> Any:
         payload = self.payload(given, background=background)
-        lent = _LENT.get(os.fspath(directory))
-        if lent is None:
+        if os.fspath(directory) not in _LENT:
             return write(directory, payload, force=True, background=background)
-        lent.payload = payload
+        _LENT[os.fspath(directory)] = payload
         return None
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,9 +133,7 @@ class EngineHandler(AsyncCheckpointHandler):
 
     def _at(self, directory: Any) -> Any:
         lent = _LENT.get(os.fspath(directory))
-        if lent is not None and lent.item is not None:
-            return lent.item
-        return part_of(self, OpenCheckpoint(directory))
+        return lent if isinstance(lent, Item) else part_of(self, OpenCheckpoint(directory))
 
 
 class PyTreeCheckpointHandler(EngineHandler):
@@ -315,16 +306,17 @@ def payload_of(handler: Any, args: Any, *, background: bool) -> Any:
     if _inherits(handler, name):
         return handler.payload(args, background=background)
     by = f"{type(handler).__module__}.{type(handler).__qualname__}"
-    with files_lib.empty_directory() as directory, _lend(directory) as lent:
+    with files_lib.empty_directory() as directory, _lend(directory):
         result = files_lib.await_result(_call(getattr(handler, name), directory, args))
         if is_async:
             files_lib.wait_for(result)
         if hasattr(handler, "finalize"):
             files_lib.await_result(handler.finalize(directory))
-        if lent.payload is not None:
+        saved = _LENT[os.fspath(directory)]
+        if isinstance(saved, Payload):
             if not any(directory.iterdir()):
-                return replace(lent.payload, handler=by)
-            write(directory / _WITHIN, lent.payload, force=True)
+                return replace(saved, handler=by)
+            write(directory / _WITHIN, saved, force=True)
         return Payload("files", files_lib.pack(directory, by), by)
 
 

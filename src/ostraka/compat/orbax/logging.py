@@ -39,14 +39,9 @@ class CompositeLogger(AbstractLogger):
             logger.log_entry(entry)
 
 
-@dataclass
-class CloudLoggerOptions:
-    job_name: str = ""
-    logger_name: str = ""
-    client: Any = None
-
-
-CloudLogger = absent("logging.CloudLogger", "subclass logging.AbstractLogger, and send its entries")
+_OWN_LOGGER = "subclass logging.AbstractLogger, and send its entries"
+CloudLogger = absent("logging.CloudLogger", _OWN_LOGGER)
+CloudLoggerOptions = absent("logging.CloudLoggerOptions", _OWN_LOGGER)
 
 
 # step_statistics: fields that are not measured are None

@@ -50,25 +50,18 @@ def unique_processes_from_devices(device_array: Any) -> set[int]:
     return {device.process_index for device in np.asarray(device_array).flat}
 
 
-def is_jax_distributed_client_initialized() -> bool:
-    """True if `jax.distributed.initialize` has been called."""
-    return _client() is not None
+is_jax_distributed_client_initialized = jax.distributed.is_initialized
 
 
 def get_jax_distributed_client() -> Any:
     """Return the client of JAX's coordination service. Raises ValueError if there is none."""
-    client = _client()
-    if client is None:
-        raise ValueError(
-            "JAX's coordination service is not running: call jax.distributed.initialize() first"
-        )
-    return client
-
-
-def _client() -> Any:
     from jax._src import distributed
 
     state: Any = distributed.global_state
+    if state.client is None:
+        raise ValueError(
+            "JAX's coordination service is not running: call jax.distributed.initialize() first"
+        )
     return state.client
 
 

@@ -197,12 +197,6 @@ class CheckpointManagerOptions:
         if self.best_fn is None:
             policies.append(policies_lib.LatestN(self.max_to_keep))
         else:
-            policies.append(
-                policies_lib.BestN(
-                    get_metric_fn=self.best_fn,
-                    reverse=self.best_mode == "min",
-                    n=self.max_to_keep,
-                    keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
-                )
-            )
+            is_min, others = self.best_mode == "min", self.keep_checkpoints_without_metrics
+            policies.append(policies_lib.BestN(self.best_fn, is_min, self.max_to_keep, others))
         return policies_lib.AnyPreservationPolicy(policies)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,35 +152,37 @@ def rules_of(transformations: Any) -> dict[str, Any]:
     return {"/".join(keys): rule for keys, rule in found.items() if not is_empty(rule)}
 
 
+def origins_of(
+    new: FlatTree, original: Container[str], rules: Mapping[str, Any], default_to_original: bool
+) -> list[tuple[Any, str | None]]:
+    """Return the transform of each leaf, and its key in the original tree, None if it has none."""
+    return [
+        (None, None)
+        if is_empty(leaf)
+        else _origin_of("/".join(keys), original, rules, default_to_original)
+        for keys, leaf in zip(new.keys, new.leaves, strict=True)
+    ]
+
+
 def transformed(
     new: FlatTree,
-    original: Container[str],
-    rules: Mapping[str, Any],
-    default_to_original: bool,
-    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Any], Any]],
-    extra: Mapping[str, Any] | None = None,
+    origins: Sequence[tuple[Any, str | None]],
+    values: Mapping[str, Any],
+    tree: Any,
+    *extra: Mapping[str, Any],
 ) -> Any:
     """Return a new tree with values of an original one.
 
-    `read` receives the keys of the original tree that are needed, each with the path it is for. It
-    returns their values, and the tree for functions of several values. `extra` has a further
-    argument of these functions for each path.
+    Functions of several values receive `tree`, and for their path what each of `extra` has.
     """
-    paths = ["/".join(keys) for keys in new.keys]
-    origins = [
-        (None, None) if is_empty(leaf) else _origin_of(path, original, rules, default_to_original)
-        for path, leaf in zip(paths, new.leaves, strict=True)
-    ]
-    needed = {key: path for (_, key), path in zip(origins, paths, strict=True) if key is not None}
-    values, tree = read(needed)
     results: list[Any] = []
-    for (rule, key), path, leaf in zip(origins, paths, new.leaves, strict=True):
+    for (rule, key), keys, leaf in zip(origins, new.keys, new.leaves, strict=True):
+        path = "/".join(keys)
         if key is not None:
             value_fn: Any = None if rule is None else rule.value_fn
             results.append(values[key] if value_fn is None else value_fn(values[key]))
         elif rule is not None and rule.multi_value_fn is not None:
-            more = () if extra is None else (extra.get(path),)
-            results.append(rule.multi_value_fn(path, tree, *more))
+            results.append(rule.multi_value_fn(path, tree, *[more.get(path) for more in extra]))
         else:
             results.append(leaf)
     return new.rebuild(results)
@@ -219,9 +221,9 @@ def apply_transformations(
     original tree.
     """
     values = {"/".join(keys): leaf for keys, leaf in flatten(original_tree).by_keys.items()}
-    rules = rules_of(transformations)
     new = flatten(new_tree)
-    return transformed(new, values, rules, default_to_original, lambda _: (values, original_tree))
+    origins = origins_of(new, values, rules_of(transformations), default_to_original)
+    return transformed(new, origins, values, original_tree)
 
 
 def merge_trees(*trees: Any, target: Any = None) -> Any:
