@@ -10,8 +10,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,16 +23,7 @@ from ostraka.compat.orbax._leaves import Template, WantedLeaf
 from ostraka.compat.orbax._tree import Keys, SavedTree, child_of, saved_tree
 from ostraka.errors import CheckpointNotFound, NotACheckpoint
 from ostraka.formats import is_checkpoint, open_source
-from ostraka.formats.orbax.names import (
-    ARRAY_METADATAS,
-    COMMITTED,
-    MANIFEST,
-    METADATA,
-    ORBAX_KEY,
-    SHARDING,
-    STEP_METADATA,
-    is_orbax,
-)
+from ostraka.formats.orbax import names as orbax_names
 from ostraka.formats.source import Source, names_in
 from ostraka.layout.plan_write import MAX_FILE_BYTES
 from ostraka.layout.spec import LeafSpec
@@ -48,8 +39,10 @@ from ostraka.saving.save import SaveOptions, begin_save, run_save
 from ostraka.storage import Store, open_store
 from ostraka.tree.nodes import ArrayNumber, Leaf, Node, SavedStates, UnreadableLeaf
 
-_NO_ITEMS = (STEP_METADATA, COMMITTED, "metrics")
-_OF_TREES = frozenset({METADATA, MANIFEST, SHARDING, ARRAY_METADATAS})
+_NO_ITEMS = (orbax_names.STEP_METADATA, orbax_names.COMMITTED, "metrics")
+_OF_TREES = frozenset(
+    {orbax_names.METADATA, orbax_names.MANIFEST, orbax_names.SHARDING, orbax_names.ARRAY_METADATAS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +56,37 @@ class Payload:
     """The class name of the handler that made it."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Metadata of a checkpoint beside its items."""
-
-    custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    metrics: Any = None
-    step: int | None = None
-
-
 def write(
     path: Any,
     items: Payload | Mapping[str, Payload],
-    about: About,
     *,
+    custom: Mapping[str, Any] | None = None,
+    metrics: Any = None,
+    step: int | None = None,
     force: bool = False,
     background: bool = False,
     max_file_bytes: int | None = None,
     on_commit: Any = None,
 ) -> SaveHandle | None:
-    """Save items at a path. Raises ValueError if the path exists, unless `force`."""
+    """Save items at a path. Raises ValueError if the path exists, unless `force`.
+
+    Raises TypeError if `custom` metadata or `metrics` are not JSON.
+    """
+    listed = {"default": items} if isinstance(items, Payload) else items
+    own: dict[str, Any] = {
+        "single": isinstance(items, Payload),
+        "items": {name: [item.kind, item.handler] for name, item in listed.items()},
+        "custom": as_json(custom or {}, "custom_metadata"),
+        "metrics": as_json(metrics, "metrics"),
+    }
     store = open_store(path)
     if decide_together(f"look at {path}", lambda: _make_way(store, force)):
         raise ValueError(f"Destination {path} already exists.")
-    listed = {"default": items} if isinstance(items, Payload) else items
-    own = {
-        "single": isinstance(items, Payload),
-        "items": {name: [item.kind, item.handler] for name, item in listed.items()},
-        "custom": dict(about.custom),
-        "metrics": about.metrics,
-    }
-    metadata = {ORBAX_KEY: own}
-    if isinstance(about.metrics, dict) and about.step is not None:
+    metadata: dict[str, Any] = {orbax_names.ORBAX_KEY: own}
+    if isinstance(own["metrics"], dict) and step is not None:
         # As Ostraka's own manager keeps them, so that `ostraka ls` shows them.
-        numbers = {k: v for k, v in about.metrics.items() if isinstance(v, int | float)}
-        metadata |= with_metrics(None, numbers, about.step)
+        numbers = {k: v for k, v in own["metrics"].items() if isinstance(v, int | float)}
+        metadata |= with_metrics(None, numbers, step)
     tree = items.tree if isinstance(items, Payload) else {k: v.tree for k, v in items.items()}
     limit = max(max_file_bytes, 1 << 20) if max_file_bytes else MAX_FILE_BYTES
     # Orbax saves trees of None and empty containers, such as the state of a plain SGD.
@@ -114,7 +103,7 @@ def write(
 def _make_way(store: Store, force: bool) -> bool:
     """Delete what `force` replaces, on process 0. Return True if a checkpoint is in the way."""
     names = names_in(store)
-    if names and force and is_orbax(names):
+    if names and force and orbax_names.is_orbax(names):
         remove(store)
     return bool(names) and not force
 
@@ -141,20 +130,17 @@ class OpenCheckpoint:
         if source is None:
             # `step/item` is a directory for Orbax, and a part of the step's checkpoint here.
             source, self._within = _open(self.path.parent), self.path.name
-            own: Any = {} if source is None else source.saved.user.get(ORBAX_KEY)
-            if source is None or not own or own["single"] or self._within not in own["items"]:
-                raise FileNotFoundError(f"Checkpoint at {path} not found.")
-        self.source: Source = source
-
-    @property
-    def about(self) -> Mapping[str, Any]:
+        own: Any = {} if source is None else source.saved.user.get(orbax_names.ORBAX_KEY)
+        self.about: dict[str, Any] = own if isinstance(own, dict) else {}
         """The metadata that `write` has saved. Empty if another program wrote the checkpoint."""
-        found: Any = self.source.saved.user.get(ORBAX_KEY)
-        return found if isinstance(found, dict) else {}
+        is_part = not self.about.get("single", True) and self._within in self.about.get("items", ())
+        if source is None or (self._within is not None and not is_part):
+            raise FileNotFoundError(f"Checkpoint at {path} not found.")
+        self.source: Source = source
 
     @cached_property
     def is_orbax(self) -> bool:
-        return is_orbax(names_in(self.source.store))
+        return orbax_names.is_orbax(names_in(self.source.store))
 
     @property
     def custom(self) -> dict[str, Any]:
@@ -219,9 +205,9 @@ class OpenCheckpoint:
     def _orbax_kind(self, name: str, store: Store) -> str:
         names = names_in(store)
         found = child_of(self.source.tree, name)
-        has_array = not {"checkpoint", ARRAY_METADATAS}.isdisjoint(names)
+        has_array = not {"checkpoint", orbax_names.ARRAY_METADATAS}.isdisjoint(names)
         is_array = isinstance(found, Leaf) and (has_array or isinstance(found.value, ArrayNumber))
-        if is_array and METADATA not in names:
+        if is_array and orbax_names.METADATA not in names:
             return "array"  # with some files of a tree all the same
         if not _OF_TREES.isdisjoint(names):
             return "pytree"
@@ -247,25 +233,23 @@ def _open(path: Any) -> Source | None:
         return None
 
 
+@dataclass
 class Item:
     """One item of an open checkpoint."""
 
-    def __init__(
-        self, source: Source, within: str | None, path: Any, kind: str, directory: str | None = None
-    ):
-        self.source = source
-        self.path = path
-        self.kind = kind
-        self.directory = directory
-        """Directory of an item that a custom handler wrote under Orbax."""
-        self._within = within
+    source: Source
+    within: str | None
+    path: Any
+    kind: str
+    directory: str | None = None
+    """Directory of an item that a custom handler wrote under Orbax."""
 
     @cached_property
     def node(self) -> Node:
         tree = self.source.tree
-        found = tree if self._within is None else child_of(tree, self._within)
+        found = tree if self.within is None else child_of(tree, self.within)
         if found is None:
-            raise KeyError(f'Item "{self._within}" was not found in the checkpoint.')
+            raise KeyError(f'Item "{self.within}" was not found in the checkpoint.')
         return found
 
     @cached_property
@@ -279,40 +263,35 @@ class Item:
             raise ValueError(f"leaf {'/'.join(keys)!r} of {self.path} can't be read: {value.why}")
         return self.source.saved.leaves[value.number] if isinstance(value, ArrayNumber) else value
 
-    def mesh_of(self, spec: Any) -> Any:
-        return self.source.saved.meshes[spec.mesh] if spec.mesh >= 0 else None
-
     def states(self) -> tuple[Any, ...]:
         node = self.node
         if not isinstance(node, Leaf) or not isinstance(node.value, SavedStates):
             raise ValueError(f"{self.path} was not written by a handler of yours")
         return node.value.states
 
-    def read(self, keys: list[Keys], wants: list[WantedLeaf | Template]) -> list[Any]:
+    def read(self, wants: Mapping[Keys, WantedLeaf | Template]) -> dict[Keys, Any]:
         """Restore leaves as they are wanted."""
-        is_cast = any(isinstance(want, WantedLeaf) and want.is_cast_by_engine for want in wants)
+        is_cast = any(isinstance(w, WantedLeaf) and w.is_cast_by_engine for w in wants.values())
         item = self
         for _ in range(ATTEMPTS):
-            asked = item._asked(keys, wants)
+            asked = item._asked(wants)
             dtype = "like" if is_cast else None
             found = restore_leaves(item.source, asked, dtype=dtype) if asked else []
             if found is not None:
                 arrays = iter(found)
                 # A template is for an array that needs nothing more.
-                return [
-                    want.finish(arrays) if isinstance(want, WantedLeaf) else next(arrays)
-                    for want in wants
-                ]
-            item = self._reopened(keys)
+                return {
+                    keys: want.finish(arrays) if isinstance(want, WantedLeaf) else next(arrays)
+                    for keys, want in wants.items()
+                }
+            item = self._reopened(wants)
         raise overwritten([self.source.location])
 
-    def _asked(
-        self, keys: list[Keys], wants: list[WantedLeaf | Template]
-    ) -> list[tuple[Leaf, int]]:
+    def _asked(self, wants: Mapping[Keys, WantedLeaf | Template]) -> list[tuple[Leaf, int]]:
         """Return the arrays among the leaves, each with a template or its number."""
         asked: list[tuple[Leaf, int]] = []
-        for key, want in zip(keys, wants, strict=True):
-            node = self.tree.nodes.get(key)
+        for keys, want in wants.items():
+            node = self.tree.nodes.get(keys)
             if node is None or not isinstance(node.value, ArrayNumber):
                 continue
             number = node.value
@@ -321,15 +300,15 @@ class Item:
             asked.append((node if is_number else Leaf(node.path, template), number.number))
         return asked
 
-    def _reopened(self, keys: list[Keys]) -> Item:
+    def _reopened(self, leaves: Iterable[Keys]) -> Item:
         """Open the item again after a save has replaced it. Raises ValueError if leaves differ."""
-        item = Item(open_source(self.source.store), self._within, self.path, self.kind)
-        for key in keys:
-            there = item.saved(key) if key in item.tree.leaves else None
-            if _shape_of(there) != _shape_of(self.saved(key)):
+        item = replace(self, source=open_source(self.source.store))
+        for keys in leaves:
+            there = item.saved(keys) if keys in item.tree.leaves else None
+            if _shape_of(there) != _shape_of(self.saved(keys)):
                 raise ValueError(
-                    f"leaf {'/'.join(key)!r} of {self.path}: a save has replaced the checkpoint by "
-                    "one with another shape or dtype; restore again"
+                    f"leaf {'/'.join(keys)!r} of {self.path}: a save has replaced the checkpoint "
+                    "by one with another shape or dtype; restore again"
                 )
         return item
 
@@ -342,7 +321,7 @@ def _shape_of(saved: Any) -> Any:
 
 def remove(store: Store) -> None:
     """Delete a checkpoint, whether Ostraka or Orbax wrote it."""
-    if not is_orbax(names_in(store)):
+    if not orbax_names.is_orbax(names_in(store)):
         remove_checkpoint(store)
     elif "://" in store.location:
         raise NotImplementedError(

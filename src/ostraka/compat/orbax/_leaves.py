@@ -9,19 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ostraka.common.dtypes import is_floating, numpy_dtype
+from ostraka.compat.orbax import _files as files_lib
 from ostraka.compat.orbax import type_handlers
-from ostraka.compat.orbax._files import (
-    Files,
-    as_path,
-    await_result,
-    empty_directory,
-    pack,
-    unpack,
-    wait_for,
-)
 from ostraka.compat.orbax._tree import Keys, empty_as_saved, is_empty
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.parse import is_key
@@ -51,8 +42,6 @@ def prepare_leaf(keys: Keys, leaf: Any, save_args: Any = None) -> Any:
     if handler is not None:
         return _serialize(keys, leaf, handler, save_args)
     dtype = getattr(save_args, "dtype", None)
-    if dtype is None and type(leaf) in _SCALARS:
-        return leaf
     if isinstance(leaf, jax.Array | np.ndarray):
         return leaf if dtype is None or is_key(leaf) else _cast_array(leaf, dtype)
     if isinstance(leaf, np.generic):
@@ -88,27 +77,27 @@ def _cast(number: Any, dtype: Any) -> Any:
 # Custom type handlers
 
 
-def _serialize(keys: Keys, leaf: Any, handler: Any, save_args: Any) -> Files:
-    with empty_directory() as directory:
+def _serialize(keys: Keys, leaf: Any, handler: Any, save_args: Any) -> files_lib.Files:
+    with files_lib.empty_directory() as directory:
         info = _param_info(keys, directory, handler.typestr())
         args = [save_args if save_args is not None else type_handlers.SaveArgs()]
-        wait_for(await_result(handler.serialize([leaf], [info], args)))
-        return pack(directory, handler.typestr())
+        files_lib.wait_for(files_lib.await_result(handler.serialize([leaf], [info], args)))
+        return files_lib.pack(directory, handler.typestr())
 
 
 def _deserialize(keys: Keys, saved: SavedStates, args: Any) -> Any:
     typestr = saved.states[0]["by"]
     handler = type_handlers.handler_for_typestr(typestr)
-    with empty_directory() as directory:
-        unpack(saved.states, directory)
+    with files_lib.empty_directory() as directory:
+        files_lib.unpack(saved.states, directory)
         args = args if args is not None else type_handlers.RestoreArgs()
         info = _param_info(keys, directory, typestr)
-        return await_result(handler.deserialize([info], [args]))[0]
+        return files_lib.await_result(handler.deserialize([info], [args]))[0]
 
 
 def _param_info(keys: Keys, directory: Any, typestr: str) -> type_handlers.ParamInfo:
     name = ".".join(keys)
-    path = as_path(directory) / name
+    path = files_lib.as_path(directory) / name
     return type_handlers.ParamInfo(name, directory, path, value_typestr=typestr)
 
 
@@ -222,7 +211,7 @@ def _sharding_of(args: Any) -> Any:
     if sharding is None:
         mesh = getattr(args, "mesh", None)
         axes = getattr(args, "mesh_axes", None)
-        return None if mesh is None else NamedSharding(mesh, axes or jax.P())
+        return None if mesh is None else jax.sharding.NamedSharding(mesh, axes or jax.P())
     return sharding.to_jax_sharding() if hasattr(sharding, "to_jax_sharding") else sharding
 
 
@@ -315,20 +304,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_jax(keys: Keys, value: Any, dtype: Any, sharding: Any) -> jax.Array:
+    """Return a value as a JAX array. Raises ValueError for integers that JAX would cut off."""
     if isinstance(value, jax.Array):
         return value if dtype is None or value.dtype == dtype else _cast_array(value, dtype)
-    array = np.asarray(value, value.dtype if dtype is None and not _is_number(value) else dtype)
-    _check_fit(keys, np.asarray(value), jax.dtypes.canonicalize_dtype(array.dtype))
+    array, saved = np.asarray(value, dtype), np.asarray(value)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if saved.size and saved.dtype.name in _WIDE and saved.dtype.kind in "iu" and kept.kind in "iu":
+        limits = np.iinfo(kept)
+        if saved.min() < limits.min or saved.max() > limits.max:
+            raise ValueError(
+                f"leaf {'/'.join(keys)!r} holds integers that {kept.name} can't hold, from "
+                f"{saved.min()} to {saved.max()}: restore it as np.ndarray, or set jax_enable_x64"
+            )
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
-
-
-def _check_fit(keys: Keys, saved: Any, dtype: Any) -> None:
-    """Raise ValueError for integers that JAX would cut off."""
-    if saved.dtype.name not in _WIDE or saved.dtype.kind not in "iu" or dtype.kind not in "iu":
-        return
-    limits = np.iinfo(dtype)
-    if saved.size and (saved.min() < limits.min or saved.max() > limits.max):
-        raise ValueError(
-            f"leaf {'/'.join(keys)!r} holds integers that {dtype.name} can't hold, from "
-            f"{saved.min()} to {saved.max()}: restore it as np.ndarray, or set jax_enable_x64"
-        )

@@ -22,8 +22,9 @@ from ostraka.compat.orbax._leaves import (
     want_of,
 )
 from ostraka.compat.orbax._tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
-from ostraka.compat.orbax.transform_utils import rules_of, transformed
-from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY, RestoreArgs
+from ostraka.compat.orbax.checkpoint_utils import restore_args_of
+from ostraka.compat.orbax.tree import origins_of, rules_of, transformed
+from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY
 from ostraka.layout.spec import LeafSpec
 
 
@@ -36,7 +37,8 @@ def pytree_payload(item: Any, save_args: Any, handler: str) -> Payload:
         tree = as_saved(item, prepare_leaf, () if GLOBAL_REGISTRY.has_custom else ARRAY_TYPES)
     else:
         flat = flatten(item)
-        tree = flat.nested(map(prepare_leaf, flat.keys, flat.leaves, _matching(save_args, flat)))
+        given = dict(zip(flat.keys, _matching(save_args, flat), strict=True))
+        tree = as_saved(item, lambda keys, leaf: prepare_leaf(keys, leaf, given[keys]))
     if isinstance(tree, dict | list) and not tree:
         raise ValueError("Found empty item.")
     return Payload("pytree", tree, handler)
@@ -101,12 +103,12 @@ def _args_of(args: Any, keys: list[Keys], leaves: list[Any]) -> list[Any]:
 def read_as_saved(item: Item, restore_args: Any = None) -> Any:
     """Restore the whole item without a template."""
     leaves = item.tree.leaves
-    keys = list(leaves)
     if restore_args is None:
-        return item.tree.nested(item.read(keys, [_want_as_saved(item, k) for k in keys]))
-    args = _args_of(restore_args, keys, list(leaves.values()))
-    wants = [want_of(k, item.saved(k), a) for k, a in zip(keys, args, strict=True)]
-    return item.tree.nested(item.read(keys, wants))
+        wants = {keys: _want_as_saved(item, keys) for keys in leaves}
+    else:
+        args = _args_of(restore_args, list(leaves), list(leaves.values()))
+        wants = {k: want_of(k, item.saved(k), a) for k, a in zip(leaves, args, strict=True)}
+    return item.tree.nested(item.read(wants).values())
 
 
 def _want_as_saved(item: Item, keys: Keys) -> WantedLeaf | Template:
@@ -145,7 +147,9 @@ def read_standard(
             found = template_of(saved, leaf.dtype, leaf.shape, where)
             if found is not None:
                 return found
-        made = args_of_template(leaf, strict=strict, fallback_sharding=fallback_sharding)
+        made = restore_args_of(leaf, strict=strict)
+        if fallback_sharding is not None and getattr(made, "sharding", "") is None:
+            made.sharding = fallback_sharding
         is_open = type(leaf) is jax.ShapeDtypeStruct and made.sharding is None
         if is_open and not (isinstance(saved, LeafSpec) and saved.kind in ("jax", "key")):
             made.restore_type = np.ndarray
@@ -162,18 +166,12 @@ def _read_flat(
 ) -> Any:
     """Restore the leaves that template and checkpoint have. `want` tells how."""
     _check_structure(item, flat, partial)
-    there = item.tree.leaves
-    numbers = [
-        number
-        for number, leaf in enumerate(flat.leaves)
-        if leaf is not PLACEHOLDER and not is_empty(leaf) and flat.keys[number] in there
-    ]
-    keys = [flat.keys[number] for number in numbers]
-    wants = [want(n, k, item.saved(k)) for n, k in zip(numbers, keys, strict=True)]
-    results: list[Any] = list(flat.leaves)
-    for number, value in zip(numbers, item.read(keys, wants), strict=True):
-        results[number] = value
-    return flat.rebuild(results)
+    wants = {
+        keys: want(number, keys, item.saved(keys))
+        for number, (keys, leaf) in enumerate(zip(flat.keys, flat.leaves, strict=True))
+        if leaf is not PLACEHOLDER and not is_empty(leaf) and keys in item.tree.leaves
+    }
+    return flat.rebuild(map(item.read(wants).get, flat.keys, flat.leaves))
 
 
 def _check_structure(item: Item, flat: FlatTree, partial: bool) -> None:
@@ -210,21 +208,6 @@ def _check_structure(item: Item, flat: FlatTree, partial: bool) -> None:
         )
 
 
-def args_of_template(like: Any, *, strict: bool = True, fallback_sharding: Any = None) -> Any:
-    """Return the RestoreArgs that `StandardRestore(item)` implies."""
-    from ostraka.compat.orbax.checkpoint_utils import restore_args_of
-
-    def make(leaf: Any) -> Any:
-        if is_empty(leaf) or leaf is PLACEHOLDER:
-            return RestoreArgs()
-        args = restore_args_of(leaf, strict=strict)
-        if fallback_sharding is not None and getattr(args, "sharding", "") is None:
-            args.sharding = fallback_sharding
-        return args
-
-    return jax.tree.map(make, like, is_leaf=lambda n: is_empty(n) or n is PLACEHOLDER)
-
-
 def read_pytree(item: Item, args: Any) -> Any:
     """Restore an item as `PyTreeRestore` asks for it."""
     if args.legacy_transform_fn is not None:
@@ -250,18 +233,18 @@ def _read_transformed(item: Item, args: Any) -> Any:
     given = {"/".join(k): a for k, a in flatten(args.restore_args, _is_leaf_args).by_keys.items()}
     rules = rules_of(args.transforms)
     inputs = _inputs_of(rules, there)
-
-    def read(needed: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-        for origin, path in needed.items():
-            inputs.setdefault(origin, given.get(path))
-        keys = [there[path] for path in inputs]
-        wants = [want_of(k, item.saved(k), a) for k, a in zip(keys, inputs.values(), strict=True)]
-        values = dict(zip(inputs, item.read(keys, wants), strict=True))
-        # A leaf that no function asks for is not read.
-        return values, item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
-
-    default = args.transforms_default_to_original
-    return transformed(flatten(args.item), there, rules, default, read, given)
+    flat = flatten(args.item)
+    origins = origins_of(flat, there, rules, args.transforms_default_to_original)
+    paths = map("/".join, flat.keys)
+    needed = {
+        k: given.get(path) for (_, k), path in zip(origins, paths, strict=True) if k is not None
+    }
+    inputs = needed | inputs
+    wants = {there[p]: want_of(there[p], item.saved(there[p]), a) for p, a in inputs.items()}
+    values = dict(zip(inputs, item.read(wants).values(), strict=True))
+    # A leaf that no function asks for is not read.
+    tree = item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
+    return transformed(flat, origins, values, tree, given)
 
 
 def _inputs_of(rules: Mapping[str, Any], there: Mapping[str, Keys]) -> dict[str, Any]:

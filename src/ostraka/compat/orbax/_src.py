@@ -1,10 +1,12 @@
-"""Names that programs import from Orbax's private modules and that no public module has.
+"""Names that programs import from Orbax's private and experimental modules, and hardly use.
 
-Most belong to Orbax's own files, which Ostraka does not write.
+Most belong to Orbax's own files, which Ostraka does not write. They can be imported and asked
+about with `isinstance`. Using one without an implementation raises NotImplementedError.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
+from ostraka.compat.orbax.checkpoint_manager import AbstractCheckpointManager
 
 # arrays.sharding
 
@@ -27,7 +29,7 @@ def construct_maximal_shardings(abstract_state: Any, devices: Sequence[Any] | No
     return _tree.map(lambda leaf: _maximal(tuple(leaf.shape), where), abstract_state)
 
 
-def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
+def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> jax.sharding.NamedSharding:
     left = len(devices)
     parts = [1] * len(shape)
     for dimension in sorted(range(len(shape)), key=lambda d: -shape[d]):
@@ -35,31 +37,22 @@ def _maximal(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
             parts[dimension] = math.gcd(shape[dimension], left)
             left //= parts[dimension]
     axes = [f"axis_{dimension}" for dimension in range(len(shape))]
-    mesh = Mesh(np.array(devices).reshape(*parts, left), (*axes, "replica"))
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(*parts, left), (*axes, "replica"))
     spec = (axis if count > 1 else None for axis, count in zip(axes, parts, strict=True))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.sharding.NamedSharding(mesh, jax.P(*spec))
 
 
 # metadata.array_metadata_store
 
 
+@dataclass
 class Store:
     """Accepted by `ArrayHandler(array_metadata_store=)`, without effect."""
 
-    def __init__(
-        self,
-        path_resolver: Any = None,
-        serializer: Any = None,
-        primary_host: int | None = 0,
-        write_timeout_secs: int = 600,
-    ):
-        self._primary_host = primary_host
-
-    def set_primary_host(self, primary_host: int | None) -> None:
-        self._primary_host = primary_host
-
-    async def read(self, checkpoint_dir: Any, process_index: int | None = None) -> None:
-        """Return None, as Orbax does if there are no such files."""
+    path_resolver: Any = None
+    serializer: Any = None
+    primary_host: int | None = 0
+    write_timeout_secs: int = 600
 
 
 class Validator:
@@ -67,11 +60,11 @@ class Validator:
 
 
 class PathResolver:
-    pass
+    """Accepted by `Store`, without effect."""
 
 
 class Serializer:
-    pass
+    """Accepted by `Store`, without effect."""
 
 
 validate_all_array_metadatas = absent(
@@ -79,61 +72,60 @@ validate_all_array_metadatas = absent(
 )
 
 
-# serialization.replica_slices
+# serialization.replica_slices: Ostraka's saves do not call these, so replacing them changes nothing
+
+_BY_HAND = "it is for writing Orbax's files by hand; jax.device_get copies arrays"
+ReplicaSlice = absent("replica_slices.ReplicaSlice", _BY_HAND)
+ReplicaSlices = absent("replica_slices.ReplicaSlices", _BY_HAND)
+transfer_arrays_to_host = absent("replica_slices.transfer_arrays_to_host", _BY_HAND)
 
 
-@dataclass(frozen=True)
-class ReplicaSlice:
-    """A shard of an array in host memory."""
+# experimental.emergency
 
-    index: tuple[slice, ...]
-    unsliced_data: Any
-    slice_args: Any = None
+_NO_EMERGENCY = (
+    "there are no emergency checkpoints: use CheckpointManager, or ostraka.Manager with a mirror"
+)
+CheckpointManager = absent("CheckpointManager", _NO_EMERGENCY, AbstractCheckpointManager)
+CheckpointManagerOptions = absent("CheckpointManagerOptions", _NO_EMERGENCY)
+LocalCheckpointOptions = absent("LocalCheckpointOptions", _NO_EMERGENCY)
+PersistentCheckpointOptions = absent("PersistentCheckpointOptions", _NO_EMERGENCY)
+ReplicatorCheckpointManager = absent(
+    "ReplicatorCheckpointManager", _NO_EMERGENCY, AbstractCheckpointManager
+)
+ReplicatorCheckpointManagerOptions = absent("ReplicatorCheckpointManagerOptions", _NO_EMERGENCY)
+initialize_multi_tier_checkpointing = absent("initialize_multi_tier_checkpointing", _NO_EMERGENCY)
 
-    @property
-    def is_on_host(self) -> bool:
-        return isinstance(self.unsliced_data, np.ndarray)
+# aggregate_handlers, msgpack_utils
 
-    def data(self) -> Any:
-        return self.unsliced_data
-
-
-@dataclass(frozen=True)
-class ReplicaSlices:
-    """The shards of an array that this process has to save."""
-
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
-    dtype: Any
-    is_on_host: bool
-    replica_slices: list[ReplicaSlice]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.unsliced_data.nbytes for part in self.replica_slices)
+_SMALL_LEAVES = "Ostraka puts small leaves together by itself"
+AggregateHandler = absent("aggregate_handlers.AggregateHandler", _SMALL_LEAVES)
+MsgpackHandler = absent("aggregate_handlers.MsgpackHandler", _SMALL_LEAVES)
+msgpack_restore = absent("msgpack_utils.msgpack_restore", "use flax.serialization.msgpack_restore")
+msgpack_serialize = absent(
+    "msgpack_utils.msgpack_serialize", "use flax.serialization.msgpack_serialize"
+)
 
 
-def transfer_arrays_to_host(
-    arrays: Sequence[jax.Array],
-    replica_id: int | None,
-    use_replica_parallel: bool = True,
-    *limits: Any,
-    **options: Any,
-) -> Sequence[ReplicaSlices]:
-    """Copy the shards of a replica to host memory.
-
-    Ostraka's own saves do not call this, so replacing it does not change them.
-    """
-    return [_slices_of(array, replica_id) for array in arrays]
+# pathways
 
 
-def _slices_of(array: jax.Array, replica_id: int | None) -> ReplicaSlices:
-    shards = [
-        shard
-        for shard in array.addressable_shards
-        if replica_id is None or shard.replica_id == replica_id
-    ]
-    parts = [ReplicaSlice(shard.index, np.asarray(shard.data)) for shard in shards]
-    local = array.sharding.shard_shape(array.shape)
-    return ReplicaSlices(array.shape, local, array.sharding, array.dtype, True, parts)
+class CheckpointingImpl(enum.Enum):
+    """How Orbax uses Pathways. The drop-in does without."""
+
+    COLOCATED_PYTHON = enum.auto()
+    PERSISTENCE = enum.auto()
+    NO_DISPATCHER = enum.auto()
+
+    @classmethod
+    def from_options(
+        cls, *, use_colocated_python: bool = False, use_persistence_array_handler: bool = False
+    ) -> CheckpointingImpl:
+        if use_colocated_python or use_persistence_array_handler:
+            raise NotImplementedError("checkpoints by Pathways are not supported")
+        return cls.NO_DISPATCHER
+
+
+def register_type_handlers(*, checkpointing_impl: Any = None, **options: Any) -> None:
+    """Raise NotImplementedError if a kind of Pathways is asked for."""
+    if checkpointing_impl not in (None, CheckpointingImpl.NO_DISPATCHER):
+        raise NotImplementedError("checkpoints by Pathways are not supported")

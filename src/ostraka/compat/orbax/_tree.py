@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,10 +25,9 @@ ARRAY_TYPES: set[type] = {np.ndarray}
 
 @dataclass(frozen=True, slots=True)
 class FlatTree:
-    """The leaves of a tree with their keys. `in_sequence` is True for keys that are indexes."""
+    """The leaves of a tree with their keys."""
 
     keys: list[Keys]
-    in_sequence: list[tuple[bool, ...]]
     leaves: list[Any]
     tree: Any
     stops: Callable[[Any], bool]
@@ -42,10 +40,6 @@ class FlatTree:
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         structure = jax.tree_util.tree_structure(self.tree, is_leaf=self.stops)
         return jax.tree_util.tree_unflatten(structure, list(leaves))
-
-    def nested(self, leaves: Iterable[Any]) -> Any:
-        """Return the tree as dicts and lists alone, with other leaves."""
-        return nest(zip(self.keys, self.in_sequence, leaves, strict=True))
 
 
 def is_plain_leaf(node: Any) -> bool:
@@ -83,37 +77,32 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> FlatTree
     def stops(node: Any) -> bool:
         return is_empty(node) or (is_leaf is not None and is_leaf(node))
 
-    flat = FlatTree([], [], [], tree, is_empty if is_leaf is None else stops)
-    _flatten(tree, (), (), flat)
+    flat = FlatTree([], [], tree, is_empty if is_leaf is None else stops)
+    _flatten(tree, (), flat)
     return flat
 
 
-def _flatten(node: Any, keys: Keys, flags: tuple[bool, ...], flat: FlatTree) -> None:
+def _flatten(node: Any, keys: Keys, flat: FlatTree) -> None:
     """Add the leaves below a node.
 
     Following dicts and sequences here is faster than having JAX call `is_leaf` for each node.
     """
     kind = type(node)
     if kind is dict and node:
-        below = (*flags, False)
         for key in in_order(node):
-            _flatten(node[key], (*keys, str(key)), below, flat)
+            _flatten(node[key], (*keys, str(key)), flat)
     elif (kind is list or kind is tuple) and node:
-        below = (*flags, True)
         for number, child in enumerate(node):
-            _flatten(child, (*keys, str(number)), below, flat)
+            _flatten(child, (*keys, str(number)), flat)
     elif is_plain_leaf(node):
         flat.keys.append(keys)
-        flat.in_sequence.append(flags)
         flat.leaves.append(node)
-    elif (names := fields_of(node)) is not None:
-        below = (*flags, False)
-        for name, child in zip(names, node, strict=True):
-            _flatten(child, (*keys, name), below, flat)
+    elif isinstance(node, tuple) and (children := children_of(node)):
+        for key, child in children:
+            _flatten(child, (*keys, key_text(key)), flat)
     else:
         for path, leaf in jax.tree_util.tree_flatten_with_path(node, is_leaf=flat.stops)[0]:
             flat.keys.append((*keys, *[key_text(key) for key in path]))
-            flat.in_sequence.append((*flags, *[type(key) is _SequenceKey for key in path]))
             flat.leaves.append(leaf)
 
 
@@ -125,21 +114,10 @@ def in_order(node: dict[Any, Any]) -> list[Any]:
         raise ValueError(f"the keys of a dict can't be compared with each other: {error}") from None
 
 
-_FIELDS: dict[type, tuple[str, ...] | None] = {}
-
-
-def fields_of(node: Any) -> tuple[str, ...] | None:
-    """Return the fields of a named tuple that JAX takes for one, or None for other nodes."""
-    kind = type(node)
-    if not isinstance(node, tuple) or not node or not hasattr(kind, "_fields"):
-        return None
-    if kind not in _FIELDS:
-        found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        names = tuple(key_text(path[0]) if path else "" for path, _ in found)
-        # A class that was registered with JAX may have children of other names.
-        known: Any = node
-        _FIELDS[kind] = names if names == known._fields else None
-    return _FIELDS[kind]
+def children_of(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return the children of a node by their JAX keys, or None for a leaf."""
+    found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in found] if all(path for path, _ in found) else None
 
 
 def key_text(key: Any) -> str:
@@ -149,50 +127,19 @@ def key_text(key: Any) -> str:
     return str(key)
 
 
-@dataclass(slots=True)
-class _Open:
-    children: dict[str, Any] = field(default_factory=dict[str, Any])
-    is_sequence: bool = True
-
-
-def nest(found: Iterable[tuple[Keys, tuple[bool, ...], Any]]) -> Any:
-    """Build dicts and lists from leaves with keys. Raises ValueError if two keys are one string."""
-    root = _Open()
-    for keys, flags, leaf in found:
-        if not keys:
-            return leaf
-        node = root
-        for key, flag in zip(keys[:-1], flags[:-1], strict=True):
-            node.is_sequence &= flag
-            node = node.children.setdefault(key, _Open())
-            if not isinstance(node, _Open):
-                raise ValueError(f"{'/'.join(keys)!r} is below another leaf")
-        node.is_sequence &= flags[-1]
-        if keys[-1] in node.children:
-            raise _same_text(keys)
-        node.children[keys[-1]] = leaf
-    return _closed(root)
-
-
-def _closed(node: Any) -> Any:
-    if not isinstance(node, _Open):
-        return node
-    if node.is_sequence and node.children:
-        return [_closed(child) for child in node.children.values()]
-    return {key: _closed(child) for key, child in node.children.items()}
-
-
-_NOTHING: Any = object()
+NOTHING: Any = object()
 """Stands for a node without any leaf, not even an empty one."""
 
 
-def as_saved(tree: Any, prepare: Callable[[Keys, Any], Any], plain: Container[type]) -> Any:
-    """Return a tree as dicts and lists alone. Raises ValueError as `nest` does.
+def as_saved(
+    tree: Any, prepare: Callable[[Keys, Any], Any], plain: Container[type] = frozenset()
+) -> Any:
+    """Return a tree as dicts and lists alone. Raises ValueError if two keys are one string.
 
-    `prepare` converts leaves, but for those of the types in `plain`.
+    `prepare` converts leaves, but for those of the types in `plain`. It may return NOTHING.
     """
     made = _as_saved(tree, (), prepare, plain)
-    return {} if made is _NOTHING else made
+    return {} if made is NOTHING else made
 
 
 def _as_saved(node: Any, keys: Keys, prepare: Any, plain: Container[type]) -> Any:
@@ -200,36 +147,41 @@ def _as_saved(node: Any, keys: Keys, prepare: Any, plain: Container[type]) -> An
     if kind in plain:
         return node
     if kind is dict and node:
-        return _as_dict(in_order(node), node.__getitem__, keys, prepare, plain)
+        return _as_dict({key: node[key] for key in in_order(node)}.items(), keys, prepare, plain)
     if (kind is list or kind is tuple) and node:
-        children = [
-            child if type(child) in plain else _as_saved(child, (*keys, str(n)), prepare, plain)
-            for n, child in enumerate(node)
-        ]
-        return [child for child in children if child is not _NOTHING]
-    if is_plain_leaf(node):
+        return _as_list(node, keys, prepare, plain)
+    if is_plain_leaf(node) or is_empty(node):
         return prepare(keys, node)
-    if (names := fields_of(node)) is not None:
-        return _as_dict(names, partial(getattr, node), keys, prepare, plain)
-    flat = flatten(node)
-    leaves = [prepare((*keys, *k), leaf) for k, leaf in zip(flat.keys, flat.leaves, strict=True)]
-    return flat.nested(leaves) if leaves else _NOTHING
+    found = children_of(node)
+    if found is None:
+        return prepare(keys, node)
+    if all(type(key) is _SequenceKey for key, _ in found):
+        return _as_list([child for _, child in found], keys, prepare, plain)
+    return _as_dict([(key_text(key), child) for key, child in found], keys, prepare, plain)
+
+
+def _as_list(node: Any, keys: Keys, prepare: Any, plain: Container[type]) -> Any:
+    children = [
+        child if type(child) in plain else _as_saved(child, (*keys, str(n)), prepare, plain)
+        for n, child in enumerate(node)
+    ]
+    return [child for child in children if child is not NOTHING] or NOTHING
 
 
 def _as_dict(
-    names: Sequence[Any], child_of: Any, keys: Keys, prepare: Any, plain: Container[type]
-) -> dict[str, Any]:
+    entries: Iterable[tuple[Any, Any]], keys: Keys, prepare: Any, plain: Container[type]
+) -> Any:
     made: dict[str, Any] = {}
-    for name in names:
-        text, child = str(name), child_of(name)
+    for name, child in entries:
+        text = str(name)
         if text in made:
             raise _same_text((*keys, text))
         if type(child) not in plain:
             child = _as_saved(child, (*keys, text), prepare, plain)
         made[text] = child
-    for text in [text for text, child in made.items() if child is _NOTHING]:
+    for text in [text for text, child in made.items() if child is NOTHING]:
         del made[text]
-    return made
+    return made or NOTHING
 
 
 def _same_text(keys: Keys) -> ValueError:

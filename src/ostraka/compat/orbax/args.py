@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 
 @dataclass
@@ -40,10 +42,9 @@ def register_with_handler(
 def get_registered_handler_cls(arg: Any) -> Any:
     """Return the class of handler for args. Finds those registered with Orbax itself too."""
     cls = arg if isinstance(arg, type) else type(arg)
-    for registry in (_FOR_SAVE, _FOR_RESTORE):
-        for base in cls.__mro__:
-            if base in registry:
-                return registry[base]
+    for registry, base in product((_FOR_SAVE, _FOR_RESTORE), cls.__mro__):
+        if base in registry:
+            return registry[base]
     if _is_of_orbax(cls):
         import orbax.checkpoint
 
@@ -65,11 +66,9 @@ def get_registered_args_cls(handler: Any) -> tuple[Any, Any]:
 
 
 def has_registered_args(handler: Any) -> bool:
-    try:
-        get_registered_args_cls(handler)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(get_registered_args_cls(handler))
+    return False
 
 
 def is_args(value: Any) -> bool:
@@ -100,10 +99,19 @@ def adopt(args: Any) -> Any:
 
 
 @dataclass
-class PyTreeSave(CheckpointArgs):
+class _Save(CheckpointArgs):
+    item: Any
+
+
+@dataclass
+class _Restore(CheckpointArgs):
+    item: Any = None
+
+
+@dataclass
+class PyTreeSave(_Save):
     """A tree of arrays, numbers and strings. `save_args` can cast leaves."""
 
-    item: Any
     save_args: Any = None
     ocdbt_target_data_file_size: int | None = None
     custom_metadata: Any = None
@@ -111,10 +119,9 @@ class PyTreeSave(CheckpointArgs):
 
 
 @dataclass
-class PyTreeRestore(CheckpointArgs):
+class PyTreeRestore(_Restore):
     """`item` has the structure of the result. `restore_args` has the type of each leaf."""
 
-    item: Any = None
     restore_args: Any = None
     transforms: Any = None
     transforms_default_to_original: bool = True
@@ -123,78 +130,67 @@ class PyTreeRestore(CheckpointArgs):
 
 
 @dataclass
-class StandardSave(CheckpointArgs):
+class StandardSave(_Save):
     """A tree of arrays and numbers."""
 
-    item: Any
     save_args: Any = None
     custom_metadata: Any = None
 
 
 @dataclass
-class StandardRestore(CheckpointArgs):
+class StandardRestore(_Restore):
     """`item` is a tree of (abstract) arrays with the shapes, dtypes and shardings to restore."""
 
-    item: Any = None
     strict: bool = True
     support_layout: bool = False
     fallback_sharding: Any = None
 
 
-@dataclass
-class JsonSave(CheckpointArgs):
+class JsonSave(_Save):
     """Anything that JSON can hold."""
 
-    item: Any
+
+class JsonRestore(_Restore):
+    """JSON as saved, whatever `item` is."""
 
 
 @dataclass
-class JsonRestore(CheckpointArgs):
-    item: Any = None
-
-
-@dataclass
-class ArraySave(CheckpointArgs):
+class ArraySave(_Save):
     """One array or number."""
 
-    item: Any
     save_args: Any = None
 
 
 @dataclass
-class ArrayRestore(CheckpointArgs):
-    item: Any = None
+class ArrayRestore(_Restore):
+    """`restore_args` or `item` has the type of the array."""
+
     restore_args: Any = None
 
 
-@dataclass
-class NumpyRandomKeySave(CheckpointArgs):
+class NumpyRandomKeySave(_Save):
     """The state of numpy's global generator: `np.random.get_state()`."""
 
-    item: Any
+
+class NumpyRandomKeyRestore(_Restore):
+    """The state as saved, whatever `item` is."""
 
 
-@dataclass
-class NumpyRandomKeyRestore(CheckpointArgs):
-    item: Any = None
-
-
-@dataclass
-class JaxRandomKeySave(CheckpointArgs):
-    item: Any
-    save_args: Any = None
+class JaxRandomKeySave(ArraySave):
+    """A key of `jax.random`."""
 
 
 @dataclass
 class JaxRandomKeyRestore(CheckpointArgs):
     restore_args: Any = None
+    item: Any = None
 
 
 ProtoSave = absent("args.ProtoSave", "save its SerializeToString() as bytes in the tree")
 ProtoRestore = absent("args.ProtoRestore", "restore bytes, and call ParseFromString on them")
 
 
-class Composite(CheckpointArgs, Mapping[str, Any]):
+class Composite(Mapping[str, Any], CheckpointArgs):
     """Several items by name, also as a result: `r.state`, `r["state"]`, `r.get("state")`."""
 
     __items__: dict[str, Any]
@@ -222,11 +218,6 @@ class Composite(CheckpointArgs, Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.__items__)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Composite) and self.__items__ == other.__items__
-
-    __hash__ = None
 
     def __and__(self, other: Iterable[str]) -> Composite:
         return Composite(**{k: self[k] for k in other if k in self})

@@ -43,12 +43,6 @@ class PreservationPolicy(Protocol):
 
 
 @dataclass
-class PreserveAll(PreservationPolicy):
-    def should_preserve(self, checkpoints: Steps, *, context: PreservationContext) -> list[bool]:
-        return [True] * len(checkpoints)
-
-
-@dataclass
 class LatestN(PreservationPolicy):
     """Keeps the last `n` steps, or all if `n` is None."""
 
@@ -58,6 +52,10 @@ class LatestN(PreservationPolicy):
         count = len(checkpoints)
         kept = count if self.n is None else self.n
         return [number >= count - kept for number in range(count)]
+
+
+class PreserveAll(LatestN):
+    """Keeps all steps."""
 
 
 @dataclass
@@ -255,3 +253,14 @@ class AnySavePolicy(SaveDecisionPolicy):
 
     def should_save(self, step: Any, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return any(p.should_save(step, previous_steps, context=context) for p in self.policies)
+
+
+@dataclass
+class ShouldSaveFnPolicy(SaveDecisionPolicy):
+    """Saves a step if a function of it and of the last step returns True."""
+
+    should_save_fn: Callable[[int, int | None], bool]
+
+    def should_save(self, step: Any, previous_steps: Steps, *, context: DecisionContext) -> bool:
+        last = previous_steps[-1].step if previous_steps else None
+        return self.should_save_fn(step.step, last)

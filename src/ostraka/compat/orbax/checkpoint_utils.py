@@ -79,35 +79,21 @@ def restore_args_of(
 
 
 def checkpoints_iterator(
-    checkpoint_dir: Any,
-    *,
-    min_interval_secs: float = 0,
-    timeout: float | None = None,
-    timeout_fn: Callable[[], bool] | None = None,
-    step_prefix: str | None = None,
-    step_format_fixed_length: int | None = None,
-    step_name_format: Any = None,
-    seconds_to_sleep: float = 1,
-    snapshot_dir: Any = None,
-    set_immutable: bool | None = None,
-    ignore_snapshot_errors: bool | None = True,
+    checkpoint_dir: Any, *, min_interval_secs: float = 0, **options: Any
 ) -> Iterator[int]:
     """Yield the newest step, and each newer one as it appears. Steps between may be skipped.
 
     The iterator ends after `timeout` seconds without a new step. With `timeout_fn` it ends only
-    if that returns True.
+    if that returns True. Takes the other options of `wait_for_new_checkpoint` too.
     """
-    naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
-    last: int | None = None
+    until_step: int | None = None
     while True:
-        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
-        if found is None:
-            if timeout_fn is None or timeout_fn():
+        with wait_for_new_checkpoint(checkpoint_dir, until_step=until_step, **options) as step:
+            if step == -1:
                 return
-            continue
-        began_s = time.monotonic()
-        last = found
-        yield found
+            began_s = time.monotonic()
+            yield step
+        until_step = step + 1
         time.sleep(max(0.0, began_s + min_interval_secs - time.monotonic()))
 
 
@@ -128,38 +114,28 @@ def wait_for_new_checkpoint(
 ) -> Generator[int]:
     """Wait for `until_step` or a later step, and yield it. Yield -1 after `timeout` seconds.
 
-    No snapshot is made: a step is complete as long as it exists.
+    With `timeout_fn` it waits again unless that returns True. No snapshot is made: a step is
+    complete as long as it exists.
     """
     naming = step_name_format or NameFormat(step_prefix, step_format_fixed_length)
-    last = None if until_step is None else until_step - 1
-    found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
-    while found is None and timeout_fn is not None and not timeout_fn():
-        found = _wait(checkpoint_dir, naming, last, timeout, seconds_to_sleep)
-    yield -1 if found is None else found
-
-
-def _wait(
-    directory: Any, naming: Any, last: int | None, timeout: float | None, look_every_s: float
-) -> int | None:
-    """Wait for a step after `last`. Return None if none appears within `timeout` seconds."""
     give_up = None if timeout is None else time.monotonic() + timeout
-    while True:
-        newest = latest_step_metadata(directory, naming)
-        if newest is not None and (last is None or newest.step > last):
-            return newest.step
-        left_s = look_every_s if give_up is None else give_up - time.monotonic()
-        if left_s <= 0:
-            return None
-        time.sleep(min(look_every_s, left_s))
+    step = -1
+    while step == -1:
+        newest = latest_step_metadata(checkpoint_dir, naming)
+        left_s = seconds_to_sleep if give_up is None else give_up - time.monotonic()
+        if newest is not None and (until_step is None or newest.step >= until_step):
+            step = newest.step
+        elif left_s > 0:
+            time.sleep(min(seconds_to_sleep, left_s))
+        elif timeout_fn is None or timeout_fn():
+            break
+        elif timeout is not None:
+            give_up = time.monotonic() + timeout
+    yield step
 
 
-def init_step_name_format(
-    *,
-    step_name_format: Any = None,
-    step_prefix: str | None = None,
-    step_format_fixed_length: int | None = None,
-) -> Any:
-    return step_name_format or NameFormat(step_prefix, step_format_fixed_length)
+def init_step_name_format(*, step_name_format: Any = None, **options: Any) -> Any:
+    return step_name_format or NameFormat(**options)
 
 
 def release_snapshot(*unused: Any, **options: Any) -> None:

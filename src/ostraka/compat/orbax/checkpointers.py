@@ -5,33 +5,18 @@ from __future__ import annotations
 from typing import Any, Self
 
 from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, OpenCheckpoint, as_json, write
-from ostraka.compat.orbax._refuse import refuse_options
-from ostraka.compat.orbax.handlers import (
-    CompositeCheckpointHandler,
-    PyTreeCheckpointHandler,
-    StandardCheckpointHandler,
-    args_for_restore,
-    args_for_save,
-    describe_item,
-    file_size_of,
-    payload_of,
-    read_item,
-)
+from ostraka.compat.orbax import handlers as handlers_lib
+from ostraka.compat.orbax._engine import OpenCheckpoint, write
+from ostraka.compat.orbax._names import refuse_options
 from ostraka.compat.orbax.metadata import StepMetadata, step_metadata
 from ostraka.compat.orbax.options import AsyncOptions as AsyncOptions
+from ostraka.compat.orbax.options import CompositeOptions, MultiprocessingOptions, names_of
 from ostraka.saving.background import SaveHandle
 
 _IGNORED = (
-    "multiprocessing_options",
-    "file_options",
+    *names_of(CompositeOptions, MultiprocessingOptions),
     "checkpoint_metadata_store",
-    "temporary_path_class",
-    "primary_host",
-    "active_processes",
-    "barrier_sync_key_prefix",
     "barrier_sync_fn",
-    "atomicity_options",
 )
 
 
@@ -90,29 +75,23 @@ class Checkpointer(BackgroundSaves, AbstractCheckpointer):
     ) -> None:
         """Save to a path. Raises ValueError if the path exists, unless `force`."""
         self.wait_until_finished()
-        given = args_for_save(self._handler, args, kwargs)
-        if isinstance(self._handler, CompositeCheckpointHandler):
-            items: Any = self._handler.payloads(given, background=self._background)
-        else:
-            items = payload_of(self._handler, given, background=self._background)
+        given = handlers_lib.args_for(handlers_lib.SAVE, self._handler, args, kwargs)
         self._running = write(
             directory,
-            items,
-            About(as_json(custom_metadata or {}, "custom_metadata")),
+            handlers_lib.payload_of(self._handler, given, background=self._background),
+            custom=custom_metadata,
             force=force,
             background=self._background,
-            max_file_bytes=file_size_of(given),
+            max_file_bytes=handlers_lib.file_size_of(given),
             on_commit=self._after,
         )
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore from a path. Raises FileNotFoundError if there is no checkpoint."""
         self.wait_until_finished()
-        given = args_for_restore(self._handler, args, kwargs)
-        opened = OpenCheckpoint(directory)
-        if isinstance(self._handler, CompositeCheckpointHandler):
-            return self._handler.read(opened, given)
-        return read_item(self._handler, opened.item(None), given)
+        given = handlers_lib.args_for(handlers_lib.RESTORE, self._handler, args, kwargs)
+        found = handlers_lib.part_of(self._handler, OpenCheckpoint(directory))
+        return handlers_lib.read_item(self._handler, found, given)
 
     def metadata(self, directory: Any) -> StepMetadata:
         """Return the metadata of a checkpoint. It is empty if there is none at the path."""
@@ -121,9 +100,8 @@ class Checkpointer(BackgroundSaves, AbstractCheckpointer):
             opened = OpenCheckpoint(directory)
         except FileNotFoundError:
             return StepMetadata()
-        if isinstance(self._handler, CompositeCheckpointHandler):
-            return step_metadata(opened, self._handler.describe(opened))
-        return step_metadata(opened, describe_item(self._handler, opened.item(None)))
+        found = handlers_lib.part_of(self._handler, opened)
+        return step_metadata(opened, handlers_lib.describe_item(self._handler, found))
 
     def wait_until_finished(self) -> None:
         """Wait for the save in the background. Raises its error."""
@@ -170,14 +148,16 @@ class PyTreeCheckpointer(Checkpointer):
         use_compression: bool = True,
         **options: Any,
     ):
-        super().__init__(PyTreeCheckpointHandler(), **options)
+        super().__init__(handlers_lib.PyTreeCheckpointHandler(), **options)
 
 
 class StandardCheckpointer(AsyncCheckpointer):
     """Saves trees of arrays and numbers in the background."""
 
     def __init__(self, *, async_options: AsyncOptions | None = None, **options: Any):
-        super().__init__(StandardCheckpointHandler(), async_options=async_options, **options)
+        super().__init__(
+            handlers_lib.StandardCheckpointHandler(), async_options=async_options, **options
+        )
 
     def save(
         self,
@@ -191,14 +171,6 @@ class StandardCheckpointer(AsyncCheckpointer):
         args = args_lib.StandardSave(state, save_args)
         super().save(directory, args=args, force=force, custom_metadata=custom_metadata)
 
-    def restore(
-        self,
-        directory: Any,
-        target: Any = None,
-        *,
-        strict: bool = True,
-        support_layout: bool = False,
-        fallback_sharding: Any = None,
-    ) -> Any:
-        args = args_lib.StandardRestore(target, strict, support_layout, fallback_sharding)
-        return super().restore(directory, args=args)
+    def restore(self, directory: Any, target: Any = None, **options: Any) -> Any:
+        """Restore like a target. Takes the options of `args.StandardRestore`."""
+        return super().restore(directory, args=args_lib.StandardRestore(target, **options))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol, runtime_checkable
 
 from ostraka.compat.orbax._files import await_result
+from ostraka.compat.orbax._names import absent
 
 
 @runtime_checkable
@@ -29,42 +30,20 @@ class CommitFuture:
     """A coroutine that runs in a thread of its own."""
 
     def __init__(self, coro: Any, *, name: str | None = None, **options: Any):
-        self._error: BaseException | None = None
-        self._value: Any = None
-
-        def run() -> None:
-            try:
-                self._value = await_result(coro)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=name)
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, name or "")
+        self._work = thread.submit(await_result, coro)
+        thread.shutdown(wait=False)
 
     def result(self, timeout: float | None = None) -> Any:
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if wait([self._work], timeout).not_done:
             raise TimeoutError(f"the commit has not ended after {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self._work.result()
 
 
 CommitFutureAwaitingContractedSignals = CommitFuture
 
 
-class ChainedFuture:
-    """Several futures as one. `cb` is called once all are done."""
-
-    def __init__(self, futures: Any, cb: Any):
-        self._futures, self._callback = futures, cb
-
-    def result(self, timeout: float | None = None) -> Any:
-        give_up = None if timeout is None else time.monotonic() + timeout
-        for future in self._futures:
-            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
-            future.result(left_s)
-        self._callback()
+ChainedFuture = absent("future.ChainedFuture", "return a list of futures")
 
 
 class AsyncResponse:

@@ -12,47 +12,32 @@ from typing import Any
 
 import numpy as np
 
+from ostraka.compat.orbax import _files as files_lib
+from ostraka.compat.orbax import _pytree as pytree_lib
 from ostraka.compat.orbax import args as args_lib
-from ostraka.compat.orbax._engine import About, Item, OpenCheckpoint, Payload, as_json, write
-from ostraka.compat.orbax._files import (
-    as_path,
-    await_result,
-    empty_directory,
-    pack,
-    unpack,
-    wait_for,
-)
+from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json, write
 from ostraka.compat.orbax._leaves import prepare_leaf, want_of
-from ostraka.compat.orbax._pytree import (
-    args_of_template,
-    check_standard,
-    pytree_payload,
-    read_as_saved,
-    read_pytree,
-    read_standard,
-)
-from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax._names import absent, refuse_options
+from ostraka.compat.orbax.checkpoint_utils import restore_args_of
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import tree_metadata
+from ostraka.compat.orbax.options import ArrayFileOptions, names_of
+from ostraka.compat.orbax.options import CompositeOptions as CompositeOptions
 
+_FILE_NAMES = ("aggregate_filename", "checkpoint_name", "filename", "key_name")
+"""How Orbax's handlers call the file that they write. It has no effect."""
 _WITHIN = "ostraka_item"
 """In the files of a custom handler: the item that it saved through a built-in one."""
 
-# The classes under the names that Orbax's handlers module has for them
+# Args under the names that Orbax's handlers module has for them: `JsonSaveArgs` for `args.JsonSave`
 
-PyTreeSaveArgs, PyTreeRestoreArgs = args_lib.PyTreeSave, args_lib.PyTreeRestore
-StandardSaveArgs, StandardRestoreArgs = args_lib.StandardSave, args_lib.StandardRestore
-JsonSaveArgs, JsonRestoreArgs = args_lib.JsonSave, args_lib.JsonRestore
-ArraySaveArgs, ArrayRestoreArgs = args_lib.ArraySave, args_lib.ArrayRestore
-JaxRandomKeySaveArgs = args_lib.JaxRandomKeySave
-JaxRandomKeyRestoreArgs = args_lib.JaxRandomKeyRestore
-NumpyRandomKeySaveArgs = args_lib.NumpyRandomKeySave
-NumpyRandomKeyRestoreArgs = args_lib.NumpyRandomKeyRestore
-ProtoSaveArgs, ProtoRestoreArgs = args_lib.ProtoSave, args_lib.ProtoRestore
+CompositeArgs = CompositeResults = args_lib.Composite
+for _kind in ("PyTree", "Standard", "Json", "Array", "JaxRandomKey", "NumpyRandomKey", "Proto"):
+    for _name in (f"{_kind}Save", f"{_kind}Restore"):
+        globals()[f"{_name}Args"] = getattr(args_lib, _name)
 ProtoCheckpointHandler = absent(
     "ProtoCheckpointHandler", "save SerializeToString() of the message as bytes in the tree"
 )
-CompositeArgs = CompositeResults = args_lib.Composite
 
 
 class CheckpointHandler(abc.ABC):
@@ -68,10 +53,10 @@ class CheckpointHandler(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no metadata()")
 
     def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Called once all processes have saved."""
 
     def close(self) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Called with the `close` of a checkpointer."""
 
     @classmethod
     def typestr(cls) -> str:
@@ -85,32 +70,25 @@ class AsyncCheckpointHandler(CheckpointHandler):
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
-@dataclass(slots=True)
-class LentDirectory:
-    """A directory that stands for an item while a custom handler has it."""
+_LENT: dict[str, Item | Payload | None] = {}
+"""Directories that stand for an item while a custom handler has them.
 
-    item: Item | None = None
-    """The item to restore from."""
-    payload: Payload | None = None
-    """The item that the handler has saved through a built-in one."""
-
-
-_LENT: dict[str, LentDirectory] = {}
+Each has the item to restore from, or the one that the handler has saved through a built-in one.
+"""
 
 
 @contextlib.contextmanager
-def _lend(item: Item | None = None) -> Generator[tuple[Any, LentDirectory]]:
-    """Lend a custom handler an empty directory.
+def _lend(directory: Any, item: Item | None = None) -> Generator[None]:
+    """Lend a custom handler a directory.
 
     A subclass of a built-in handler may call inherited methods with it. Then arrays go to and
     come from the engine instead of files.
     """
-    with empty_directory() as directory:
-        lent = _LENT[os.fspath(directory)] = LentDirectory(item)
-        try:
-            yield directory, lent
-        finally:
-            del _LENT[os.fspath(directory)]
+    _LENT[os.fspath(directory)] = item
+    try:
+        yield
+    finally:
+        _LENT.pop(os.fspath(directory), None)
 
 
 class EngineHandler(AsyncCheckpointHandler):
@@ -118,54 +96,44 @@ class EngineHandler(AsyncCheckpointHandler):
 
     save_cls: Any = None
     restore_cls: Any = None
-    ignored: tuple[str, ...] = ("multiprocessing_options", "primary_host")
-    by_position: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("multiprocessing_options", "primary_host", *_FILE_NAMES)
 
-    def __init__(self, *positional: Any, **options: Any):
-        if len(positional) > len(self.by_position):
-            raise TypeError(
-                f"{type(self).__name__} takes {len(self.by_position)} positional arguments, not "
-                f"{len(positional)}"
-            )
-        refuse_options(type(self).__name__, options, (*self.ignored, *self.by_position))
+    def __init__(self, file_name: str | None = None, /, **options: Any):
+        refuse_options(type(self).__name__, options, self.ignored)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Any:
         raise NotImplementedError
 
-    def read(self, item: Item, args: Any) -> Any:
+    def read(self, item: Any, args: Any) -> Any:
         raise NotImplementedError
 
-    def describe(self, item: Item) -> Any:
+    def describe(self, item: Any) -> Any:
         return None
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        self._write(directory, args_for_save(self, args, kwargs), background=False)
+        self._write(directory, args_for(SAVE, self, args, kwargs), background=False)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Copy the values, then save in the background. Return futures to wait for."""
-        handle = self._write(directory, args_for_save(self, args, kwargs), background=True)
+        handle = self._write(directory, args_for(SAVE, self, args, kwargs), background=True)
         return [] if handle is None else [AsyncResponse(handle.wait)]
 
     def _write(self, directory: Any, given: Any, *, background: bool) -> Any:
-        payload = self.payload(given)
-        lent = _LENT.get(os.fspath(directory))
-        if lent is None:
-            return write(directory, payload, About(), force=True, background=background)
-        lent.payload = payload
+        payload = self.payload(given, background=background)
+        if os.fspath(directory) not in _LENT:
+            return write(directory, payload, force=True, background=background)
+        _LENT[os.fspath(directory)] = payload
         return None
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.read(_item_at(directory), args_for_restore(self, args, kwargs))
+        return self.read(self._at(directory), args_for(RESTORE, self, args, kwargs))
 
     def metadata(self, directory: Any) -> Any:
-        return self.describe(_item_at(directory))
+        return self.describe(self._at(directory))
 
-
-def _item_at(directory: Any) -> Item:
-    lent = _LENT.get(os.fspath(directory))
-    if lent is not None and lent.item is not None:
-        return lent.item
-    return OpenCheckpoint(directory).item(None)
+    def _at(self, directory: Any) -> Any:
+        lent = _LENT.get(os.fspath(directory))
+        return lent if isinstance(lent, Item) else part_of(self, OpenCheckpoint(directory))
 
 
 class PyTreeCheckpointHandler(EngineHandler):
@@ -173,6 +141,7 @@ class PyTreeCheckpointHandler(EngineHandler):
     # Options about Orbax's files and memory. The engine has its own limits.
     ignored = (
         *EngineHandler.ignored,
+        *names_of(ArrayFileOptions),
         "memory_limit_options",
         "save_concurrent_bytes",
         "restore_concurrent_bytes",
@@ -181,69 +150,60 @@ class PyTreeCheckpointHandler(EngineHandler):
         "save_concurrent_gb",
         "restore_concurrent_gb",
         "save_device_host_concurrent_gb",
-        "use_ocdbt",
-        "use_zarr3",
-        "use_compression",
         "array_metadata_validator",
-        "enable_pinned_host_transfer",
-        "enable_post_merge_validation",
         "is_prioritized_key_fn",
         "pytree_metadata_options",
         "type_handler_registry",
         "handler_impl",
         "write_tree_metadata",
-        "array_metadata_store",
     )
-    by_position = ("aggregate_filename",)
 
-    def payload(self, args: Any) -> Payload:
-        return pytree_payload(args.item, args.save_args, self.typestr())
+    def payload(self, args: Any, *, background: bool) -> Payload:
+        return pytree_lib.pytree_payload(args.item, args.save_args, self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        return read_pytree(item, args)
+        return pytree_lib.read_pytree(item, args)
 
     def describe(self, item: Item) -> Any:
-        return tree_metadata(item)
+        return tree_metadata(item) if item.kind != "files" else None
 
 
 class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
-    pass
+    """The same, under another name."""
 
 
 class StandardCheckpointHandler(PyTreeCheckpointHandler):
     save_cls, restore_cls = args_lib.StandardSave, args_lib.StandardRestore
 
-    def payload(self, args: Any) -> Payload:
-        check_standard(args.item)
-        return super().payload(args)
+    def payload(self, args: Any, *, background: bool) -> Payload:
+        pytree_lib.check_standard(args.item)
+        return super().payload(args, background=background)
 
     def read(self, item: Item, args: Any) -> Any:
         if args.support_layout:
             raise NotImplementedError("StandardRestore(support_layout=True) is not supported")
         if args.item is None:
-            return read_as_saved(item)
+            return pytree_lib.read_as_saved(item)
         is_metadata = type(args.item).__name__ in ("TreeMetadata", "_TreeMetadataImpl")
         like = args.item.tree if is_metadata else args.item
         where = args.fallback_sharding
-        return read_standard(item, like, strict=args.strict, fallback_sharding=where)
+        return pytree_lib.read_standard(item, like, strict=args.strict, fallback_sharding=where)
 
 
 class JsonCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.JsonSave, args_lib.JsonRestore
-    by_position = ("filename",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         return Payload("json", as_json(args.item, "the item of JsonSave"), self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        return read_as_saved(item)
+        return pytree_lib.read_as_saved(item)
 
 
 class ArrayCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.ArraySave, args_lib.ArrayRestore
-    by_position = ("checkpoint_name",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         leaf = prepare_leaf((), args.item, args.save_args)
         if isinstance(leaf, dict | list | str):
             raise TypeError(f"ArraySave takes an array or a number, not {type(args.item)}")
@@ -252,30 +212,19 @@ class ArrayCheckpointHandler(EngineHandler):
     def read(self, item: Item, args: Any) -> Any:
         given = args.restore_args
         if given is None and args.item is not None:
-            given = args_of_template(args.item)
-        return self._read_leaf(item, given)
-
-    def _read_leaf(self, item: Item, given: Any) -> Any:
+            given = restore_args_of(args.item)
         keys = next(iter(item.tree.leaves))
-        return item.read([keys], [want_of(keys, item.saved(keys), given)])[0]
+        return item.read({keys: want_of(keys, item.saved(keys), given)})[keys]
 
 
 class JaxRandomKeyCheckpointHandler(ArrayCheckpointHandler):
     save_cls, restore_cls = args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore
-    by_position = ("key_name",)
-
-    def payload(self, args: Any) -> Payload:
-        return Payload("array", args.item, self.typestr())
-
-    def read(self, item: Item, args: Any) -> Any:
-        return self._read_leaf(item, None)
 
 
 class NumpyRandomKeyCheckpointHandler(EngineHandler):
     save_cls, restore_cls = args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore
-    by_position = ("key_name",)
 
-    def payload(self, args: Any) -> Payload:
+    def payload(self, args: Any, *, background: bool) -> Payload:
         if not isinstance(args.item, tuple) or not isinstance(args.item[0], str):
             raise TypeError("NumpyRandomKeySave takes np.random.get_state()")
         kind, words, position, has_gauss, gauss = args.item
@@ -283,7 +232,7 @@ class NumpyRandomKeyCheckpointHandler(EngineHandler):
         return Payload("numpy_key", tree, self.typestr())
 
     def read(self, item: Item, args: Any) -> Any:
-        found = read_as_saved(item)
+        found = pytree_lib.read_as_saved(item)
         return (found["kind"], found["words"], *found["rest"])
 
 
@@ -311,18 +260,11 @@ class LegacyArgs(args_lib.CheckpointArgs):
     keywords: dict[str, Any]
 
 
-def args_for_save(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the args of a save, given as `args=` or in the old form `item, save_args=…`."""
-    return _args_for(handler, positional, keywords, 0)
+SAVE, RESTORE = 0, 1
 
 
-def args_for_restore(handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return _args_for(handler, positional, keywords, 1)
-
-
-def _args_for(
-    handler: Any, positional: tuple[Any, ...], keywords: dict[str, Any], which: int
-) -> Any:
+def args_for(which: int, handler: Any, positional: tuple[Any, ...], keywords: Any) -> Any:
+    """Return the args of a call, given as `args=` or in the old form `item, save_args=…`."""
     rest = {key: value for key, value in keywords.items() if key != "args"}
     given = keywords.get("args")
     if given is None and positional and args_lib.is_args(positional[0]):
@@ -348,11 +290,13 @@ def _args_for(
 
 def _inherits(handler: Any, name: str) -> bool:
     """True if a handler leaves a method to the engine."""
-    is_built_in = isinstance(handler, EngineHandler)
-    return is_built_in and getattr(type(handler), name) is getattr(EngineHandler, name)
+    if not isinstance(handler, EngineHandler):
+        return False
+    is_composite = isinstance(handler, CompositeCheckpointHandler)
+    return is_composite or getattr(type(handler), name) is getattr(EngineHandler, name)
 
 
-def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
+def payload_of(handler: Any, args: Any, *, background: bool) -> Any:
     """Return an item ready for the engine. For a custom handler it holds the files it writes.
 
     As in Orbax, `async_save` is called in the background, `save` otherwise.
@@ -360,22 +304,28 @@ def payload_of(handler: Any, args: Any, *, background: bool) -> Payload:
     is_async = hasattr(handler, "async_save") and (background or not hasattr(handler, "save"))
     name = "async_save" if is_async else "save"
     if _inherits(handler, name):
-        return handler.payload(args)
+        return handler.payload(args, background=background)
     by = f"{type(handler).__module__}.{type(handler).__qualname__}"
-    with _lend() as (directory, lent):
-        result = await_result(_call(getattr(handler, name), directory, args))
+    with files_lib.empty_directory() as directory, _lend(directory):
+        result = files_lib.await_result(_call(getattr(handler, name), directory, args))
         if is_async:
-            wait_for(result)
+            files_lib.wait_for(result)
         if hasattr(handler, "finalize"):
-            await_result(handler.finalize(directory))
-        if lent.payload is not None:
+            files_lib.await_result(handler.finalize(directory))
+        saved = _LENT[os.fspath(directory)]
+        if isinstance(saved, Payload):
             if not any(directory.iterdir()):
-                return replace(lent.payload, handler=by)
-            write(directory / _WITHIN, lent.payload, About(), force=True)
-        return Payload("files", pack(directory, by), by)
+                return replace(saved, handler=by)
+            write(directory / _WITHIN, saved, force=True)
+        return Payload("files", files_lib.pack(directory, by), by)
 
 
-def read_item(handler: Any, item: Item, args: Any) -> Any:
+def part_of(handler: Any, opened: OpenCheckpoint) -> Any:
+    """Return what a handler reads: the only item, or the checkpoint if it is for several."""
+    return opened if isinstance(handler, CompositeCheckpointHandler) else opened.item(None)
+
+
+def read_item(handler: Any, item: Any, args: Any) -> Any:
     """Restore an item with a handler. None stands for the built-in handler of its kind."""
     if handler is None:
         if item.kind == "files":
@@ -393,39 +343,33 @@ def read_item(handler: Any, item: Item, args: Any) -> Any:
 @contextlib.contextmanager
 def _directory_of(item: Item, handler: Any) -> Generator[Any]:
     """Yield the directory that a custom handler restores from. Raises ValueError if it has none."""
-    if not isinstance(handler, EngineHandler) or item.kind == "files":
-        with files_of(item) as directory:
-            within = directory / _WITHIN
-            if within.exists():
-                _LENT[os.fspath(directory)] = LentDirectory(OpenCheckpoint(within).item(None))
-            try:
-                yield directory
-            finally:
-                _LENT.pop(os.fspath(directory), None)
-        return
-    with _lend(item) as (directory, _):
-        yield directory
+    is_ours = isinstance(handler, EngineHandler) and item.kind != "files"
+    with files_lib.empty_directory() if is_ours else files_of(item) as directory:
+        within = directory / _WITHIN
+        found = OpenCheckpoint(within).item(None) if within.exists() else None
+        with _lend(directory, item if is_ours else found):
+            yield directory
 
 
 @contextlib.contextmanager
 def files_of(item: Item) -> Generator[Any]:
     """Yield a directory with the files that a custom handler has saved as an item."""
     if item.directory is not None:  # Orbax has them in a directory of the step.
-        yield as_path(item.directory)
+        yield files_lib.as_path(item.directory)
         return
-    with empty_directory() as directory:
-        unpack(item.states(), directory)
+    with files_lib.empty_directory() as directory:
+        files_lib.unpack(item.states(), directory)
         yield directory
 
 
-def describe_item(handler: Any, item: Item) -> Any:
+def describe_item(handler: Any, item: Any) -> Any:
     """Return a handler's metadata of an item, or None if it has none."""
     if handler is None and item.kind != "files":
         handler = _BY_KIND[item.kind]()
     if handler is None or not hasattr(handler, "metadata"):
         return None
     if _inherits(handler, "metadata"):
-        return handler.describe(item) if item.kind != "files" else None
+        return handler.describe(item)
     with _directory_of(item, handler) as directory:
         try:
             return handler.metadata(directory)
@@ -449,19 +393,10 @@ def _call(function: Any, directory: Any, args: Any) -> Any:
 # Several items
 
 
-@dataclass
-class CompositeOptions:
-    """Options about Orbax's own files, without effect."""
-
-    multiprocessing_options: Any = None
-    temporary_path_class: Any = None
-    file_options: Any = None
-    atomicity_options: Any = None
-    async_options: Any = None
-
-
-class CompositeCheckpointHandler(AsyncCheckpointHandler):
+class CompositeCheckpointHandler(EngineHandler):
     """Several items by name, each with its own handler."""
+
+    restore_cls = args_lib.Composite
 
     def __init__(
         self,
@@ -476,24 +411,7 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
         self.given_as_none: set[str] = set()
         """Items that a save was given as None. A restore of all items returns None for them."""
 
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        payloads = self.payloads(args_for_save(self, args, kwargs), background=False)
-        write(directory, payloads, About(), force=True)
-
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        payloads = self.payloads(args_for_save(self, args, kwargs), background=True)
-        handle: Any = write(directory, payloads, About(), force=True, background=True)
-        return [AsyncResponse(handle.wait)]
-
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.read(
-            OpenCheckpoint(directory), kwargs.get("args") or (args[0] if args else None)
-        )
-
-    def metadata(self, directory: Any) -> Any:
-        return self.describe(OpenCheckpoint(directory))
-
-    def payloads(self, args: Any, *, background: bool) -> dict[str, Payload]:
+    def payload(self, args: Any, *, background: bool) -> dict[str, Payload]:
         if not isinstance(args, args_lib.Composite):
             raise ValueError("Must provide `args` of type `Composite` for several items.")
         given = {name: args_lib.adopt(own) for name, own in args.items() if own is not None}
@@ -503,22 +421,22 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
             for name, own in given.items()
         }
 
-    def read(self, opened: OpenCheckpoint, args: Any) -> args_lib.Composite:
+    def read(self, item: OpenCheckpoint, args: Any) -> args_lib.Composite:
         """Restore the items that args ask for, all without args."""
-        wanted: dict[str, Any] = dict(args.items()) if args is not None else {}
+        wanted: dict[str, Any] = dict(args or {})
         found: dict[str, Any] = {}
         if not wanted:
-            wanted = dict.fromkeys(opened.items())
+            wanted = dict.fromkeys(item.items())
             found = dict.fromkeys(sorted(self.given_as_none - set(wanted)))
         for name, given in sorted(wanted.items()):
-            item, adopted = opened.item(name), args_lib.adopt(given)
-            found[name] = read_item(self._handler_for(name, adopted), item, adopted)
+            one, adopted = item.item(name), args_lib.adopt(given)
+            found[name] = read_item(self._handler_for(name, adopted), one, adopted)
         return args_lib.Composite(**found)
 
-    def describe(self, opened: OpenCheckpoint) -> args_lib.Composite:
-        handlers = {name: self._handler_for(name, None) for name in opened.items()}
+    def describe(self, item: OpenCheckpoint) -> args_lib.Composite:
+        handlers = {name: self._handler_for(name, None) for name in item.items()}
         return args_lib.Composite(
-            **{name: describe_item(by, opened.item(name)) for name, by in handlers.items()}
+            **{name: describe_item(by, item.item(name)) for name, by in handlers.items()}
         )
 
     def _handler_for(self, name: str, args: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 step_statistics: Any
 """This module, as Orbax names a part of it."""
@@ -39,14 +39,9 @@ class CompositeLogger(AbstractLogger):
             logger.log_entry(entry)
 
 
-@dataclass
-class CloudLoggerOptions:
-    job_name: str = ""
-    logger_name: str = ""
-    client: Any = None
-
-
-CloudLogger = absent("logging.CloudLogger", "subclass logging.AbstractLogger, and send its entries")
+_OWN_LOGGER = "subclass logging.AbstractLogger, and send its entries"
+CloudLogger = absent("logging.CloudLogger", _OWN_LOGGER)
+CloudLoggerOptions = absent("logging.CloudLoggerOptions", _OWN_LOGGER)
 
 
 # step_statistics: fields that are not measured are None

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ostraka.common.dtypes import numpy_dtype
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 from ostraka.layout.spec import LeafSpec
 from ostraka.tree.nodes import SavedStates
 
@@ -22,15 +21,6 @@ from ostraka.tree.nodes import SavedStates
 class Metadata:
     name: str = ""
     directory: Any = None
-
-
-@dataclass
-class StorageMetadata:
-    """The chunks in which Orbax stores an array. Ostraka's checkpoints have none."""
-
-    chunk_shape: tuple[int, ...] | None = None
-    write_shape: tuple[int, ...] | None = None
-    zarr_metadata: Any = None
 
 
 @dataclass
@@ -50,7 +40,6 @@ class ArrayMetadata(Metadata):
     storage: Any = None
 
 
-@dataclass
 class ScalarMetadata(ArrayMetadata):
     @property
     def zero(self) -> Any:
@@ -58,9 +47,8 @@ class ScalarMetadata(ArrayMetadata):
         return {"b": False, "f": 0.0, "c": 0j}.get(self.dtype.kind, 0)
 
 
-@dataclass
 class StringMetadata(Metadata):
-    pass
+    """Metadata of a text."""
 
 
 @dataclass
@@ -71,9 +59,8 @@ class ShardingMetadata:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-@dataclass
 class SingleDeviceShardingMetadata(ShardingMetadata):
-    pass
+    """The sharding of an array on one device."""
 
 
 @dataclass
@@ -90,15 +77,15 @@ class NamedShardingMetadata(ShardingMetadata):
             )
         devices = np.array(jax.devices()[:count]).reshape(self.shape)
         mesh = jax.sharding.Mesh(devices, self.axis_names)
-        return NamedSharding(mesh, PartitionSpec(*self.partition_spec))
+        return jax.sharding.NamedSharding(mesh, jax.P(*self.partition_spec))
 
 
+@dataclass(eq=False)
 class TreeMetadata:
     """The tree of an item with metadata for leaves: `m["params"]`, `m.tree`, `m.items()`."""
 
-    def __init__(self, tree: Any, custom_metadata: Any = None):
-        self.tree = tree
-        self.custom_metadata = custom_metadata
+    tree: Any
+    custom_metadata: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("keys", "values", "items", "get"):
@@ -108,17 +95,11 @@ class TreeMetadata:
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self.tree
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tree)
 
     def __len__(self) -> int:
         return len(self.tree)
-
-    def __repr__(self) -> str:
-        return f"TreeMetadata(tree={self.tree!r})"
 
 
 def _children_with_keys(metadata: TreeMetadata) -> tuple[list[tuple[Any, Any]], Any]:
@@ -176,9 +157,9 @@ def _leaf(item: Item, keys: tuple[str, ...]) -> Any:
 
 
 def _sharding(item: Item, spec: LeafSpec) -> Any:
-    mesh = item.mesh_of(spec)
-    if mesh is None or spec.kind not in ("jax", "key"):
+    if spec.mesh < 0 or spec.kind not in ("jax", "key"):
         return None
+    mesh = item.source.saved.meshes[spec.mesh]
     if len(mesh.devices) == 1:
         return SingleDeviceShardingMetadata()
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -213,3 +194,4 @@ def get_step_metadata(path: Any) -> StepMetadata:
 
 MetadataStore = absent("metadata.MetadataStore", "call metadata.get_step_metadata(path)")
 metadata_store = absent("metadata.metadata_store", "call metadata.get_step_metadata(path)")
+StorageMetadata = absent("metadata.StorageMetadata", "Ostraka has no chunks; see ostraka.open")

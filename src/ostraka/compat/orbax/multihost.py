@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ostraka.compat.orbax._names import absent
 from ostraka.processes.decide import decide_together
 
 _utils: Any = multihost_utils
@@ -29,13 +30,7 @@ def runtime_to_distributed_ids() -> list[int]:
     return list(range(jax.process_count()))
 
 
-def distributed_to_device_ids() -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(jax.process_count())]
-    for device in jax.devices():
-        found[device.process_index].append(device.id)
-    return found
-
-
+distributed_to_device_ids = absent("multihost.distributed_to_device_ids", "use jax.devices()")
 process_index, process_count = jax.process_index, jax.process_count
 
 
@@ -55,25 +50,18 @@ def unique_processes_from_devices(device_array: Any) -> set[int]:
     return {device.process_index for device in np.asarray(device_array).flat}
 
 
-def is_jax_distributed_client_initialized() -> bool:
-    """True if `jax.distributed.initialize` has been called."""
-    return _client() is not None
+is_jax_distributed_client_initialized = jax.distributed.is_initialized
 
 
 def get_jax_distributed_client() -> Any:
     """Return the client of JAX's coordination service. Raises ValueError if there is none."""
-    client = _client()
-    if client is None:
-        raise ValueError(
-            "JAX's coordination service is not running: call jax.distributed.initialize() first"
-        )
-    return client
-
-
-def _client() -> Any:
     from jax._src import distributed
 
     state: Any = distributed.global_state
+    if state.client is None:
+        raise ValueError(
+            "JAX's coordination service is not running: call jax.distributed.initialize() first"
+        )
     return state.client
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ostraka.compat.orbax._files import as_path
+from ostraka.compat.orbax._names import absent
 from ostraka.formats import has_finished_checkpoint
 from ostraka.formats.source import names_in
 from ostraka.layout.file_names import step_of
@@ -46,9 +48,9 @@ class NameFormat:
             return int(match[1])
         return step_of(name) if name.startswith("step_") else None
 
-    def find_names(self, directory: Any) -> dict[int, str]:
-        """Return the finished steps of a directory, ascending, each with its directory's name."""
-        store = open_store(directory)
+    def find_all(self, base_path: Any) -> Iterator[Metadata]:
+        """Return the finished steps of a directory, ascending."""
+        store, base = open_store(base_path), as_path(base_path)
         found: dict[int, str] = {}
         for name in sorted(names_in(store)):
             step = self.step_named(name)
@@ -56,12 +58,7 @@ class NameFormat:
                 continue
             if has_finished_checkpoint(store.at(name)):
                 found[step] = name
-        return dict(sorted(found.items()))
-
-    def find_all(self, base_path: Any) -> Iterator[Metadata]:
-        base = as_path(base_path)
-        for step, name in self.find_names(base_path).items():
-            yield Metadata(step, base / name)
+        return (Metadata(step, base / name) for step, name in sorted(found.items()))
 
     def find_step(self, base_path: Any, step: int) -> Metadata:
         found = maybe_find_step_metadata(base_path, self, step=step)
@@ -86,10 +83,7 @@ def build_step_path(base_path: Any, name_format: NameFormat, step: int) -> Any:
     return as_path(base_path) / name_format.build_name(step)
 
 
-def find_step_path(
-    base_path: Any, name_format: NameFormat, *, step: int, include_uncommitted: bool = False
-) -> Any:
-    return name_format.find_step(base_path, step).path
+find_step_path = absent("step.find_step_path", "use the find_step of a name format")
 
 
 def latest_step_metadata(root_path: Any, name_format: Any) -> Any:
@@ -195,7 +189,12 @@ def get_tmp_directory(final_path: Any) -> Any:
 
 
 def create_tmp_directory(tmp_dir: Any, final_dir: Any, **options: Any) -> Any:
+    """Make the directory of an unfinished checkpoint. Replaces one of the same name."""
     made = as_path(tmp_dir)
+    if made.exists():
+        if not is_tmp_checkpoint(made):
+            raise FileExistsError(f"{made} exists, and may be a finished checkpoint")
+        shutil.rmtree(made)
     made.mkdir(parents=True)
     return made
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from ostraka.compat.orbax import type_handlers
 from ostraka.compat.orbax._files import as_path
+from ostraka.compat.orbax._names import absent
 from ostraka.compat.orbax.multihost import sync_global_processes as sync_global_processes
-from ostraka.compat.orbax.path import TMP_DIR_SUFFIX, is_tmp_checkpoint
+from ostraka.compat.orbax.path import TMP_DIR_SUFFIX
+from ostraka.compat.orbax.path import create_tmp_directory as create_tmp_directory
 from ostraka.compat.orbax.tree import to_flat_dict
 from ostraka.live.parse import is_key
 
@@ -29,13 +31,7 @@ def erase_and_create_empty(directory: Any) -> Any:
     return path
 
 
-def empty_directory(directory: Any) -> None:
-    path = as_path(directory)
-    for child in path.iterdir():
-        if child.is_dir():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
+empty_directory = absent("test_utils.empty_directory", "use erase_and_create_empty")
 
 
 def assert_tree_equal(testclass: Any, expected: Any, actual: Any) -> None:
@@ -109,10 +105,7 @@ def apply_function(tree: Any, function: Any) -> Any:
     return jax.tree.map(jax.jit(function), tree)
 
 
-def replicate_sharded_array(arr: jax.Array) -> jax.Array:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    where = jax.sharding.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda x: x, out_shardings=where)(arr)
+replicate_sharded_array = absent("test_utils.replicate_sharded_array", "use jax.device_put")
 
 
 # Directories
@@ -125,17 +118,6 @@ def print_directory(directory: Any, level: int = 0) -> None:
         raise ValueError(f"Directory {path} does not exist, or is none.")
     for child in sorted(path.rglob("*")):
         _log.info("%s", child.relative_to(path))
-
-
-def create_tmp_directory(tmp_dir: Any, final_dir: Any, **options: Any) -> Any:
-    """Make the directory of an unfinished checkpoint. Replaces one of the same name."""
-    made = as_path(tmp_dir)
-    if made.exists():
-        if not is_tmp_checkpoint(made):
-            raise FileExistsError(f"{made} exists, and may be a finished checkpoint")
-        shutil.rmtree(made)
-    made.mkdir(parents=True)
-    return made
 
 
 def save_fake_tmp_dir(
@@ -174,7 +156,7 @@ def register_type_handler(ty: Any, handler: Any, func: Any = None) -> Generator[
 @contextlib.contextmanager
 def global_type_handler_registry_context() -> Generator[None]:
     """Forget the type handlers that are registered inside."""
-    before = type_handlers.GLOBAL_REGISTRY.pairs()
+    before = type_handlers.GLOBAL_REGISTRY.handlers
     try:
         yield
     finally:

@@ -1,18 +1,29 @@
-"""Trees as flat dicts, as nested dicts, as shapes."""
+"""Trees as flat dicts, as nested dicts, as shapes, and as other trees with renamed keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._tree import flatten, is_empty, key_text, nest
-from ostraka.compat.orbax.transform_utils import merge_trees as merge_trees
+from ostraka.compat.orbax._names import absent
+from ostraka.compat.orbax._tree import (
+    NOTHING,
+    FlatTree,
+    Keys,
+    as_saved,
+    flatten,
+    is_empty,
+    key_text,
+)
+from ostraka.errors import InvalidTree
+from ostraka.tree.nodes import nest
 
-PyTree = PyTreeKey = PyTreePath = Any
-PyTreeOf = Any
+PyTree = PyTreeKey = PyTreePath = PyTreeOf = Any
 
 
 def to_flat_dict(
@@ -39,16 +50,24 @@ def from_flat_dict(flat_dict: Any, target: Any = None, sep: str | None = None) -
         for key, leaf in flat_dict.items()
     }
     if target is None:
-        return nest((tuple(keys), (False,) * len(keys), leaf) for keys, leaf in split.items())
+        return _nested(split)
     flat = flatten(target)
     return flat.rebuild(split.get(keys, leaf) for keys, leaf in flat.by_keys.items())
 
 
+def _nested(leaves: Mapping[Keys, Any]) -> Any:
+    """Return leaves by their keys as nested dicts. Raises ValueError if one is below another."""
+    try:
+        return nest(leaves.items())
+    except InvalidTree as error:
+        raise ValueError(str(error)) from None
+
+
 def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
     """Return a tree as nested dicts and lists with string keys."""
-    flat = flatten(tree)
-    entries = zip(flat.keys, flat.in_sequence, flat.leaves, strict=True)
-    return nest(entry for entry in entries if keep_empty_nodes or not is_empty(entry[2]))
+    return as_saved(
+        tree, lambda _, leaf: leaf if keep_empty_nodes or not is_empty(leaf) else NOTHING
+    )
 
 
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
@@ -96,8 +115,142 @@ def get_param_names(item: Any, include_empty_nodes: bool = True) -> Any:
     return flat.rebuild(".".join(keys) for keys in flat.keys)
 
 
-def tree_difference(a: Any, b: Any) -> Any:
-    """Return the leaves that only one of two trees has, by path. None if there are none."""
-    first, second = flatten(a).by_keys, flatten(b).by_keys
-    keys = sorted(first.keys() ^ second.keys())
-    return {"/".join(k): (first.get(k), second.get(k)) for k in keys} or None
+tree_difference = absent("tree.tree_difference", "compare what to_flat_dict returns")
+
+
+# transform_utils
+
+
+@dataclass
+class Transform:
+    """The origin of a leaf: `original_key`, `value_fn` of it, or `use_fallback`.
+
+    `multi_value_fn(key, original_tree)` computes the leaf at `key`. `use_fallback` takes the leaf
+    from the other tree: from the new one by default.
+    """
+
+    original_key: str | tuple[str, ...] | None = None
+    use_fallback: bool = False
+    value_fn: Callable[[Any], Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
+
+
+@dataclass
+class RestoreTransform(Transform):
+    """A transform for restores.
+
+    It calls `multi_value_fn(key, tree, restore_args)`. The tree has the leaves that
+    `multi_value_fn_input_args` names, each with its RestoreArgs.
+    """
+
+    multi_value_fn_input_args: Any = None
+
+
+def rules_of(transformations: Any) -> dict[str, Any]:
+    """Return the transforms of a tree by the patterns that their keys are."""
+    found = flatten(transformations, lambda node: hasattr(node, "original_key")).by_keys
+    return {"/".join(keys): rule for keys, rule in found.items() if not is_empty(rule)}
+
+
+def origins_of(
+    new: FlatTree, original: Container[str], rules: Mapping[str, Any], default_to_original: bool
+) -> list[tuple[Any, str | None]]:
+    """Return the transform of each leaf, and its key in the original tree, None if it has none."""
+    return [
+        (None, None)
+        if is_empty(leaf)
+        else _origin_of("/".join(keys), original, rules, default_to_original)
+        for keys, leaf in zip(new.keys, new.leaves, strict=True)
+    ]
+
+
+def transformed(
+    new: FlatTree,
+    origins: Sequence[tuple[Any, str | None]],
+    values: Mapping[str, Any],
+    tree: Any,
+    *extra: Mapping[str, Any],
+) -> Any:
+    """Return a new tree with values of an original one.
+
+    Functions of several values receive `tree`, and for their path what each of `extra` has.
+    """
+    results: list[Any] = []
+    for (rule, key), keys, leaf in zip(origins, new.keys, new.leaves, strict=True):
+        path = "/".join(keys)
+        if key is not None:
+            value_fn: Any = None if rule is None else rule.value_fn
+            results.append(values[key] if value_fn is None else value_fn(values[key]))
+        elif rule is not None and rule.multi_value_fn is not None:
+            results.append(rule.multi_value_fn(path, tree, *[more.get(path) for more in extra]))
+        else:
+            results.append(leaf)
+    return new.rebuild(results)
+
+
+def _origin_of(
+    path: str, original: Container[str], rules: Mapping[str, Any], default_to_original: bool
+) -> tuple[Any, str | None]:
+    """Return the transform of a leaf, and its key in the original tree, each None if it has none.
+
+    Raises ValueError for a key that the original tree lacks.
+    """
+    for pattern, rule in rules.items():
+        match = re.fullmatch(pattern, path)
+        if match is None:
+            continue
+        if rule.multi_value_fn is not None or (rule.use_fallback and default_to_original):
+            return rule, None
+        key = path if rule.original_key is None else rule.original_key
+        key = match.expand(key if isinstance(key, str) else "/".join(key))
+        if key not in original:
+            why = " (`use_fallback` requested)" if rule.use_fallback else ""
+            raise ValueError(f"Transformation key {key!r} is not in the original tree{why}")
+        return rule, key
+    return None, path if default_to_original and path in original else None
+
+
+def apply_transformations(
+    original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool = True
+) -> Any:
+    """Return `new_tree` with values of `original_tree`.
+
+    The keys of the tree of `Transform` are regular expressions over paths. A leaf without a
+    transform comes from the original tree if that has it, else from `new_tree`. With
+    `default_to_original=False` it comes from `new_tree`, and `use_fallback` takes it from the
+    original tree.
+    """
+    values = {"/".join(keys): leaf for keys, leaf in flatten(original_tree).by_keys.items()}
+    new = flatten(new_tree)
+    origins = origins_of(new, values, rules_of(transformations), default_to_original)
+    return transformed(new, origins, values, original_tree)
+
+
+def merge_trees(*trees: Any, target: Any = None) -> Any:
+    """Merge the leaves of several trees. At one path the last tree wins.
+
+    Without a target the result has dicts alone, and no empty nodes.
+    """
+    found: dict[Keys, Any] = {}
+    for tree in trees:
+        found.update(_leaves(tree))
+    return _as_tree(found, target)
+
+
+def intersect_trees(*trees: Any, target: Any = None) -> Any:
+    """Return the leaves at paths that all trees have, with the values of the last one."""
+    flats = [_leaves(tree) for tree in trees]
+    common = set(flats[0]).intersection(*flats[1:])
+    return _as_tree({keys: leaf for keys, leaf in flats[-1].items() if keys in common}, target)
+
+
+def _leaves(tree: Any) -> dict[Keys, Any]:
+    """Return the leaves of a tree by their keys, without empty nodes."""
+    return {keys: leaf for keys, leaf in flatten(tree).by_keys.items() if not is_empty(leaf)}
+
+
+def _as_tree(found: dict[Keys, Any], target: Any) -> Any:
+    if target is None:
+        return _nested(found)
+    flat = flatten(target)
+    return flat.rebuild(found[keys] for keys in flat.keys)

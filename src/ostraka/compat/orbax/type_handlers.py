@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._refuse import absent, refuse_options
+from ostraka.compat.orbax._names import absent, refuse_options
 from ostraka.compat.orbax._tree import is_empty
+from ostraka.compat.orbax.options import ArrayFileOptions, BroadcastOptions, names_of
 from ostraka.formats.source import names_in
 from ostraka.storage import open_store
 
@@ -107,7 +108,7 @@ class TypeHandler(abc.ABC):
         return [None for _ in infos]
 
     def finalize(self, directory: Any) -> None:  # noqa: B027 - a subclass may leave it out
-        pass
+        """Part of Orbax's interface, and not called here."""
 
 
 class _BuiltIn(TypeHandler):
@@ -124,41 +125,25 @@ class _BuiltIn(TypeHandler):
     def typestr(self) -> str:
         return self.kind
 
-    async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Any:
-        raise self._refused("serialize")
-
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        raise self._refused("deserialize")
-
-    def _refused(self, what: str) -> NotImplementedError:
-        return NotImplementedError(
-            f"{type(self).__name__}.{what} is not supported: Ostraka saves and restores such "
-            "leaves itself; give them to a checkpointer"
+    async def serialize(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__}.serialize and .deserialize are not supported: Ostraka saves "
+            "and restores such leaves itself; give them to a checkpointer"
         )
+
+    deserialize = serialize
 
 
 _IGNORED = (
+    *names_of(ArrayFileOptions, BroadcastOptions),
     "primary_host",
     "dispatcher",
     "callback",
-    "enable_replica_parallel_separate_folder",
     "ocdbt_process_id",
     "deepcopy_host_arrays",
     "filename",
-    "replica_axis_index",
-    "primary_replica_id",
     "replica_id",
-    "broadcast_memory_limit_bytes",
-    "broadcast_memory_scaling_factor",
-    "use_replica_parallel",
-    "enable_write_sharding_file",
     "metadata_key",
-    "array_metadata_store",
-    "min_slice_bytes_for_replica_parallel",
-    "max_replicas_for_replica_parallel",
-    "use_zarr3",
 )
 
 
@@ -196,41 +181,32 @@ class TypeHandlerRegistry:
         self.replace(handlers)
 
     def replace(self, handlers: Sequence[tuple[Any, Any]]) -> None:
-        self._handlers = list(handlers)
+        self.handlers = list(handlers)
         self.has_custom = any(_is_custom(handler) for _, handler in handlers)
 
     def add(self, ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
-        if any(known is ty for known, _ in self._handlers) and not override:
+        if any(known is ty for known, _ in self.handlers) and not override:
             raise ValueError(f'A TypeHandler for "{ty}" is already registered.')
-        self.replace([(ty, handler), *[pair for pair in self._handlers if pair[0] is not ty]])
+        self.replace([(ty, handler), *[pair for pair in self.handlers if pair[0] is not ty]])
 
     def get(self, ty: Any) -> Any:
-        for known, handler in self._handlers:
+        for known, handler in self.handlers:
             if isinstance(ty, type) and issubclass(ty, known):
                 return handler
         raise ValueError(f"Unknown type: {ty}. Must register a TypeHandler.")
 
     def has(self, ty: Any) -> bool:
-        return any(isinstance(ty, type) and issubclass(ty, known) for known, _ in self._handlers)
-
-    def pairs(self) -> list[tuple[Any, Any]]:
-        return list(self._handlers)
+        return any(isinstance(ty, type) and issubclass(ty, known) for known, _ in self.handlers)
 
 
 GLOBAL_REGISTRY = TypeHandlerRegistry(
     (jax.Array, ArrayHandler()),
     (np.ndarray, NumpyHandler()),
     (str, StringHandler()),
-    (int, ScalarHandler()),
-    (float, ScalarHandler()),
-    (bytes, ScalarHandler()),
-    (np.number, ScalarHandler()),
+    *[(kind, ScalarHandler()) for kind in (int, float, bytes, np.number)],
 )
 get_type_handler, has_type_handler = GLOBAL_REGISTRY.get, GLOBAL_REGISTRY.has
-
-
-def create_type_handler_registry(*handlers: tuple[Any, Any]) -> TypeHandlerRegistry:
-    return TypeHandlerRegistry(*handlers)
+create_type_handler_registry = TypeHandlerRegistry
 
 
 def register_type_handler(ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
@@ -241,7 +217,7 @@ def register_type_handler(ty: Any, handler: Any, func: Any = None, override: boo
 
 
 def supported_types() -> list[Any]:
-    return [known for known, _ in GLOBAL_REGISTRY.pairs()]
+    return [known for known, _ in GLOBAL_REGISTRY.handlers]
 
 
 def is_supported_type(value: Any, pytree_metadata_options: Any = None) -> bool:
@@ -264,15 +240,11 @@ def get_ts_context(*, use_ocdbt: bool = True, **limits: Any) -> Any:
     import tensorstore
 
     given = {k: v for k, v in limits.items() if v is not None}
-    refuse_options("get_ts_context", given, tuple(_LIMITS))
-    made: Any = tensorstore.Context({_LIMITS[k]: {"limit": v} for k, v in given.items()})
+    known = ("file_io_concurrency_limit", "data_copy_concurrency_limit")
+    refuse_options("get_ts_context", given, known)
+    spec = {name.removesuffix("_limit"): {"limit": limit} for name, limit in given.items()}
+    made: Any = tensorstore.Context(spec)
     return made
-
-
-_LIMITS = {
-    "file_io_concurrency_limit": "file_io_concurrency",
-    "data_copy_concurrency_limit": "data_copy_concurrency",
-}
 
 
 def register_standard_handlers_with_options(**options: Any) -> None:
@@ -286,25 +258,19 @@ get_cast_tspec_deserialize = absent("type_handlers.get_cast_tspec_deserialize", 
 async_serialize = absent("serialization.async_serialize", "use ostraka.save")
 async_deserialize = absent("serialization.async_deserialize", "use ostraka.restore")
 merge_ocdbt_per_process_files = absent("type_handlers.merge_ocdbt_per_process_files", _BY_HAND)
-
-
-def check_input_arguments(*args: Any) -> None:
-    """Raise ValueError unless all sequences are of one length."""
-    lengths = {len(arg) for arg in args if arg is not None}
-    if len(lengths) > 1:
-        raise ValueError(f"Found input args with mismatched lengths: {sorted(lengths)}.")
+check_input_arguments = absent("type_handlers.check_input_arguments", "use zip(strict=True)")
 
 
 def custom_handler(value: Any) -> Any:
     """Return the custom handler for a leaf, or None if the engine saves it."""
-    for known, handler in GLOBAL_REGISTRY.pairs() if GLOBAL_REGISTRY.has_custom else ():
+    for known, handler in GLOBAL_REGISTRY.handlers if GLOBAL_REGISTRY.has_custom else ():
         if isinstance(value, known):
             return handler if _is_custom(handler) else None
     return None
 
 
 def handler_for_typestr(typestr: str) -> Any:
-    for _, handler in GLOBAL_REGISTRY.pairs():
+    for _, handler in GLOBAL_REGISTRY.handlers:
         if _is_custom(handler) and handler.typestr() == typestr:
             return handler
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Small functions of `orbax.checkpoint.utils`."""
+"""Small functions of `orbax.checkpoint.utils`, which has those of three other modules too."""
 
 from __future__ import annotations
 
@@ -8,28 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax import multihost, path, tree
+from ostraka.compat.orbax._names import absent, refuse
 from ostraka.compat.orbax._tree import is_empty, key_text
-from ostraka.compat.orbax.multihost import broadcast_one_to_all as broadcast_one_to_all
-from ostraka.compat.orbax.multihost import is_pathways_backend as is_pathways_backend
-from ostraka.compat.orbax.multihost import is_primary_host as is_primary_host
-from ostraka.compat.orbax.multihost import reached_preemption as reached_preemption
-from ostraka.compat.orbax.multihost import sync_global_processes as sync_global_processes
-from ostraka.compat.orbax.path import TMP_DIR_SUFFIX as TMP_DIR_SUFFIX
-from ostraka.compat.orbax.path import any_checkpoint_step as any_checkpoint_step
-from ostraka.compat.orbax.path import checkpoint_steps as checkpoint_steps
-from ostraka.compat.orbax.path import checkpoint_steps_paths as checkpoint_steps_paths
-from ostraka.compat.orbax.path import get_save_directory as get_save_directory
-from ostraka.compat.orbax.path import is_checkpoint_finalized as is_checkpoint_finalized
-from ostraka.compat.orbax.path import is_tmp_checkpoint as is_tmp_checkpoint
-from ostraka.compat.orbax.path import step_from_checkpoint_name as step_from_checkpoint_name
-from ostraka.compat.orbax.path import tmp_checkpoints as tmp_checkpoints
-from ostraka.compat.orbax.tree import deserialize_tree as deserialize_tree
-from ostraka.compat.orbax.tree import from_flat_dict as from_flat_dict
-from ostraka.compat.orbax.tree import serialize_tree as serialize_tree
-from ostraka.compat.orbax.tree import str_keypath as str_keypath
-from ostraka.compat.orbax.tree import to_flat_dict as to_flat_dict
-from ostraka.compat.orbax.tree import to_shape_dtype_struct as to_shape_dtype_struct
+
+__getattr__ = refuse(__name__, multihost, path, tree)
 
 
 def is_scalar(x: Any) -> bool:
@@ -63,7 +46,7 @@ def record_saved_duration(checkpoint_start_time: float) -> None:
 
 
 def sync_global_devices(name: str) -> None:
-    sync_global_processes(name)
+    multihost.sync_global_processes(name)
 
 
 # Placeholders of leaves in trees of Orbax's older format
@@ -92,7 +75,7 @@ def all_leaves_are_placeholders(tree: Any) -> bool:
 
 # Keys of JAX's paths
 
-tuple_path_from_keypath = str_keypath
+tuple_path_from_keypath = tree.str_keypath
 
 
 def is_sequence_key(key: Any) -> bool:

@@ -6,29 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ostraka.compat.orbax import multihost as multihost
-from ostraka.compat.orbax._engine import About, OpenCheckpoint, as_json, remove, write
+from ostraka.compat.orbax._engine import OpenCheckpoint, remove, write
 from ostraka.compat.orbax._leaves import PLACEHOLDER as PLACEHOLDER
 from ostraka.compat.orbax.future import AsyncResponse as AsyncResponse
+from ostraka.compat.orbax.v1 import _items as items_lib
 from ostraka.compat.orbax.v1 import errors as errors
 from ostraka.compat.orbax.v1 import handlers as handlers
 from ostraka.compat.orbax.v1 import options as options
 from ostraka.compat.orbax.v1 import training as training
-from ostraka.compat.orbax.v1._context import Context as Context
-from ostraka.compat.orbax.v1._context import active_context
-from ostraka.compat.orbax.v1._items import (
-    AUTO,
-    STATE,
-    items_of,
-    load_items,
-    load_tree,
-    payloads_of,
-    tree_of,
-    tree_wanted,
-)
+from ostraka.compat.orbax.v1._items import AUTO, STATE
 from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
-from ostraka.compat.orbax.v1._safetensors import load_tensors, open_tensors, tensors_metadata
+from ostraka.compat.orbax.v1.options import CheckpointLayout, active_context
+from ostraka.compat.orbax.v1.options import Context as Context
 from ostraka.formats import has_finished_checkpoint
-from ostraka.saving.background import SaveHandle
 from ostraka.storage import open_store
 
 Checkpointable, AbstractCheckpointable = handlers.Checkpointable, handlers.AbstractCheckpointable
@@ -37,83 +27,64 @@ StatefulCheckpointable = handlers.StatefulCheckpointable
 PyTreeMetadata = CheckpointMetadata
 
 
-def save(
-    path: Any,
-    state: Any,
-    *,
-    checkpointable_name: str = STATE,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
-) -> None:
-    """Save a tree. Raises ValueError if the path exists, unless `overwrite`."""
-    _write(path, {checkpointable_name: state}, overwrite, custom_metadata)
+def save(path: Any, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:
+    """Save a tree. Raises ValueError if the path exists, unless `overwrite`.
+
+    Takes the options of `save_checkpointables`.
+    """
+    _write(path, {checkpointable_name: state}, **options)
 
 
 def save_async(
-    path: Any,
-    state: Any,
-    *,
-    checkpointable_name: str = STATE,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
+    path: Any, state: Any, *, checkpointable_name: str = STATE, **options: Any
 ) -> AsyncResponse:
     """Copy the values of a tree, then save them in the background."""
-    named = {checkpointable_name: state}
-    return save_checkpointables_async(
-        path, named, overwrite=overwrite, custom_metadata=custom_metadata
-    )
+    return save_checkpointables_async(path, {checkpointable_name: state}, **options)
 
 
-def save_checkpointables(
-    path: Any,
-    checkpointables: Mapping[str, Any],
-    *,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
-) -> None:
-    """Save several trees and objects by name, atomically."""
-    _write(path, checkpointables, overwrite, custom_metadata)
+def save_checkpointables(path: Any, checkpointables: Mapping[str, Any], **options: Any) -> None:
+    """Save several trees and objects by name, atomically.
+
+    Takes `overwrite=False` and `custom_metadata=None`.
+    """
+    _write(path, checkpointables, **options)
 
 
 def save_checkpointables_async(
+    path: Any, checkpointables: Mapping[str, Any], **options: Any
+) -> AsyncResponse:
+    return AsyncResponse(_write(path, checkpointables, background=True, **options).wait)
+
+
+def _write(
     path: Any,
     checkpointables: Mapping[str, Any],
     *,
     overwrite: bool = False,
     custom_metadata: Any = None,
-) -> AsyncResponse:
-    handle = _write(path, checkpointables, overwrite, custom_metadata, background=True)
-    assert handle is not None
-    return AsyncResponse(handle.wait)
-
-
-def _write(
-    path: Any, named: Mapping[str, Any], overwrite: bool, custom: Any, *, background: bool = False
-) -> SaveHandle | None:
+    background: bool = False,
+) -> Any:
     _refuse_safetensors("saving")
-    about = About(as_json(custom or {}, "custom_metadata"))
-    payloads = payloads_of(named, active_context())
-    return write(path, payloads, about, force=overwrite, background=background)
+    payloads = items_lib.payloads_of(checkpointables)
+    custom = custom_metadata
+    return write(path, payloads, custom=custom, force=overwrite, background=background)
 
 
 def load(path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = AUTO) -> Any:
     """Load the tree at a path as saved, or like an abstract tree."""
     if _is_safetensors(path):
-        return load_tensors(path, tree_wanted(abstract_state))
-    return load_tree(_open(path), abstract_state, checkpointable_name, active_context())
+        return items_lib.load_tensors(path, items_lib.tree_wanted(abstract_state))
+    return items_lib.load_tree(_open(path), abstract_state, checkpointable_name)
 
 
-def load_async(
-    path: Any, abstract_state: Any = None, *, checkpointable_name: str | None = AUTO
-) -> AsyncResponse:
-    name = checkpointable_name
-    return AsyncResponse(lambda _: load(path, abstract_state, checkpointable_name=name))
+def load_async(path: Any, abstract_state: Any = None, **options: Any) -> AsyncResponse:
+    return AsyncResponse(lambda _: load(path, abstract_state, **options))
 
 
 def load_checkpointables(path: Any, abstract_checkpointables: Any = None) -> dict[str, Any]:
     """Load the checkpointables that are asked for, or all."""
     _refuse_safetensors("load_checkpointables")
-    return load_items(_open(path), abstract_checkpointables, active_context())
+    return items_lib.load_items(_open(path), abstract_checkpointables)
 
 
 def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) -> AsyncResponse:
@@ -123,10 +94,10 @@ def load_checkpointables_async(path: Any, abstract_checkpointables: Any = None) 
 def pytree_metadata(path: Any, checkpointable_name: str | None = AUTO) -> CheckpointMetadata:
     """Return the shapes, dtypes and shardings of a tree."""
     if _is_safetensors(path):
-        found = open_tensors(path)
+        found = items_lib.open_tensors(path)
         custom = dict(found.source.saved.user)
-        return CheckpointMetadata(tensors_metadata(found), custom, path=found.path)
-    return tree_of(_open(path), checkpointable_name)
+        return CheckpointMetadata(items_lib.tensors_metadata(found), custom, path=found.path)
+    return items_lib.tree_of(_open(path), checkpointable_name)
 
 
 metadata = pytree_metadata
@@ -134,7 +105,7 @@ metadata = pytree_metadata
 
 def checkpointables_metadata(path: Any) -> CheckpointMetadata:
     _refuse_safetensors("checkpointables_metadata")
-    return items_of(_open(path))
+    return items_lib.items_of(_open(path))
 
 
 def is_orbax_checkpoint(path: Any) -> bool:
@@ -148,12 +119,9 @@ def delete(path: Any, *, checkpointable_name: str | None = None, missing_ok: boo
         raise NotImplementedError(
             "delete(checkpointable_name=) is not supported: what is saved together stays together"
         )
-    try:
-        _open(path)
-    except errors.InvalidLayoutError:
-        if missing_ok:
-            return
-        raise
+    if missing_ok and not is_orbax_checkpoint(path):
+        return
+    _open(path)
     remove(open_store(path))
 
 
@@ -168,12 +136,13 @@ load_pytree, load_pytree_async = load, load_async
 
 
 def _is_safetensors(path: Any) -> bool:
-    context = active_context()
-    return context.is_safetensors or (context.is_auto and not is_orbax_checkpoint(path))
+    layout = active_context().layout
+    is_auto = layout is CheckpointLayout.AUTO
+    return layout is CheckpointLayout.SAFETENSORS or (is_auto and not is_orbax_checkpoint(path))
 
 
 def _refuse_safetensors(what: str) -> None:
-    if active_context().is_safetensors:
+    if active_context().layout is CheckpointLayout.SAFETENSORS:
         raise NotImplementedError(
             f"{what} is not supported with CheckpointLayout.SAFETENSORS, which is for load and "
             "metadata; ostraka.convert writes safetensors files"

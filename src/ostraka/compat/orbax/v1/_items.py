@@ -1,4 +1,4 @@
-"""Checkpointables of v1: trees, and objects that save and load themselves."""
+"""Checkpointables of v1: trees, objects that save and load themselves, safetensors files."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
+from ostraka.common.dtypes import numpy_dtype
+from ostraka.compat.orbax import metadata as metadata_lib
 from ostraka.compat.orbax._engine import Item, OpenCheckpoint, Payload, as_json
-from ostraka.compat.orbax._files import await_result, empty_directory, pack
+from ostraka.compat.orbax._files import as_path, await_result, empty_directory, pack
 from ostraka.compat.orbax._pytree import pytree_payload, read_as_saved, read_standard
 from ostraka.compat.orbax.handlers import files_of
-from ostraka.compat.orbax.metadata import (
-    ArrayMetadata,
-    Metadata,
-    ScalarMetadata,
-    StringMetadata,
-    tree_metadata,
-)
 from ostraka.compat.orbax.v1 import errors
-from ostraka.compat.orbax.v1._context import Context, active_context
-from ostraka.compat.orbax.v1.handlers import (
-    JsonHandler,
-    PyTreeHandler,
-    StatefulCheckpointable,
-    is_json,
-    typestr,
-)
-from ostraka.errors import OstrakaError
+from ostraka.compat.orbax.v1 import handlers as handlers_lib
+from ostraka.compat.orbax.v1.options import Context, active_context
+from ostraka.errors import NotACheckpoint, OstrakaError
+from ostraka.formats.safetensors.source import open_safetensors
+from ostraka.storage import open_store
 
 STATE = "state"
 AUTO = "AUTO"
@@ -52,20 +44,22 @@ class _Directory:
 
 
 def _is_stateful(value: Any) -> bool:
-    return not isinstance(value, type) and isinstance(value, StatefulCheckpointable)
+    return not isinstance(value, type) and isinstance(value, handlers_lib.StatefulCheckpointable)
 
 
-def payloads_of(checkpointables: Mapping[str, Any], context: Context) -> dict[str, Payload]:
-    return {name: _payload_of(name, value, context) for name, value in checkpointables.items()}
+def payloads_of(named: Mapping[str, Any], default: Context | None = None) -> dict[str, Payload]:
+    """Return checkpointables ready for the engine. `default` is for callers without a context."""
+    context = active_context(default)
+    return {name: _payload_of(name, value, context) for name, value in named.items()}
 
 
 def _payload_of(name: str, value: Any, context: Context) -> Payload:
-    handler = context.registry.for_save(name, value)
-    if handler is not None and not isinstance(handler, JsonHandler | PyTreeHandler):
-        return _files_payload(lambda to: handler.save(to, value), typestr(handler))
+    handler = context.checkpointables_options.registry.for_save(name, value)
+    if handler is not None and not isinstance(handler, handlers_lib.BuiltInHandler):
+        return _files_payload(lambda to: handler.save(to, value), handlers_lib.typestr(handler))
     if _is_stateful(value):
         return _files_payload(value.save, "stateful")
-    if isinstance(handler, JsonHandler) or _is_for_json_alone(value):
+    if isinstance(handler, handlers_lib.JsonHandler) or _is_for_json_alone(value):
         return Payload("json", as_json(value, f"the checkpointable {name!r}"), "json")
     return pytree_payload(value, context.save_args(value), "pytree")
 
@@ -78,7 +72,7 @@ def _files_payload(save: Callable[[Any], Any], by: str) -> Payload:
 
 def _is_for_json_alone(value: Any) -> bool:
     """True for JSON that is no tree: keys of several types can't be ordered."""
-    if not is_json(value):
+    if not handlers_lib.is_json(value):
         return False
     try:
         jax.tree.structure(value)
@@ -87,10 +81,10 @@ def _is_for_json_alone(value: Any) -> bool:
     return False
 
 
-class AbstractArray(Metadata):
+class AbstractArray(metadata_lib.Metadata):
     """Metadata of an array in v1. `sharding` is a JAX sharding, so its devices must exist."""
 
-    def __init__(self, found: ArrayMetadata):
+    def __init__(self, found: metadata_lib.ArrayMetadata):
         super().__init__(found.name, found.directory)
         self.shape, self.dtype = found.shape, found.dtype
         self.sharding_metadata, self.storage_metadata = found.sharding, found.storage
@@ -109,13 +103,13 @@ def _abstract_tree(item: Item) -> Any:
     """Return an item with abstract arrays, numbers as 0, and strings as "string"."""
 
     def describe(found: Any) -> Any:
-        if isinstance(found, ScalarMetadata):
+        if isinstance(found, metadata_lib.ScalarMetadata):
             return found.zero
-        if isinstance(found, ArrayMetadata):
+        if isinstance(found, metadata_lib.ArrayMetadata):
             return AbstractArray(found)
-        return "string" if isinstance(found, StringMetadata) else found
+        return "string" if isinstance(found, metadata_lib.StringMetadata) else found
 
-    return jax.tree.map(describe, tree_metadata(item).tree)
+    return jax.tree.map(describe, metadata_lib.tree_metadata(item).tree)
 
 
 # Over opened checkpoints
@@ -139,13 +133,17 @@ def tree_wanted(abstract: Any) -> Any:
     return abstract.metadata if isinstance(abstract, CheckpointMetadata) else abstract
 
 
-def load_tree(opened: OpenCheckpoint, abstract: Any, name: str | None, context: Context) -> Any:
-    return _read(opened, _name(opened, name), tree_wanted(abstract), context)
+def load_tree(
+    opened: OpenCheckpoint, abstract: Any, name: str | None, default: Context | None = None
+) -> Any:
+    return _read(opened, _name(opened, name), tree_wanted(abstract), active_context(default))
 
 
-def load_items(opened: OpenCheckpoint, abstract: Any, context: Context) -> dict[str, Any]:
+def load_items(
+    opened: OpenCheckpoint, abstract: Any, default: Context | None = None
+) -> dict[str, Any]:
     """Load the checkpointables that are asked for, or all."""
-    asked = tree_wanted(abstract)
+    asked, context = tree_wanted(abstract), active_context(default)
     found: dict[str, Any] = {}
     for name, given in (asked or dict.fromkeys(opened.items())).items():
         try:
@@ -177,13 +175,17 @@ def _read(opened: OpenCheckpoint, name: str | None, abstract: Any, context: Cont
         )
     if abstract is None or item.kind == "json":
         return read_as_saved(item)
-    return read_standard(item, abstract, partial=context.is_partial, strict=context.is_strict)
+    is_strict = not context.array_options.loading.enable_padding_and_truncation
+    is_partial = bool(context.pytree_options.loading.partial_load)
+    return read_standard(item, abstract, partial=is_partial, strict=is_strict)
 
 
 def _handler_of(opened: OpenCheckpoint, name: str | None, context: Context) -> Any:
     """Return the custom handler that loads a checkpointable, or None if there is none."""
-    handler: Any = context.registry.for_load(name, opened.handlers().get(name or ""))
-    return None if isinstance(handler, JsonHandler | PyTreeHandler) else handler
+    handler: Any = context.checkpointables_options.registry.for_load(
+        name, opened.handlers().get(name or "")
+    )
+    return None if isinstance(handler, handlers_lib.BuiltInHandler) else handler
 
 
 def tree_of(opened: OpenCheckpoint, name: str | None) -> CheckpointMetadata:
@@ -219,3 +221,52 @@ def _name(opened: OpenCheckpoint, name: str | None) -> str | None:
     if len(trees) != 1:
         raise ValueError(f"{opened.path} has {list(there)}; say which with checkpointable_name=")
     return trees[0]
+
+
+# Safetensors files: one, or a directory of them, as a flat dict
+
+
+def open_tensors(path: Any) -> Item:
+    """Open the safetensors files at a path. Raises InvalidLayoutError if there are none."""
+    try:
+        source = open_safetensors(open_store(path))
+    except NotACheckpoint:
+        source = None
+    if source is None:
+        raise errors.InvalidLayoutError(
+            f"{path} has no safetensors files: give the path of one, or of a directory of them"
+        )
+    return Item(source, None, as_path(path), "pytree")
+
+
+def load_tensors(path: Any, abstract: Any) -> dict[str, Any]:
+    """Load tensors as numpy arrays, or those in `abstract` as JAX arrays.
+
+    An abstract array without a sharding is loaded on all devices. Raises KeyError for a name that
+    does not exist, ValueError for another shape.
+    """
+    item = open_tensors(path)
+    saved = tensors_metadata(item)
+    if abstract is None:
+        like = {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in saved.items()}
+        return read_standard(item, like)
+    is_flat = isinstance(abstract, Mapping) and jax.tree_util.all_leaves(abstract.values())
+    if not is_flat:
+        raise ValueError("the tree must be a flat dict: the name of each tensor, and its shape")
+    lost = sorted(abstract.keys() - saved.keys())
+    if lost:
+        raise KeyError(f"Tensor {lost[0]!r} not found in {path}.")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+    wanted = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere
+        )
+        for name, leaf in abstract.items()
+    }
+    return read_standard(item, wanted, partial=True)
+
+
+def tensors_metadata(item: Item) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {keys[0]: item.saved(keys) for keys in item.tree.leaves}
+    return {n: jax.ShapeDtypeStruct(s.shape, numpy_dtype(s.dtype)) for n, s in specs.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self, runtime_checkable
 
-from ostraka.compat.orbax._refuse import absent
+from ostraka.compat.orbax._names import absent
 
 Checkpointable = AbstractCheckpointable = Any
 
@@ -35,7 +35,11 @@ class StatefulCheckpointable(Protocol):
     async def load(self, directory: Any) -> Any: ...
 
 
-class JsonHandler:
+class BuiltInHandler:
+    """The base class of handlers whose values the engine itself saves."""
+
+
+class JsonHandler(BuiltInHandler):
     """Saves JSON. The name of the file has no effect."""
 
     def __init__(self, filename: str | None = None):
@@ -45,7 +49,7 @@ class JsonHandler:
         return is_json(checkpointable)
 
 
-class PyTreeHandler:
+class PyTreeHandler(BuiltInHandler):
     """Saves trees."""
 
     def __init__(self, **options: Any):

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from ostraka.compat.orbax import checkpoint_managers as preservation_policies
 from ostraka.compat.orbax._engine import OpenCheckpoint
-from ostraka.compat.orbax.checkpoint_manager import CheckpointManager, CheckpointManagerOptions
+from ostraka.compat.orbax.checkpoint_manager import CheckpointManagerOptions, RunSteps
 from ostraka.compat.orbax.future import AsyncResponse
 from ostraka.compat.orbax.metadata import RootMetadata as RootMetadata
-from ostraka.compat.orbax.options import AsyncOptions
+from ostraka.compat.orbax.v1 import _items as items_lib
 from ostraka.compat.orbax.v1 import errors as errors
-from ostraka.compat.orbax.v1._context import Context, active_context
-from ostraka.compat.orbax.v1._items import (
-    AUTO,
-    STATE,
-    items_of,
-    load_items,
-    load_tree,
-    payloads_of,
-    tree_of,
-)
+from ostraka.compat.orbax.v1._items import AUTO, STATE
 from ostraka.compat.orbax.v1._items import CheckpointMetadata as CheckpointMetadata
+from ostraka.compat.orbax.v1.options import Context, active_context
 
 save_decision_policies = preservation_policies
 
 
-class Checkpointer:
+class Checkpointer(RunSteps):
     """The steps of a run below one directory."""
 
     def __init__(
@@ -45,41 +37,26 @@ class Checkpointer:
     ):
         self._context = Context(context or active_context())
         deletion = self._context.deletion.gcs_deletion_options
-        self._manager = CheckpointManager(
-            directory,
-            options=CheckpointManagerOptions(
-                save_decision_policy=save_decision_policy,
-                preservation_policy=preservation_policy,
-                step_name_format=step_name_format,
-                async_options=AsyncOptions(self._context.async_options.timeout_secs),
-                todelete_full_path=deletion.todelete_full_path,
-            ),
-            metadata=custom_metadata,
+        options = CheckpointManagerOptions(
+            save_decision_policy=save_decision_policy,
+            preservation_policy=preservation_policy,
+            step_name_format=step_name_format,
+            async_options=self._context.async_options,
+            todelete_full_path=deletion.todelete_full_path,
         )
-
-    @property
-    def directory(self) -> Any:
-        return self._manager.directory
+        super().__init__(directory, options, custom_metadata)
 
     @property
     def latest(self) -> CheckpointMetadata | None:
-        found = self.checkpoints
-        return found[-1] if found else None
+        return next(reversed(self.checkpoints), None)
 
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata]:
         """The steps, ascending, each with `step`, `metrics` and `path`."""
-        manager = self._manager
         return [
-            CheckpointMetadata(step=step, metrics=manager.metrics(step), path=manager.path_of(step))
-            for step in manager.all_steps()
+            CheckpointMetadata(step=step, metrics=self.metrics(step), path=self.path_of(step))
+            for step in self.all_steps()
         ]
-
-    def should_save(self, step: int) -> bool:
-        return self._manager.should_save(step)
-
-    def is_saving_in_progress(self) -> bool:
-        return self._manager.is_saving_in_progress()
 
     # Saving
 
@@ -115,18 +92,17 @@ class Checkpointer:
         custom_metadata: Any = None,
     ) -> AsyncResponse | None:
         """Save several trees and objects in the background. Return None if the policy says no."""
-        manager = self._manager
-        if step in manager.all_steps():
+        if step in self.all_steps():
             if not overwrite:
                 raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
-            manager.delete(step)
-        if not force and not manager.should_save(step):
+            self.delete(step)
+        if not force and not self.should_save(step):
             return None
-        payloads = payloads_of(checkpointables, active_context(self._context))
-        manager.begin(step, payloads, metrics=metrics, custom_metadata=custom_metadata)
+        payloads = items_lib.payloads_of(checkpointables, self._context)
+        self.begin(step, payloads, metrics=metrics, custom=custom_metadata)
 
         def wait(timeout: float | None) -> bool:
-            manager.wait_until_finished()
+            self.wait_until_finished()
             return True
 
         return AsyncResponse(wait)
@@ -136,8 +112,8 @@ class Checkpointer:
     def load(
         self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = AUTO
     ) -> Any:
-        opened = self._open(step)
-        return load_tree(opened, abstract_state, checkpointable_name, active_context(self._context))
+        opened, name = self._open(step), checkpointable_name
+        return items_lib.load_tree(opened, abstract_state, name, self._context)
 
     def load_async(self, step: Any = None, abstract_state: Any = None) -> AsyncResponse:
         return AsyncResponse(lambda _: self.load(step, abstract_state))
@@ -145,7 +121,7 @@ class Checkpointer:
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Any = None
     ) -> dict[str, Any]:
-        return load_items(self._open(step), abstract_checkpointables, active_context(self._context))
+        return items_lib.load_items(self._open(step), abstract_checkpointables, self._context)
 
     def load_checkpointables_async(
         self, step: Any = None, abstract_checkpointables: Any = None
@@ -156,46 +132,28 @@ class Checkpointer:
     load_pytree, load_pytree_async = load, load_async
 
     def pytree_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return tree_of(self._open(step), AUTO)
+        return items_lib.tree_of(self._open(step), AUTO)
 
     metadata = pytree_metadata
 
     def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
-        return items_of(self._open(step))
-
-    def root_metadata(self) -> Any:
-        return self._manager.metadata()
+        return items_lib.items_of(self._open(step))
 
     def _open(self, step: Any) -> OpenCheckpoint:
-        self._manager.wait_until_finished()
+        self.wait_until_finished()
         number = getattr(step, "step", step)
         if number is None:
-            number = self._manager.latest_step()
-        if number is None or number not in self._manager.all_steps():
+            number = self.latest_step()
+        if number is None or number not in self.all_steps():
             raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
-        return OpenCheckpoint(self._manager.path_of(number))
+        return OpenCheckpoint(self.path_of(number))
 
-    # Deleting and closing
-
-    def delete(self, step: int) -> None:
-        self._manager.delete(step)
+    # Deleting and waiting
 
     def delete_async(self, step: int) -> AsyncResponse:
         """Delete a step before this returns."""
         self.delete(step)
         return AsyncResponse(lambda _: None)
 
-    def reload(self) -> None:
-        self._manager.reload()
-
     def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
+        self.wait_until_finished()
