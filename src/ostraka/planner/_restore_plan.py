@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ostraka.common.dtypes import DTYPES
@@ -283,7 +284,8 @@ def count_pieces(metadata: Metadata, targets: Sequence[Target]) -> int:
         key = (leaf.layout, leaf.spec.shape, target.box)
         if key not in counts:
             grid = metadata.layouts[leaf.layout].grid
-            counts[key] = _box.count_overlapping(leaf.spec.shape, grid, target.box)
+            under = _box.parts_under(leaf.spec.shape, grid, target.box)
+            counts[key] = prod(map(len, under))
         total += counts[key]
     return total
 

@@ -21,7 +21,6 @@ from ostraka.common.record import Stopwatch, summarize, timeline
 from ostraka.common.threads import paused_gc
 from ostraka.common.units import bytes_per_second, human_bytes
 from ostraka.errors import count_of
-from ostraka.layout import index as _index
 from ostraka.layout import metadata as _metadata
 from ostraka.layout import shard_file
 from ostraka.layout.codec import check_rule
@@ -596,7 +595,7 @@ def _index_bytes(write: WritePlan) -> tuple[dict[int, int], bool]:
             file.name: planned_digests(file, contents[file.device, file.part])
             for file in files[process]
         }
-        sizes[process] = len(_index.encode_index(_NO_DIGEST, process, digests))
+        sizes[process] = len(shard_file.encode_index(_NO_DIGEST, process, digests))
     return sizes if is_exact else dict.fromkeys(writing, max(sizes.values())), is_exact
 
 
