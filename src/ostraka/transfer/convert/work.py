@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka.common.dtypes import DTYPES, Dtype, numpy_dtype, to_bytes
+from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
 from ostraka.common.memory import Recycled, recycling
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, batches, run_all
@@ -159,9 +159,8 @@ class Work:
 
     def nbytes_of(self, pieces: Sequence[ItemBox]) -> int:
         """The bytes of boxes in the target."""
-        dtypes = [DTYPES[self.items[piece.item].spec.dtype] for piece in pieces]
-        counts = (_box.count(piece.box) for piece in pieces)
-        return sum(map(Dtype.nbytes, dtypes, counts))
+        specs = [(self.items[item].spec, _box.count(box)) for item, box in pieces]
+        return sum(DTYPES[spec.dtype].nbytes(count) for spec, count in specs)
 
     def offset_of(self, piece: ItemBox) -> int:
         """The offset of a box in the bytes of its item."""
