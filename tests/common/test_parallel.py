@@ -16,6 +16,7 @@ from ostraka.common.threads import (
     Stopped,
     StopSignal,
     TooDeep,
+    batches,
     in_turn,
     run_all,
     run_as_completed,
@@ -432,3 +433,9 @@ def test_errors_of_what_needs_room_are_raised():
 
     with pytest.raises(ValueError, match="as it is"):
         from_deep(sys.getrecursionlimit() // 2, lambda: with_full_stack(fail))
+
+
+def test_batches_have_consecutive_items_of_at_most_a_size():
+    sizes = [3, 2, 9, 1, 4, 5, 0]
+    assert list(batches(sizes, lambda size: size, 5)) == [[3, 2], [9], [1, 4], [5, 0]]
+    assert list(batches([], len, 5)) == []

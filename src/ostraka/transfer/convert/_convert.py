@@ -25,6 +25,7 @@ from ostraka.reading.names.given import NamesLike
 from ostraka.reading.view import (
     find_random_state,
     moved,
+    rename_leaves,
     renamed,
     select,
     with_config,
@@ -36,7 +37,8 @@ from ostraka.transfer.convert._workplace import require_directory
 from ostraka.transfer.convert._write_files import write_files
 from ostraka.transfer.convert._write_orbax import write_orbax
 from ostraka.transfer.convert._write_ostraka import write_ostraka
-from ostraka.transfer.convert.work import Work, choose, with_names, without_leaves
+from ostraka.transfer.convert.work import RESERVED, Work, choose, keys_of
+from ostraka.tree.nodes import prune, split
 from ostraka.tree.patterns import Patterns
 
 Format = Literal["ostraka", "orbax", "safetensors", "hf", "npz"]
@@ -172,8 +174,11 @@ def convert(
         work = choose(found, only=only, dtype=dtype)
         if not key_data:
             left_out = find_random_state(work.tree, found.saved.leaves)
-            work = without_leaves(work, left_out)
-        work = with_names(work, rename, dots=to == "hf")
+            omitted = {*left_out}
+            tree = prune(work.tree, lambda leaf: leaf.path not in omitted) or work.tree
+            items = tuple(item for item in work.items if item.path not in omitted)
+            work = replace(work, tree=tree, items=items)
+        work = _with_names(work, rename, dots=to == "hf")
     else:
         found = found if only is None else select(found, only)
         if not key_data:
@@ -195,7 +200,14 @@ def convert(
     else:
         _refuse_others(work, to, left_out)
         write_files(work, place, to, work_id)
-    notes = _notes(work, left_out, to)
+    notes: list[str] = []
+    if left_out:
+        count = count_of(len(left_out), "leaf")
+        notes.append(
+            f"RNG state was left out: {count} ({name_few(left_out)}); key_data has it written"
+        )
+    if to == "hf" and not isinstance(work.source.saved.user.get(CONFIG), dict):
+        notes.append("there is no config.json, which transformers needs to load this; give config")
     for note in notes:
         logger.info("%s: %s", place.location, note)
     return ConvertReport(
@@ -207,20 +219,8 @@ def convert(
         bytes_kept=work.kept.done,
         time_s=time.perf_counter() - begin,
         left_out=tuple(left_out),
-        notes=notes,
+        notes=tuple(notes),
     )
-
-
-def _notes(work: Work, left_out: Sequence[str], to: str) -> tuple[str, ...]:
-    notes: list[str] = []
-    if left_out:
-        count = count_of(len(left_out), "leaf")
-        notes.append(
-            f"RNG state was left out: {count} ({name_few(left_out)}); key_data has it written"
-        )
-    if to == "hf" and not isinstance(work.source.saved.user.get(CONFIG), dict):
-        notes.append("there is no config.json, which transformers needs to load this; give config")
-    return tuple(notes)
 
 
 def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
@@ -231,6 +231,34 @@ def _id_of(work: Work, to: str, compress: CompressRule, key_data: bool) -> str:
     source = (work.source.saved.id, work.source.version)
     text = repr((source, to, items, others, repr(compress), key_data, __version__))
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _with_names(work: Work, rename: Mapping[str, str] | None, *, dots: bool) -> Work:
+    """The same work with new names of tensors, by `rename` and with dots in place of slashes.
+
+    Keys of a flat dict keep their slashes. Raises InvalidTree if two leaves would get one name.
+    """
+    names = [item.name for item in work.items]
+    if rename:
+        names = rename_leaves(names, rename, work.source.location)
+    is_flat = bool(keys_of(work.tree))
+    if dots and not is_flat:
+        names = [".".join(split(name)) for name in names]
+    items = tuple(item._replace(name=name) for item, name in zip(work.items, names, strict=True))
+    first: dict[str, str] = {}
+    for item in items:
+        other = first.setdefault(item.name, item.path)
+        if other != item.path:
+            raise InvalidTree(
+                f"leaves {other!r} and {item.path!r} would both be tensor {item.name!r}; give one "
+                "of them another name with rename"
+            )
+        if item.name == RESERVED:
+            raise InvalidTree(
+                f"leaf {item.path!r} would be tensor {item.name!r}, which safetensors has for "
+                "something else; give it another name with rename"
+            )
+    return replace(work, items=items)
 
 
 def _refuse_others(work: Work, to: str, left_out: Sequence[str]) -> None:

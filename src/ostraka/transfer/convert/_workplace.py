@@ -296,9 +296,8 @@ class _KeptFile:
         writer.write(offset, buffers)
 
     def finish(self) -> str | None:
-        if self.writer is None and self.reader.size != max(
-            (stop for _, stop in self.kept), default=0
-        ):
+        end = max((stop for _, stop in self.kept), default=0)
+        if self.writer is None and self.reader.size != end:
             self._replace()
         self.reader.close()
         if self.writer is not None:

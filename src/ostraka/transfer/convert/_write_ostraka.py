@@ -6,7 +6,6 @@ So a second call finds the shard files of the first one, and keeps those that ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ostraka.layout.codec import CompressRule
 from ostraka.layout.plan_write import MAX_FILE_BYTES
 from ostraka.saving.place import find_temporaries
 from ostraka.saving.save import SaveOptions
-from ostraka.storage import ANYTHING, FileWriter, Store
+from ostraka.storage import FileWriter, Store
 from ostraka.transfer._streamed import BoxReader, StreamedValue, save_streamed
 from ostraka.transfer.convert._workplace import create_or_keep, log_start_over
 from ostraka.transfer.convert.work import Array, ItemBox, Work, check_source, digest_of
@@ -125,23 +124,13 @@ class _ResumedStore:
             return self._store.create(name, size, beside=beside, replace=True)
         return create_or_keep(self._store, name, size, beside=beside, on_kept=self._kept.add)
 
-    def put(
-        self,
-        name: str,
-        data: bytes,
-        *,
-        replaces: Any = ANYTHING,
-        check: Callable[[], None] | None = None,
-        durable: bool = True,
-    ) -> None:
+    def put(self, name: str, data: bytes, **options: Any) -> None:
         if name == _format.METADATA_NAME:
-            replaces = None  # No other checkpoint is replaced.
-        elif not durable:
+            options["replaces"] = None  # No other checkpoint is replaced.
+        elif not options.get("durable", True):
             self._store.delete(name)
-        self._store.put(name, data, replaces=replaces, check=check, durable=durable)
+        self._store.put(name, data, **options)
 
-    def delete(
-        self, name: str, *, version: Any = ANYTHING, check: Callable[[], None] | None = None
-    ) -> None:
+    def delete(self, name: str, **options: Any) -> None:
         if name != self._directory or not self.keeps_shards:
-            self._store.delete(name, version=version, check=check)
+            self._store.delete(name, **options)

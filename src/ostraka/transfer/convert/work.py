@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ostraka.common.dtypes import DTYPES, Dtype, numpy_dtype, to_bytes
+from ostraka.common.dtypes import DTYPES, numpy_dtype, to_bytes
 from ostraka.common.memory import Recycled, recycling
 from ostraka.common.progress import Count
 from ostraka.common.threads import StopSignal, batches, run_all
@@ -22,19 +22,8 @@ from ostraka.layout.box import Box
 from ostraka.layout.casts import DtypeRule, cast_leaf, check_dtype_rule
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, Target
 from ostraka.reading.locate import unless_replaced
-from ostraka.reading.view import rename_leaves
 from ostraka.tree import patterns as _pattern
-from ostraka.tree.nodes import (
-    ArrayNumber,
-    Branch,
-    Kept,
-    Leaf,
-    Node,
-    UnreadableLeaf,
-    leaves_of,
-    prune,
-    split,
-)
+from ostraka.tree.nodes import ArrayNumber, Kept, Leaf, Node, UnreadableLeaf, leaves_of, prune
 from ostraka.tree.patterns import Patterns
 
 Array = np.ndarray[Any, Any]
@@ -50,7 +39,7 @@ _TOGETHER_BYTES = 16 << 20
 """Bytes of small arrays to read together, since they share blocks of files."""
 _LEAST_RUN_BYTES = 2 << 10
 """Shorter runs cost more to write one by one than reading the source again."""
-_RESERVED = "__metadata__"
+RESERVED = "__metadata__"
 """The name in safetensors headers that is no tensor."""
 
 
@@ -170,9 +159,8 @@ class Work:
 
     def nbytes_of(self, pieces: Sequence[ItemBox]) -> int:
         """The bytes of boxes in the target."""
-        dtypes = [DTYPES[self.items[piece.item].spec.dtype] for piece in pieces]
-        counts = (_box.count(piece.box) for piece in pieces)
-        return sum(map(Dtype.nbytes, dtypes, counts))
+        specs = [(self.items[item].spec, _box.count(box)) for item, box in pieces]
+        return sum(DTYPES[spec.dtype].nbytes(count) for spec, count in specs)
 
     def offset_of(self, piece: ItemBox) -> int:
         """The offset of a box in the bytes of its item."""
@@ -220,16 +208,11 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
             f"{name_few([leaf.path for leaf in lost])} of {source.location} can't be read: "
             f"{lost[0].value.why}; leave it out with only"
         )
-    names = _keys_of(tree)
+    names, specs = keys_of(tree), source.saved.leaves
     items = [
-        ConvertItem(
-            leaf.path,
-            leaf.value.number,
-            source.saved.leaves[leaf.value.number],
-            names.get(leaf.path, leaf.path),
-        )
+        ConvertItem(leaf.path, array.number, specs[array.number], names.get(leaf.path, leaf.path))
         for leaf in leaves
-        if isinstance(leaf.value, ArrayNumber)
+        if isinstance(array := leaf.value, ArrayNumber)
     ]
     if dtype is not None:
         check_dtype_rule(dtype, [item.spec for item in items])
@@ -237,53 +220,14 @@ def choose(source: Source, *, only: Patterns | None, dtype: DtypeRule) -> Work:
     return Work(source, tree, tuple(items))
 
 
-def _keys_of(tree: Node) -> dict[str, str]:
+def keys_of(tree: Node) -> dict[str, str]:
     """By path, the keys of a flat dict of strings. Empty for any other tree."""
-    if not isinstance(tree, Branch) or tree.kind != "dict":
+    if isinstance(tree, Leaf) or tree.kind != "dict":
         return {}
     pairs = list(zip(tree.keys, tree.children, strict=True))
     if not all(type(key) is str and isinstance(child, Leaf) for key, child in pairs):
         return {}
-    return {child.path: key for key, child in pairs if key != _RESERVED}
-
-
-# Leaves as tensors
-
-
-def without_leaves(work: Work, paths: Sequence[str]) -> Work:
-    """The same work without some arrays."""
-    left_out = {*paths}
-    tree = prune(work.tree, lambda leaf: leaf.path not in left_out)
-    items = tuple(item for item in work.items if item.path not in left_out)
-    return replace(work, tree=tree or work.tree, items=items)
-
-
-def with_names(work: Work, rename: Mapping[str, str] | None, *, dots: bool) -> Work:
-    """The same work with new names of tensors, by `rename` and with dots in place of slashes.
-
-    Keys of a flat dict keep their slashes. Raises InvalidTree if two leaves would get one name.
-    """
-    names = [item.name for item in work.items]
-    if rename:
-        names = rename_leaves(names, rename, work.source.location)
-    is_flat = bool(_keys_of(work.tree))
-    if dots and not is_flat:
-        names = [".".join(split(name)) for name in names]
-    items = tuple(item._replace(name=name) for item, name in zip(work.items, names, strict=True))
-    first: dict[str, str] = {}
-    for item in items:
-        other = first.setdefault(item.name, item.path)
-        if other != item.path:
-            raise InvalidTree(
-                f"leaves {other!r} and {item.path!r} would both be tensor {item.name!r}; give one "
-                "of them another name with rename"
-            )
-        if item.name == _RESERVED:
-            raise InvalidTree(
-                f"leaf {item.path!r} would be tensor {item.name!r}, which safetensors has for "
-                "something else; give it another name with rename"
-            )
-    return replace(work, items=items)
+    return {child.path: key for key, child in pairs if key != RESERVED}
 
 
 def digest_of(array: Array) -> str:
