@@ -20,7 +20,7 @@ import jax
 from ostraka.common.threads import paused_gc
 from ostraka.compat.orbax._files import as_path
 from ostraka.compat.orbax._leaves import Template, WantedLeaf
-from ostraka.compat.orbax._tree import Keys, SavedTree, child_of, saved_tree
+from ostraka.compat.orbax.tree import Keys, SavedTree, child_of, saved_tree
 from ostraka.errors import CheckpointNotFound, NotACheckpoint
 from ostraka.formats import is_checkpoint, open_source
 from ostraka.formats.orbax import names as orbax_names

@@ -13,7 +13,7 @@ import numpy as np
 from ostraka.common.dtypes import is_floating, numpy_dtype
 from ostraka.compat.orbax import _files as files_lib
 from ostraka.compat.orbax import type_handlers
-from ostraka.compat.orbax._tree import Keys, empty_as_saved, is_empty
+from ostraka.compat.orbax.tree import Keys, empty_as_saved, is_empty
 from ostraka.layout.spec import LeafSpec
 from ostraka.live.parse import is_key
 from ostraka.restoring.in_place import Outline

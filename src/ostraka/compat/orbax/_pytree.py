@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ostraka.common.threads import paused_gc
+from ostraka.compat.orbax import tree as tree_lib
 from ostraka.compat.orbax._engine import Item, Payload
 from ostraka.compat.orbax._leaves import (
     PLACEHOLDER,
@@ -21,9 +22,8 @@ from ostraka.compat.orbax._leaves import (
     template_of,
     want_of,
 )
-from ostraka.compat.orbax._tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.checkpoint_utils import restore_args_of
-from ostraka.compat.orbax.tree import origins_of, rules_of, transformed
+from ostraka.compat.orbax.tree import ARRAY_TYPES, FlatTree, Keys, as_saved, flatten, is_empty
 from ostraka.compat.orbax.type_handlers import GLOBAL_REGISTRY
 from ostraka.layout.spec import LeafSpec
 
@@ -231,10 +231,10 @@ def _read_transformed(item: Item, args: Any) -> Any:
         raise ValueError("If providing `transforms`, must provide `item`.")
     there = {"/".join(keys): keys for keys in item.tree.leaves}
     given = {"/".join(k): a for k, a in flatten(args.restore_args, _is_leaf_args).by_keys.items()}
-    rules = rules_of(args.transforms)
+    rules = tree_lib.rules_of(args.transforms)
     inputs = _inputs_of(rules, there)
     flat = flatten(args.item)
-    origins = origins_of(flat, there, rules, args.transforms_default_to_original)
+    origins = tree_lib.origins_of(flat, there, rules, args.transforms_default_to_original)
     paths = map("/".join, flat.keys)
     needed = {
         k: given.get(path) for (_, k), path in zip(origins, paths, strict=True) if k is not None
@@ -244,7 +244,7 @@ def _read_transformed(item: Item, args: Any) -> Any:
     values = dict(zip(inputs, item.read(wants).values(), strict=True))
     # A leaf that no function asks for is not read.
     tree = item.tree.nested(values.get(path, PLACEHOLDER) for path in there)
-    return transformed(flat, origins, values, tree, given)
+    return tree_lib.transformed(flat, origins, values, tree, given)
 
 
 def _inputs_of(rules: Mapping[str, Any], there: Mapping[str, Keys]) -> dict[str, Any]:

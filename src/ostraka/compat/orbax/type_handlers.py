@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from ostraka.compat.orbax._names import absent, refuse_options
-from ostraka.compat.orbax._tree import is_empty
 from ostraka.compat.orbax.options import ArrayFileOptions, BroadcastOptions, names_of
+from ostraka.compat.orbax.tree import is_empty
 from ostraka.formats.source import names_in
 from ostraka.storage import open_store
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ostraka.compat.orbax import multihost, path, tree
 from ostraka.compat.orbax._names import absent, refuse
-from ostraka.compat.orbax._tree import is_empty, key_text
+from ostraka.compat.orbax.tree import is_empty, key_text
 
 __getattr__ = refuse(__name__, multihost, path, tree)
 
