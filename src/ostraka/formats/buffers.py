@@ -44,6 +44,8 @@ class Buffers:
     def __init__(self, targets: Sequence[Target], leaves: Sequence[LeafSpec]):
         self._targets = targets
         self._leaves = leaves
+        self.on_overflow: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}
+        """The caller's numpy error settings for casts. Other threads don't see them."""
         self._recycled = _recycle.current()
         self._arena = np.empty(0, np.uint8)
         self._arena_used = 0
@@ -145,7 +147,8 @@ class CountedBuffers(Buffers):
             memory = self.array(number)[(*within, ...)]  # a view, also if 0-d
             if memory.flags.c_contiguous:
                 map_pages(memory)
-            memory[...] = elements[(*_box.slices(shared, box), ...)]
+            with np.errstate(**self.on_overflow):
+                memory[...] = elements[(*_box.slices(shared, box), ...)]
 
     def take_complete(self, box: Box, targets: Iterable[int]) -> Iterator[tuple[int, Array]]:
         """Note that targets have the elements of a box. Hand over those that lack no others."""

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -51,8 +50,6 @@ class BoxReader:
         self._scratch = Scratch(_recycle.current())
         self._stored = Scratch(_recycle.current())
         """Memory for stored bytes that are not yet the data."""
-        self._on_overflow: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}
-        """The caller's numpy error settings for casts. Other threads don't see them."""
 
     def run(self) -> Iterator[tuple[int, Array]]:
         """Yield the number and the elements of each target, as soon as it is complete."""
@@ -130,7 +127,7 @@ class BoxReader:
     def _copy(self, chunk: Chunk, data: Array) -> None:
         """Copy the moves of a chunk to their buffers."""
         boxes: dict[tuple[int, int], Array] = {}
-        with np.errstate(**self._on_overflow):
+        with np.errstate(**self._buffers.on_overflow):
             for start, stop, buffer, _, box, shared in chunk.moves:
                 leaf, target, _ = self._targets[buffer]
                 rows = boxes.get((start, stop))
