@@ -109,7 +109,7 @@ def test_verify_of_several(checkpoint: Path, tmp_path: Path):
 
 
 def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ostraka.integrity._check._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka.layout.shard_file.BLOCK_BYTES", 1 << 18)
     monkeypatch.setattr("ostraka.layout.shard_file.GATHER_BYTES", 1 << 18)
     ostraka.save(tmp_path / "c", {"x": np.zeros((64, 1 << 16), np.uint8)})
@@ -123,7 +123,7 @@ def test_verify_tells_of_its_progress(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_problems_of_a_file_in_several_parts_are_told_in_order_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ostraka.integrity._check._TASK_BYTES", 1 << 20)
+    monkeypatch.setattr("ostraka.integrity._verify._TASK_BYTES", 1 << 20)
     monkeypatch.setattr("ostraka.layout.shard_file.BLOCK_BYTES", 1 << 18)
     ostraka.save(tmp_path / "c", {"x": jnp.zeros((64, 1 << 16), jnp.uint8)})
     shard = min((tmp_path / "c").glob("shards-*/*.safetensors"))

@@ -162,7 +162,7 @@ class Retention:
                 target=self._work, name="ostraka-retention", daemon=True
             )
             _live.add(self)
-        if not _exiting.is_set():
+        if not _Exit.has_begun:
             with suppress(RuntimeError):  # The system has no thread left.
                 self._thread.start()
                 return
@@ -354,14 +354,17 @@ class Retention:
             log.exception("step %d of %s can't be deleted now", step, self._root.location)
 
 
-_exiting = threading.Event()
-"""Set once the program has begun to end."""
+class _Exit:
+    has_begun = False
+    """True once the program has begun to end."""
+
+
 _live: weakref.WeakSet[Retention] = weakref.WeakSet()
 
 
 def _wait_at_exit() -> None:
     """Finish all deletions before the program ends. Ctrl-C leaves them to the next one."""
-    _exiting.set()
+    _Exit.has_begun = True
     with suppress(KeyboardInterrupt):
         for retention in list(_live):
             retention.wait()
