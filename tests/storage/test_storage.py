@@ -544,7 +544,6 @@ def test_a_place_below(store):
 
 def test_a_store_says_how_it_likes_to_be_written(store):
     assert store.traits.at_once >= 1
-    assert store.traits.size_bytes >= 0
 
 
 def test_a_store_may_stand_where_a_path_may(store):

@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from ostraka.errors import OstrakaError, describe
-from ostraka.processes.service import ALONE, Keys, Member, this_member
+from ostraka.processes.service import ALONE, Member, this_member
 
 DEAD_AFTER_S = 30.0
 """A process that does not answer process 0 for this long is considered dead."""
@@ -103,8 +103,7 @@ class Operation:
         self._name = name
         self._own_errors = own_errors
         if self.count > 1:
-            member = self._member
-            self._keys = Keys(member.client, f"{member.prefix}/{next(member.numbers)}")
+            self._keys = self._member.begin_operation()
         self._verdict: ProcessFailed | None = None
         self._is_closed = False
         self._listener: threading.Thread | None = None

@@ -72,6 +72,9 @@ class Member:
     prefix: str = "ostraka"
     connections: Connections | None = None
 
+    def begin_operation(self) -> Keys:
+        return Keys(self.client, f"{self.prefix}/{next(self.numbers)}")
+
     def aside(self, name: str) -> Member:
         """Return the same process for operations with numbers of their own.
 

@@ -168,7 +168,7 @@ class ObjectStore:
         elif not self._put(name, data, "create" if replaces is None else dict(replaces)):
             raise Busy(f"another save has replaced {self._path(name)} meanwhile; try again")
 
-    def _upload(self, name: str, data: memoryview) -> str | None:
+    def upload(self, name: str, data: memoryview) -> str | None:
         """Write a file as one object. Returns its identity."""
         _refuse_after_fork()
         try:
@@ -224,7 +224,7 @@ class ObjectStore:
         # With `replace` or without: an upload appears when it is complete, whatever was there.
         if size <= PART_BYTES:
             data = bytearray(size)
-            return MemoryWriter(data, lambda: self._upload(name, memoryview(data)))
+            return MemoryWriter(data, lambda: self.upload(name, memoryview(data)))
         part_bytes = part_bytes_of(size)
         at_once = max(_PARTS_IN_FLIGHT * PART_BYTES // part_bytes // beside, 2)
         return _Upload(
