@@ -57,7 +57,9 @@ def agree(
         except _SHARED_ERRORS as error:
             if operation.count == 1:
                 raise
-            return {"error": type(error).__name__, "message": str(error)}
+            # A subclass may need more than its message.
+            kind = next(kind for kind in _SHARED_ERRORS if isinstance(error, kind))
+            return {"error": kind.__name__, "message": str(error)}
 
     try:
         with Operation(what) as operation:
