@@ -196,15 +196,13 @@ def block_lengths(
     lengths = [header_bytes]
     gathered = 0
     for entry in entries:
-        if entry.nbytes < (LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES):
-            if gathered + entry.nbytes > BLOCK_BYTES:
-                lengths.append(gathered)
-                gathered = 0
-            gathered += entry.nbytes
-            continue
-        if gathered:
+        small = LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES
+        if gathered and (entry.nbytes >= small or gathered + entry.nbytes > BLOCK_BYTES):
             lengths.append(gathered)
             gathered = 0
+        if entry.nbytes < small:
+            gathered += entry.nbytes
+            continue
         block = block_bytes(entry)
         whole, rest = divmod(entry.nbytes, block)
         lengths += [block] * whole + ([rest] if rest else [])
