@@ -24,7 +24,7 @@ from ostraka.common.dtypes import DTYPES, Dtype
 from ostraka.errors import printable
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
-from ostraka.layout.runs import count_runs, decode_runs, encode_runs
+from ostraka.layout.runs import decode_runs, encode_runs
 from ostraka.layout.spec import Layout, LeafSpec, StoredLeaf
 
 METADATA_NAME = "_METADATA"
@@ -369,7 +369,7 @@ def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDiges
 
 def _decode_blocks(name: str, runs: Any, digests: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Lengths and digests of blocks. Compares their numbers first, so the memory has a bound."""
-    if count_runs(runs) != len(digests) // DIGEST_DIGITS:
+    if sum([length for _, _, length in runs]) != len(digests) // DIGEST_DIGITS:
         raise ValueError(f"the blocks of {name} do not fit: they are not as many as their digests")
     return decode_runs(runs), cut_digests(digests)
 
