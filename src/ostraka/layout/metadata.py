@@ -186,9 +186,11 @@ def decode_metadata(data: bytes) -> Metadata:
     body = _loads_ours(data)
     allowance = Allowance(len(data))
     try:
+        for name in ("writer", "user"):
+            _require(isinstance(body[name], dict), f"{name} is no object")
         metadata = Metadata(
             id=body["id"],
-            writer=_decode_object(body, "writer"),
+            writer=body["writer"],
             process_of=decode_runs(body["process_of"], allowance, _BYTES_OF_DEVICE),
             tree=body["tree"],
             meshes=tuple(_decode_mesh(mesh, allowance) for mesh in body["meshes"]),
@@ -199,7 +201,7 @@ def decode_metadata(data: bytes) -> Metadata:
             leaves=tuple(_decode_leaf(leaf) for leaf in body["leaves"]),
             files=_decode_files(body["files"], allowance),
             indexes={p: IndexEntry(size, text) for p, size, text in body["indexes"]},
-            user=_decode_object(body, "user"),
+            user=body["user"],
             parity=decode_parity(body["parity"]) if "parity" in body else None,
             unknown={key: value for key, value in body.items() if key not in _KNOWN_FIELDS},
             version=body["version"],
@@ -231,12 +233,6 @@ def _loads_ours(data: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _decode_object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = body[name]
-    _require(isinstance(found, dict), f"{name} is no object")
-    return dict(found)
 
 
 _REQUIRED = ("path", "kind", "dtype", "shape")

@@ -95,11 +95,6 @@ def decode_runs(
     return tuple(numbers)
 
 
-def count_runs(runs: Sequence[Sequence[int]]) -> int:
-    """The number of integers in the runs."""
-    return sum([length for _, _, length in runs])
-
-
 def _is_shared(start: int, step: int, length: int) -> bool:
     last = start + step * (length - 1)
     return step == 0 or (min(start, last) >= 0 and max(start, last) + abs(step) < _MOST_SHARED)

@@ -24,7 +24,7 @@ from ostraka.common.dtypes import DTYPES, Dtype
 from ostraka.errors import printable
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
-from ostraka.layout.runs import count_runs, decode_runs, encode_runs
+from ostraka.layout.runs import decode_runs, encode_runs
 from ostraka.layout.spec import Layout, LeafSpec, StoredLeaf
 
 METADATA_NAME = "_METADATA"
@@ -196,15 +196,13 @@ def block_lengths(
     lengths = [header_bytes]
     gathered = 0
     for entry in entries:
-        if entry.nbytes < (LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES):
-            if gathered + entry.nbytes > BLOCK_BYTES:
-                lengths.append(gathered)
-                gathered = 0
-            gathered += entry.nbytes
-            continue
-        if gathered:
+        small = LEAST_COMPRESSED_BYTES if entry.leaf in compressed else GATHER_BYTES
+        if gathered and (entry.nbytes >= small or gathered + entry.nbytes > BLOCK_BYTES):
             lengths.append(gathered)
             gathered = 0
+        if entry.nbytes < small:
+            gathered += entry.nbytes
+            continue
         block = block_bytes(entry)
         whole, rest = divmod(entry.nbytes, block)
         lengths += [block] * whole + ([rest] if rest else [])
@@ -371,7 +369,7 @@ def _decode_digests(name: str, file: Mapping[str, Any], place: str) -> FileDiges
 
 def _decode_blocks(name: str, runs: Any, digests: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Lengths and digests of blocks. Compares their numbers first, so the memory has a bound."""
-    if count_runs(runs) != len(digests) // DIGEST_DIGITS:
+    if sum([length for _, _, length in runs]) != len(digests) // DIGEST_DIGITS:
         raise ValueError(f"the blocks of {name} do not fit: they are not as many as their digests")
     return decode_runs(runs), cut_digests(digests)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -392,12 +391,10 @@ class _View:
         return number if self._leaves is None else self._leaves[number].parts[0].leaf
 
     def order(self) -> Sequence[int]:
-        return self._source.order() if self._leaves is None else self._order
-
-    @cached_property
-    def _order(self) -> list[int]:
+        if self._leaves is None:
+            return self._source.order()
         turns = {leaf: turn for turn, leaf in enumerate(self._source.order())}
-        last = [max(turns[part.leaf] for part in leaf.parts) for leaf in self._leaves or ()]
+        last = [max(turns[part.leaf] for part in leaf.parts) for leaf in self._leaves]
         return sorted(range(len(last)), key=lambda number: (last[number], number))
 
     def grid_of(self, leaf: int) -> tuple[int, ...]:
