@@ -1,6 +1,8 @@
 """Statistics of leaves, against numpy on the whole array."""
 
 import tracemalloc
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import ostraka
 from ostraka.cli import _measure
 from ostraka.cli._measure import Statistics, count_not_finite, statistics_of
 from ostraka.common.dtypes import DTYPES, is_inexact
+from ostraka.common.progress import OnBytes
 from ostraka.formats import open_source
 from ostraka.formats.source import Source
 from ostraka.storage import open_store
@@ -92,6 +95,13 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "one": np.float64(3.5),
     }
     source = saved(tmp_path / "c", tree)
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress(what: str, total: int) -> Generator[OnBytes]:
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(_measure, "progress", progress)
     found = statistics_of(source, [0, 1, 2])
     assert found[0].mean == pytest.approx(values.mean(dtype=np.float64))
     assert found[0].std == pytest.approx(values.std(dtype=np.float64))
@@ -99,6 +109,8 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found[1].mean == pytest.approx(2499.5)
     assert found[1].std == pytest.approx(np.arange(5000.0).std())
     assert found[2].std == 0.0
+    in_all = values.nbytes + 5000 * 8 + 8
+    assert seen[-1] == (in_all, in_all)
 
 
 @given(

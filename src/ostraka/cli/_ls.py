@@ -105,5 +105,5 @@ def _explain(root: Root, step: Step, problem: Problem) -> tuple[str, str]:
     """The state of a step that can't be used, and why."""
     if step.unsupported is not None:
         return "unsupported", step.unsupported
-    is_kept = bool(step.problems) and is_forbidden(root, step)
-    return "forbidden" if is_kept else "damaged", str(problem)
+    may_be_intact = bool(step.problems) and is_forbidden(root, step)
+    return "forbidden" if may_be_intact else "damaged", str(problem)

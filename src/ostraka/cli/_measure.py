@@ -54,7 +54,7 @@ def add_up(
     """The sum of `measure` over each of `leaves`, a few elements of each source at a time.
 
     Leaves that are measured together have one shape. Memory use is bounded, and all bytes are
-    verified. A bar shows `what` is going on.
+    verified. A bar shows the progress of `what`.
     """
 
     def read_and_measure(batch: list[Targets]) -> tuple[list[tuple[Targets, Total]], int]:
@@ -201,13 +201,13 @@ def _summarize(elements: Array) -> Statistics:
 def statistics_of(
     source: Source, leaves: Iterable[int], measure: Callable[[Array], Statistics] = _summarize
 ) -> dict[int, Statistics]:
-    """The statistics of some leaves, by their numbers: all of them, or those that you measure."""
+    """The statistics of some leaves, by their numbers. `measure` returns those of some elements."""
     found = add_up("reading", [source], zip(leaves), measure, Statistics())
     return {leaf: total for (leaf,), total in found.items()}
 
 
 def count_not_finite(values: Array) -> Statistics:
-    """Only the counts of statistics, which is faster. A number that is both counts as NaN."""
+    """The counts of NaN and infinity alone. A complex number that is both counts as NaN."""
     numbers = values if values.dtype.kind in "fc" else as_numbers(values)
     not_finite = values.size - int(np.count_nonzero(np.isfinite(numbers)))
     nan = int(np.isnan(numbers).sum()) if not_finite else 0
