@@ -15,7 +15,7 @@ import numpy as np
 
 from ostraka.cli._output import progress
 from ostraka.common.dtypes import numpy_dtype
-from ostraka.common.threads import StopSignal, run_as_completed
+from ostraka.common.threads import StopSignal, batches, run_as_completed
 from ostraka.formats.source import Source
 from ostraka.layout import box as _box
 from ostraka.layout.box import Box
@@ -80,11 +80,16 @@ def add_up(
         for numbers in parts
         for source, number in zip(sources, numbers, strict=True)
     )
+
+    def nbytes_of(targets: Targets) -> int:
+        leaf = sources[0].saved.leaves[targets[0].leaf]
+        return _box.count(targets[0].box) * numpy_dtype(leaf.dtype).itemsize
+
     done = 0
     with progress(what, total) as bar:
         for _, (results, nbytes) in run_as_completed(
             read_and_measure,
-            _batches(sources[0], wanted),
+            batches(wanted, nbytes_of, PIECE_BYTES),
             threads=_BATCHES_AT_A_TIME,
             stop=StopSignal(),
         ):
@@ -108,22 +113,6 @@ def _pieces_of(source: Source, leaf: int) -> Iterator[Box]:
     for cell in (_box.cell(spec.shape, grid, number) for number in range(prod(grid))):
         if _box.count(cell):
             yield from _box.bands(cell, cell, max_elements)
-
-
-def _batches(source: Source, wanted: Iterable[Targets]) -> Iterator[list[Targets]]:
-    """Targets in groups that need about `PIECE_BYTES` of each source."""
-    batch: list[Targets] = []
-    held = 0
-    for targets in wanted:
-        dtype = numpy_dtype(source.saved.leaves[targets[0].leaf].dtype)
-        nbytes = _box.count(targets[0].box) * dtype.itemsize
-        if batch and held + nbytes > PIECE_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(targets)
-        held += nbytes
-    if batch:
-        yield batch
 
 
 def _slices_of(arrays: Sequence[Array]) -> Iterator[tuple[Array, ...]]:

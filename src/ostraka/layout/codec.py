@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -38,6 +38,29 @@ _SAMPLES, _SAMPLE_BYTES = 4, 4096
 
 class Undecodable(ValueError):
     """The stored bytes are no compressed block."""
+
+
+class Codec(Protocol):
+    """A way to compress blocks. To add one, write it in a module and list it in `CODECS`."""
+
+    name: ClassVar[str]
+    levels: ClassVar[range]
+    """The levels that a rule may ask for."""
+    first_bytes: ClassVar[range]
+    """The values of the first byte of its blocks. No two codecs share any."""
+
+    def __init__(self, level: int | None) -> None: ...
+
+    def encode(self, data: Array, width: int) -> list[Any] | None:
+        """The stored pieces of a block of `width`-byte elements, or None if not smaller."""
+
+    @staticmethod
+    def decode(stored: Array, out: Array) -> None:
+        """Fill `out` with the bytes of a block. Raises ValueError if it is no such block."""
+
+    @staticmethod
+    def check_installed() -> None:
+        """Raise UnsupportedFormat if a package that it needs is not installed."""
 
 
 def check_compress(rule: CompressRule, leaves: Sequence[LeafSpec] | None = None) -> None:
@@ -266,6 +289,5 @@ def _zstandard() -> Any:
     return zstandard
 
 
-Codec = Zstd
-CODECS = {codec.name: codec for codec in (Zstd,)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Zstd,)}
 """All codecs by name."""

@@ -75,13 +75,6 @@ class WritePlan:
             replace(file, size=next(rest[self.process_of[file.device]])) for file in self.files
         )
 
-    def bytes_by_process(self) -> list[int]:
-        """The data bytes that each process writes, headers not counted."""
-        totals = [0] * (max(self.process_of) + 1)
-        for file in self.files:
-            totals[self.process_of[file.device]] += file.size - file.header_bytes
-        return totals
-
 
 _LEAST_FILE_BYTES = 2 * _format.PAGE_BYTES
 

@@ -102,10 +102,8 @@ def describe_mesh(mesh: Any, devices: Devices) -> MeshSpec:
 
 def describe_spec(path: str, spec: Any) -> Partition:
     """A PartitionSpec as data, without trailing whole dimensions."""
-    entries = list(spec_entries(path, spec))
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
+    entries = spec_entries(path, spec)
+    return entries[: max((at for at, axes in enumerate(entries, 1) if axes), default=0)]
 
 
 def spec_entries(path: str, spec: Any) -> Partition:

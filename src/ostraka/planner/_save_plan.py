@@ -397,11 +397,11 @@ class Plan:
     def lost_disk(self) -> LostDisk:
         """The cost of losing the shards of the process that wrote the most."""
         written = file_bytes_by_process(self._write)
-        data = self._write.bytes_by_process()
         process = max(range(len(written)), key=lambda p: (written[p], -p))
+        data = sum(file.size - file.header_bytes for file in self._write.files_of(process))
         # Only the process that holds data alone could have written it.
         sole = held_by_process(self._write)[1][process]
-        return LostDisk(process, written[process], data[process] - sole)
+        return LostDisk(process, written[process], data - sole)
 
     def restore(
         self,

@@ -246,16 +246,12 @@ def resolve_specs(
     """
     if specs is None:
         return {}, []
-    shaped = [
-        array_leaf(path, spec.logical_shape, _outline(spec), named) for path, spec, named in leaves
-    ]
+    # Where only the shape counts, keys of any generator do.
+    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    shaped: list[Any] = []
+    for path, spec, named in leaves:
+        dtype = key if spec.kind == "key" else numpy_dtype(spec.dtype)
+        like = jax.ShapeDtypeStruct(spec.logical_shape, dtype)
+        shaped.append(array_leaf(path, spec.logical_shape, like, named))
     found = resolve(shaped, mesh, specs, known=known)
     return found.specs, [finding.message for finding in found.unknown]
-
-
-def _outline(spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf."""
-    if spec.kind == "key":
-        # Where only the shape counts, keys of any generator do.
-        return jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(spec.logical_shape, numpy_dtype(spec.dtype))

@@ -136,7 +136,7 @@ def restore(
     together = share_reads is True
     if not together and jax.process_count() > 1:
         is_as_saved = given is _NOT_GIVEN and mesh is None
-        together = is_as_saved or spans_processes((given, specs), mesh)
+        together = is_as_saved or spans_processes((given, specs), made)
     with _operation(str(path), together) as operation:
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostraka.errors import Busy, NotDurable, OstrakaError, store_error
 from ostraka.layout.shard_file import METADATA_NAME
@@ -60,19 +61,13 @@ class LocalStore:
 
     def get(self, name: str, most_bytes: int = MOST_BYTES) -> bytes:
         path = self._start + name
-        try:
+        with _Refusals("read", path):
             above, leaf = self._find(name)
             file, size = _file.open_file(leaf, above.file, path)
             try:
                 return _file.read_whole(file, size, path, most_bytes=most_bytes)
             finally:
                 os.close(file)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("read", path, error) from error
 
     def put(
         self,
@@ -154,15 +149,9 @@ class LocalStore:
 
     def open(self, name: str, first_bytes: int = 0) -> _file.LocalReader:
         path = self._start + name
-        try:
+        with _Refusals("open", path):
             above, leaf = self._find(name)
             return _file.LocalReader(*_file.open_file(leaf, above.file, path), path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("open", path, error) from error
 
     def look(self, name: str) -> FileInfo | None:
         try:
@@ -176,18 +165,15 @@ class LocalStore:
             raise store_error("look at", self._start + name, error) from error
 
     def list(self) -> list[str]:
-        try:
+        with suppress(FileNotFoundError), _Refusals("list", self.location):
             return sorted(os.listdir(self.location))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise store_error("list", self.location, error) from error
+        return []
 
     def files(self, prefix: str) -> list[FileInfo]:
         directory, slash, start = prefix.rpartition("/")
         place = _file.BY_PATH if self._lock is None else self._lock.directory
         found: list[tuple[str, os.stat_result]] = []
-        try:
+        with suppress(FileNotFoundError), _Refusals("list", self._start + directory):
             if directory:
                 above = _file.open_below(directory, place.file, self._start)
             else:
@@ -196,19 +182,14 @@ class LocalStore:
                 _file.find_files(above, directory + slash, start, found)
             finally:
                 os.close(above)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("list", self._start + directory, error) from error
-        return [_file.info_of(*file) for file in sorted(found, key=itemgetter(0))]
+            return [_file.info_of(*file) for file in sorted(found, key=itemgetter(0))]
+        return []
 
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._start + name)
 
     def sync(self, directory: str) -> None:
-        try:
+        with suppress(FileNotFoundError), _Refusals("sync", self._start + directory):
             if not directory:
                 place = _file.BY_PATH if self._lock is None else self._lock.directory
                 _file.sync_directory(self.location if place.file is None else place.file)
@@ -219,12 +200,6 @@ class LocalStore:
                 _file.sync_directory(file)
             finally:
                 os.close(file)
-        except FileNotFoundError:
-            return
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("sync", self._start + directory, error) from error
 
     def discard_uploads(self) -> None:
         pass
@@ -233,7 +208,7 @@ class LocalStore:
         self, name: str, *, version: Any = ANYTHING, check: Callable[[], Any] | None = None
     ) -> None:
         self._written = None
-        try:
+        with suppress(FileNotFoundError), _Refusals("delete", self._start + name):
             above, leaf = self._find(name)
             if check is not None:
                 self._move_out(name, leaf, above.file, version, check)
@@ -241,12 +216,6 @@ class LocalStore:
             if version is not ANYTHING:
                 _file.refuse_other_version(leaf, above.file, self._start + name, version)
             _file.remove(leaf, above.file)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OstrakaError:
-            raise
-        except OSError as error:
-            raise store_error("delete", self._start + name, error) from error
 
     def _move_out(
         self, name: str, leaf: str, above: int | None, version: Any, check: Callable[[], Any]
@@ -285,13 +254,9 @@ class LocalStore:
             _file.remove_tree(fence, place.file)
 
     def delete_link(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError), _Refusals("delete the link", self._start + name):
             above, leaf = self._find(name)
             os.unlink(leaf, dir_fd=above.file)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise store_error("delete the link", self._start + name, error) from error
 
     def _find(
         self, name: str, *, to_write: bool = False, make: bool = False
@@ -316,3 +281,21 @@ class LocalStore:
             below = _file.Directory(_file.open_below(directory, place.file, self._start, make=make))
             written = self._written = (directory, below)
         return written[1], leaf
+
+
+class _Refusals(NamedTuple):
+    """Makes a missing file a FileNotFoundError, and any other refusal a StoreError."""
+
+    action: str
+    path: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, OstrakaError) or not isinstance(error, OSError):
+            return
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+            raise missing from error
+        raise store_error(self.action, self.path, error) from error

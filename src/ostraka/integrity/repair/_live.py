@@ -20,7 +20,7 @@ from ostraka.integrity.repair._files import Absent, SavedShard
 from ostraka.layout import box as _box
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
-from ostraka.layout.codec import Zstd, element_bytes
+from ostraka.layout.codec import CODECS, Codec, element_bytes
 from ostraka.layout.metadata import Metadata
 from ostraka.layout.shard_file import Entry, FileEntry
 from ostraka.layout.spec import LeafSpec
@@ -34,8 +34,8 @@ Array = np.ndarray[Any, Any]
 TRAINED_ON = (
     "the live values are not those of this save: the model has trained on since, or is another one"
 )
-_LEVELS = (None, 3, 1, 2, *range(4, 23))
-"""Levels of zstd to try, since a checkpoint does not record its level."""
+_CODECS = [codec(level) for codec in CODECS.values() for level in (None, *codec.levels)]
+"""The codecs to try, since a checkpoint does not record its level."""
 
 
 class LiveOrigin:
@@ -50,7 +50,7 @@ class LiveOrigin:
         self._live = {spec.path: (spec, value) for spec, value in live}
         self._boxes: dict[str, tuple[Entry, Array]] = {}
         """By file, the box that was read last. Blocks are asked for in order."""
-        self._levels: dict[int, int | None] = {}
+        self._codecs: dict[int, Codec] = {}
         """By leaf, its level of compression, once known."""
         self._lock = threading.Lock()
 
@@ -149,12 +149,11 @@ class LiveOrigin:
         (entry,) = shard.within(number)
         width = element_bytes(self._spec(entry).dtype)
         with self._lock:
-            known = entry.leaf in self._levels
-            levels = [self._levels[entry.leaf]] if known else _LEVELS
-        for level in levels:
-            pieces = Zstd(level).encode(data, width)
+            known = self._codecs.get(entry.leaf)
+        for codec in _CODECS if known is None else (known,):
+            pieces = codec.encode(data, width)
             if pieces and _format.block_digest(pieces) == shard.blocks[number].digest:
-                self._levels[entry.leaf] = level
+                self._codecs[entry.leaf] = codec
                 return b"".join(bytes(piece) for piece in pieces)
         raise Absent(
             f"the values of leaf {self._spec(entry).path!r} are right, and this zstandard "
