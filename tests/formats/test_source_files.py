@@ -370,6 +370,23 @@ def test_processes_that_restore_different_checkpoints(tmp_path: Path):
         assert f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a" in result.value
 
 
+def restore_onto_axes(paths: list[str]) -> str:
+    import jax
+
+    try:
+        ostraka.restore(paths[jax.process_index()], mesh={"data": len(jax.devices())})
+    except ostraka.errors.RestoreFailed as error:
+        return str(error)
+    return "restored"
+
+
+def test_a_mesh_of_axis_sizes_concerns_all_processes(tmp_path: Path):
+    for name in "ab":
+        ostraka.save(tmp_path / name, {"x": np.arange(3)})
+    for result in run_processes(restore_onto_axes, [f"{tmp_path}/a", f"{tmp_path}/b"]):
+        assert f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a" in result.value
+
+
 def repair_own(paths: list[str]) -> str:
     import jax
 

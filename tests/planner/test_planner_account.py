@@ -24,6 +24,7 @@ from ostraka.planner._save_plan import (
 )
 from ostraka.planner.state import PlanOptions, State
 from ostraka.planner.time import Bandwidths, advise_interval
+from plans import bytes_by_process
 
 MESH = MeshSpec(("data", "model"), (4, 2), tuple(range(8)))
 PROCESS_OF = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -49,7 +50,7 @@ METADATA = PLANNED._metadata  # pyright: ignore[reportPrivateUsage]
 
 def test_bytes_add_up():
     total = sum(leaf.nbytes for leaf in LEAVES)
-    assert PLANNED.shard_spread.mean * 8 == sum(PLAN.bytes_by_process()) == total
+    assert PLANNED.shard_spread.mean * 8 == sum(bytes_by_process(PLAN)) == total
     assert sum(file_bytes_by_process(PLAN)) == sum(file.size for file in PLAN.files)
 
 
@@ -96,7 +97,7 @@ def test_what_a_loss_costs():
     held, sole = held_by_process(PLAN)
     assert process.held_bytes == max(held)
     assert disk.written_bytes == max(file_bytes_by_process(PLAN))
-    written = PLAN.bytes_by_process()[disk.process]
+    written = bytes_by_process(PLAN)[disk.process]
     assert disk.held_elsewhere_bytes == written - sole[disk.process]
 
 

@@ -969,3 +969,11 @@ def test_a_conversion_that_another_takes_over_gives_no_name_to_its_files(
     second.release()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"half, and the rest"
     assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+@pytest.mark.parametrize("tree", [np.ones(3), {"": np.ones(2), "b": np.ones(2)}])
+def test_orbax_has_no_place_for_an_array_without_a_key(tmp_path: Path, tree: Any):
+    ostraka.save(tmp_path / "a", tree)
+    with pytest.raises(InvalidTree, match="would have no name: put it under a key"):
+        ostraka.convert(tmp_path / "a", tmp_path / "b", to="orbax")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

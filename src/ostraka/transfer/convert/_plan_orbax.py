@@ -168,6 +168,8 @@ def _check(entries: Sequence[tuple[_Keys, Leaf, str]], specs: Mapping[str, LeafS
         for name, paths in by_name.items()
         if len(paths) > 1
     ]
+    if "" in by_name:
+        reasons.append(f"{name_few(by_name[''])} would have no name: put it under a key")
     if not by_name:
         reasons.append("there is no leaf at all")
     if reasons:
