@@ -289,8 +289,8 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path: Path):
     fifo.parent.mkdir()
     os.mkfifo(fifo)
     waits = (
-        "import os; from ostraka.storage import _local; "
-        "_local.open_file = lambda name, above, path: (os.open(path, os.O_RDONLY), 1)"
+        "import os; from ostraka.storage import file; "
+        "file.open_file = lambda name, above, path: (os.open(path, os.O_RDONLY), 1)"
     )
     # Whoever runs the tests in the background has interrupts ignored, and so would this program.
     program = f"import signal; signal.signal(2, signal.default_int_handler); {waits}; {PROGRAM}"

@@ -141,7 +141,8 @@ class Matcher:
                 has_problem = spec.kind == "key" and key_problem(spec, wanted) is not None
                 if kind in ("jax", "key") and not has_problem:
                     placed.append((leaf.path, spec, leaf.spec))
-        like = [getattr(leaf.value, "sharding", None) for leaf in leaves]
+        arrays = (leaf.value for leaf in leaves if kind_of(leaf.value) in ("jax", "key"))
+        like = [getattr(array, "sharding", None) for array in arrays]
         has_modules = any(branch.kind == "nnx" for branch in branches_of(tree))
         mesh = self._placer.settle_mesh(like, has_modules=has_modules)
         known = list(self._saved)
