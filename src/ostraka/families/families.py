@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn, cast
 
 from ostraka.errors import nearest
@@ -109,15 +110,16 @@ class Component:
         config = self.config(model)
         for row in self.rows:
             layers = range(config.number(self.layers)) if "{n}" in row.path else range(1)
-            present = [n for n in layers if all(self._has(config, p, n) for p in row.parts)]
+            conditions = [self._condition(config, part) for part in row.parts]
+            by_layer = [one for one in conditions if not isinstance(one, bool)]
+            has_all = False not in conditions
+            present = [n for n in layers if has_all and all(one(config, n) for one in by_layer)]
             shape = tuple(self._size(config, size) for size in row.shape) if present else ()
             yield from ((row.path.replace("{n}", str(n)), shape) for n in present)
 
-    def _has(self, config: Config, part: str, layer: int) -> bool:
+    def _condition(self, config: Config, part: str) -> bool | Callable[[Config, int], bool]:
         condition = self.parts.get(part, False)
-        if isinstance(condition, str):
-            return config.flag(condition)
-        return condition if isinstance(condition, bool) else condition(config, layer)
+        return config.flag(condition) if isinstance(condition, str) else condition
 
     def _size(self, config: Config, size: int | str) -> int:
         if isinstance(size, int):
@@ -170,7 +172,8 @@ def parameters_of(values: Mapping[str, Any]) -> list[Parameter]:
     family = FAMILIES[kind]
     config = family.read(values)
     found = [p for component in family.components for p in component.parameters(config)]
-    return sorted(found, key=lambda parameter: [*map(natural_order, parameter[0].split("/"))])
+    order = cache(natural_order)
+    return sorted(found, key=lambda parameter: [*map(order, parameter[0].split("/"))])
 
 
 def is_tied(kind: str, values: Mapping[str, Any]) -> bool:

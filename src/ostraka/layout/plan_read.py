@@ -56,10 +56,11 @@ def plan_read(
         leaf = metadata.leaves[target.leaf]
         layout = metadata.layouts[leaf.layout]
         key = (leaf.layout, leaf.spec.shape, target.box)
-        if allowance is not None:
-            under = _box.parts_under(leaf.spec.shape, layout.grid, target.box)
-            allowance.take(prod(map(len, under)) * entry_bytes(len(target.box)))
         found = overlaps.get(key)
+        if allowance is not None:
+            shape, grid = leaf.spec.shape, layout.grid
+            under = _box.parts_under(shape, grid, target.box) if found is None else [found]
+            allowance.take(prod(map(len, under)) * entry_bytes(len(target.box)))
         if found is None:
             if leaf.layout not in turns:
                 turns[leaf.layout] = turns_of(layout)
