@@ -657,7 +657,8 @@ def kill_and_go_on(tmp_path: Path, mirror: Any, moments: list[int]) -> None:
     assert -signal.SIGKILL in ends
     assert ends <= {0, -signal.SIGKILL}
     Manager(root, keep=2, mirror=mirror, mirror_every=2).close()
-    due = [step for step in steps_in(root) if step % 2 == 0]
+    # A step that is older than those to keep may have been killed in the middle of its deletion.
+    due = [step for step in steps_in(root)[-2:] if step % 2 == 0]
     assert due
     copied = steps_in(mirror)
     assert set(due) <= set(copied)
