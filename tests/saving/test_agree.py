@@ -12,9 +12,10 @@ from ostraka.common.record import Stopwatch
 from ostraka.layout.casts import cast_leaf
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.processes.operation import Operation, ProcessFailed
-from ostraka.saving.agree import RunningSave, SaveHooks, SaveOptions, agree, number_meshes
+from ostraka.saving.agree import RunningSave, SaveHooks, agree, number_meshes
 from ostraka.saving.capture import capture
 from ostraka.saving.place import Place
+from ostraka.saving.save import SaveOptions
 from ostraka.storage import MemoryStore
 
 

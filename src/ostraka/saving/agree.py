@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostraka.common.dtypes import to_bytes
 from ostraka.common.progress import Count
 from ostraka.common.record import OnRecord, Stopwatch
 from ostraka.layout import shard_file
-from ostraka.layout.casts import DtypeRule, cast_leaf
-from ostraka.layout.codec import CompressRule
-from ostraka.layout.plan_write import MAX_FILE_BYTES
+from ostraka.layout.casts import cast_leaf
 from ostraka.layout.spec import HOST_LOCAL, LeafSpec, MeshSpec
 from ostraka.live.values import CastValue, HostValue, Value
 from ostraka.processes.operation import Operation, ProcessFailed, refuse_different_paths
@@ -27,6 +25,9 @@ from ostraka.saving.capture import Captured
 from ostraka.saving.place import Place
 from ostraka.storage import PathLike
 from ostraka.tree.json_tree import with_states
+
+if TYPE_CHECKING:
+    from ostraka.saving.save import SaveOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +40,6 @@ class SaveHooks:
     """Called on process 0 before the first write. It may refuse the save."""
     check_no_arrays: Callable[[], None] | None = None
     """As `check_place`, for a tree that has no arrays."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """The options of a save that are the same on all processes."""
-
-    dtype: DtypeRule = None
-    compress: CompressRule = None
-    parity: int = 0
-    metadata: Mapping[str, Any] | None = None
-    max_file_bytes: int | str = MAX_FILE_BYTES
-    save_id: str | None = None
-    """The id, if this process saves alone, or None for a random id of all processes."""
-    grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """By number, the grid of a leaf on no mesh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from ostraka.processes.operation import Operation, ProcessFailed
 from ostraka.saving._commit import commit
 from ostraka.saving._write import write_shards
 from ostraka.saving._write_parity import ParityCompanion
-from ostraka.saving.agree import RunningSave, SaveHooks, SaveOptions, agree
+from ostraka.saving.agree import RunningSave, SaveHooks, agree
 from ostraka.saving.background import SaveHandle, give_back, one_at_a_time, run_in_background, slot
 from ostraka.saving.capture import Captured, capture, hold
 from ostraka.saving.place import Place
@@ -38,6 +38,21 @@ from ostraka.storage import PathLike, open_store, refuse_swapped
 _SOURCE_ERRORS = (Damaged, SourceChanged)
 """Errors of the checkpoints that a conversion or a merge reads, not of the save."""
 _NO_HOOKS = SaveHooks()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The options of a save that are the same on all processes."""
+
+    dtype: DtypeRule = None
+    compress: CompressRule = None
+    parity: int = 0
+    metadata: Mapping[str, Any] | None = None
+    max_file_bytes: int | str = MAX_FILE_BYTES
+    save_id: str | None = None
+    """The id, if this process saves alone, or None for a random id of all processes."""
+    grids: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By number, the grid of a leaf on no mesh."""
 
 
 def save(
