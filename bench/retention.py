@@ -60,8 +60,8 @@ def measure(steps: int, leases: int, rounds: int) -> dict[str, float]:
             if not number:
                 continue  # The first turn has imports and first calls in it.
             times.setdefault("next save, few steps", []).append(few["next save"])
-            for name, time_s in full.items():
-                times.setdefault(name, []).append(time_s)
+            for name, duration_s in full.items():
+                times.setdefault(name, []).append(duration_s)
     found = {name: median(values) for name, values in times.items()}
     found["delay"] = found["next save"] - found["next save, few steps"]
     return found
@@ -150,7 +150,7 @@ def _leased(root: Path, steps: int, count: int) -> Generator[None]:
 def show(case: str, found: dict[str, float]) -> str:
     """A line for each time."""
     lines = [f"{case} (steps/leases)"]
-    lines += [f"  {name:22} {1000 * time_s:10.1f} ms" for name, time_s in found.items()]
+    lines += [f"  {name:22} {1000 * duration_s:10.1f} ms" for name, duration_s in found.items()]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from ostraka._version import __version__
 if TYPE_CHECKING:
     from ostraka import exercises, sharding
     from ostraka.common.record import Record
-    from ostraka.integrity import RepairReport, Report, repair, verify
+    from ostraka.integrity import RepairReport, VerifyReport, repair, verify
     from ostraka.manager import Best, Manager
     from ostraka.planner import Plan, plan
     from ostraka.reading.lazy import Checkpoint, LazyArray
@@ -33,8 +33,8 @@ __all__ = [
     "Plan",
     "Record",
     "RepairReport",
-    "Report",
     "SaveHandle",
+    "VerifyReport",
     "__version__",
     "convert",
     "copy",
@@ -54,7 +54,7 @@ __all__ = [
 # Imported when first used: the command must not wait for JAX, nor JAX users for all modules.
 _HOMES = {
     "ostraka.common.record": ("Record",),
-    "ostraka.integrity": ("RepairReport", "Report", "repair", "verify"),
+    "ostraka.integrity": ("RepairReport", "VerifyReport", "repair", "verify"),
     "ostraka.manager": ("Best", "Manager"),
     "ostraka.planner": ("Plan", "plan"),
     "ostraka.reading.lazy": ("Checkpoint", "LazyArray", "open"),

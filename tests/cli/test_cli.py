@@ -407,7 +407,7 @@ def test_repair_without_another_copy_says_what_to_pass(checkpoint: Path):
     result = run("repair", checkpoint)
     assert result.exit_code == 1
     assert (
-        "pass another copy of this save (from_=, on the command line --from), or" in result.stdout
+        "pass another copy of this save (sources=, on the command line --from), or" in result.stdout
     )
 
 

@@ -44,7 +44,7 @@ def test_copy_as_json(root: Path, tmp_path: Path):
     assert (document["copied"], document["skipped"]) == (2, 0)
     size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
     assert (document["bytes_copied"], document["bytes_skipped"]) == (size, 0)
-    assert document["time_s"] > 0
+    assert document["duration_s"] > 0
     again = json.loads(run("copy", root, tmp_path / "there", "--json").stdout)
     assert (again["copied"], again["skipped"], again["bytes_skipped"]) == (0, 2, size)
 

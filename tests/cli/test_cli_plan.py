@@ -206,8 +206,8 @@ def test_patterns_of_rules_see_paths_in_the_model(
 def test_times_storage_and_advice():
     arguments = ["--write-bandwidth", "1GB", "--read-bandwidth", "2GB/s", "--mtbf", "4h"]
     found = answer("gpt2", "--mesh", "data=8", "--hosts", "4", "--keep", "3", *arguments)
-    assert found["save"]["time_s"] == found["host_bytes"]["most"] / 1e9
-    assert found["restore"]["time_s"] == found["restore"]["read_bytes"]["most"] / 2e9
+    assert found["save"]["duration_s"] == found["host_bytes"]["most"] / 1e9
+    assert found["restore"]["duration_s"] == found["restore"]["read_bytes"]["most"] / 2e9
     assert found["save"]["peak_bytes_per_second"] == 4e9
     assert found["retention"]["bytes"] == 3 * found["total_bytes"]
     assert found["retention"]["bytes_while_saving"] == 4 * found["total_bytes"]
@@ -218,13 +218,13 @@ def test_times_storage_and_advice():
 
 def test_a_slow_storage_decides():
     found = answer("gpt2", "--write-bandwidth", "1TB", "--storage-bandwidth", "1MB")
-    assert found["save"]["time_s"] == found["total_bytes"] / 1e6
+    assert found["save"]["duration_s"] == found["total_bytes"] / 1e6
 
 
 def test_probing_a_directory(tmp_path: Path):
     found = answer("gpt2", "--probe", tmp_path)
-    assert found["save"]["time_s"] > 0
-    assert found["restore"]["time_s"] > 0
+    assert found["save"]["duration_s"] > 0
+    assert found["restore"]["duration_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

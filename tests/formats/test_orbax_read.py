@@ -225,7 +225,7 @@ def test_the_commands(run_of_both: Path):
     steps = command("ls", run_of_both)["steps"]
     assert [(s["step"], s["format"]) for s in steps] == [(1, "orbax"), (2, "orbax"), (3, "ostraka")]
     assert steps[1]["metrics"] == {"loss": 0.5}
-    assert all(step["bytes"] > 40 and step["saved_s"] > 1e9 for step in steps)
+    assert all(step["bytes"] > 40 and step["saved_at"] > 1e9 for step in steps)
     shown = command("show", run_of_both / "2", "--stats")
     assert shown["writer"]["library"] == "Orbax"
     assert {leaf["path"]: leaf["statistics"]["most"] for leaf in shown["leaves"]} == {

@@ -240,7 +240,7 @@ def test_what_describes_the_rest(path: Path, made: Path, tree: Any, lost: str, h
     if is_compressed and lost != "metadata":
         with pytest.raises(Damaged, match="only a copy or parity can give the index"):
             ostraka.repair(path)
-    report = ostraka.repair(path, from_=made)
+    report = ostraka.repair(path, sources=made)
     expected = {"index": {index(path).name}, "metadata": {"_METADATA"}}.get(lost)
     if expected is not None:
         assert {file.file.rpartition("/")[2] for file in report.mended} == expected
@@ -353,7 +353,7 @@ def test_from_a_copy(path: Path, made: Path):
     index(path).unlink()
     (path / "_METADATA").unlink()
     metadata_copy(path).unlink()
-    report = ostraka.repair(path, from_=made)
+    report = ostraka.repair(path, sources=made)
     assert len(report.mended) == 6
     assert contents(path) == contents(made)
 
@@ -367,7 +367,7 @@ def test_over_stores(made: Path, kind: str, request: pytest.FixtureRequest, tmp_
     lost = [name for name in before if "shard_00002" in name or "process" in name]
     for name in lost:
         store.delete(name)
-    report = ostraka.repair(f"{where}/c", from_=[made])
+    report = ostraka.repair(f"{where}/c", sources=[made])
     after = {file.name: file.version for file in store.files("")}
     assert sorted(file.file for file in report.mended) == sorted(lost)
     assert {name for name in before if after[name] != before[name]} <= {*lost}
@@ -384,11 +384,11 @@ def test_from_an_older_step_and_the_live_tree(tmp_path: Path, tree: Any):
     number = next(n for n in range(8) if b'"numpy"' in shard(path, n).read_bytes()[:9000])
     shard(path, number).unlink()
     with pytest.raises(Damaged, match=r"leaf .*'numpy'.*it does not have these bytes"):
-        ostraka.repair(path, from_=tmp_path / "runs" / "1")
+        ostraka.repair(path, sources=tmp_path / "runs" / "1")
     other = {**steps[2], "large": tree["large"] + 1}
     with pytest.raises(Damaged, match=r"trained on.*'large'"):
         ostraka.repair(path, other)
-    report = ostraka.repair(path, other, from_=tmp_path / "runs" / "1")
+    report = ostraka.repair(path, other, sources=tmp_path / "runs" / "1")
     assert set(report.mended[0].origins) == {
         "_METADATA",
         "the live tree",
@@ -404,9 +404,9 @@ def test_from_a_mirror(tmp_path: Path, tree: Any):
     path = next(iter((tmp_path / "runs").glob("*2")))
     before = contents(path)
     shard(path, 1).unlink()
-    with pytest.raises(CheckpointNotFound, match="given as from_"):
-        ostraka.repair(path, from_=tmp_path / "nothing")
-    report = ostraka.repair(path, from_=[tmp_path / "mirror"])
+    with pytest.raises(CheckpointNotFound, match="given as sources="):
+        ostraka.repair(path, sources=tmp_path / "nothing")
+    report = ostraka.repair(path, sources=[tmp_path / "mirror"])
     assert report.mended[0].origins[-1] == str(tmp_path / "mirror" / path.name)
     assert contents(path) == before
 
@@ -417,10 +417,10 @@ def test_a_copy_that_is_damaged_too(path: Path, made: Path, tmp_path: Path):
     flip(shard(path, 2), shard(path, 2).stat().st_size - 100)
     flip(shard(tmp_path / "other", 2), 100)
     shard(tmp_path / "other", 3).unlink()
-    report = ostraka.repair(path, from_=tmp_path / "other")
+    report = ostraka.repair(path, sources=tmp_path / "other")
     assert report.mended[0].origins == (str(tmp_path / "other"),)
     assert contents(path) == contents(made)
-    ostraka.repair(tmp_path / "other", from_=path)
+    ostraka.repair(tmp_path / "other", sources=path)
     assert contents(tmp_path / "other") == contents(made)
 
 
@@ -454,7 +454,7 @@ def test_other_stores(made: Path, kind: str, tmp_path: Path):
     names = sorted(before)
     for name in (names[0], names[2], names[4]):
         store.delete(name)
-    assert len(ostraka.repair(store, from_=made).mended) == 3
+    assert len(ostraka.repair(store, sources=made).mended) == 3
     assert {file.name: store.get(file.name) for file in store.files("")} == before
 
 
@@ -468,14 +468,14 @@ def test_one_writer_at_a_time(path: Path, made: Path):
             assert go_on.wait(60)
 
     first = threading.Thread(
-        target=lambda: ostraka.repair(FaultyStore(path, before=wait), from_=made)
+        target=lambda: ostraka.repair(FaultyStore(path, before=wait), sources=made)
     )
     first.start()
     assert begun.wait(60)
     with pytest.raises(Busy, match="is under way"):
-        ostraka.repair(path, from_=made)
+        ostraka.repair(path, sources=made)
     with pytest.raises(Busy, match="under way"):
-        ostraka.repair(path, from_=made, dry_run=True)
+        ostraka.repair(path, sources=made, dry_run=True)
     with pytest.raises(Busy, match="is under way"):
         ostraka.save(path, {"a": np.zeros(3)})
     go_on.set()
@@ -505,7 +505,7 @@ def test_a_full_disk(path: Path, made: Path, verb: str):
     before = contents(path)
     full = FaultyStore(path, fail={verb: OSError(28, "No space left on device")})
     with pytest.raises(OSError, match="No space left"):
-        ostraka.repair(full, from_=made)
+        ostraka.repair(full, sources=made)
     assert contents(path) == before
     assert not list(path.rglob("*.tmp"))
 
@@ -547,7 +547,7 @@ def test_the_command(path: Path, made: Path):
 def test_no_copy_of_metadata_is_left(path: Path):
     (path / "_METADATA").unlink()
     metadata_copy(path).unlink()
-    with pytest.raises(Damaged, match="no copy of it was found; give one with from_="):
+    with pytest.raises(Damaged, match="no copy of it was found; give one with sources="):
         ostraka.repair(path)
     assert not (path / "_METADATA").exists()
 

@@ -64,7 +64,7 @@ def kill_at(path: Path, other: Path, count: int) -> bool:
 
         code = 1
         try:
-            ostraka.repair(FaultyStore(path, before=die), from_=other)
+            ostraka.repair(FaultyStore(path, before=die), sources=other)
             code = 0
         finally:
             os._exit(code)
@@ -78,7 +78,7 @@ def kill_after(path: Path, other: Path, delay_s: float) -> bool:
     if pid == 0:
         code = 1
         try:
-            ostraka.repair(path, from_=other)
+            ostraka.repair(path, sources=other)
             code = 0
         finally:
             os._exit(code)
@@ -105,7 +105,7 @@ def run_rounds(made: str, directory: str, kind: str, rounds: str) -> None:
         killed += was_killed
         check_no_worse(path, harmed, right)
         began_s = time.monotonic()
-        ostraka.repair(path, from_=made)
+        ostraka.repair(path, sources=made)
         if not was_killed:  # It was too late: repairs take less on this machine.
             took_s = max(0.9 * took_s, time.monotonic() - began_s)
         assert contents(path) == right

@@ -139,7 +139,7 @@ def test_seconds_do_not_depend_on_a_clock_that_can_be_set(
 
 
 @pytest.mark.parametrize(
-    "name", ["every", "every_s", "keep", "keep_every", "keep_interval_s", "mtbf_s"]
+    "name", ["every", "every_s", "keep", "keep_every", "keep_every_s", "mtbf_s"]
 )
 def test_numbers_that_make_no_sense(place: Place, name: str):
     options: dict[str, Any] = {name: 0}
@@ -148,7 +148,7 @@ def test_numbers_that_make_no_sense(place: Place, name: str):
 
 
 def test_other_arguments_that_make_no_sense(place: Place):
-    with pytest.raises(ValueError, match='if_busy is \'maybe\'; it must be "wait" or "refuse"'):
+    with pytest.raises(ValueError, match='if_busy is \'maybe\'; it must be "wait" or "raise"'):
         Manager(place, if_busy="maybe")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'min' or 'max', not 'most'"):
         Best("loss", "most")  # type: ignore[arg-type]

@@ -46,8 +46,8 @@ def kept_by(policy: dict[str, Any], steps: dict[int, Step], just_saved: int) -> 
         sign = -1 if policy["keep_best"].mode == "max" else 1
         ranks = sorted((sign * steps[n].metrics["loss"], -n) for n in order if has_loss(steps[n]))
         kept |= {-n for _, n in ranks[: policy["keep_best"].n]}
-    if "keep_interval_s" in policy:
-        kept |= one_per_interval([(steps[n].saved_s, n) for n in order], policy["keep_interval_s"])
+    if "keep_every_s" in policy:
+        kept |= one_per_interval([(steps[n].saved_at, n) for n in order], policy["keep_every_s"])
     if "keep_if" in policy:
         kept |= {n for n in order if policy["keep_if"](steps[n])}
     return kept if policy else set(order)
@@ -59,9 +59,9 @@ def has_loss(step: Step) -> bool:
 
 def one_per_interval(times: list[tuple[Any, int]], interval_s: float) -> set[int]:
     kept: list[tuple[float, int]] = []
-    for time_s, number in times:
-        if not kept or not 0 <= time_s - kept[-1][0] < interval_s:
-            kept.append((time_s, number))
+    for duration_s, number in times:
+        if not kept or not 0 <= duration_s - kept[-1][0] < interval_s:
+            kept.append((duration_s, number))
     return {number for _, number in kept}
 
 
@@ -74,7 +74,7 @@ POLICIES = st.fixed_dictionaries(
     optional={
         "keep": st.integers(1, 4),
         "keep_every": st.integers(1, 6),
-        "keep_interval_s": st.sampled_from([0.5, 5.0, 1e9]),
+        "keep_every_s": st.sampled_from([0.5, 5.0, 1e9]),
         "keep_best": st.builds(
             Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)
         ),
@@ -90,7 +90,7 @@ def step_lists(draw: st.DrawFn) -> list[Step]:
     return [
         Step(
             step=number,
-            saved_s=draw(st.integers(-20, 20)) / 1.0,
+            saved_at=draw(st.integers(-20, 20)) / 1.0,
             metrics={} if (loss := draw(LOSSES)) is None else {"loss": loss},
             pinned=draw(st.booleans()) and draw(st.booleans()),
         )
@@ -106,7 +106,7 @@ def test_what_is_kept(steps: list[Step], policy: dict[str, Any], data: st.DataOb
     keep = Keep(
         policy.get("keep"),
         policy.get("keep_every"),
-        policy.get("keep_interval_s"),
+        policy.get("keep_every_s"),
         policy.get("keep_best"),
         policy.get("keep_if"),
     )
@@ -119,7 +119,7 @@ def test_what_is_kept(steps: list[Step], policy: dict[str, Any], data: st.DataOb
 
 
 def at(*times: float | None) -> list[Step]:
-    return [Step(number, time_s, {}, False) for number, time_s in enumerate(times)]
+    return [Step(number, duration_s, {}, False) for number, duration_s in enumerate(times)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_clock_set_back_during_a_run(place: Place, monkeypatch: pytest.MonkeyP
             return now[0]
 
     monkeypatch.setattr("ostraka.saving._commit.datetime", Clock)
-    policy: dict[str, Any] = {"keep": 2, "keep_interval_s": 3600}
+    policy: dict[str, Any] = {"keep": 2, "keep_every_s": 3600}
     with Manager(place, asynchronous=False, **policy) as manager:
         for step in range(12):
             now[0] += timedelta(minutes=20) if step != 6 else timedelta(days=-400)
@@ -240,7 +240,7 @@ class Story:
         self.open(policy)
 
     def open(self, policy: dict[str, Any]) -> None:
-        self.policy = {name: value for name, value in policy.items() if name != "keep_interval_s"}
+        self.policy = {name: value for name, value in policy.items() if name != "keep_every_s"}
         self.manager = Manager(self.root, on_preemption=False, asynchronous=False, **self.policy)
         self.steps = look(self.root)
         there = [name for name in names_of(self.root) if not is_claim(name)]

@@ -134,15 +134,15 @@ def test_times_are_those_of_the_command():
         "--read-bandwidth 2GB/s --device-bandwidth 10GB/s --onto data=4"
     )
     found = answer(*text.split())
-    assert times.save_s == found["save"]["time_s"] == planned.process_spread.most / 1e9
+    assert times.save_s == found["save"]["duration_s"] == planned.process_spread.most / 1e9
     assert times.save_async_blocked_s == found["save"]["save_async_blocked_s"]
-    assert times.restore_s == found["restore"]["time_s"]
+    assert times.restore_s == found["restore"]["duration_s"]
     assert times.save_every is not None
     assert times.save_async_every is not None
     assert times.save_every.interval_s == found["interval"]["save"]["interval_s"]
     assert times.save_async_every.interval_s == found["interval"]["save_async"]["interval_s"]
     onto = planned.restore(mesh={"data": 4}, processes=2)
-    assert onto.time_s(read_bandwidth="2GB/s") == found["onto"][0]["time_s"]
+    assert onto.duration_s(read_bandwidth="2GB/s") == found["onto"][0]["duration_s"]
 
 
 def test_a_save_in_the_background_is_advised_more_often():
@@ -195,7 +195,7 @@ def test_times_that_can_not_be_told():
     with pytest.raises(ValueError, match="write_bandwidth: '5Gb' may mean bits or bytes"):
         planned.times(write_bandwidth="5Gb")
     with pytest.raises(ValueError, match="give read_bandwidth or storage_bandwidth"):
-        planned.restore().time_s()
+        planned.restore().duration_s()
 
 
 def cast_any(value: Any) -> Any:
@@ -214,7 +214,7 @@ def test_the_best_of_equals_is_none():
     arguments = ["gpt2", "--mesh", "data=8", "--write-bandwidth", "1GB/s"]
     rows = compared(*arguments, "--compare", "--max-file-bytes 20MB")
     assert (rows["total_bytes"]["best"], rows["total_bytes"]["equal"]) == ([], False)
-    assert (rows["save.time_s"]["best"], rows["save.time_s"]["equal"]) == ([], False)
+    assert (rows["save.duration_s"]["best"], rows["save.duration_s"]["equal"]) == ([], False)
     assert rows["files.shards"]["best"] == ["gpt2"]
     assert rows["recovery.lost_host.sole_bytes"]["equal"]
     text = run("plan", *arguments, "--compare", "--max-file-bytes 20MB").stdout

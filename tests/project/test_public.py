@@ -64,7 +64,7 @@ def test_the_public_names():
         "Plan",
         "Record",
         "RepairReport",
-        "Report",
+        "VerifyReport",
         "SaveHandle",
         "__version__",
         "convert",

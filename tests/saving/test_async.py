@@ -337,7 +337,7 @@ def test_what_can_not_be_saved_raises_at_the_call(place: Place):
         ostraka.save_async(place / "c", {"bad": object()})
     with pytest.raises(ValueError, match="max_file_bytes is 1"):
         ostraka.save_async(place / "c", {}, max_file_bytes=1)
-    with pytest.raises(ValueError, match='if_busy is \'never\'; it must be "wait" or "refuse"'):
+    with pytest.raises(ValueError, match='if_busy is \'never\'; it must be "wait" or "raise"'):
         ostraka.save_async(place / "c", {}, if_busy="never")  # pyright: ignore[reportArgumentType]
     ostraka.save_async(place / "c", {"good": 1}).wait()
 
@@ -415,10 +415,10 @@ def test_second_save_is_refused_if_asked(place: Place):
     with writes_held(place / "a") as (store, _):
         first = ostraka.save_async(store, make_arrays())
         with pytest.raises(Busy, match="a save to .*/a is still under way; wait for it first"):
-            ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse")
+            ostraka.save_async(place / "b", {"x": 1}, if_busy="raise")
     first.wait()
     assert not (place / "b").exists()
-    ostraka.save_async(place / "b", {"x": 1}, if_busy="refuse").wait()
+    ostraka.save_async(place / "b", {"x": 1}, if_busy="raise").wait()
 
 
 def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Place):
@@ -429,7 +429,7 @@ def test_refuses_at_once_even_while_another_thread_waits_for_its_turn(place: Pla
             background.slot.turn.release()
             time.sleep(0.001)
         with pytest.raises(Busy, match="is still under way"):
-            ostraka.save_async(place / "c", {"x": 1}, if_busy="refuse")
+            ostraka.save_async(place / "c", {"x": 1}, if_busy="raise")
         assert not first.done()
         gate.set()
         second.result().wait()
@@ -515,7 +515,7 @@ def test_callback_that_saves_or_waits_is_told_instead_of_waiting_for_itself(plac
     def call_back() -> None:
         for work in (
             lambda: ostraka.save(place / "d", {}),
-            lambda: ostraka.save_async(place / "d", {}, if_busy="refuse"),
+            lambda: ostraka.save_async(place / "d", {}, if_busy="raise"),
             handles[0].wait,
         ):
             with pytest.raises(RuntimeError, match="can't wait for itself") as caught:

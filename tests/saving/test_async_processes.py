@@ -369,7 +369,7 @@ def save_and_step(folder: str) -> dict[str, Any]:
         tree["host"][:] = 9
         tree["own"][:] = 9
         found["refused"] = caught(
-            lambda: ostraka.save_async(f"{folder}/b", make_tree(2), if_busy="refuse")
+            lambda: ostraka.save_async(f"{folder}/b", make_tree(2), if_busy="raise")
         )
         found["sums"] = []
         for number in range(40):

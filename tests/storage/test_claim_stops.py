@@ -119,7 +119,7 @@ def _do(what: str, path: str, beside: str, slow: Callable[[str], FaultyStore]) -
     elif what == "copy":
         ostraka.copy(beside, slow(path))
     elif what == "repair":
-        ostraka.repair(slow(path), from_=beside)
+        ostraka.repair(slow(path), sources=beside)
     else:
         ostraka.save(slow(path), tree_of(OF_THE_WORKER))
 

@@ -84,7 +84,7 @@ def make_again(path: str, beside: str, *, without: str) -> None:
     if without:
         store.delete(next(file.name for file in store.files("") if without in file.name))
     if without == ".safetensors":
-        ostraka.repair(path, from_=beside)
+        ostraka.repair(path, sources=beside)
     else:
         ostraka.copy(beside, path)
 

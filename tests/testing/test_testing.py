@@ -185,7 +185,7 @@ def test_values_output_and_counts_come_back():
         assert result.traceback is None
         assert result.stdout == f"out of {index}\n"
         assert f"err of {index}" in result.stderr
-        assert 0 < result.time_s < 240
+        assert 0 < result.duration_s < 240
         np.testing.assert_array_equal(result.value[2], [0, 2, 4])
 
 

@@ -72,7 +72,7 @@ def list_steps(path: str, *, as_json: bool, verified: bool) -> None:
         table.add(
             f"{step.step}",
             human_size(document["bytes"]),
-            human_age(step.saved_s),
+            human_age(step.saved_at),
             show_metrics(step),
             "pinned" if step.pinned else "",
             state,

@@ -39,11 +39,11 @@ def human_seconds(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2] if number)
 
 
-def human_age(saved_s: float | None) -> str:
+def human_age(saved_at: float | None) -> str:
     """The time since then, by this machine's clock."""
-    if saved_s is None:
+    if saved_at is None:
         return "unknown"
-    age = datetime.now(UTC).timestamp() - saved_s
+    age = datetime.now(UTC).timestamp() - saved_at
     if age < -60:
         return "in the future"
     return f"{human_seconds(age)} ago" if age >= 1 else "just now"

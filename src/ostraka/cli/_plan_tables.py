@@ -158,7 +158,7 @@ def _save_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
     held = human_bytes(staging["held_by_save_async"])
     yield "held by save_async", held, "with accelerators: a copy of all that a host's devices hold"
     yield _time_row(save)
-    if save["time_s"] is not None:
+    if save["duration_s"] is not None:
         yield "blocked by save", _seconds(save["blocked_s"]), "save returns when all is on disk"
     if save["save_async_blocked_s"] is not None:
         seconds = _seconds(save["save_async_blocked_s"])
@@ -196,18 +196,24 @@ def _recovery_rows(recovery: dict[str, Any]) -> Iterator[PlanLine]:
     shard, host, disk = (recovery[name] for name in ("lost_shard", "lost_host", "lost_disk"))
     if shard is not None:
         elsewhere = human_bytes(shard["held_elsewhere_bytes"])
-        note = f"{_seconds(shard['time_s'])} to write; {elsewhere} of it is on other devices, too"
+        note = (
+            f"{_seconds(shard['duration_s'])} to write; {elsewhere} of it is on other devices, too"
+        )
         yield "a shard", human_bytes(shard["size_bytes"]), note
     alone = human_bytes(host["sole_bytes"])
-    note = f"{_seconds(host['time_s'])} to read; {alone} of it is on no other host"
+    note = f"{_seconds(host['duration_s'])} to read; {alone} of it is on no other host"
     yield "a host", human_bytes(host["held_bytes"]), note
     elsewhere = human_bytes(disk["held_elsewhere_bytes"])
-    note = f"{_seconds(disk['time_s'])} to write; {elsewhere} of it is on other hosts, too"
+    note = f"{_seconds(disk['duration_s'])} to write; {elsewhere} of it is on other hosts, too"
     yield "a host's disk", human_bytes(disk["written_bytes"]), note
 
 
 def _time_rows(variant: dict[str, Any]) -> Iterator[PlanLine]:
-    kept, interval, write_s = variant["retention"], variant["interval"], variant["save"]["time_s"]
+    kept, interval, write_s = (
+        variant["retention"],
+        variant["interval"],
+        variant["save"]["duration_s"],
+    )
     if kept is not None:
         during = f"{human_bytes(kept['bytes_while_saving'])} while one more is saved"
         yield f"storage for {kept['keep']}", human_bytes(kept["bytes"]), during
@@ -243,7 +249,7 @@ def _print_comparison(console: Console, document: dict[str, Any]) -> None:
 def _cell(key: str, value: Any) -> str:
     if key.endswith("skew"):
         return f"{value:.2%}"
-    if key.endswith("time_s"):
+    if key.endswith("duration_s"):
         return _seconds(value)
     return f"{value:,}" if key == "files.shards" else human_bytes(value)
 
@@ -266,5 +272,5 @@ def _seconds(value: float | None) -> str:
 
 
 def _time_row(work: dict[str, Any]) -> PlanLine:
-    hint = "give a bandwidth, or --probe DIR" if work["time_s"] is None else ""
-    return "time", _seconds(work["time_s"]), hint
+    hint = "give a bandwidth, or --probe DIR" if work["duration_s"] is None else ""
+    return "time", _seconds(work["duration_s"]), hint

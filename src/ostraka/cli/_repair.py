@@ -48,7 +48,7 @@ def repair(
     for place in places:
         with progress(f"repairing {place}") as bar:
             report = integrity.repair(
-                place, from_=list(sources), dry_run=dry_run, raises=False, on_bytes=bar
+                place, sources=list(sources), dry_run=dry_run, raises=False, on_bytes=bar
             )
         reports.append(report)
         if not as_json:

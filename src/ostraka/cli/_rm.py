@@ -70,7 +70,7 @@ def rm(root: str, step: tuple[int, ...], yes: bool, force: bool, as_json: bool) 
         return
     table = Table(("step", "size", "saved", "directory"), right=("step", "size"))
     for one in chosen:
-        size, saved = human_size(sizes[one.step]), human_age(one.saved_s)
+        size, saved = human_size(sizes[one.step]), human_age(one.saved_at)
         table.add(f"{one.step}", size, saved, ", ".join(one.names))
     what, total = count_of(len(chosen), "step"), sum(size or 0 for size in sizes.values())
     echo_lines(removal_lines(place.location, table, what, total, removed=yes))

@@ -73,7 +73,7 @@ def describe_step(root: Root, step: Step) -> dict[str, Any]:
     return {
         "step": step.step,
         "path": root.path(step.names[0]),
-        "saved_s": step.saved_s,
+        "saved_at": step.saved_at,
         "bytes": file_bytes(root, step),
         "metrics": {name: json_number(value) for name, value in step.metrics.items()},
     }

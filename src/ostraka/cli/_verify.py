@@ -46,7 +46,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
       ostraka verify runs/7 --json | jq .problems
     """
     places = [place for given in path for place in checkpoints_at(given)]
-    reports: list[integrity.Report] = []
+    reports: list[integrity.VerifyReport] = []
     for place in places:
         report = check(place, read=not no_read)
         reports.append(report)
@@ -67,7 +67,7 @@ def verify(context: click.Context, path: tuple[str, ...], no_read: bool, as_json
         context.exit(DAMAGED)
 
 
-def check(path: str, *, read: bool = True) -> integrity.Report:
+def check(path: str, *, read: bool = True) -> integrity.VerifyReport:
     """Verify one checkpoint, with a bar on a terminal."""
     with progress(f"verifying {path}") as bar:
         return integrity.verify(path, raises=False, read=read, on_bytes=bar)
@@ -80,7 +80,7 @@ def _echo_indented(texts: Sequence[str]) -> None:
         echo(f"  … and {len(texts) - _MOST_LINES} more; --json has them all")
 
 
-def _table(reports: Sequence[integrity.Report]) -> list[str]:
+def _table(reports: Sequence[integrity.VerifyReport]) -> list[str]:
     """A row for each checkpoint: how much of it is damaged."""
     head = ("checkpoint", "state", "problems", "files", "leaves", "processes")
     table = Table(head, right=("problems", "files", "leaves"))
@@ -99,7 +99,7 @@ def _table(reports: Sequence[integrity.Report]) -> list[str]:
     return table.lines()
 
 
-def _describe(report: integrity.Report) -> dict[str, Any]:
+def _describe(report: integrity.VerifyReport) -> dict[str, Any]:
     document = asdict(report)
     del document["steps"]
     problems = [

@@ -86,8 +86,8 @@ def watch(root: str, command: list[str] | None, as_json: bool, **options: Any) -
                 echo_json(described, indent=None)
             else:
                 saved = "at an unknown time"
-                if step.saved_s is not None:
-                    saved = f"{datetime.fromtimestamp(step.saved_s):%Y-%m-%d %H:%M:%S}"
+                if step.saved_at is not None:
+                    saved = f"{datetime.fromtimestamp(step.saved_at):%Y-%m-%d %H:%M:%S}"
                 size = human_size(described["bytes"])
                 echo(f"{step.step:>8}  {saved}  {size:>9}  {show_metrics(step)}".rstrip())
             if command is not None:

@@ -32,7 +32,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """The result of `verify`.
 
     Attributes:
@@ -40,7 +40,7 @@ class Report:
         leaves: Number of arrays.
         files: Number of shard files.
         bytes_read: Bytes that were read.
-        time_s: Duration in seconds.
+        duration_s: Duration in seconds.
         problems: All damage that was found.
         notes: Files that are not part of the checkpoint. With `read=False` also the files that only
             reading can prove.
@@ -55,12 +55,12 @@ class Report:
     leaves: int
     files: int
     bytes_read: int
-    time_s: float
+    duration_s: float
     problems: tuple[Problem, ...]
     notes: tuple[Note, ...] = ()
     unchecked: tuple[str, ...] = ()
     proven: int = 0
-    steps: tuple[Report, ...] = ()
+    steps: tuple[VerifyReport, ...] = ()
     has_digests: bool = True
     is_empty: bool = False
 
@@ -98,7 +98,7 @@ class Report:
         arrays, files = count_of(self.leaves, "array"), count_of(self.files, "file")
         size = f"{arrays} in {files}, {self.bytes_read:,} bytes"
         state = self._in_brief() if self.problems else self._intact()
-        return f"{self.path}: {state} ({size}, {self.time_s:.2f} s)"
+        return f"{self.path}: {state} ({size}, {self.duration_s:.2f} s)"
 
     def _intact(self) -> str:
         if not self.has_digests:
@@ -206,7 +206,7 @@ class RepairReport:
         notes: Other remarks.
         bytes_read: Bytes that all processes read.
         bytes_written: Bytes that all processes wrote.
-        time_s: Duration in seconds.
+        duration_s: Duration in seconds.
     """
 
     path: str
@@ -216,7 +216,7 @@ class RepairReport:
     notes: tuple[str, ...]
     bytes_read: int
     bytes_written: int
-    time_s: float
+    duration_s: float
 
     @property
     def ok(self) -> bool:
@@ -232,7 +232,7 @@ class RepairReport:
         if self.problems:
             done += f", {count_of(len(self.problems), 'problem')} left"
         read, written = human_bytes(self.bytes_read), human_bytes(self.bytes_written)
-        head = f"{self.path}: {done} ({read} read, {written} written, {self.time_s:.2f} s)"
+        head = f"{self.path}: {done} ({read} read, {written} written, {self.duration_s:.2f} s)"
         return "\n".join([head, *(f"  {line}" for line in self.lines())])
 
     def lines(self) -> list[str]:

@@ -44,7 +44,7 @@ from ostraka.integrity._coverage import (
     boxes_in_header,
     find_gap,
 )
-from ostraka.integrity._report import UNPROVEN, Note, Report, find_foreign
+from ostraka.integrity._report import UNPROVEN, Note, VerifyReport, find_foreign
 from ostraka.layout import shard_file as _format
 from ostraka.layout.box import Box
 from ostraka.layout.file_names import steps_among
@@ -63,7 +63,7 @@ def verify(
     read: bool = True,
     all_steps: bool = False,
     on_bytes: OnBytes | None = None,
-) -> Report:
+) -> VerifyReport:
     """Read a checkpoint, compare every byte with its digest, and decode its tree.
 
     A verified checkpoint can be restored. Headers are compared with `_METADATA`, too, and every
@@ -103,20 +103,20 @@ def verify(
     return report
 
 
-def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
+def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> VerifyReport:
     begin = time.perf_counter()
     while True:
         try:
             source = open_at(path)
         except Damaged as error:
-            return Report(error.path, 0, 0, 0, time.perf_counter() - begin, error.problems)
+            return VerifyReport(error.path, 0, 0, 0, time.perf_counter() - begin, error.problems)
         if isinstance(source, SafetensorsSource):  # Opening it has checked all that can be checked.
-            return Report(
+            return VerifyReport(
                 path=source.location,
                 leaves=len(source.saved.leaves),
                 files=len(source.files()),
                 bytes_read=source.header_bytes,
-                time_s=time.perf_counter() - begin,
+                duration_s=time.perf_counter() - begin,
                 problems=(),
                 has_digests=False,
             )
@@ -132,12 +132,12 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
         # A save to the same path may have replaced the files under our hands.
         if not check.problems or source.is_current():
             break
-    return Report(
+    return VerifyReport(
         path=source.location,
         leaves=len(source.metadata.leaves),
         files=len(source.files()),
         bytes_read=check.bytes_read.done,
-        time_s=time.perf_counter() - begin,
+        duration_s=time.perf_counter() - begin,
         problems=tuple(check.problems),
         notes=tuple(check.notes),
         unchecked=tuple(check.unchecked),
@@ -146,10 +146,10 @@ def _verify_one(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
     )
 
 
-def _verify_steps(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Report:
+def _verify_steps(path: PathLike, read: bool, on_bytes: OnBytes | None) -> VerifyReport:
     begin = time.perf_counter()
     root = open_store(path)
-    steps: list[Report] = []
+    steps: list[VerifyReport] = []
     problems: list[Problem] = []
     committed = (
         name
@@ -165,12 +165,12 @@ def _verify_steps(path: PathLike, read: bool, on_bytes: OnBytes | None) -> Repor
         problems += [replace(found, file=f"{name}/{found.file}") for found in report.problems]
     if not steps:
         raise CheckpointNotFound(f"there are no steps in {root.location} to verify")
-    return Report(
+    return VerifyReport(
         path=root.location,
         leaves=sum(step.leaves for step in steps),
         files=sum(step.files for step in steps),
         bytes_read=sum(step.bytes_read for step in steps),
-        time_s=time.perf_counter() - begin,
+        duration_s=time.perf_counter() - begin,
         problems=tuple(problems),
         proven=sum(step.proven for step in steps),
         steps=tuple(steps),

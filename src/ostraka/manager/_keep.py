@@ -86,7 +86,7 @@ def check_keep(last: Any, every: Any, interval_s: Any, best: Any, condition: Any
     return Keep(
         check_count("keep", last),
         check_count("keep_every", every),
-        check_seconds("keep_interval_s", interval_s),
+        check_seconds("keep_every_s", interval_s),
         check_best("keep_best", best),
         check_function("keep_if", condition),
     )
@@ -135,7 +135,7 @@ def _one_per_interval(steps: Sequence[Step], interval_s: float) -> Iterator[Step
     """
     since: float | None = None
     for step in steps:
-        now = step.saved_s
+        now = step.saved_at
         if since is None or now is None or now < since or now - since >= interval_s:
             since = now
             yield step

@@ -83,7 +83,7 @@ class Manager:
             returns instead, and the loop asks `reached_preemption`. False leaves SIGTERM alone.
         keep: Keep the last steps, this many.
         keep_every: Keep multiples of this number of steps.
-        keep_interval_s: Keep one step for each interval of this many seconds.
+        keep_every_s: Keep one step for each interval of this many seconds.
         keep_best: Keep the best steps by a metric.
         keep_if: Keep a step if this function returns True.
         mirror: Another directory or bucket, which gets a copy of every committed step.
@@ -92,7 +92,7 @@ class Manager:
         compress: The compression of saves, as in `ostraka.save`.
         parity: The parity files of saves, as in `ostraka.save`.
         read_only: Never write, except for the lease of `watch`.
-        if_busy: If another manager writes to the directory: `"refuse"` raises Busy, `"wait"` waits.
+        if_busy: If another manager writes to the directory: `"raise"` raises Busy, `"wait"` waits.
         mtbf_s: The mean time between failures in seconds. `advice` then says how often to save.
         on_record: Called with a record of each save, restore and copy to the mirror.
 
@@ -121,7 +121,7 @@ class Manager:
         on_preemption: Literal["exit", "continue"] | bool = "exit",
         keep: int | None = None,
         keep_every: int | None = None,
-        keep_interval_s: float | None = None,
+        keep_every_s: float | None = None,
         keep_best: Best | None = None,
         keep_if: Callable[[Step], bool] | None = None,
         mirror: PathLike | None = None,
@@ -130,16 +130,16 @@ class Manager:
         compress: CompressRule = None,
         parity: int = 0,
         read_only: bool = False,
-        if_busy: Literal["wait", "refuse"] = "refuse",
+        if_busy: Literal["wait", "raise"] = "raise",
         mtbf_s: float | None = None,
         on_record: Callable[[Record], None] | None = None,
     ):
-        if if_busy not in ("wait", "refuse"):
-            raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
+        if if_busy not in ("wait", "raise"):
+            raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "raise"')
         self._on_preemption = check_on_preemption(on_preemption)
         self._root = Root(root)
         self._schedule = Schedule(every, every_s, at, when)
-        self._keep = check_keep(keep, keep_every, keep_interval_s, keep_best, keep_if)
+        self._keep = check_keep(keep, keep_every, keep_every_s, keep_best, keep_if)
         self._mirror_every = check_count("mirror_every", mirror_every)
         copies = open_mirror(self._root, mirror, self._mirror_every)
         self._places = Places(self._root, copies)
@@ -463,8 +463,8 @@ class Manager:
         finally:
             self._retention.damaged |= recovery.damaged
         self._schedule.note_restore(self.restored)
-        time_s = time.perf_counter() - began_s
-        log.info("restored step %d of %s in %.3f s", self.restored, self.root, time_s)
+        duration_s = time.perf_counter() - began_s
+        log.info("restored step %d of %s in %.3f s", self.restored, self.root, duration_s)
         return value
 
     def watch(
@@ -634,7 +634,7 @@ class Manager:
             "when": None if schedule.when is None else "a function",
             "keep": keep.last,
             "keep_every": keep.every,
-            "keep_interval_s": keep.interval_s,
+            "keep_every_s": keep.interval_s,
             "keep_best": keep.best,
             "keep_if": None if keep.condition is None else "a function",
         }

@@ -124,7 +124,7 @@ class Step:
     """One step on disk: its number, when it was saved, its metrics, whether it is pinned."""
 
     step: int
-    saved_s: float | None
+    saved_at: float | None
     """Seconds since 1970 by the clock of the machine that saved it. None if unknown."""
     metrics: Mapping[str, float]
     pinned: bool
@@ -517,8 +517,8 @@ def _read_own(place: Store) -> Step | None:
         return replace(_UNREAD, problems=_problems(error))
     if source is not None:
         nbytes = sum(file.nbytes for file in source.files())
-        time_s, metrics = saved_s(source.saved.writer), metrics_in(source.saved.user)
-        return replace(_UNREAD, saved_s=time_s, metrics=metrics, nbytes=nbytes)
+        at, metrics = saved_at(source.saved.writer), metrics_in(source.saved.user)
+        return replace(_UNREAD, saved_at=at, metrics=metrics, nbytes=nbytes)
     names = place.list()
     if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):
         return None
@@ -538,7 +538,7 @@ def _read_foreign(place: Store) -> Step | None:
     if about is None:
         return None
     numbers = {name: v for name, v in about.metrics.items() if type(v) in (int, float)}
-    return replace(unread, saved_s=saved_s(about.writer), metrics=numbers)
+    return replace(unread, saved_at=saved_at(about.writer), metrics=numbers)
 
 
 def _problems(error: Exception) -> tuple[Problem, ...]:
@@ -546,7 +546,7 @@ def _problems(error: Exception) -> tuple[Problem, ...]:
     return error.problems if isinstance(error, Damaged) else (own,)
 
 
-def saved_s(writer: Mapping[str, Any]) -> float | None:
+def saved_at(writer: Mapping[str, Any]) -> float | None:
     """Return when a checkpoint was saved, or None if its writer does not say."""
     try:
         return datetime.fromisoformat(writer["time"]).timestamp()

@@ -130,7 +130,7 @@ class RestorePlan:
         needed, read = self.needed_bytes.mean, self.read_bytes.mean
         return read / needed - 1 if needed else 0.0
 
-    def time_s(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
+    def duration_s(self, *, read_bandwidth: Any = None, storage_bandwidth: Any = None) -> float:
         """How long the reading takes.
 
         Args:
@@ -144,7 +144,7 @@ class RestorePlan:
             ValueError: No bandwidth is given.
 
         Example:
-            >>> planned.restore(mesh={"data": 16}, processes=2).time_s(read_bandwidth="2GB/s")
+            >>> planned.restore(mesh={"data": 16}, processes=2).duration_s(read_bandwidth="2GB/s")
         """
         rates = Bandwidths(
             host_read=bytes_per_second("read_bandwidth", read_bandwidth),
@@ -156,7 +156,7 @@ class RestorePlan:
         return found
 
     def time_s_at(self, bandwidths: Bandwidths) -> float | None:
-        """As `time_s`. None if the bandwidths are not known."""
+        """As `duration_s`. None if the bandwidths are not known."""
         in_all = round(self.read_bytes.mean * self.process_count)
         return bandwidths.read_s(self.read_bytes.most, in_all)
 

@@ -66,7 +66,7 @@ def describe_plan(
             "held_by_save_async": plan.lost_process().held_bytes,
         },
         "save": {
-            "time_s": times.save_s,
+            "duration_s": times.save_s,
             "blocked_s": times.save_s,
             "save_async_blocked_s": times.save_async_blocked_s,
             "requests": {**_describe_spread(spread_of(requests)), "in_all": sum(requests)},
@@ -140,7 +140,7 @@ def _describe_restore(restore: RestorePlan, bandwidths: Bandwidths) -> Document:
         "files": _describe_spread(restore.files),
         "requests": _describe_spread(restore.requests),
         "opening_bytes": max(restore.opening_bytes),
-        "time_s": restore.time_s_at(bandwidths),
+        "duration_s": restore.time_s_at(bandwidths),
         "peak_bytes_per_second_host": bandwidths.host_read,
         "peak_bytes_per_second": bandwidths.peak_read(restore.process_count),
     }
@@ -163,12 +163,12 @@ def _describe_recovery(plan: Plan, bandwidths: Bandwidths) -> Document:
     shard, process, disk = plan.lost_shard(), plan.lost_process(), plan.lost_disk()
     document: Document = {"lost_shard": None}
     if shard is not None:
-        time_s = bandwidths.write_s(shard.size_bytes, shard.size_bytes)
-        document["lost_shard"] = {**asdict(shard), "time_s": time_s}
-    time_s = bandwidths.read_s(process.held_bytes, process.held_bytes)
-    document["lost_host"] = {**asdict(process), "time_s": time_s}
-    time_s = bandwidths.write_s(disk.written_bytes, disk.written_bytes)
-    document["lost_disk"] = {**asdict(disk), "time_s": time_s}
+        duration_s = bandwidths.write_s(shard.size_bytes, shard.size_bytes)
+        document["lost_shard"] = {**asdict(shard), "duration_s": duration_s}
+    duration_s = bandwidths.read_s(process.held_bytes, process.held_bytes)
+    document["lost_host"] = {**asdict(process), "duration_s": duration_s}
+    duration_s = bandwidths.write_s(disk.written_bytes, disk.written_bytes)
+    document["lost_disk"] = {**asdict(disk), "duration_s": duration_s}
     return document
 
 
@@ -193,8 +193,8 @@ _CONTESTS = (
     ("files.largest.bytes", "largest file"),
     ("metadata_bytes", "metadata"),
     ("staging_bytes.accelerators", "staging memory"),
-    ("save.time_s", "time to save"),
-    ("restore.time_s", "time to restore"),
+    ("save.duration_s", "time to save"),
+    ("restore.duration_s", "time to restore"),
     ("recovery.lost_host.sole_bytes", "bytes that are lost with a host"),
 )
 

@@ -199,14 +199,14 @@ def wait_for_background() -> None:
 
 
 @contextmanager
-def one_at_a_time(if_busy: Literal["wait", "refuse"]) -> Generator[None]:
+def one_at_a_time(if_busy: Literal["wait", "raise"]) -> Generator[None]:
     """Have no other save in the background while the caller begins one.
 
-    Waits for a save under way. With "refuse" it raises Busy, on all processes if on any. If a save
+    Waits for a save under way. With "raise" it raises Busy, on all processes if on any. If a save
     has ended with an unseen error, this raises the error.
     """
-    if if_busy not in ("wait", "refuse"):
-        raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "refuse"')
+    if if_busy not in ("wait", "raise"):
+        raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "raise"')
     slot.refuse_own_thread()
     with slot.turn if if_busy == "wait" else _turn_or_refusal():
         slot.wait_for_current()

@@ -119,7 +119,7 @@ def save_async(
     parity: int = 0,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
-    if_busy: Literal["wait", "refuse"] = "wait",
+    if_busy: Literal["wait", "raise"] = "wait",
     on_commit: Callable[[], None] | None = None,
     on_record: OnRecord | None = None,
 ) -> SaveHandle:
@@ -141,7 +141,7 @@ def save_async(
         parity: As for `save`.
         metadata: As for `save`.
         max_file_bytes: As for `save`.
-        if_busy: What to do while an earlier save is under way: `"wait"` for it, or `"refuse"`,
+        if_busy: What to do while an earlier save is under way: `"wait"` for it, or `"raise"`,
             which raises Busy.
         on_commit: Called in the background, on process 0, once the checkpoint is committed. If it
             raises, even SystemExit, this is logged, and the save has succeeded all the same.
@@ -153,7 +153,7 @@ def save_async(
         code 120.
 
     Raises:
-        Busy: If a save is under way and `if_busy` is `"refuse"`.
+        Busy: If a save is under way and `if_busy` is `"raise"`.
         InvalidTree: As for `save`.
 
     Example:
@@ -194,7 +194,7 @@ def begin_save(
     options: SaveOptions,
     hooks: SaveHooks,
     *,
-    if_busy: Literal["wait", "refuse"] = "wait",
+    if_busy: Literal["wait", "raise"] = "wait",
     watch: Stopwatch | None = None,
     is_waited_for: bool = False,
 ) -> SaveHandle:

@@ -53,7 +53,7 @@ class ProcessResult:
     traceback: str | None
     stdout: str
     stderr: str
-    time_s: float
+    duration_s: float
     """The time from the start of the process to its end."""
 
 
@@ -76,7 +76,7 @@ class _Child:
     index: int
     popen: subprocess.Popen[bytes]
     started_s: float
-    time_s: float = 0.0
+    duration_s: float = 0.0
     """0 while it is running."""
     report: ChildReport | None = None
     failed_at_s: float | None = None
@@ -162,7 +162,7 @@ def run_processes(
             )
         finally:
             for child in children:
-                if not child.time_s:  # else its number may be another program's by now
+                if not child.duration_s:  # else its number may be another program's by now
                     _kill_group(child.popen)
         results = [_collect(child, job_dir) for child in children]
     if reason or (check and any(r.exit_code or r.error for r in results)):
@@ -452,7 +452,7 @@ def _supervise(
 
 def _note_end(child: _Child, job_dir: Path) -> None:
     _kill_group(child.popen)  # what the process itself has started ends with it
-    child.time_s = time.monotonic() - child.started_s
+    child.duration_s = time.monotonic() - child.started_s
     for kind in ("returned", "raised"):
         with contextlib.suppress(FileNotFoundError):
             child.report = pickle.loads((job_dir / f"{kind}.{child.index}").read_bytes())
@@ -509,7 +509,7 @@ def _collect(child: _Child, job_dir: Path) -> ProcessResult:
         traceback=report.traceback if report else None,
         stdout=(job_dir / f"stdout.{child.index}").read_text(errors="replace"),
         stderr=(job_dir / f"stderr.{child.index}").read_text(errors="replace"),
-        time_s=child.time_s,
+        duration_s=child.duration_s,
     )
 
 
@@ -551,14 +551,14 @@ def _describe_state(child: _Child, result: ProcessResult) -> str:
         return f"failed: {result.error}"
     if child.killed:
         did = "returned, but" if child.report else "was still running and"
-        return f"{did} had to be killed after {child.time_s:.1f} s"
+        return f"{did} had to be killed after {child.duration_s:.1f} s"
     when = "after" if child.report else "before"
     if result.exit_code < 0:
         name = signal.Signals(-result.exit_code).name
         return f"was ended by {name} {when} the function returned"
     if result.exit_code > 0:
         return f"ended with exit code {result.exit_code} {when} the function returned"
-    return f"returned after {child.time_s:.1f} s"
+    return f"returned after {child.duration_s:.1f} s"
 
 
 def _indent(title: str, lines: list[str]) -> list[str]:

@@ -60,7 +60,7 @@ class CopyReport:
         bytes_copied: Bytes that this call wrote.
         bytes_skipped: Bytes that the target had already, of complete checkpoints and of files of an
             interrupted copy.
-        time_s: Duration in seconds.
+        duration_s: Duration in seconds.
     """
 
     source: str
@@ -69,14 +69,14 @@ class CopyReport:
     skipped: int
     bytes_copied: int
     bytes_skipped: int
-    time_s: float
+    duration_s: float
 
     def __str__(self) -> str:
         text = f"{count_of(self.copied, 'checkpoint')}, {human_bytes(self.bytes_copied)}"
         if self.bytes_skipped:
             were = f"{count_of(self.skipped, 'checkpoint')}, " if self.skipped else ""
             text += f"; already there: {were}{human_bytes(self.bytes_skipped)}"
-        return f"{self.source} to {self.target}: {text} ({self.time_s:.2f} s)"
+        return f"{self.source} to {self.target}: {text} ({self.duration_s:.2f} s)"
 
 
 def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None) -> CopyReport:
@@ -126,7 +126,7 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
         skipped=sum(one.skipped for one in done),
         bytes_copied=sum(one.bytes_copied for one in done),
         bytes_skipped=sum(one.bytes_skipped for one in done),
-        time_s=time.perf_counter() - begin,
+        duration_s=time.perf_counter() - begin,
     )
 
 

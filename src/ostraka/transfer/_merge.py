@@ -116,7 +116,7 @@ class MergeReport:
         adapted: Number of arrays with an added LoRA.
         taken: Number of arrays that come unchanged from each source.
         nbytes: Bytes of all arrays.
-        time_s: Duration in seconds.
+        duration_s: Duration in seconds.
     """
 
     target: str
@@ -126,7 +126,7 @@ class MergeReport:
     adapted: int
     taken: tuple[int, ...]
     nbytes: int
-    time_s: float
+    duration_s: float
 
     def __str__(self) -> str:
         parts = [
@@ -139,9 +139,8 @@ class MergeReport:
             for number, source in zip(self.taken, self.sources, strict=True)
             if number
         ]
-        return (
-            f"{self.target}: {', '.join(parts)} ({human_bytes(self.nbytes)}, {self.time_s:.2f} s)"
-        )
+        size = f"{human_bytes(self.nbytes)}, {self.duration_s:.2f} s"
+        return f"{self.target}: {', '.join(parts)} ({size})"
 
 
 def merge(
@@ -240,7 +239,7 @@ def merge(
         adapted=0 if lora is None else made,
         taken=taken,
         nbytes=progress.total,
-        time_s=time.perf_counter() - begin,
+        duration_s=time.perf_counter() - begin,
     )
 
 

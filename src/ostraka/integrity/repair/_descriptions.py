@@ -80,7 +80,7 @@ def find_metadata(store: Store, copies: Sequence[Store]) -> FoundMetadata:
             candidate = FoundMetadata(number, name, found, wanted == metadata.id)
             of_id.setdefault(metadata.id, candidate)
     if not of_id:
-        what = f"{found}, and no copy of it was found; give one with from_="
+        what = f"{found}, and no copy of it was found; give one with sources="
         raise damaged(store, METADATA_NAME, what)
     if len(of_id) > 1:
         raise PathInTheWay(

@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 _NO_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 """Errors for something that has the name of a file and is none. A repair replaces it."""
 _ADVICE = (
-    "pass another copy of this save (from_=, on the command line --from), or call "
+    "pass another copy of this save (sources=, on the command line --from), or call "
     "ostraka.repair(path, tree) in the program that has the model"
 )
 

@@ -68,7 +68,7 @@ def repair(
     path: PathLike,
     tree: Any = None,
     *,
-    from_: PathLike | Sequence[PathLike] | None = None,
+    sources: PathLike | Sequence[PathLike] | None = None,
     dry_run: bool = False,
     raises: bool = True,
     on_bytes: OnBytes | None = None,
@@ -77,8 +77,8 @@ def repair(
 
     Only bytes with the digests that the save recorded are written. So the values of a model that
     has trained on are refused, and the error names the leaf. Lost blocks come from `tree`, from
-    `from_`, or from parity. A lost index is made again from the shards, and a lost `_METADATA` from
-    its copy among them, both bit for bit.
+    `sources`, or from parity. A lost index is made again from the shards, and a lost `_METADATA`
+    from its copy among them, both bit for bit.
 
     A file is replaced as a whole, atomically, and all others stay untouched. A repair that was
     killed leaves every file unchanged or repaired, and the next repair does the rest. If
@@ -89,8 +89,8 @@ def repair(
         path: A checkpoint.
         tree: The live tree that was saved, or parts of it. Every process of a run calls this with
             its tree, and gives what its devices and memory hold. Without it, one process calls.
-        from_: Another copy of this save (a mirror, a copied directory), or any checkpoint with some
-            of the same bytes, such as an older step. One path, or a list of paths. In a run
+        sources: Another copy of this save (a mirror, a copied directory), or any checkpoint with
+            some of the same bytes, such as an older step. One path, or a list of paths. In a run
             directory, the step of the same name comes first.
         dry_run: Write nothing, and report what would be written.
         raises: Raise an error for damage that is left. With False, only the report has it.
@@ -107,13 +107,13 @@ def repair(
         RepairFailed: Another process failed.
 
     Example:
-        >>> print(ostraka.repair("runs/7", {"model": model}, from_="s3://bucket/runs"))
+        >>> print(ostraka.repair("runs/7", {"model": model}, sources="s3://bucket/runs"))
     """
     begin = time.perf_counter()
     store = locate(path)
     if not store.exists():
         raise CheckpointNotFound(f"there is no checkpoint at {store.location}")
-    copies = _copies(store, from_)
+    copies = _copies(store, sources)
     place = Place(store, "repair", dry_run=dry_run)
 
     def run(operation: Operation, make_live: _MakeLive | None) -> RepairReport:
@@ -129,7 +129,7 @@ def repair(
             report = repair_together(store.location, tree, run)
     finally:
         place.release()
-    report = replace(report, time_s=time.perf_counter() - begin)
+    report = replace(report, duration_s=time.perf_counter() - begin)
     if report.problems and raises:
         raise Damaged(report.path, report.problems)
     return report
@@ -155,7 +155,7 @@ def _copies(store: Store, given: PathLike | Sequence[PathLike] | None) -> list[S
         found += [root.at(name) for name in committed]
     for copy in found:
         if not copy.exists():
-            raise CheckpointNotFound(f"there is nothing at {copy.location}, given as from_")
+            raise CheckpointNotFound(f"there is nothing at {copy.location}, given as sources=")
     # A store that was given as such may have the same name on another server.
     return [
         copy
@@ -391,7 +391,7 @@ def _finish(job: RepairJob, saved: SavedFiles, results: Sequence[RepairResult]) 
         notes=tuple(answer["notes"]),
         bytes_read=answer["read"],
         bytes_written=answer["written"],
-        time_s=0.0,
+        duration_s=0.0,
     )
 
 

@@ -61,7 +61,7 @@ class ConvertReport:
         arrays: Number of arrays.
         nbytes: Bytes of all arrays in the target.
         bytes_kept: Bytes that an interrupted conversion had written already.
-        time_s: Duration in seconds.
+        duration_s: Duration in seconds.
         left_out: Paths of omitted RNG state: PRNG keys, and the counts beside them.
         notes: Remarks on the result, in sentences.
     """
@@ -72,7 +72,7 @@ class ConvertReport:
     arrays: int
     nbytes: int
     bytes_kept: int
-    time_s: float
+    duration_s: float
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -80,7 +80,7 @@ class ConvertReport:
         kept = f"; already there: {human_bytes(self.bytes_kept)}" if self.bytes_kept else ""
         done = (
             f"{self.source} to {self.target} ({self.to}): {count_of(self.arrays, 'array')}, "
-            f"{human_bytes(self.nbytes)}{kept} ({self.time_s:.2f} s)"
+            f"{human_bytes(self.nbytes)}{kept} ({self.duration_s:.2f} s)"
         )
         return "\n".join([done, *(f"note: {note}" for note in self.notes)])
 
@@ -217,7 +217,7 @@ def convert(
         arrays=len(work.items),
         nbytes=work.nbytes,
         bytes_kept=work.kept.done,
-        time_s=time.perf_counter() - begin,
+        duration_s=time.perf_counter() - begin,
         left_out=tuple(left_out),
         notes=tuple(notes),
     )
