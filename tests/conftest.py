@@ -6,6 +6,7 @@ set here, before any test module is collected. Nothing on this page imports JAX.
 
 import gc
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
     + [f"{_DEVICES}=8"]
 )
+
+# A shell that starts the suite in the background makes it ignore Ctrl-C. Tests send it to programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests start hundreds of programs, each of which would else compile the same Python files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
