@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, VerifyReport, repair, verify
     from ostraka.manager import Best, Manager
+    from ostraka.manager.annotate import annotate
     from ostraka.planner import Plan, plan
     from ostraka.reading.lazy import Checkpoint, LazyArray
     from ostraka.reading.lazy import open_checkpoint as open
@@ -36,6 +37,7 @@ __all__ = [
     "SaveHandle",
     "VerifyReport",
     "__version__",
+    "annotate",
     "convert",
     "copy",
     "errors",
@@ -56,6 +58,7 @@ _HOMES = {
     "ostraka.common.record": ("Record",),
     "ostraka.integrity": ("RepairReport", "VerifyReport", "repair", "verify"),
     "ostraka.manager": ("Best", "Manager"),
+    "ostraka.manager.annotate": ("annotate",),
     "ostraka.planner": ("Plan", "plan"),
     "ostraka.reading.lazy": ("Checkpoint", "LazyArray", "open"),
     "ostraka.restoring.restore": ("restore",),

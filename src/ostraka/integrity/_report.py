@@ -10,6 +10,7 @@ from typing import Any
 
 from ostraka.common.units import human_bytes
 from ostraka.errors import Problem, count_of, name_few
+from ostraka.layout.file_names import ADDED_NAME, PIN_NAME
 from ostraka.layout.shard_file import is_shards_directory, shards_directory
 from ostraka.saving.place import is_of_a_save
 from ostraka.storage import Store, is_claim
@@ -140,7 +141,7 @@ def find_foreign(store: Store, save_id: str, own: Collection[str]) -> list[Note]
     mine = shards_directory(save_id)
     found: dict[str, int] = {}
     for file in store.files(""):
-        if file.name in own:
+        if file.name in own or file.name in (PIN_NAME, ADDED_NAME):
             continue
         top = file.name.partition("/")[0]
         name = file.name if top in (mine, file.name) else f"{top}/"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
-from ostraka.common.progress import Count, OnBytes
+from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.threads import StopSignal, run_as_completed
 from ostraka.errors import (
     CheckpointNotFound,
@@ -62,6 +62,7 @@ def verify(
     raises: bool = True,
     read: bool = True,
     all_steps: bool = False,
+    progress: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> VerifyReport:
     """Read a checkpoint, compare every byte with its digest, and decode its tree.
@@ -82,6 +83,8 @@ def verify(
             overwritten files, but no bit rot.
         all_steps: Verify all steps of the run directory at `path`. The report's `steps` has a
             report for each, and the file names in `problems` begin with the name of the step.
+        progress: Show how far it has come: a bar on a terminal or in a notebook, else a line in the
+            log every 30 s.
         on_bytes: Called now and then with the bytes read so far and the bytes in all.
 
     Returns:
@@ -97,7 +100,8 @@ def verify(
         >>> print(ostraka.verify("runs/7"))
         >>> print(ostraka.verify("runs", all_steps=True, raises=False))
     """
-    report = (_verify_steps if all_steps else _verify_one)(path, read, on_bytes)
+    with shown(f"verify {path}", progress, on_bytes) as tell:
+        report = (_verify_steps if all_steps else _verify_one)(path, read, tell)
     if report.problems and raises:
         raise Damaged(report.path, report.problems)
     return report

@@ -1,9 +1,14 @@
-"""Step numbers from directory names, and back: names alone, no disk, no JAX."""
+"""Names in a run directory: steps by number, and back. Names alone, no disk, no JAX."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+
+PIN_NAME = "_PINNED"
+"""The empty file in a step's directory that exempts the step from retention."""
+ADDED_NAME = "_METRICS"
+"""The file in a step's directory with metrics that were added after its commit."""
 
 _MOST_LISTED = 10
 

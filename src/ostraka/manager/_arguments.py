@@ -90,6 +90,17 @@ def check_on_preemption(given: Any) -> Literal["exit", "continue"] | None:
     )
 
 
+def check_on_interrupt(given: Any, on_preemption: str | None) -> bool:
+    """Return True if Ctrl-C saves a step before it ends the loop."""
+    if given not in ("raise", "save"):
+        raise ValueError(f'on_interrupt is {_shown(given)}; it must be "raise" or "save"')
+    if given == "save" and on_preemption is None:
+        raise ValueError(
+            'on_interrupt="save" saves as on preemption, and on_preemption is False; leave that out'
+        )
+    return given == "save"
+
+
 def _shown(value: Any) -> str:
     """Return the repr of a short value, or the type of a long one, such as a whole model."""
     if isinstance(value, str | bytes | float | int | complex | None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,12 +70,42 @@ class Keep:
     def keeps_all(self) -> bool:
         return self == Keep()
 
+    @property
+    def asks_for_metrics(self) -> bool:
+        return self.best is not None or self.condition is not None
+
+
+_LOW_IS_GOOD = {
+    "loss",
+    "error",
+    "err",
+    "perplexity",
+    "ppl",
+    "mse",
+    "mae",
+    "rmse",
+    "nll",
+    "wer",
+    "cer",
+}
+_HIGH_IS_GOOD = {"accuracy", "acc", "auc", "f1", "bleu", "rouge", "map", "iou", "psnr", "reward"}
+
 
 def check_best(name: str, best: Any) -> Best | None:
-    """Return a Best or None. A metric alone does not say whether low or high is best."""
+    """Return a Best or None. The name of a metric must say whether low or high is good."""
     if best is None or isinstance(best, Best):
         return best
     metric = best if isinstance(best, str) else "loss"
+    if isinstance(best, str):
+        words = {*re.split(r"[^a-z0-9]+", best.lower())}
+        if words & _LOW_IS_GOOD and not words & _HIGH_IS_GOOD:
+            return Best(best, "min")
+        if words & _HIGH_IS_GOOD and not words & _LOW_IS_GOOD:
+            return Best(best, "max")
+        raise ValueError(
+            f"{name} is {best!r}, which does not say whether low or high is good; pass "
+            f"Best({best!r}, 'min') or Best({best!r}, 'max')"
+        )
     raise TypeError(
         f"{name} must be a Best, such as Best({metric!r}, 'min') for the lowest or "
         f"Best({metric!r}, 'max') for the highest, not {best!r}"

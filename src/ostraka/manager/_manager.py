@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, SupportsIndex
 import jax
 from jax.sharding import Mesh
 
+from ostraka.common.keywords import answering
 from ostraka.common.record import OnRecord, Record, Stopwatch
 from ostraka.common.record import logger as log
 from ostraka.errors import CheckpointNotFound, OstrakaError, Preempted, StoreError, warn_caller
@@ -21,11 +22,13 @@ from ostraka.layout.codec import CompressRule, check_compress
 from ostraka.layout.file_names import name_of
 from ostraka.layout.plan_parity import check_parity
 from ostraka.layout.plan_write import MAX_FILE_BYTES
+from ostraka.manager import _keywords
 from ostraka.manager._advice import Advice, CostMeter
 from ostraka.manager._arguments import (
     check_count,
     check_function,
     check_number,
+    check_on_interrupt,
     check_on_preemption,
     check_seconds,
     check_step,
@@ -33,7 +36,7 @@ from ostraka.manager._arguments import (
 from ostraka.manager._keep import Best, check_best, check_keep
 from ostraka.manager._mirror import Mirror, open_mirror
 from ostraka.manager._pending import PendingSave
-from ostraka.manager._preempt import Preemption
+from ostraka.manager._preempt import Interrupt, Preemption
 from ostraka.manager._recover import Places, Recovery
 from ostraka.manager._when import Schedule
 from ostraka.manager.leases import RootLock
@@ -81,10 +84,14 @@ class Manager:
         when: Save if this function of the step returns True. Process 0 calls it.
         on_preemption: `"exit"` (or True) raises Preempted after the step is saved. `"continue"`
             returns instead, and the loop asks `reached_preemption`. False leaves SIGTERM alone.
+        on_interrupt: `"raise"` leaves Ctrl-C alone: it raises KeyboardInterrupt at once. With
+            `"save"` the next `save` writes its step first, and then raises it. A second Ctrl-C does
+            not wait.
         keep: Keep the last steps, this many.
         keep_every: Keep multiples of this number of steps.
         keep_every_s: Keep one step for each interval of this many seconds.
-        keep_best: Keep the best steps by a metric.
+        keep_best: Keep the best steps by a metric: a `Best`, or a name that says what is good, such
+            as `"loss"` (low) or `"accuracy"` (high).
         keep_if: Keep a step if this function returns True.
         mirror: Another directory or bucket, which gets a copy of every committed step.
         mirror_every: Copy only steps that are multiples of this number.
@@ -92,12 +99,13 @@ class Manager:
         compress: The compression of saves, as in `ostraka.save`.
         parity: The parity files of saves, as in `ostraka.save`.
         read_only: Never write, except for the lease of `watch`.
-        if_busy: If another manager writes to the directory: `"raise"` raises Busy, `"wait"` waits.
+        if_busy: While another manager writes to the directory, `"wait"` waits for it and says so in
+            the log, and `"raise"` raises Busy.
         mtbf_s: The mean time between failures in seconds. `advice` then says how often to save.
         on_record: Called with a record of each save, restore and copy to the mirror.
 
     Raises:
-        Busy: Another manager writes to the directory.
+        Busy: Another manager writes to the directory, and `if_busy` is `"raise"`.
         PathInTheWay: `root` is a checkpoint or a file. With `read_only`: CheckpointNotFound.
         OstrakaError: The processes of a run pass different arguments.
 
@@ -110,6 +118,7 @@ class Manager:
         ...         manager.save(step, state, metrics={"loss": state["loss"]})
     """
 
+    @answering(_keywords.MANAGER)
     def __init__(
         self,
         root: PathLike,
@@ -119,10 +128,11 @@ class Manager:
         at: Iterable[int] = (),
         when: Callable[[int], bool] | None = None,
         on_preemption: Literal["exit", "continue"] | bool = "exit",
+        on_interrupt: Literal["raise", "save"] = "raise",
         keep: int | None = None,
         keep_every: int | None = None,
         keep_every_s: float | None = None,
-        keep_best: Best | None = None,
+        keep_best: Best | str | None = None,
         keep_if: Callable[[Step], bool] | None = None,
         mirror: PathLike | None = None,
         mirror_every: int | None = None,
@@ -130,13 +140,14 @@ class Manager:
         compress: CompressRule = None,
         parity: int = 0,
         read_only: bool = False,
-        if_busy: Literal["wait", "raise"] = "raise",
+        if_busy: Literal["wait", "raise"] = "wait",
         mtbf_s: float | None = None,
         on_record: Callable[[Record], None] | None = None,
     ):
         if if_busy not in ("wait", "raise"):
             raise ValueError(f'if_busy is {if_busy!r}; it must be "wait" or "raise"')
         self._on_preemption = check_on_preemption(on_preemption)
+        saves_on_interrupt = check_on_interrupt(on_interrupt, self._on_preemption)
         self._root = Root(root)
         self._schedule = Schedule(every, every_s, at, when)
         self._keep = check_keep(keep, keep_every, keep_every_s, keep_best, keep_if)
@@ -172,6 +183,7 @@ class Manager:
         self._closed = False
         self._process = os.getpid()
         self._preemption: Preemption | None = None
+        self._interrupt: Interrupt | None = None
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.restored: int | None = None
         """The step of the last restore."""
@@ -184,6 +196,9 @@ class Manager:
                 self._preemption = Preemption()
                 # Stop catching SIGTERM when the manager is garbage-collected.
                 weakref.finalize(self, self._preemption.stop).atexit = False
+            if saves_on_interrupt and self._preemption is not None:
+                self._interrupt = Interrupt(self._preemption)
+                weakref.finalize(self, self._interrupt.stop).atexit = False
 
     @property
     def root(self) -> str:
@@ -225,6 +240,7 @@ class Manager:
         """
         return self._preemption is not None and self._preemption.reached(check_step(step))
 
+    @answering(_keywords.SAVE)
     def save(
         self,
         step: SupportsIndex,
@@ -384,6 +400,7 @@ class Manager:
         root, found = self._places.find(check_step(step))
         return root.path(found.names[0])
 
+    @answering(_keywords.RESTORE)
     def restore(
         self,
         step: SupportsIndex | None = None,
@@ -572,6 +589,8 @@ class Manager:
         finally:
             self._leave(alone=False)
         unanswered = None if self._preemption is None else self._preemption.unanswered()
+        if unanswered is not None and self._is_interrupted():
+            raise KeyboardInterrupt
         if unanswered is not None:
             log.warning("%s; the program ends with exit code %d", unanswered, Preempted.code)
             raise unanswered
@@ -656,6 +675,8 @@ class Manager:
         # Ctrl-C may interrupt this at any line; a second `close` then does the rest.
         try:
             self._retention.stop()
+            if self._interrupt is not None:
+                self._interrupt.stop()
             if self._preemption is not None:
                 self._preemption.stop()
             if self._mirror is not None:
@@ -766,7 +787,9 @@ class Manager:
         assert self._preemption is not None
         self._preemption.note_save()
         exits = self._on_preemption == "exit"
-        if jax.process_index() == 0:
+        if self._is_interrupted():
+            log.warning("interrupted: step %d is saved in %s", step, self.root)
+        elif jax.process_index() == 0:
             log.warning(
                 "the run is being preempted (SIGTERM): step %d is saved in %s, and %s",
                 step,
@@ -781,7 +804,12 @@ class Manager:
                 self._wait_for_mirror()
             except OstrakaError as error:
                 log.error("%s", error)
-            raise self._preemption.end(f"the run is being preempted; step {step} is saved")
+            end = self._preemption.end(f"the run is being preempted; step {step} is saved")
+            raise KeyboardInterrupt if self._is_interrupted() else end
+
+    def _is_interrupted(self) -> bool:
+        """Return True if Ctrl-C to this process is the reason to end."""
+        return self._interrupt is not None and self._interrupt.came
 
     # Other calls
 

@@ -74,6 +74,11 @@ class Preemption:
         """Return the exception that all processes raise to end the program."""
         return Preempted(message) if self._sigterm is None else self._sigterm.end(message)
 
+    @property
+    def watches_sigterm(self) -> bool:
+        """True if SIGTERM to this process is noted, and does not end it."""
+        return self._sigterm is not None and self._sigterm.watches
+
     def stop(self) -> None:
         """Watch SIGTERM no longer."""
         if self._sigterm is not None:
@@ -210,6 +215,38 @@ class Sigterm:
             signal.raise_signal(number)
         if is_new and self.count == 2:
             raise self.end("SIGTERM came a second time", alone=True)
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a SIGTERM of this process, until `stop`.
+
+    So all processes agree on a step to save, as on preemption. The second Ctrl-C interrupts the
+    program, wherever it is. To be made in the main thread, after `Preemption`.
+    """
+
+    def __init__(self, preemption: Preemption) -> None:
+        self.came = False
+        self._before: Any = signal.getsignal(signal.SIGINT)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and preemption.watches_sigterm and callable(self._before):
+            signal.signal(signal.SIGINT, self._on_signal)
+        else:
+            log.warning(
+                'on_interrupt="save" has no effect: the Manager was not made in the main thread, '
+                "SIGTERM is not watched, or the program ignores Ctrl-C"
+            )
+
+    def stop(self) -> None:
+        """Restore the handler that Ctrl-C had before."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGINT) == self._on_signal:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop()
+        self.came = True
+        log.warning("interrupted: the next save is the last one; press Ctrl-C again to end at once")
+        signal.raise_signal(signal.SIGTERM)
 
 
 # The handler that JAX has

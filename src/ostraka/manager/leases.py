@@ -63,6 +63,8 @@ class RootLock:
         # With a store of its own: while a store is locked its names stay those of one directory,
         # and those of the root must stay those of its path.
         self._claim = Claim(store.at(""))
+        self._process = 0
+        """The process that has the lock. A forked child does not have it."""
         # For a manager that is garbage-collected unclosed. Not at exit, where saves may still run.
         weakref.finalize(self, self._claim.release).atexit = False
 
@@ -75,21 +77,34 @@ class RootLock:
                 # A run directory is locked for long, and a listing of it should show steps only: no
                 # marker file where the lock alone will do. Every save in it writes its own marker.
                 self._claim.take(wait=True, rely_on_lock=True)
+                self._process = os.getpid()
+                _locks.add(self)
                 return
             except Busy:
                 pass
+            if self._is_held_here():
+                raise self._refusal("it is in this process: close it, or open this one with")
             if not wait and time.monotonic() >= give_up:
-                raise Busy(
-                    f"another Manager is writing to {self._store}, and only one may at a time; "
-                    "end it, or open this one with read_only=True or if_busy='wait'"
-                )
+                raise self._refusal("end it, or open this one with if_busy='wait' or")
             if wait and not warned:
                 log.warning("waiting for another Manager to end its work in %s", self._store)
                 warned = True
             time.sleep(_LOCK_EVERY_S)
 
     def release(self) -> None:
+        _locks.discard(self)
         self._claim.release()
+
+    def _is_held_here(self) -> bool:
+        """Return True if a manager of this process has the lock. To wait for it is a deadlock."""
+        here = self._store.location
+        return any(o._store.location == here and o._process == os.getpid() for o in list(_locks))
+
+    def _refusal(self, remedy: str) -> Busy:
+        return Busy(
+            f"another Manager is writing to {self._store}, and only one may at a time; {remedy} "
+            "read_only=True"
+        )
 
     def check_place(self) -> None:
         """Raise if the locked directory is no longer the one at its path.
@@ -106,6 +121,10 @@ class RootLock:
             f"{self._store} is no longer the directory that this Manager was opened for: "
             "somebody has put another, or a link, in its place; move it back, or open a new Manager"
         )
+
+
+_locks: weakref.WeakSet[RootLock] = weakref.WeakSet()
+"""The locks that this process has taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from ostraka.common.record import logger as log
 from ostraka.common.threads import at_exit
 from ostraka.errors import Busy
 from ostraka.layout import shard_file
+from ostraka.layout.file_names import ADDED_NAME, PIN_NAME
 from ostraka.manager._keep import Keep, find_counted, find_superfluous
 from ostraka.manager.leases import Leases
-from ostraka.manager.steps import PIN_NAME, Root, Step, ascending
+from ostraka.manager.steps import Root, Step, ascending
 from ostraka.saving.place import delete_metadata, is_of_a_save
 from ostraka.storage import ANYTHING, Claim, Store, claimed
 
@@ -84,10 +85,11 @@ def _remove_claimed(place: Store, claim: Claim, version: Any) -> None:
 
     `version` is the version of its `_METADATA`, or None. Another `_METADATA` is not deleted.
     """
-    # The pin first: left alone in the directory, it would block the next save. Then the copy of
+    # The notes first: left alone in the directory, they would block the next save. Then the copy of
     # `_METADATA`: files that an interrupted deletion leaves must not look like a loss.
-    if PIN_NAME in claim.names:
-        claim.delete(PIN_NAME)
+    for note in (PIN_NAME, ADDED_NAME):
+        if note in claim.names:
+            claim.delete(note)
     of_saves = list(filter(is_of_a_save, claim.names))
     for directory in filter(shard_file.is_shards_directory, of_saves):
         claim.delete(f"{directory}/{shard_file.METADATA_COPY}")
@@ -245,6 +247,8 @@ class Retention:
         decision depends on.
         """
         steps = ascending(readable)
+        if self._keep.asks_for_metrics:  # An evaluator may have added some to any step.
+            steps = [one for one in self._root.look_again(steps) if not one.problems]
         chosen = set(find_superfluous(steps, self._keep, just_saved=just_saved))
         if not chosen:
             return []
@@ -331,7 +335,7 @@ class Retention:
                     there.remove(step)
 
     def _claim_unchanged(self, step: Step, stack: ExitStack) -> list[_Claimed]:
-        """Claim a step's directories. Return none if somebody pinned it or saved it again."""
+        """Claim a step's directories. Return none if somebody changed it since it was looked at."""
         places: list[_Claimed] = []
         for name, version in self._root.own_names(step, "deletes").items():
             place = self._root.at(name)
@@ -340,7 +344,8 @@ class Retention:
             stack.callback(claim.release)
             file = place.look(shard_file.METADATA_NAME)
             places.append((place, claim, version))
-            if PIN_NAME in claim.names or file is None or file.version != version:
+            is_noted = ADDED_NAME in claim.names and self._root.look_again([step]) != [step]
+            if PIN_NAME in claim.names or is_noted or file is None or file.version != version:
                 for _, other, _ in places:
                     other.release()
                 return []

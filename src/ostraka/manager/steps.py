@@ -8,6 +8,7 @@ touched, except for files of interrupted saves and deletions in directories that
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ from ostraka.formats.ostraka.source import open_ostraka
 from ostraka.formats.unknown import likely_steps
 from ostraka.layout import shard_file
 from ostraka.layout.file_names import (
+    ADDED_NAME,
+    PIN_NAME,
     list_steps,
     name_of,
     names_of_step,
@@ -54,6 +57,7 @@ RESERVED_KEY = "ostraka.manager"
 """The key in a checkpoint's metadata under which the manager stores its own data."""
 
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
+_MOST_ADDED_BYTES = 1 << 20
 
 
 def with_metrics(
@@ -72,8 +76,7 @@ def with_metrics(
         raise ValueError(
             f"metadata has the key {RESERVED_KEY!r}, which is the manager's own; choose another"
         )
-    kept = {name: _encode_metric(name, value) for name, value in (metrics or {}).items()}
-    return {**user, RESERVED_KEY: {"step": step, "metrics": kept}}
+    return {**user, RESERVED_KEY: {"step": step, "metrics": metrics_as_json(metrics or {})}}
 
 
 def metrics_in(user: Mapping[str, Any]) -> Mapping[str, float]:
@@ -87,6 +90,27 @@ def metrics_in(user: Mapping[str, Any]) -> Mapping[str, float]:
         with suppress(TypeError, ValueError, OverflowError):
             found[name] = float(value)
     return MappingProxyType(found)
+
+
+def metrics_as_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return metrics as JSON. Raises TypeError or ValueError for one that is not a number."""
+    return {name: _encode_metric(name, value) for name, value in metrics.items()}
+
+
+def read_added(place: Store, save_id: str | None) -> Mapping[str, float]:
+    """Return the metrics that were added to a checkpoint after its commit.
+
+    A step that was saved again has another id, and the metrics of its predecessor do not count.
+    """
+    try:
+        document = json.loads(place.get(ADDED_NAME, _MOST_ADDED_BYTES))
+    except FileNotFoundError:
+        return NO_METRICS
+    except (ValueError, RecursionError) as error:
+        raise Damaged(place.location, [Problem(ADDED_NAME, f"it is no JSON: {error}")]) from error
+    if not isinstance(document, dict) or document.get("save") != save_id:
+        return NO_METRICS
+    return metrics_in({RESERVED_KEY: document})
 
 
 def _encode_metric(name: Any, value: Any) -> float | str:
@@ -107,9 +131,6 @@ def _encode_metric(name: Any, value: Any) -> float | str:
 
 
 Result = TypeVar("Result")
-
-PIN_NAME = "_PINNED"
-"""The empty file in a step's directory that exempts the step from retention."""
 
 OSTRAKA = "ostraka"
 ORBAX = "orbax"
@@ -138,6 +159,8 @@ class Step:
     """The library that wrote it: "ostraka" or "orbax"."""
     nbytes: int | None = field(default=None, repr=False)
     """The bytes of its files. None if they were not counted."""
+    save_id: str | None = field(default=None, repr=False)
+    """The random id of the save that wrote it."""
     versions: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     """The version of `_METADATA` in each of `names` that Ostraka wrote. None if unreadable."""
 
@@ -351,7 +374,7 @@ class Root:
     def _is_unusual(self, name: str) -> bool:
         """Return True if a directory has more in it than a checkpoint has, or less."""
         try:
-            names = [one for one in self.at(name).list() if one != PIN_NAME]
+            names = [one for one in self.at(name).list() if one not in (PIN_NAME, ADDED_NAME)]
         except StoreError:
             return True
         usual = [one for one in names if shard_file.is_shards_directory(one)]
@@ -398,7 +421,7 @@ class Root:
         if up_to is not None:
             possible = {step: names for step, names in possible.items() if step <= up_to}
         names = [name for names in possible.values() for name in names]
-        look = self._look if trusting else self._look_with_pin
+        look = self._look if trusting else self._look_with_notes
         known: dict[str, Step | None] = {}
         if trusting:
             cached = {name: self._cache.get(name) for name in names}
@@ -420,7 +443,7 @@ class Root:
 
     def _step(self, number: int, names: Sequence[str], look: _Look | None = None) -> Step | None:
         """Return the step that directories of these names hold, or None if none of them does."""
-        found = filter(None, map(look or self._look_with_pin, names))
+        found = filter(None, map(look or self._look_with_notes, names))
         # Neither a damaged directory nor a foreign one hides a good one of the same step.
         held = sorted(found, key=lambda one: (bool(one.problems), one.is_foreign))
         if not held:
@@ -433,15 +456,24 @@ class Root:
             versions={name: v for one in held for name, v in one.versions.items()},
         )
 
-    def _look_with_pin(self, name: str) -> Step | None:
+    def _look_with_notes(self, name: str) -> Step | None:
+        """As `_look`, with the pin and the metrics that were added after the commit."""
         found = self._look(name)
         if found is None or found.is_foreign:
             return found
-        pinned = self.store.is_link(name)  # The target of a link is not the manager's to delete.
-        if not pinned:
-            with suppress(StoreError):  # Then it has problems, and is not deleted anyway.
-                pinned = self.at(name).look(PIN_NAME) is not None
-        return replace(found, pinned=pinned)
+        place, names = self.at(name), list[str]()
+        with suppress(StoreError):  # Then it has problems, and is not deleted anyway.
+            names = place.list()
+        # The target of a link is not the manager's to delete.
+        found = replace(found, pinned=PIN_NAME in names or self.store.is_link(name))
+        if ADDED_NAME not in names:
+            return found
+        try:
+            added = read_added(place, found.save_id)
+        except OstrakaError as error:
+            log.warning("%s: %s is left out, so the step is kept", place.location, error)
+            return replace(found, pinned=True)
+        return replace(found, metrics=MappingProxyType({**found.metrics, **added}))
 
     def _look(self, name: str) -> Step | None:
         """Return the checkpoint in a directory, or None if there is none.
@@ -518,7 +550,8 @@ def _read_own(place: Store) -> Step | None:
     if source is not None:
         nbytes = sum(file.nbytes for file in source.files())
         at, metrics = saved_at(source.saved.writer), metrics_in(source.saved.user)
-        return replace(_UNREAD, saved_at=at, metrics=metrics, nbytes=nbytes)
+        save_id = source.saved.id
+        return replace(_UNREAD, saved_at=at, metrics=metrics, nbytes=nbytes, save_id=save_id)
     names = place.list()
     if shard_file.METADATA_NAME not in names or not any(map(shard_file.is_shards_directory, names)):
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,11 +14,15 @@ import jax
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
+from ostraka.common import progress as progress_of
+from ostraka.common.dtypes import DTYPES
+from ostraka.common.keywords import answering
 from ostraka.common.record import OnRecord, Stopwatch, report, summarize
 from ostraka.common.threads import paused_gc
 from ostraka.errors import Damaged, RestoreFailed, SourceChanged
 from ostraka.formats.buffers import Array
 from ostraka.formats.source import OnBytes, Source
+from ostraka.layout.box import count
 from ostraka.layout.casts import DtypeRule, check_dtype_rule
 from ostraka.layout.spec import Target
 from ostraka.live.parse import parse
@@ -45,9 +50,20 @@ from ostraka.tree.nodes import Branch, Leaf, rebuild
 from ostraka.tree.patterns import Patterns
 
 _NOT_GIVEN: Any = object()
+_REMEDIES = {
+    "abstract_pytree": "pass the template as like=",
+    "args": "pass the template as like=, or into= to restore in place",
+    "item": "pass the template as like=, or into= to restore in place",
+    "partial_restore": "pass only= with the leaves to restore, or strict=False",
+    "restore_args": "pass like= with shardings and dtypes, or mesh=, specs= and dtype=",
+    "target": "pass the template as like=, or into= to restore in place",
+    "transforms": "pass rename= for leaves that have moved, only= and strict=False for the others",
+}
+"""Keywords of Orbax, and what to do instead."""
 _IN_PART = "what was given as into= may have been changed in part"
 
 
+@answering(_REMEDIES)
 def restore(
     path: PathLike,
     like: Any = _NOT_GIVEN,
@@ -62,6 +78,7 @@ def restore(
     dtype: DtypeRule = None,
     as_state: bool = False,
     share_reads: ShareReads = "auto",
+    progress: bool = False,
     on_record: OnRecord | None = None,
 ) -> Any:
     """Restore a checkpoint onto any devices.
@@ -101,6 +118,8 @@ def restore(
             collectives exchange the parts. `True` needs all processes to call this, whatever is
             restored. `"auto"` shares arrays that span several processes: from object stores, and
             from directories if at least four hosts need the same bytes.
+        progress: Show how far this process has come: a bar on a terminal or in a notebook, else a
+            line in the log every 30 s. With several processes, process 0 shows it.
         on_record: Called with what was done and how long it took, which is also logged.
 
     Returns:
@@ -137,7 +156,13 @@ def restore(
     if not together and jax.process_count() > 1:
         is_as_saved = given is _NOT_GIVEN and mesh is None
         together = is_as_saved or spans_processes((given, specs), made)
-    with _operation(str(path), together) as operation:
+    is_shown = progress and jax.process_index() == 0
+    with (
+        progress_of.shown(f"restore {path}", progress)
+        if is_shown
+        else nullcontext() as work.on_bytes,
+        _operation(str(path), together) as operation,
+    ):
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)
         if in_place:
@@ -212,6 +237,9 @@ class _Restore:
     """Location of the checkpoint: for a run directory, of its step."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     bytes_read: int = 0
+    bytes_wanted: int = 0
+    on_bytes: progress_of.OnBytes | None = None
+    """Called with both, if the caller wants to see them."""
     summary: list[float] = field(default_factory=list[float])
     """Bytes and seconds of all processes, at the end."""
 
@@ -292,6 +320,8 @@ class _Restore:
         if len(destinations) > 1:
             turns = {leaf: turn for turn, leaf in enumerate(source.order())}
             destinations.sort(key=lambda found: turns[found.number])
+        if self.on_bytes is not None:
+            self.bytes_wanted = sum(map(partial(_bytes_of, source), destinations))
         if agreement is None or agreement.least_hosts is None:
             read = _read_alone(source, destinations, operation, self._add_bytes)
         else:
@@ -303,6 +333,13 @@ class _Restore:
 
     def _add_bytes(self, nbytes: int) -> None:
         self.bytes_read += nbytes
+        if self.on_bytes is not None:
+            self.on_bytes(min(self.bytes_read, self.bytes_wanted), self.bytes_wanted)
+
+
+def _bytes_of(source: Source, destination: Destination) -> int:
+    dtype = DTYPES[source.saved.leaves[destination.number].dtype]
+    return sum(dtype.nbytes(count(box)) for box in destination.boxes)
 
 
 def _read_alone(

@@ -199,6 +199,8 @@ def _write_all(
             for number, pieces in target.blocks():
                 target.write(number, pieces)
         progress.done = progress.total
+        if progress.on_bytes is not None:
+            progress.on_bytes(progress.total, progress.total)
         return
 
     def write(task: _Task) -> None:

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ostraka.common.dtypes import to_bytes
-from ostraka.common.progress import Count
+from ostraka.common.progress import Count, OnBytes
 from ostraka.common.record import OnRecord, Stopwatch
 from ostraka.layout import shard_file
 from ostraka.layout.casts import cast_leaf
@@ -36,6 +36,7 @@ class SaveHooks:
 
     on_record: OnRecord | None = None
     on_commit: Callable[[], None] | None = None
+    on_bytes: OnBytes | None = None
     check_place: Callable[[], None] | None = None
     """Called on process 0 before the first write. It may refuse the save."""
     check_no_arrays: Callable[[], None] | None = None

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import jax
+
+from ostraka.common.keywords import answering
+from ostraka.common.progress import Count, shown
 from ostraka.common.record import OnRecord, Record, Stopwatch, call_safely, report
 from ostraka.common.threads import paused_gc
 from ostraka.common.units import size_bytes
@@ -38,6 +42,15 @@ from ostraka.storage import PathLike, open_store, refuse_swapped
 _SOURCE_ERRORS = (Damaged, SourceChanged)
 """Errors of the checkpoints that a conversion or a merge reads, not of the save."""
 _NO_HOOKS = SaveHooks()
+_REMEDIES = {
+    "args": "pass the tree: save(path, tree)",
+    "custom_metadata": "Ostraka calls it metadata=",
+    "force": "leave it out, a save replaces the checkpoint at its path",
+    "item": "pass the tree: save(path, tree)",
+    "overwrite": "leave it out, a save replaces the checkpoint at its path",
+    "save_args": "pass dtype= to cast leaves, by path if you like",
+}
+"""Keywords of Orbax, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,7 @@ class SaveOptions:
     """By number, the grid of a leaf on no mesh."""
 
 
+@answering(_REMEDIES)
 def save(
     path: PathLike,
     tree: Any,
@@ -64,6 +78,7 @@ def save(
     parity: int = 0,
     metadata: Mapping[str, Any] | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
+    progress: bool = False,
     on_record: OnRecord | None = None,
 ) -> None:
     """Write a tree as a checkpoint: blocking, atomic, durable.
@@ -93,6 +108,8 @@ def save(
         metadata: A JSON object to keep in the checkpoint.
         max_file_bytes: The largest size of a file, a number or a string such as `"1GB"`. A file is
             larger only if a single element or its name needs more.
+        progress: Show how far this process has come: a bar on a terminal or in a notebook, else a
+            line in the log every 30 s. With several processes, process 0 shows it.
         on_record: Called with a `Record` of what was done and how long it took, which is also
             logged.
 
@@ -107,9 +124,13 @@ def save(
     """
     refuse_swapped("save(path, tree)", path, tree)
     options = SaveOptions(dtype, compress, parity, metadata, max_file_bytes)
-    run_save(path, partial(capture, tree), options, SaveHooks(on_record=on_record))
+    is_shown = progress and jax.process_index() == 0
+    with shown(f"save {path}", progress) if is_shown else nullcontext() as on_bytes:
+        hooks = SaveHooks(on_record=on_record, on_bytes=on_bytes)
+        run_save(path, partial(capture, tree), options, hooks)
 
 
+@answering(_REMEDIES)
 def save_async(
     path: PathLike,
     tree: Any,
@@ -245,7 +266,8 @@ def _entered(
         with operation:
             options = _check_options(options, hooks)
             place = Place(open_store(path))
-            yield RunningSave(path, options, hooks, operation, place, watch)
+            count = Count(on_bytes=hooks.on_bytes)
+            yield RunningSave(path, options, hooks, operation, place, watch, count)
     except BaseException as error:
         is_begun = place is not None and place.is_ready
         if place is not None and is_begun:

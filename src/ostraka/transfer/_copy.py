@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ostraka.common.progress import Count, OnBytes
+from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.common.units import human_bytes
 from ostraka.errors import (
@@ -79,7 +79,13 @@ class CopyReport:
         return f"{self.source} to {self.target}: {text} ({self.duration_s:.2f} s)"
 
 
-def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None) -> CopyReport:
+def copy(
+    source: PathLike,
+    target: PathLike,
+    *,
+    progress: bool = False,
+    on_bytes: OnBytes | None = None,
+) -> CopyReport:
     """Copy a checkpoint, or all steps of a run directory, to another path or store.
 
     The copy is the same checkpoint, byte for byte, and appears atomically. Every byte is compared
@@ -91,6 +97,8 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     Args:
         source: A checkpoint, a run directory, or `runs/7` for step 7 of `runs`.
         target: The path of the copy. A run directory is copied into it, step by step.
+        progress: Show how far it has come: a bar on a terminal or in a notebook, else a line in the
+            log every 30 s.
         on_bytes: Called now and then, from threads, with the bytes done and the bytes in all.
 
     Returns:
@@ -108,9 +116,7 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
     root, place = open_store(source), open_store(target)
     refuse_overlap(root, place, "copied")
     names = _steps_in(root)
-    if names:
-        done = _copy_steps(root, place, names, on_bytes)
-    else:
+    if not names:
         there = names_in(place)
         if METADATA_NAME not in there and steps_among(there):
             own_name = locate(source).location.rpartition("/")[2]
@@ -118,7 +124,11 @@ def copy(source: PathLike, target: PathLike, *, on_bytes: OnBytes | None = None)
                 f"{place.location} is a directory of steps, and one checkpoint is to be copied; "
                 f"give a path of its own, as {place.location}/{own_name}"
             )
-        done = [_copy_to(source, place, on_bytes)]
+    with shown(f"copy {root.location}", progress, on_bytes) as tell:
+        if names:
+            done = _copy_steps(root, place, names, tell)
+        else:
+            done = [_copy_to(source, place, tell)]
     return CopyReport(
         source=root.location if names else done[0].source,
         target=place.location,

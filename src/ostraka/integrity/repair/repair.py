@@ -17,7 +17,7 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from ostraka.common.progress import Count, OnBytes
+from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.threads import StopSignal, run_all
 from ostraka.errors import (
     CheckpointNotFound,
@@ -71,6 +71,7 @@ def repair(
     sources: PathLike | Sequence[PathLike] | None = None,
     dry_run: bool = False,
     raises: bool = True,
+    progress: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> RepairReport:
     """Find the lost and damaged files of a checkpoint, and rewrite only those.
@@ -94,6 +95,8 @@ def repair(
             directory, the step of the same name comes first.
         dry_run: Write nothing, and report what would be written.
         raises: Raise an error for damage that is left. With False, only the report has it.
+        progress: Show how far it has come: a bar on a terminal or in a notebook, else a line in the
+            log every 30 s.
         on_bytes: Called now and then, from threads, with the bytes read so far and the bytes in
             all.
 
@@ -117,8 +120,10 @@ def repair(
     place = Place(store, "repair", dry_run=dry_run)
 
     def run(operation: Operation, make_live: _MakeLive | None) -> RepairReport:
-        job = RepairJob(store, copies, operation, place, dry_run, Count(on_bytes=on_bytes))
-        return _run_stages(job, make_live)
+        is_shown = progress and operation.process == 0
+        with shown(f"repair {store.location}", is_shown, on_bytes) as tell:
+            job = RepairJob(store, copies, operation, place, dry_run, Count(on_bytes=tell))
+            return _run_stages(job, make_live)
 
     try:
         if tree is None:

@@ -13,7 +13,7 @@ import xxhash
 
 from ostraka._version import __version__
 from ostraka.common.dtypes import DTYPES
-from ostraka.common.progress import Count, OnBytes
+from ostraka.common.progress import Count, OnBytes, shown
 from ostraka.common.record import logger
 from ostraka.common.units import human_bytes
 from ostraka.errors import InvalidTree, count_of, headed_list, name_few
@@ -97,6 +97,7 @@ def convert(
     key_data: bool = False,
     rename: Mapping[str, str] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    progress: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, in bounded memory.
@@ -136,6 +137,8 @@ def convert(
             drops a beginning. It is applied before `names`.
         config: The config.json for `to="hf"`, as a dict, a file or a directory that has one. The
             default is the one of the source.
+        progress: Show how far it has come: a bar on a terminal or in a notebook, else a line in the
+            log every 30 s.
         on_bytes: Called now and then, from threads, with the bytes done and the bytes in all.
 
     Returns:
@@ -188,23 +191,24 @@ def convert(
         work = choose(renamed(found, names, back=True), only=None, dtype=dtype)
     if compress is not None:
         check_compress(compress, [item.spec for item in work.items])
-    if on_bytes is not None:
-        # Every byte is written and read back: both count for half.
-        progress = Count(2 * work.nbytes, lambda done, total: on_bytes(done // 2, total // 2))
-        work = replace(work, progress=progress)
     work_id = _id_of(work, to, compress, key_data)
-    if to == "ostraka":
-        write_ostraka(work, place, work_id, compress=compress)
-    elif to == "orbax":
-        write_orbax(work, require_directory(place, to), work_id)
-    else:
-        _refuse_others(work, to, left_out)
-        write_files(work, place, to, work_id)
+    with shown(f"convert {opened.location}", progress, on_bytes) as tell:
+        if tell is not None:
+            # Every byte is written and read back: both count for half.
+            count = Count(2 * work.nbytes, lambda done, total: tell(done // 2, total // 2))
+            work = replace(work, progress=count)
+        if to == "ostraka":
+            write_ostraka(work, place, work_id, compress=compress)
+        elif to == "orbax":
+            write_orbax(work, require_directory(place, to), work_id)
+        else:
+            _refuse_others(work, to, left_out)
+            write_files(work, place, to, work_id)
     notes: list[str] = []
     if left_out:
-        count = count_of(len(left_out), "leaf")
+        leaves = count_of(len(left_out), "leaf")
         notes.append(
-            f"RNG state was left out: {count} ({name_few(left_out)}); key_data has it written"
+            f"RNG state was left out: {leaves} ({name_few(left_out)}); key_data has it written"
         )
     if to == "hf" and not isinstance(work.source.saved.user.get(CONFIG), dict):
         notes.append("there is no config.json, which transformers needs to load this; give config")
