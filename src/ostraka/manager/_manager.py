@@ -412,7 +412,7 @@ class Manager:
             step: The number of the step. Default: the newest.
             fallback: If the step is damaged, warn and restore the step before it, and so on.
             like: A template of the state, as in `ostraka.restore`.
-            into: A tree of NNX objects to update in place, as in `ostraka.restore`.
+            into: A tree to update in place, as in `ostraka.restore`.
             mesh: A mesh to place arrays on, as in `ostraka.restore`.
             specs: Partition specs, as in `ostraka.restore`.
             strict: Raise if template and checkpoint differ, as in `ostraka.restore`.

@@ -79,8 +79,10 @@ def restore(
             top-level keys. Without `like` and `into`, the result has the saved containers, keys
             and dtypes, with modules as dicts. Its arrays go back onto their mesh if there are as
             many devices, else onto one device.
-        into: Works like `like`, but updates NNX objects in place and frees old arrays as new ones
-            arrive. Everything that is not an NNX object is only in the returned tree.
+        into: Works like `like`, but updates the tree that you pass and returns it. Dicts, lists and
+            NNX objects stay the same objects and get the new values. Tuples, named tuples,
+            dataclasses and other immutable containers in them are replaced. Old arrays are freed
+            as new ones arrive.
         mesh: Mesh to place arrays on, with the specs of `like` or the saved ones. Axis sizes such
             as `{"data": 4}` make a mesh.
         specs: Overrides these specs: a PartitionSpec, a tree of them whose entries hold for
@@ -108,6 +110,7 @@ def restore(
 
     Raises:
         Mismatch: `like` does not fit the checkpoint. It lists all differences.
+        InvalidTree: A leaf of `into` can't change in place, as in a tuple of arrays.
         Damaged: Bytes are missing or not as they were written.
         Busy: Files were replaced again and again while they were read.
         RestoreFailed: Another process failed, or processes found different checkpoints. Raised
@@ -141,8 +144,7 @@ def restore(
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)
         if in_place:
-            # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-            work.place = InPlace(parse(into))
+            work.place = InPlace(into, only)
             work.template = work.place.template
         elif like is not _NOT_GIVEN:
             work.template = parse(like)
