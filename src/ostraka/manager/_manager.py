@@ -42,12 +42,13 @@ from ostraka.manager.steps import Root, Step, refuse_emptied, with_metrics
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.processes.decide import agree, check_alike, decide_together
 from ostraka.reading.names.given import NamesLike
+from ostraka.restoring.in_place import InPlace
 from ostraka.restoring.restore import restore
 from ostraka.restoring.share import ShareReads
 from ostraka.saving.agree import SaveHooks
 from ostraka.saving.capture import capture
 from ostraka.saving.save import SaveOptions, begin_save
-from ostraka.storage import PathLike
+from ostraka.storage import PathLike, Store
 from ostraka.tree.patterns import Patterns
 
 _NOT_GIVEN: Any = object()
@@ -103,11 +104,9 @@ class Manager:
 
     Example:
         >>> with ostraka.Manager("runs/a", every=100, keep=3) as manager:
-        ...     if manager.latest() is not None:
-        ...         state = manager.restore(like=state)
-        ...     for step in range(state["step"] + 1, 10_000):
-        ...         state = train(state)
-        ...         manager.save(step, state, metrics={"loss": state["loss"]})
+        ...     for step in range(manager.resume(state) + 1, 10_000):
+        ...         state["params"], loss = train(state["params"])
+        ...         manager.save(step, state, metrics={"loss": loss})
     """
 
     def __init__(
@@ -432,17 +431,11 @@ class Manager:
             Damaged: The step is damaged. The message names the step before it.
             UnsupportedFormat: A newer version of Ostraka wrote the step.
         """
-        self._pending.wait()
-        self._retention.wait()
-        self._check_open()
         began_s = time.perf_counter()
         hint = "; leave it out for the newest, and give a tree as like= or into="
         wanted = None if step is None else check_step(step, hint)
         # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
-        recovery = Recovery(
-            self._places, wanted, fallback=fallback, verify_first=fallback and mixes
-        )
         trees = {"like": like, "into": into}
         restore_from = partial(
             restore,
@@ -458,14 +451,71 @@ class Manager:
             share_reads=share_reads,
             on_record=self._on_record if on_record is None else on_record,
         )
-        try:
-            self.restored, value = recovery.run(restore_from)
-        finally:
-            self._retention.damaged |= recovery.damaged
-        self._schedule.note_restore(self.restored)
+        found, value = self._recover(restore_from, wanted, fallback=fallback, mixes=mixes)
         duration_s = time.perf_counter() - began_s
-        log.info("restored step %d of %s in %.3f s", self.restored, self.root, duration_s)
+        log.info("restored step %d of %s in %.3f s", found, self.root, duration_s)
         return value
+
+    def resume(
+        self,
+        state: Any,
+        *,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        specs: Any = None,
+        strict: bool = True,
+        only: Patterns | None = None,
+        rename: Mapping[str, str] | None = None,
+        dtype: DtypeRule = None,
+    ) -> int:
+        """Restore the newest intact step into `state`, or leave it alone if the run is new.
+
+        This works like `restore(into=state, fallback=True)` if there is a step in the directory or
+        in the mirror. Afterwards `restored` is its number. A log line says where the run goes on.
+
+        Args:
+            state: The tree to update in place, as `into` of `ostraka.restore`.
+            mesh: A mesh to place arrays on, as in `ostraka.restore`.
+            specs: Partition specs, as in `ostraka.restore`.
+            strict: Raise if `state` and checkpoint differ, as in `ostraka.restore`.
+            only: Patterns of the leaves to restore, as in `ostraka.restore`.
+            rename: New names of leaves, as in `ostraka.restore`.
+            dtype: Cast leaves, as in `ostraka.restore`.
+
+        Returns:
+            The number of the step, the same on all processes. 0 if there is no step yet.
+
+        Raises:
+            InvalidTree: `state` can't be updated in place. A new run raises this, too.
+            Damaged: There are steps, but none of them is intact.
+            Mismatch: `state` does not fit the checkpoint.
+            UnsupportedFormat: A newer version of Ostraka wrote the newest step.
+
+        Example:
+            >>> for step in range(manager.resume(state) + 1, 10_000):
+            ...     state["params"] = train(state["params"])
+            ...     manager.save(step, state)
+        """
+        self._check_open()
+        InPlace(state, only)
+        restore_from = partial(
+            restore,
+            into=state,
+            mesh=mesh,
+            specs=specs,
+            strict=strict,
+            only=only,
+            rename=rename,
+            dtype=dtype,
+            on_record=self._on_record,
+        )
+        self._pending.wait()
+        step, said = 0, f"no step in {self._places}: starting from scratch"
+        if self.latest() is not None:
+            step, _ = self._recover(restore_from, None, fallback=True, mixes=not strict)
+            said = f"resumed from step {step} of {self.root}"
+        if jax.process_index() == 0:
+            log.info("%s", said)
+        return step
 
     def watch(
         self,
@@ -784,6 +834,25 @@ class Manager:
             raise self._preemption.end(f"the run is being preempted; step {step} is saved")
 
     # Other calls
+
+    def _recover(
+        self, restore_from: Callable[[Store], Any], step: int | None, *, fallback: bool, mixes: bool
+    ) -> tuple[int, Any]:
+        """Restore a step, or the newest. Returns its number and the value.
+
+        With `mixes`, values of a damaged step could stay beside those of an older one.
+        """
+        self._pending.wait()
+        self._retention.wait()
+        self._check_open()
+        verify_first = fallback and mixes
+        recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
+        try:
+            self.restored, value = recovery.run(restore_from)
+        finally:
+            self._retention.damaged |= recovery.damaged
+        self._schedule.note_restore(self.restored)
+        return self.restored, value
 
     def _wait_for_mirror(self) -> None:
         if self._mirror is not None:

@@ -39,7 +39,6 @@ from ostraka.restoring.destinations import (
     layout_of,
     resolve_specs,
 )
-from ostraka.restoring.in_place import Outline
 from ostraka.tree.json_tree import encode_state
 from ostraka.tree.nodes import (
     ArrayNumber,
@@ -287,7 +286,7 @@ class Matcher:
 
     def _add_array(self, found: Destination, value: Any) -> None:
         """Add an array, unless an earlier leaf shares it in the checkpoint and in `like`."""
-        identity = id(value) if is_object(value) or isinstance(value, Outline) else None
+        identity = id(value) if is_object(value) else None
         earlier = self._places.setdefault(found.number, [])
         for first, of_first in earlier if found.kind not in ("scalar", "python") else ():
             if of_first == identity and replace(first, path=found.path) == found:

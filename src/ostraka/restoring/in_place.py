@@ -172,8 +172,8 @@ class InPlace:
 
     def _without_arrays(self, tree: Node) -> Node:
         """The tree with outlines of its arrays. Mutable containers are owners of their branches."""
-        outlines: dict[int, Any] = {}
-        """Outlines by the id of their array. A shared array has one outline."""
+        blanks: dict[int, Any] = {}
+        """Blank arrays by the id of a numpy array. A shared array has one."""
 
         def change(node: Node) -> Node:
             if isinstance(node, Branch):
@@ -184,10 +184,9 @@ class InPlace:
             if isinstance(value, jax.Array):
                 layout = getattr(value, "format", None)
                 value = Outline(value.shape, value.dtype, value.sharding, value.committed, layout)
-                value = outlines.setdefault(id(node.value), value)
             elif isinstance(value, np.ndarray):
                 blank = np.broadcast_to(np.zeros((), value.dtype), value.shape)
-                value = outlines.setdefault(id(value), blank)
+                value = blanks.setdefault(id(value), blank)
             return replace(node, value=value)
 
         return mapped(tree, change)
