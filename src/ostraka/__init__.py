@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ostraka import exercises, sharding
     from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, VerifyReport, repair, verify
-    from ostraka.manager import Best, Manager
+    from ostraka.manager import Best, Manager, latest
     from ostraka.planner import Plan, plan
     from ostraka.reading.lazy import Checkpoint, LazyArray
     from ostraka.reading.lazy import open_checkpoint as open
@@ -40,6 +40,7 @@ __all__ = [
     "copy",
     "errors",
     "exercises",
+    "latest",
     "merge",
     "open",
     "plan",
@@ -55,7 +56,7 @@ __all__ = [
 _HOMES = {
     "ostraka.common.record": ("Record",),
     "ostraka.integrity": ("RepairReport", "VerifyReport", "repair", "verify"),
-    "ostraka.manager": ("Best", "Manager"),
+    "ostraka.manager": ("Best", "Manager", "latest"),
     "ostraka.planner": ("Plan", "plan"),
     "ostraka.reading.lazy": ("Checkpoint", "LazyArray", "open"),
     "ostraka.restoring.restore": ("restore",),
