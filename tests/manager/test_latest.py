@@ -72,6 +72,7 @@ def test_it_needs_no_jax_and_writes_nothing(tmp_path: Path):
     fill(tmp_path, 7)
     before = sorted(tmp_path.rglob("*"))
     program = f"import sys, ostraka\nprint(ostraka.latest({str(tmp_path)!r}), 'jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["7", "False"], done.stderr
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["7", "False"]
     assert sorted(tmp_path.rglob("*")) == before

@@ -195,7 +195,7 @@ def test_a_single_array_and_a_file_of_tensors(tmp_path: Path):
     ostraka.save(tmp_path / "c", jnp.ones(3))
     assert ostraka.open(tmp_path / "c").abstract() == jax.ShapeDtypeStruct((3,), jnp.float32)
     ostraka.save(tmp_path / "t", {"a": {"b": jnp.ones(3)}})
-    ostraka.convert(tmp_path / "t", tmp_path / "t.safetensors")
+    ostraka.convert(tmp_path / "t", tmp_path / "t.safetensors", to="safetensors")
     shapes = ostraka.open(tmp_path / "t.safetensors").abstract()
     restored = ostraka.restore(tmp_path / "t.safetensors", like=shapes)
     assert_same(restored, ostraka.restore(tmp_path / "t.safetensors"))
@@ -237,5 +237,6 @@ def test_counting_needs_no_jax(tmp_path: Path):
         "import sys, ostraka\n"
         f"print(ostraka.open({str(tmp_path / 'c')!r}).num_params, 'jax' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["15", "False"], done.stderr
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["15", "False"]
