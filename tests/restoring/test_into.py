@@ -193,7 +193,7 @@ def test_a_refusal_changes_nothing_and_only_leaves_it_out(tmp_path: Path):
 def test_a_train_state_in_a_dict(tmp_path: Path):
     state = train_state()
     grads = {"w": jnp.ones(2)}
-    trained = state.apply_gradients(grads=grads)
+    trained: Any = state.apply_gradients(grads=grads)
     ostraka.save(tmp_path / "c", {"state": trained})
     tree: dict[str, Any] = {"state": train_state()}
     params = tree["state"].params

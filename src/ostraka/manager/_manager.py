@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex, Unpack, overload
 
 import jax
 from jax.sharding import Mesh
@@ -43,7 +43,7 @@ from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.processes.decide import agree, check_alike, decide_together
 from ostraka.reading.names.given import NamesLike
 from ostraka.restoring.in_place import InPlace
-from ostraka.restoring.restore import restore
+from ostraka.restoring.restore import RestoreOptions, Tree, restore
 from ostraka.restoring.share import ShareReads
 from ostraka.saving.agree import SaveHooks
 from ostraka.saving.capture import capture
@@ -382,6 +382,35 @@ class Manager:
         """
         root, found = self._places.find(check_step(step))
         return root.path(found.names[0])
+
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        like: Tree,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Tree: ...
+
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        into: Tree,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Tree: ...
+
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Any: ...
 
     def restore(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax._src.core import trace_state_clean
@@ -44,8 +44,38 @@ from ostraka.storage import PathLike, refuse_swapped
 from ostraka.tree.nodes import Branch, Leaf, rebuild
 from ostraka.tree.patterns import Patterns
 
+Tree = TypeVar("Tree")
+"""The type of a template. The restored tree has the same."""
+
 _NOT_GIVEN: Any = object()
 _IN_PART = "what was given as into= may have been changed in part"
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The options of a restore besides its template, as `restore` documents them."""
+
+    mesh: Mesh | Mapping[str, int] | None
+    specs: Any
+    strict: bool
+    only: Patterns | None
+    rename: Mapping[str, str] | None
+    names: NamesLike | None
+    dtype: DtypeRule
+    as_state: bool
+    share_reads: ShareReads
+    on_record: OnRecord | None
+
+
+@overload
+def restore(path: PathLike, like: Tree, **options: Unpack[RestoreOptions]) -> Tree: ...
+
+
+@overload
+def restore(path: PathLike, *, into: Tree, **options: Unpack[RestoreOptions]) -> Tree: ...
+
+
+@overload
+def restore(path: PathLike, **options: Unpack[RestoreOptions]) -> Any: ...
 
 
 def restore(
