@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ostraka import exercises, sharding
     from ostraka.common.record import Record
     from ostraka.integrity import RepairReport, VerifyReport, repair, verify
-    from ostraka.manager import Best, Manager
+    from ostraka.manager import Best, Manager, latest
     from ostraka.manager.annotate import annotate
     from ostraka.planner import Plan, plan
     from ostraka.reading.lazy import Checkpoint, LazyArray
@@ -42,6 +42,7 @@ __all__ = [
     "copy",
     "errors",
     "exercises",
+    "latest",
     "merge",
     "open",
     "plan",
@@ -57,7 +58,7 @@ __all__ = [
 _HOMES = {
     "ostraka.common.record": ("Record",),
     "ostraka.integrity": ("RepairReport", "VerifyReport", "repair", "verify"),
-    "ostraka.manager": ("Best", "Manager"),
+    "ostraka.manager": ("Best", "Manager", "latest"),
     "ostraka.manager.annotate": ("annotate",),
     "ostraka.planner": ("Plan", "plan"),
     "ostraka.reading.lazy": ("Checkpoint", "LazyArray", "open"),

@@ -57,7 +57,8 @@ def check_on_another_mesh(path: Path) -> None:
     whole = numbers((8, 12), np.float32, 1)
     sharding = NamedSharding(mesh_of(b=2, a=4), P("a", "b"))
     leaf = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)
-    found = ostraka.restore(path, like={"arrays": {"cut": leaf}}, only="arrays/cut")
+    like: Any = {"arrays": {"cut": leaf}}
+    found = ostraka.restore(path, like=like, only="arrays/cut")
     for shard in found["arrays"]["cut"].addressable_shards:
         assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
 

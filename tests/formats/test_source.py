@@ -100,7 +100,7 @@ def test_it_opens_and_restores_onto_a_mesh(saved: Path):
     kernel = ostraka.open(saved)["kernel"][2:4, ::3]
     assert np.array_equal(kernel, ARRAYS["kernel"][2:4, ::3])
     jax.tree.map(np.testing.assert_array_equal, ostraka.restore(saved), ARRAYS)
-    like = {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32)}
+    like: Any = {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32)}
     onto = ostraka.restore(saved, like, mesh={"x": 4, "y": 2}, specs=P("x", "y"))["kernel"]
     assert onto.sharding.spec == P("x", "y")
     assert np.array_equal(onto, ARRAYS["kernel"])

@@ -311,4 +311,13 @@ def save_and_restore(place: str, drawn: tuple[Any, list[Any]]) -> None:
     assert describe(ostraka.restore(place, like=tree)) == expected
     assert Describer(as_dicts=True).describe(ostraka.restore(place)) == as_dicts
     blank(variables)
-    assert describe(ostraka.restore(place, into=tree)) == expected
+    try:
+        restored = ostraka.restore(place, into=tree)
+    except InvalidTree as error:
+        # A root that can change takes every value.
+        can_change = isinstance(tree, dict | list | nnx.Pytree | nnx.Variable | nnx.State)
+        if can_change or not re.search("into= can't change (the tree itself|leaf) ", str(error)):
+            raise
+        return
+    assert restored is tree
+    assert describe(tree) == expected

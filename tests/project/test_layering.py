@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "ostraka"
 # From the bottom to the top. Those between two bars know nothing of each other.
 LAYERS = (
-    "errors _version | common | tree | layout | storage | families processes | formats | reading",
-    "live | sharding | saving | restoring | integrity | transfer | planner exercises | manager",
+    "errors _version | common | tree | layout | storage | families processes | formats | live",
+    "sharding | reading | saving | restoring | integrity | transfer | planner exercises | manager",
     "compat | cli testing | __init__",
 )
 HEIGHT = {

@@ -72,6 +72,7 @@ def test_the_public_names():
         "copy",
         "errors",
         "exercises",
+        "latest",
         "merge",
         "open",
         "plan",

@@ -1097,7 +1097,8 @@ def test_a_process_failure_names_the_process():
 def test_single_device_targets_have_no_axis_to_miss(place: Place):
     path = saved_on(mesh_of(4, 2), place, P("x", "y"), 8, 8)
     device = SingleDeviceSharding(jax.devices()[3])
-    back = ostraka.restore(path, like={"a": struct(8, 8, sharding=device)})["a"]
+    like: Any = {"a": struct(8, 8, sharding=device)}
+    back = ostraka.restore(path, like=like)["a"]
     assert back.devices() == {jax.devices()[3]}
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ostraka.live.parse import parse
 from ostraka.restoring.in_place import InPlace, Outline
 from ostraka.tree.nodes import leaves_of
 
@@ -19,7 +18,7 @@ def linear() -> nnx.Linear:
 def test_variables_change_as_values_arrive_and_the_rest_at_the_end():
     model = linear()
     tree: Any = {"model": model, "step": 1, "table": np.zeros(2)}
-    target = InPlace(parse(tree))
+    target = InPlace(tree)
     target.put("model/kernel", jnp.ones((2, 3)))
     assert float(model.kernel[...].sum()) == 6
     target.put("step", 7)
@@ -33,7 +32,7 @@ def test_variables_change_as_values_arrive_and_the_rest_at_the_end():
 def test_the_template_keeps_no_array_alive():
     model = linear()
     old = weakref.ref(model.kernel[...])
-    target = InPlace(parse({"model": model}))
+    target = InPlace({"model": model})
     outlines = {leaf.path: leaf.value for leaf in leaves_of(target.template)}
     kernel = outlines["model/kernel"]
     assert isinstance(kernel, Outline)

@@ -317,7 +317,7 @@ def test_in_place_changes_nothing_if_it_does_not_fit(saved: Any):
 def test_in_place_or_like_a_template_not_both(place: Place):
     ostraka.save(place / "c", {"x": jnp.ones(2)})
     with pytest.raises(ValueError, match="give like= or into=, not both"):
-        ostraka.restore(place / "c", into={"x": 1}, like={"x": 1})
+        ostraka.restore(place / "c", into={"x": 1}, like={"x": 1})  # type: ignore[call-overload]
 
 
 class Tables(nnx.Module):

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ostraka.manager._advice import Advice
     from ostraka.manager._keep import Best
+    from ostraka.manager._latest import latest
     from ostraka.manager._manager import Manager
     from ostraka.manager.steps import Step
 
-__all__ = ["Advice", "Best", "Manager", "Step"]
+__all__ = ["Advice", "Best", "Manager", "Step", "latest"]
 
-_HOMES = {"Advice": "_advice", "Best": "_keep", "Manager": "_manager", "Step": "steps"}
+_HOMES = {
+    "Advice": "_advice",
+    "Best": "_keep",
+    "Manager": "_manager",
+    "Step": "steps",
+    "latest": "_latest",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex, Unpack, overload
 
 import jax
 from jax.sharding import Mesh
@@ -45,12 +45,13 @@ from ostraka.manager.steps import Root, Step, refuse_emptied, with_metrics
 from ostraka.manager.watch import BACKLOG, Watch
 from ostraka.processes.decide import agree, check_alike, decide_together
 from ostraka.reading.names.given import NamesLike
-from ostraka.restoring.restore import restore
+from ostraka.restoring.in_place import InPlace
+from ostraka.restoring.restore import RestoreOptions, Tree, restore
 from ostraka.restoring.share import ShareReads
 from ostraka.saving.agree import SaveHooks
 from ostraka.saving.capture import capture
 from ostraka.saving.save import SaveOptions, begin_save
-from ostraka.storage import PathLike
+from ostraka.storage import PathLike, Store
 from ostraka.tree.patterns import Patterns
 
 _NOT_GIVEN: Any = object()
@@ -111,11 +112,9 @@ class Manager:
 
     Example:
         >>> with ostraka.Manager("runs/a", every=100, keep=3) as manager:
-        ...     if manager.latest() is not None:
-        ...         state = manager.restore(like=state)
-        ...     for step in range(state["step"] + 1, 10_000):
-        ...         state = train(state)
-        ...         manager.save(step, state, metrics={"loss": state["loss"]})
+        ...     for step in range(manager.resume(state) + 1, 10_000):
+        ...         state["params"], loss = train(state["params"])
+        ...         manager.save(step, state, metrics={"loss": loss})
     """
 
     @answering(_keywords.MANAGER)
@@ -400,6 +399,35 @@ class Manager:
         root, found = self._places.find(check_step(step))
         return root.path(found.names[0])
 
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        like: Tree,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Tree: ...
+
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        into: Tree,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Tree: ...
+
+    @overload
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        fallback: bool = False,
+        **options: Unpack[RestoreOptions],
+    ) -> Any: ...
+
     @answering(_keywords.RESTORE)
     def restore(
         self,
@@ -417,6 +445,7 @@ class Manager:
         dtype: DtypeRule = None,
         as_state: bool = False,
         share_reads: ShareReads = "auto",
+        progress: bool = False,
         on_record: OnRecord | None = None,
     ) -> Any:
         """Restore a step, or else the newest.
@@ -429,7 +458,7 @@ class Manager:
             step: The number of the step. Default: the newest.
             fallback: If the step is damaged, warn and restore the step before it, and so on.
             like: A template of the state, as in `ostraka.restore`.
-            into: A tree of NNX objects to update in place, as in `ostraka.restore`.
+            into: A tree to update in place, as in `ostraka.restore`.
             mesh: A mesh to place arrays on, as in `ostraka.restore`.
             specs: Partition specs, as in `ostraka.restore`.
             strict: Raise if template and checkpoint differ, as in `ostraka.restore`.
@@ -439,6 +468,7 @@ class Manager:
             dtype: Cast leaves, as in `ostraka.restore`.
             as_state: Return NNX states instead of dicts, as in `ostraka.restore`.
             share_reads: Share reads among processes, as in `ostraka.restore`.
+            progress: Show how far it has come, as in `ostraka.restore`.
             on_record: Called with a record of the restore. Default: that of the manager.
 
         Returns:
@@ -449,17 +479,11 @@ class Manager:
             Damaged: The step is damaged. The message names the step before it.
             UnsupportedFormat: A newer version of Ostraka wrote the step.
         """
-        self._pending.wait()
-        self._retention.wait()
-        self._check_open()
         began_s = time.perf_counter()
         hint = "; leave it out for the newest, and give a tree as like= or into="
         wanted = None if step is None else check_step(step, hint)
         # Values of a damaged step must not stay in `into=` beside those of an older one.
         mixes = into is not _NOT_GIVEN and not strict
-        recovery = Recovery(
-            self._places, wanted, fallback=fallback, verify_first=fallback and mixes
-        )
         trees = {"like": like, "into": into}
         restore_from = partial(
             restore,
@@ -473,16 +497,74 @@ class Manager:
             dtype=dtype,
             as_state=as_state,
             share_reads=share_reads,
+            progress=progress,
             on_record=self._on_record if on_record is None else on_record,
         )
-        try:
-            self.restored, value = recovery.run(restore_from)
-        finally:
-            self._retention.damaged |= recovery.damaged
-        self._schedule.note_restore(self.restored)
+        found, value = self._recover(restore_from, wanted, fallback=fallback, mixes=mixes)
         duration_s = time.perf_counter() - began_s
-        log.info("restored step %d of %s in %.3f s", self.restored, self.root, duration_s)
+        log.info("restored step %d of %s in %.3f s", found, self.root, duration_s)
         return value
+
+    def resume(
+        self,
+        state: Any,
+        *,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        specs: Any = None,
+        strict: bool = True,
+        only: Patterns | None = None,
+        rename: Mapping[str, str] | None = None,
+        dtype: DtypeRule = None,
+    ) -> int:
+        """Restore the newest intact step into `state`, or leave it alone if the run is new.
+
+        This works like `restore(into=state, fallback=True)` if there is a step in the directory or
+        in the mirror. Afterwards `restored` is its number. A log line says where the run goes on.
+
+        Args:
+            state: The tree to update in place, as `into` of `ostraka.restore`.
+            mesh: A mesh to place arrays on, as in `ostraka.restore`.
+            specs: Partition specs, as in `ostraka.restore`.
+            strict: Raise if `state` and checkpoint differ, as in `ostraka.restore`.
+            only: Patterns of the leaves to restore, as in `ostraka.restore`.
+            rename: New names of leaves, as in `ostraka.restore`.
+            dtype: Cast leaves, as in `ostraka.restore`.
+
+        Returns:
+            The number of the step, the same on all processes. 0 if there is no step yet.
+
+        Raises:
+            InvalidTree: `state` can't be updated in place. A new run raises this, too.
+            Damaged: There are steps, but none of them is intact.
+            Mismatch: `state` does not fit the checkpoint.
+            UnsupportedFormat: A newer version of Ostraka wrote the newest step.
+
+        Example:
+            >>> for step in range(manager.resume(state) + 1, 10_000):
+            ...     state["params"] = train(state["params"])
+            ...     manager.save(step, state)
+        """
+        self._check_open()
+        InPlace(state, only)
+        restore_from = partial(
+            restore,
+            into=state,
+            mesh=mesh,
+            specs=specs,
+            strict=strict,
+            only=only,
+            rename=rename,
+            dtype=dtype,
+            on_record=self._on_record,
+        )
+        self._pending.wait()
+        step, said = 0, f"no step in {self._places}: starting from scratch"
+        if self.latest() is not None:
+            step, _ = self._recover(restore_from, None, fallback=True, mixes=not strict)
+            said = f"resumed from step {step} of {self.root}"
+        if jax.process_index() == 0:
+            log.info("%s", said)
+        return step
 
     def watch(
         self,
@@ -812,6 +894,25 @@ class Manager:
         return self._interrupt is not None and self._interrupt.came
 
     # Other calls
+
+    def _recover(
+        self, restore_from: Callable[[Store], Any], step: int | None, *, fallback: bool, mixes: bool
+    ) -> tuple[int, Any]:
+        """Restore a step, or the newest. Returns its number and the value.
+
+        With `mixes`, values of a damaged step could stay beside those of an older one.
+        """
+        self._pending.wait()
+        self._retention.wait()
+        self._check_open()
+        verify_first = fallback and mixes
+        recovery = Recovery(self._places, step, fallback=fallback, verify_first=verify_first)
+        try:
+            self.restored, value = recovery.run(restore_from)
+        finally:
+            self._retention.damaged |= recovery.damaged
+        self._schedule.note_restore(self.restored)
+        return self.restored, value
 
     def _wait_for_mirror(self) -> None:
         if self._mirror is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +14,14 @@ from ostraka.formats.buffers import detached
 from ostraka.formats.source import Source
 from ostraka.layout.box import Box
 from ostraka.layout.spec import LeafSpec, MeshSpec, Target, show_partition
+from ostraka.reading.groups import PARAMETERS, groups_of
 from ostraka.reading.locate import open_at, unless_replaced
 from ostraka.reading.names.given import NamesLike
 from ostraka.storage import PathLike
 from ostraka.tree.nodes import ArrayNumber, Kept, UnreadableLeaf, leaves_of
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
 class LazyArray:
@@ -135,8 +140,47 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays, each counted once however many paths it has."""
-        numbers = {v.number for v in self._leaves.values() if isinstance(v, ArrayNumber)}
-        return sum(self._source.saved.leaves[number].nbytes for number in numbers)
+        return sum(self._source.saved.leaves[number].nbytes for number in self._numbers())
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters, each counted once however many paths it has.
+
+        If the checkpoint has `nnx.Param`s, those are the parameters. Else all floating-point arrays
+        are that do not belong to an optimizer.
+        """
+        groups = groups_of(self._source)
+        counted = [number for number in self._numbers() if groups.get(number) == PARAMETERS]
+        return sum(prod(self._source.saved.leaves[number].shape) for number in counted)
+
+    def abstract(self, *, mesh: Mesh | Mapping[str, int] | None = None, specs: Any = None) -> Any:
+        """Return the tree with shapes in place of arrays, without reading any array.
+
+        JAX arrays and PRNG keys are `jax.ShapeDtypeStruct`. Plain values are the saved values.
+        numpy arrays are templates of zeros that take no memory. Modules are dicts, and functions
+        are missing, as in `ostraka.restore(path)`. With the result as `like`, `restore` returns the
+        same as without a template.
+
+        Args:
+            mesh: A mesh for the shardings of JAX arrays, with the saved specs. Axis sizes such as
+                `{"data": 4}` make a mesh. Without `mesh` and `specs` there are no shardings.
+            specs: Specs in place of the saved ones, as in `ostraka.restore`.
+
+        Returns:
+            The tree, or its part if this is a part of a checkpoint.
+
+        Raises:
+            InvalidSharding: The specs do not fit the mesh.
+            UnsupportedFormat: A leaf can't be read.
+
+        Example:
+            >>> checkpoint = ostraka.open("runs/7")
+            >>> shapes = checkpoint.abstract(mesh={"data": 8})
+            >>> state = ostraka.restore("runs/7", like=shapes)
+        """
+        from ostraka.reading._abstract import abstract_state
+
+        return abstract_state(self._source, self.within, mesh, specs)
 
     def __getitem__(self, path: str) -> Any:
         if path in self._leaves:
@@ -171,6 +215,10 @@ class Checkpoint(Mapping[str, Any]):
     def __repr__(self) -> str:
         part = f" {self.within!r}" if self.within else ""
         return f"<Checkpoint {self.path}{part}: {len(self)} leaves, {self.nbytes:,} bytes>"
+
+    def _numbers(self) -> set[int]:
+        """The numbers of its arrays."""
+        return {v.number for v in self._leaves.values() if isinstance(v, ArrayNumber)}
 
     def _whole(self, path: str) -> str:
         return f"{self.within}/{path}" if self.within else path

@@ -37,6 +37,7 @@ from ostraka.tree.nodes import (
     Node,
     branches_of,
     find_shared,
+    is_shareable_branch,
     join,
     leaves_of,
 )
@@ -57,6 +58,8 @@ _config: Any = jax.config
 """JAX's flags, which its type declarations leave out."""
 
 _NUMBERS = (bool, int, float, complex)
+_SHARED_KINDS = {"variable": "variable", "list": "list", "dict": "dict"}
+"""Names of objects that a template may have at several paths, for messages."""
 
 
 @dataclass(slots=True)
@@ -364,12 +367,14 @@ class TreeMatch:
                     self.static.append(found)
 
     def _match_shared(self, like: Node) -> None:
-        """Check that shared variables stay shared, and that others stay separate."""
-        variables = {b.path: b for b in branches_of(like) if b.kind == "variable"}
+        """Check that shared objects stay shared, and that other variables stay separate."""
+        branches = {b.path: b for b in branches_of(like) if is_shareable_branch(b)}
         for path, first in find_shared(like, is_object).variables.items():
-            places = zip(leaves_of(variables[first]), leaves_of(variables[path]), strict=True)
+            what = _SHARED_KINDS.get(branches[path].kind, "object")
+            places = zip(leaves_of(branches[first]), leaves_of(branches[path]), strict=True)
             for leaf_of_first, leaf in places:
-                self._match_one_variable(leaf_of_first.path, leaf.path)
+                self._match_one_object(what, leaf_of_first.path, leaf.path)
+        variables = {path: b for path, b in branches.items() if b.kind == "variable"}
         for saved, saved_first in find_shared(self.tree, is_object).variables.items():
             path, first = self._rename(saved), self._rename(saved_first)
             is_here = all(p in variables and self.is_chosen(p) for p in (path, first))
@@ -385,8 +390,8 @@ class TreeMatch:
                 what = "untied {} that were saved as one variable with another"
                 self.tolerated[what].append(path)
 
-    def _match_one_variable(self, first: str, path: str) -> None:
-        """Check that the checkpoint agrees on two paths of `like` with the same variable."""
+    def _match_one_object(self, what: str, first: str, path: str) -> None:
+        """Check that the checkpoint agrees on two paths of `like` with the same object."""
         if not self.is_chosen(path) or path not in self.saved:
             return
         if not self.is_chosen(first) or first not in self.saved:
@@ -395,7 +400,7 @@ class TreeMatch:
         one, other = self.saved[path], self.saved[first]
         if type(one) is not type(other) or (one is not other and one != other):
             text = (
-                f"`like` has the same variable here as at {first!r}, and the checkpoint has two: "
+                f"`like` has the same {what} here as at {first!r}, and the checkpoint has two: "
                 f"{leave_out(path)}, or make them two in `like`"
             )
             self.found.of_leaves.append((path, text))

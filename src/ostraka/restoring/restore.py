@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax._src.core import trace_state_clean
@@ -49,6 +49,9 @@ from ostraka.storage import PathLike, refuse_swapped
 from ostraka.tree.nodes import Branch, Leaf, rebuild
 from ostraka.tree.patterns import Patterns
 
+Tree = TypeVar("Tree")
+"""The type of a template. The restored tree has the same."""
+
 _NOT_GIVEN: Any = object()
 _REMEDIES = {
     "abstract_pytree": "pass the template as like=",
@@ -61,6 +64,34 @@ _REMEDIES = {
 }
 """Keywords of Orbax, and what to do instead."""
 _IN_PART = "what was given as into= may have been changed in part"
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The options of a restore besides its template, as `restore` documents them."""
+
+    mesh: Mesh | Mapping[str, int] | None
+    specs: Any
+    strict: bool
+    only: Patterns | None
+    rename: Mapping[str, str] | None
+    names: NamesLike | None
+    dtype: DtypeRule
+    as_state: bool
+    share_reads: ShareReads
+    progress: bool
+    on_record: OnRecord | None
+
+
+@overload
+def restore(path: PathLike, like: Tree, **options: Unpack[RestoreOptions]) -> Tree: ...
+
+
+@overload
+def restore(path: PathLike, *, into: Tree, **options: Unpack[RestoreOptions]) -> Tree: ...
+
+
+@overload
+def restore(path: PathLike, **options: Unpack[RestoreOptions]) -> Any: ...
 
 
 @answering(_REMEDIES)
@@ -96,8 +127,10 @@ def restore(
             top-level keys. Without `like` and `into`, the result has the saved containers, keys
             and dtypes, with modules as dicts. Its arrays go back onto their mesh if there are as
             many devices, else onto one device.
-        into: Works like `like`, but updates NNX objects in place and frees old arrays as new ones
-            arrive. Everything that is not an NNX object is only in the returned tree.
+        into: Works like `like`, but updates the tree that you pass and returns it. Dicts, lists and
+            NNX objects stay the same objects and get the new values. Tuples, named tuples,
+            dataclasses and other immutable containers in them are replaced. Old arrays are freed
+            as new ones arrive.
         mesh: Mesh to place arrays on, with the specs of `like` or the saved ones. Axis sizes such
             as `{"data": 4}` make a mesh.
         specs: Overrides these specs: a PartitionSpec, a tree of them whose entries hold for
@@ -127,6 +160,7 @@ def restore(
 
     Raises:
         Mismatch: `like` does not fit the checkpoint. It lists all differences.
+        InvalidTree: A leaf of `into` can't change in place, as in a tuple of arrays.
         Damaged: Bytes are missing or not as they were written.
         Busy: Files were replaced again and again while they were read.
         RestoreFailed: Another process failed, or processes found different checkpoints. Raised
@@ -166,8 +200,7 @@ def restore(
         if dtype not in (None, "like"):
             check_dtype_rule(dtype)
         if in_place:
-            # The parsed tree must not be kept here: it holds the arrays that are to be let go.
-            work.place = InPlace(parse(into))
+            work.place = InPlace(into, only)
             work.template = work.place.template
         elif like is not _NOT_GIVEN:
             work.template = parse(like)

@@ -50,7 +50,10 @@ class Branch:
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further entries in `_METADATA`, as JSON."""
     owner: Any = None
-    """The NNX object itself, which other paths of the tree may share."""
+    """The NNX object itself, which other paths of the tree may share.
+
+    In a template of `into=` also the dict or list itself.
+    """
     rebuild_together: Callable[[list[Any], list[list[Any]]], list[Any]] | None = None
     """Makes several of this kind from owners and items, which share the same objects."""
 
@@ -273,8 +276,14 @@ class Shared:
     """Objects that a tree has several times: from each further path to the first."""
 
     variables: Mapping[str, str]
+    """Variables, and containers that a restore changes in place."""
     arrays: Mapping[str, str]
     """Including the arrays of shared variables."""
+
+
+def is_shareable_branch(branch: Branch) -> bool:
+    """True for a variable, and for a container that a restore changes in place."""
+    return branch.owner is not None and branch.kind not in ("nnx", "state")
 
 
 def find_shared(node: Node, is_shareable: Callable[[Any], bool]) -> Shared:
@@ -291,7 +300,7 @@ def find_shared(node: Node, is_shareable: Callable[[Any], bool]) -> Shared:
                 if first is not node:
                     arrays[node.path] = first.path
             return
-        first = places.setdefault(id(node.owner), node) if node.kind == "variable" else node
+        first = places.setdefault(id(node.owner), node) if is_shareable_branch(node) else node
         if first is node:
             for child in node.children:
                 look(child)

@@ -1,0 +1,356 @@
+"""`into=` updates the tree that the caller holds, whatever its containers are."""
+
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+
+import ostraka
+from ostraka.errors import Damaged, InvalidTree, Mismatch, PartialRestore
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Point:
+    x: Any
+    y: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Registry(MutableMapping[str, Any]):
+    """A mapping of the program, which JAX knows by the same keys."""
+
+    def __init__(self, **items: Any):
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def tree_flatten_with_keys(self) -> Any:
+        pairs = [(jax.tree_util.DictKey(key), item) for key, item in self._items.items()]
+        return pairs, tuple(self._items)
+
+    @classmethod
+    def tree_unflatten(cls, keys: Any, items: Any) -> "Registry":
+        return cls(**dict(zip(keys, items, strict=True)))
+
+
+def make(value: float) -> dict[str, Any]:
+    """One of each container, with `value` in every leaf."""
+
+    def array() -> jax.Array:
+        return jnp.full(3, value)
+
+    factory: defaultdict[str, Any] = defaultdict(list, {"a": array()})
+    return {
+        "array": array(),
+        "number": value,
+        "host": np.full(2, value),
+        "scalar": np.float32(value),
+        "dict": {"deep": {"a": array()}},
+        "ordered": OrderedDict(b=array(), a=array()),
+        "factory": factory,
+        "list": [array(), value, [array()]],
+        "tuple": (array(), {"in tuple": array()}, [array()]),
+        "pair": Pair(array(), Pair({"in pair": array()}, value)),
+        "point": Point(array(), [array()]),
+        "frozen": FrozenDict({"a": array()}),
+        "registry": Registry(a=array(), b=(array(), [array()])),
+        "variable": nnx.Param(array()),
+        "state": nnx.State({"a": nnx.Param(array()), "b": {"c": nnx.Param(array())}}),
+        "model": nnx.Dict(a=nnx.Param(array())),
+        "none": None,
+        "empty": {},
+    }
+
+
+MUTABLE = ("dict", "ordered", "factory", "list", "registry", "variable", "state", "model", "empty")
+
+
+def mutables_of(tree: Any) -> list[Any]:
+    """Every mutable container of `make`, also those in immutable ones."""
+    return [
+        tree,
+        *(tree[name] for name in MUTABLE),
+        tree["dict"]["deep"],
+        tree["list"][2],
+        tree["tuple"][1],
+        tree["tuple"][2],
+        tree["pair"].second.first,
+        tree["point"].y,
+        tree["registry"]["b"][1],
+        tree["state"]["b"]["c"],
+        tree["model"]["a"],
+    ]
+
+
+def numbers_of(tree: Any) -> set[float]:
+    return {float(x) for leaf in jax.tree.leaves(tree) for x in np.ravel(np.asarray(leaf))}
+
+
+def test_every_leaf_arrives_in_the_objects_that_the_caller_holds(tmp_path: Path):
+    ostraka.save(tmp_path / "c", make(7.0))
+    tree = make(1.0)
+    before, keys = mutables_of(tree), list(tree["ordered"])
+    assert ostraka.restore(tmp_path / "c", into=tree) is tree
+    assert all(old is new for old, new in zip(before, mutables_of(tree), strict=True))
+    assert numbers_of(tree) == {7.0}
+    assert jax.tree.structure(tree) == jax.tree.structure(make(7.0))
+    assert list(tree["ordered"]) == keys
+    assert tree["factory"].default_factory is list
+    assert (type(tree["number"]), type(tree["scalar"])) == (float, np.float32)
+    assert isinstance(tree["host"], np.ndarray)
+    assert type(tree["pair"]) is Pair
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        lambda: [jnp.zeros(2), (jnp.zeros(2),)],
+        lambda: OrderedDict(a=jnp.zeros(2)),
+        lambda: defaultdict(int, {"a": 0}),
+        lambda: Registry(a=jnp.zeros(2)),
+        lambda: ({"a": jnp.zeros(2)}, None, nnx.Param(jnp.zeros(2))),
+        lambda: Pair([jnp.zeros(2)], {"a": 0}),
+    ],
+    ids=["list", "ordered", "defaultdict", "mapping", "tuple of mutable", "pair of mutable"],
+)
+def test_roots_that_take_values(tmp_path: Path, root: Any):
+    tree = root()
+    ostraka.save(tmp_path / "c", jax.tree.map(lambda x: x + 7, tree))
+    assert ostraka.restore(tmp_path / "c", into=tree) is tree
+    assert numbers_of(tree) == {7}
+
+
+def train_state() -> TrainState:
+    params = {"w": jnp.ones(2)}
+    return TrainState.create(apply_fn=jnp.sin, params=params, tx=optax.adam(0.1))
+
+
+@pytest.mark.parametrize(
+    ("root", "where"),
+    [
+        (lambda: jnp.ones(2), "the tree itself"),
+        (lambda: np.ones(2), "the tree itself"),
+        (lambda: 3, "the tree itself"),
+        (lambda: (jnp.ones(2), jnp.ones(2)), "leaf '0' and 1 more"),
+        (lambda: ({"a": jnp.ones(2)}, jnp.ones(2)), "leaf '1'"),
+        (lambda: Pair({"a": 1}, 2), "leaf 'second'"),
+        (lambda: Point([1], 2), "leaf 'y'"),
+        (lambda: FrozenDict({"a": jnp.ones(2)}), "leaf 'a'"),
+        (train_state, "leaf 'step' and 1 more"),
+        (lambda: optax.adam(0.1).init({"w": jnp.ones(2)}), "leaf '0/count'"),
+    ],
+)
+def test_leaves_without_a_mutable_container_are_refused(tmp_path: Path, root: Any, where: str):
+    # Nothing is read: there is no checkpoint.
+    said = rf"into= can't change {where} in place: .*write state = ostraka.restore\(path, like="
+    with pytest.raises(InvalidTree, match=said):
+        ostraka.restore(tmp_path / "absent", into=root())
+
+
+def test_a_refusal_changes_nothing_and_only_leaves_it_out(tmp_path: Path):
+    ostraka.save(tmp_path / "c", ({"a": jnp.ones(2)}, jnp.ones(2)))
+    tree: Any = ({"a": jnp.zeros(2)}, jnp.zeros(2))
+    with pytest.raises(InvalidTree, match="leaf '1'"):
+        ostraka.restore(tmp_path / "c", into=tree)
+    assert numbers_of(tree) == {0}
+    assert ostraka.restore(tmp_path / "c", into=tree, only="0/**") is tree
+    assert numbers_of(tree[0]) == {1}
+    assert numbers_of(tree[1]) == {0}
+
+
+def test_a_train_state_in_a_dict(tmp_path: Path):
+    state = train_state()
+    grads = {"w": jnp.ones(2)}
+    trained: Any = state.apply_gradients(grads=grads)
+    ostraka.save(tmp_path / "c", {"state": trained})
+    tree: dict[str, Any] = {"state": train_state()}
+    params = tree["state"].params
+    ostraka.restore(tmp_path / "c", into=tree)
+    assert tree["state"].params is params
+    assert tree["state"].step == 1
+    assert numbers_of(tree["state"].opt_state) == numbers_of(trained.opt_state)
+    assert np.array_equal(params["w"], trained.params["w"])
+
+
+# Identity and memory
+
+
+def test_one_dict_at_two_paths_stays_one(tmp_path: Path):
+    shared = {"w": jnp.ones(2), "n": 3}
+    ostraka.save(tmp_path / "c", {"a": shared, "b": [shared]})
+    mine: dict[str, Any] = {"w": jnp.zeros(2), "n": 0}
+    tree = {"a": mine, "b": [mine]}
+    ostraka.restore(tmp_path / "c", into=tree)
+    assert tree["a"] is tree["b"][0] is mine
+    assert (mine["w"].tolist(), mine["n"]) == ([1, 1], 3)
+
+
+@pytest.mark.parametrize(("kind", "key"), [(dict, "w"), (list, 0)])
+def test_one_container_that_was_two_is_refused(tmp_path: Path, kind: type, key: Any):
+    def holding(value: float) -> Any:
+        return [jnp.full(2, value)] if kind is list else {"w": jnp.full(2, value)}
+
+    ostraka.save(tmp_path / "c", {"a": holding(1), "b": holding(2)})
+    mine = holding(0)
+    said = f"'b/{key}': `into` has the same {kind.__name__} here as at 'a/{key}'"
+    with pytest.raises(Mismatch, match=said):
+        ostraka.restore(tmp_path / "c", into={"a": mine, "b": mine})
+    assert mine[key].tolist() == [0, 0]
+    ostraka.restore(tmp_path / "c", into={"a": mine, "b": mine}, only="b/**")
+    assert mine[key].tolist() == [2, 2]
+
+
+def test_arrays_are_tied_as_they_were(tmp_path: Path):
+    tied = jnp.ones(2)
+    ostraka.save(tmp_path / "c", {"in": tied, "out": [tied], "t": (tied,)})
+    mine = jnp.zeros(2)
+    tree: dict[str, Any] = {"in": mine, "out": [mine], "t": (mine,)}
+    ostraka.restore(tmp_path / "c", into=tree)
+    assert tree["in"] is tree["out"][0] is tree["t"][0]
+    assert tree["in"].tolist() == [1, 1]
+
+
+def test_old_arrays_are_freed(tmp_path: Path):
+    ostraka.save(tmp_path / "c", make(1.0))
+    tree = make(0.0)
+    old = [weakref.ref(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    assert len(old) > 15
+    ostraka.restore(tmp_path / "c", into=tree)
+    assert not [leaf for leaf in old if leaf() is not None]
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import jax.numpy as jnp
+import ostraka
+
+path, how, layers, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+def memory(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def make(value, layers, size):
+    arrays = [jnp.full((size,), value + n, jnp.float32) for n in range(layers)]
+    half = layers // 2
+    return {"params": dict(zip(map(str, range(half)), arrays)), "moments": ({"m": arrays[half:]},)}
+
+state = make(0.0, layers, size)
+ostraka.save(path, state)
+small = make(0.0, 2, 4)
+ostraka.save(path + "-small", small)  # what a first call loads is not what is measured
+ostraka.restore(path + "-small", into=small)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = memory("VmRSS")
+other = ostraka.restore(path, **{how: state})
+print(memory("VmHWM") - before)
+"""
+
+
+def test_dicts_and_lists_in_place_never_hold_two_models(tmp_path: Path):
+    layers, size = 32, 1 << 20  # 128 MiB in all
+    state_bytes = layers * size * 4
+
+    def run(how: str) -> int:
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), how, str(layers), str(size)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert run("into") < 0.6 * state_bytes
+    assert run("like") > 0.9 * state_bytes
+
+
+# With other options
+
+
+def test_keys_that_only_the_checkpoint_has(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": {"x": jnp.ones(2), "y": jnp.ones(2)}, "b": 1})
+    tree: dict[str, Any] = {"a": {"x": jnp.zeros(2)}}
+    with pytest.raises(Mismatch, match="'a/y' is in the checkpoint but not in `into`"):
+        ostraka.restore(tmp_path / "c", into=tree)
+    assert numbers_of(tree) == {0}
+    with pytest.warns(PartialRestore, match="left out 1 leaf of the checkpoint"):
+        ostraka.restore(tmp_path / "c", into=tree, strict=False)
+    assert [*tree, *tree["a"]] == ["a", "x"]
+    assert numbers_of(tree) == {1}
+
+
+def test_leaves_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"a": (jnp.ones(2),), "n": 1})
+    tree: dict[str, Any] = {"a": (jnp.zeros(2), jnp.zeros(2)), "n": 0, "more": [0]}
+    with pytest.warns(PartialRestore, match="kept 2 leaves .* does not have"):
+        ostraka.restore(tmp_path / "c", into=tree, strict=False)
+    assert [x.tolist() for x in tree["a"]] == [[1, 1], [0, 0]]
+    assert (tree["n"], tree["more"]) == (1, [0])
+
+
+def test_parts_and_renamed_paths(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"old": {"w": jnp.ones(2)}, "t": (1, 2), "n": 5})
+    tree: dict[str, Any] = {"new": {"w": jnp.zeros(2)}, "t": (0, 0), "n": 0}
+    inner, untouched = tree["new"], tree["t"]
+    ostraka.restore(tmp_path / "c", into=tree, rename={"old": "new"}, only="!t/**")
+    assert tree["new"] is inner
+    assert inner["w"].tolist() == [1, 1]
+    assert tree["n"] == 5
+    assert tree["t"] is untouched
+
+
+def test_abstract_leaves_become_arrays(tmp_path: Path):
+    ostraka.save(tmp_path / "c", {"w": jnp.ones((8, 2)), "t": (jnp.ones(2),)})
+    tree: dict[str, Any] = jax.eval_shape(lambda: {"w": jnp.ones((8, 2)), "t": (jnp.ones(2),)})
+    ostraka.restore(tmp_path / "c", into=tree, mesh={"x": 8}, specs=jax.P())
+    assert numbers_of(tree) == {1}
+    assert tree["w"].sharding.mesh.axis_names == ("x",)
+
+
+def test_a_failure_says_that_the_tree_may_be_mixed_and_plain_values_come_last(tmp_path: Path):
+    saved = {"step": 9, "a": jnp.ones(1 << 16), "b": jnp.ones(1 << 16)}
+    ostraka.save(tmp_path / "c", saved, max_file_bytes=1 << 18)
+    last = sorted((tmp_path / "c").glob("shards-*/*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-100])
+    tree = {"step": 0, "a": jnp.zeros(1 << 16), "b": jnp.zeros(1 << 16)}
+    with pytest.raises(Damaged, match="is damaged") as raised:
+        ostraka.restore(tmp_path / "c", into=tree)
+    assert any("may have been changed in part" in note for note in raised.value.__notes__)
+    assert tree["step"] == 0  # a program that catches the error does not take it for restored
+
+
+def test_a_manager_updates_a_dict(tmp_path: Path):
+    with ostraka.Manager(tmp_path) as manager:
+        manager.save(4, {"w": jnp.ones(2), "step": 4})
+        tree: dict[str, Any] = {"w": jnp.zeros(2), "step": 0}
+        assert manager.restore(into=tree) is tree
+        assert (tree["w"].tolist(), tree["step"]) == ([1, 1], 4)
+        with pytest.raises(InvalidTree, match="into= can't change leaf '0'"):
+            manager.restore(into=(jnp.zeros(2),))
