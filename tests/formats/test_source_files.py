@@ -360,7 +360,10 @@ def test_processes_that_work_on_different_paths(tmp_path: Path):
             "on processes 1, 3 than on process 0; give all hosts the same files",
         ],
         "same models": ["[1.0]"],
-        "other models": [same, f"process 0: {tmp_path}/model1; process 1: {tmp_path}/model3"],
+        "other models": [
+            same,
+            f"(processes 0, 2, 3: {tmp_path}/model1; process 1: {tmp_path}/model3)",
+        ],
         "checkpoints": [f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a"],
         "axes": [f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a"],
         "repair": [f"it repairs {tmp_path}/d while process 0 repairs {tmp_path}/c", same],

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -123,18 +120,6 @@ def test_normal_weights(dtype: Any, most: float, scale: float):
     assert ratio_of(weights.astype(dtype)) <= most
 
 
-def test_moments_of_adam_from_bfloat16_gradients():
-    """After the first step; later ones fill the mantissa, and what is left is that of weights."""
-    weights = jnp.zeros(BLOCK // 4, jnp.bfloat16)
-    optimizer = optax.adam(1e-3, mu_dtype=jnp.float32)
-    state: Any = optimizer.init(weights)
-    gradients = jax.random.normal(jax.random.key(0), weights.shape, jnp.bfloat16)
-    _, state = optimizer.update(gradients, state, weights)
-    moments = state[0].mu
-    assert moments.dtype == jnp.float32
-    assert ratio_of(moments) <= 0.40
-
-
 def test_what_is_all_alike_takes_nothing():
     assert ratio_of(np.zeros(BLOCK // 4, np.float32)) < 0.001
     assert ratio_of(np.full(BLOCK // 4, 1e-8, np.float32)) < 0.001
@@ -142,9 +127,9 @@ def test_what_is_all_alike_takes_nothing():
 
 
 def test_a_level_is_that_of_zstd():
-    sentence = np.frombuffer(b"the quick brown fox jumps over the lazy dog " * 99_999, np.uint8)
-    words = np.random.default_rng(0).choice(sentence[:44].tobytes().split(), BLOCK // 5)
-    text = np.frombuffer(b" ".join(words), np.uint8)[:BLOCK]
+    words = b"the quick brown fox jumps over the lazy dog".split()
+    chosen = np.random.default_rng(0).choice(words, BLOCK // 80)
+    text = np.frombuffer(b" ".join(chosen), np.uint8)
     assert ratio_of(text, Zstd(19)) < ratio_of(text, Zstd(1)) < ratio_of(text)
 
 

@@ -479,7 +479,10 @@ def tree_with(*items):
 
 
 NEWER = {
-    "version": (lambda body: {"version": 3}, ".*version 3 and this Ostraka reads versions up to 2; i"),
+    "version": (
+        lambda body: {"version": 3},
+        ".*version 3 and this Ostraka reads versions up to 2; i",
+    ),
     "dtype": (lambda body: body["leaves"][0].update(dtype="float3_e1m1"), ".*float3_e1m1"),
     "container": (lambda body: {"tree": {"ring": 1, "items": [body["tree"]]}}, ".*ring"),
     "value": (tree_with({"decimal": "1.5"}), ".*decimal.*install a newer"),
