@@ -25,8 +25,7 @@ def check(name: str, count: int, seed: int, kept: Path) -> None:
     for kind, (text, number, hostile) in tally.failures.items():
         # A seed alone may not do it again: what is changed has ids and digests of its own.
         kept.write_text(repr(hostile))
-        command = f"python tests/support/fuzz.py {name} --count 1 --seed {number}"
-        pytest.fail(f"{command}: {kind}\n{text}\nthe input is in {kept}")
+        pytest.fail(f"seed {number}: {kind}\n{text}\nthe input is in {kept}")
     assert tally.inputs == count
 
 
