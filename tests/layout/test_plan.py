@@ -30,7 +30,7 @@ MiB = 1 << 20
 
 MESHES = (
     MeshSpec(("x", "y"), (4, 2), tuple(range(8))),
-    MeshSpec(("z",), (8,), (3, 1, 2, 0, 7, 6, 5, 4)),
+    MeshSpec(("z",), (8,), (3, 1, 2, 0, 7, 6, 5, 4), ("explicit",)),
     MeshSpec(("a", "b", "c"), (2, 2, 2), (7, 6, 5, 4, 3, 2, 1, 0)),
     MeshSpec(("w",), (2,), (2, 5)),
     MeshSpec((), (), (6,)),
@@ -40,11 +40,11 @@ PROCESSES = 4
 
 
 @st.composite
-def leaf_specs(draw, path):
-    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "int4", "uint2", "complex128"]))
+def leaf_specs(draw, path, *, max_extent=5):
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
     mesh = draw(st.integers(HOST_LOCAL, len(MESHES) - 1))
     rank = draw(st.integers(0, 4))
-    shape = [draw(st.integers(0, 5)) for _ in range(rank)]
+    shape = [draw(st.integers(0, max_extent)) for _ in range(rank)]
     if mesh == HOST_LOCAL:
         if draw(st.booleans()):
             return LeafSpec(path, "numpy", dtype, (PROCESSES, *shape), per_process=True)
@@ -60,9 +60,12 @@ def leaf_specs(draw, path):
 
 
 @st.composite
-def plans(draw, max_leaves=10):
-    count = draw(st.integers(1, max_leaves))
-    leaves = [draw(leaf_specs(f"leaf{n}")) for n in range(count)]
+def plans(draw, max_leaves=10, names=None):
+    if names is None:
+        paths = [f"leaf{n}" for n in range(draw(st.integers(1, max_leaves)))]
+    else:
+        paths = draw(st.lists(names, min_size=1, max_size=max_leaves, unique=True))
+    leaves = [draw(leaf_specs(path)) for path in paths]
     # Headers take a page: what a file may hold beyond that is a few elements, or many.
     cap = 4096 + draw(st.sampled_from([60, 500, 5000, _plan_write.MAX_FILE_BYTES]))
     return _plan_write.plan_write(leaves, MESHES, PROCESS_OF, max_file_bytes=cap), cap
