@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import TensorSpec, serialize_file
 from safetensors.numpy import save_file
 
 import ostraka
@@ -292,16 +291,6 @@ def test_every_dtype(tmp_path: Path):
         ostraka.restore(path, names=lambda name, shape: name, only=["new"])
     found = ostraka.restore(path, only=["!six", "!new"])
     assert found["bfloat16"].dtype == jnp.bfloat16
-
-
-def test_the_real_package_s_fp8(tmp_path: Path):
-    data = bytes(range(12))
-    array = np.frombuffer(data, np.uint8)
-    spec = TensorSpec(
-        dtype="float8_e4m3fn", shape=[3, 4], data_ptr=array.ctypes.data, data_len=array.nbytes
-    )
-    serialize_file({"w": spec}, str(tmp_path / "w.safetensors"))
-    assert np.asarray(ostraka.open(tmp_path / "w.safetensors")["w"]).tobytes() == data
 
 
 def test_files_without_an_index(tmp_path: Path):

@@ -206,9 +206,9 @@ def test_a_subset_of_devices_gives_the_same_entries():
 
 
 def test_the_leaves_between_two_offsets_are_named():
-    leaves = [LeafSpec(name, "jax", "uint8", (10,), 2) for name in "abc"]
+    leaves = [LeafSpec(name, "jax", "uint8", (10,), 4) for name in "abc"]
     plan = _plan_write.plan_write(leaves, MESHES, PROCESS_OF)
-    entries = _format.entries_by_file(plan.leaves, plan.layouts)[2, 0]
+    entries = _format.entries_by_file(plan.leaves, plan.layouts)[6, 0]
 
     def named(start: int, stop: int) -> list[str]:
         return list(map(str, boxes_between(plan.leaves, entries, start, stop)))
