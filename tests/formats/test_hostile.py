@@ -318,27 +318,24 @@ class Descriptor:
     __set__ = spied("__set__")
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Registered:
     x: Any
-    y: Any = dataclasses.field(default=1, metadata={"static": True})
+    y: Any = 1
     __post_init__ = spied("__post_init__")
     __setattr__ = spied("__setattr__")
 
 
-@dataclasses.dataclass
 class Dying(Registered):
     __del__ = spied("__del__")
 
 
-@dataclasses.dataclass
 class Described(Registered):
     pass
 
 
 Described.x = Descriptor()  # type: ignore[assignment]
-for kind in (Dying, Described):
+for kind in (Registered, Dying, Described):
     jax.tree_util.register_dataclass(kind, data_fields=["x"], meta_fields=["y"])
 
 

@@ -156,40 +156,26 @@ def block(groups: list[bytes], flags: list[int], lengths: list[int] | None = Non
 
 HALF = 1 << 16
 ZEROS = zstandard.ZstdCompressor().compress(bytes(HALF))
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(b"a")
 LIES = {
-    "no width": (
-        block([bytes(HALF)], [0]) * 0,
-        "begin with the byte 0",
-    ),
-    "a width of 255": (
-        np.full(1000, 255, np.uint8),
-        "begin with the byte 255",
-    ),
+    "no width": (np.zeros(9, np.uint8), "begin with the byte 0"),
+    "a width of 255": (np.full(1000, 255, np.uint8), "begin with the byte 255"),
     "a width that does not divide": (block([b"a"] * 3, [0] * 3), "elements of 3 bytes"),
     "no lengths": (np.array([16, 0, 0], np.uint8), "elements of 16 bytes"),
     "a group too short": (block([ZEROS, b"a"], [1, 0]), "has 1 bytes, not 65,536"),
     "a group too long": (block([ZEROS, bytes(HALF + 1)], [1, 0]), "has 65,537 bytes"),
     "a length past the end": (
-        block([ZEROS, ZEROS], [1, 1], [len(ZEROS), 2**31 - 1]),
-        "its groups 2,147,4",
+        block([ZEROS] * 2, [1, 1], [len(ZEROS), 2**31 - 1]),
+        "groups 2,147,4",
     ),
-    "bytes after the last": (
-        block([ZEROS, ZEROS + b"a"], [1, 1], [len(ZEROS)] * 2),
-        "and its groups",
-    ),
+    "bytes after the last": (block([ZEROS, ZEROS + b"a"], [1, 1], [len(ZEROS)] * 2), "its groups"),
     "bytes after a frame": (block([ZEROS, ZEROS + b"a"], [1, 1]), "zstd can't read it"),
     "no frame": (block([ZEROS, b"a" * 30], [1, 1]), "zstd can't read it"),
     "an empty frame": (block([ZEROS, b""], [1, 1]), "zstd can't read it|another length"),
     "a frame of a terabyte": (block([ZEROS, frame(bytes(HALF), 1 << 40)], [1, 1]), "another len"),
-    "a frame that holds more": (
-        block([ZEROS, frame(bytes(1 << 24), HALF)], [1, 1]),
-        "zstd can't read it",
-    ),
-    "a frame that holds less": (block([ZEROS, frame(b"abc", HALF)], [1, 1]), "zstd can't read it"),
-    "a frame that does not say": (
-        block([ZEROS, zstandard.ZstdCompressor(write_content_size=False).compress(b"a")], [1, 1]),
-        "another length",
-    ),
+    "a frame with more": (block([ZEROS, frame(bytes(1 << 24), HALF)], [1, 1]), "zstd can't read"),
+    "a frame with less": (block([ZEROS, frame(b"abc", HALF)], [1, 1]), "zstd can't read it"),
+    "a frame that does not say": (block([ZEROS, UNSIZED], [1, 1]), "another length"),
 }
 
 
