@@ -195,12 +195,15 @@ def interrupt_at(hundredths: float) -> Callable[[int, int], None]:
     return tell
 
 
-def converted(path: Path | str, to: str) -> set[float]:
-    """Which models a result is of."""
+def converted(path: Path | str, to: str) -> dict[str, set[float]]:
+    """Which model each tensor of a result is of."""
     if to == "npz":
         with np.load(path) as found:
-            return values_of(found.values())
-    return values_of(array[...] for array in ostraka.open(path).values())
+            return {name: values_of([found[name]]) for name in found}
+    return {name: values_of([array[...]]) for name, array in ostraka.open(path).items()}
+
+
+NEW = {f"k{number}": {2.0} for number in range(1, 5)}
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -217,7 +220,7 @@ def test_a_conversion_that_goes_on_with_another_source(
     write_model(tmp_path / "a", 2.0)
     with caplog.at_level(logging.WARNING, "ostraka"):
         report = ostraka.convert(tmp_path / "a", target, to=to)
-    assert converted(target, to) == {2.0}
+    assert converted(target, to) == NEW
     assert report.bytes_kept == 0
     told = [record.message for record in caplog.records if "starts over" in record.message]
     assert len(told) == 1
@@ -234,7 +237,7 @@ def test_a_conversion_in_a_bucket_that_goes_on_with_another_source(
         ostraka.convert(tmp_path / "a", bucket, to="hf", on_bytes=interrupt_at(40))
     write_model(tmp_path / "a", 2.0)
     assert ostraka.convert(tmp_path / "a", bucket, to="hf").bytes_kept == 0
-    assert converted(bucket, "hf") == {2.0}
+    assert converted(bucket, "hf") == NEW
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -542,7 +545,7 @@ def test_conversions_that_go_on_with_a_source_that_was_replaced(
                 ostraka.convert(source, target, to=to)
             except PathInTheWay:
                 is_over = True  # It was killed after its commit.
-            found = converted_by_name(target, to)
+            found = converted(target, to)
             is_old = is_over and set(map(tuple, found.values())) == {(1.0,)}
             counts["right" if is_old or (found == now and not is_over) else "mixed"] += 1
             subprocess.run(["rm", "-r", str(target)], check=True)
@@ -550,10 +553,3 @@ def test_conversions_that_go_on_with_a_source_that_was_replaced(
     print(to, dict(counts))
     assert not counts["mixed"]
     figures.add("conversions that went on with a replaced source", counts["right"])
-
-
-def converted_by_name(path: Path, to: str) -> dict[str, set[float]]:
-    if to == "npz":
-        with np.load(path) as found:
-            return {name: values_of([found[name]]) for name in found}
-    return {name: values_of([array[...]]) for name, array in ostraka.open(path).items()}

@@ -146,8 +146,10 @@ MESH = MeshSpec(("a", "b"), (4, 2), tuple(range(8)))
         (
             (3, 12),
             ((), ("a", "b")),
-            ", dimension 1: 12 elements do not divide into 8 parts along a × b of the mesh "
-            "(a=4, b=2)",
+            (
+                ", dimension 1: 12 elements do not divide into 8 parts along a × b of the mesh "
+                "(a=4, b=2)"
+            ),
         ),
     ],
 )
