@@ -158,6 +158,12 @@ def test_a_problem_is_a_sentence_with_leaf_dimension_axis_and_sizes(shape, parti
     assert f"leaf 'm/w'{sentence}" in found
 
 
+@pytest.mark.parametrize(("size", "nearest"), [(1, 4), (5, 4), (6, 8), (7, 8), (9, 8), (10, 12)])
+def test_the_nearest_size_that_divides(size, nearest):
+    (misfit,) = _spec.iter_misfits("w", (size,), MESH, (("a",),))
+    assert misfit.nearest_size == nearest
+
+
 def test_every_problem_is_told_and_the_first_is_raised():
     problems = list(_spec.iter_misfits("w", (3, 5), MESH, (("a",), ("b",), ("z",))))
     assert len(problems) == 4
