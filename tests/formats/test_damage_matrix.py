@@ -140,6 +140,9 @@ class Subject:
         assert read_leaves(self.path, [*self.values]) == self.values
 
 
+Subjects = Callable[[str], Subject]
+
+
 def arrays_in(checkpoint: ostraka.Checkpoint) -> list[str]:
     return [leaf for leaf, value in checkpoint.items() if isinstance(value, ostraka.LazyArray)]
 
@@ -149,7 +152,7 @@ def read(checkpoint: ostraka.Checkpoint, leaf: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     made: dict[str, Subject] = {}
 
     def make(kind: str) -> Subject:
@@ -257,7 +260,7 @@ def flipped(file: Path, position: int, mask: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flipped_bytes(subjects: Callable[[str], Subject], kind: str):
+def test_flipped_bytes(subjects: Subjects, kind: str):
     subject = subjects(kind)
     for number, place in enumerate(random_places(subject, KINDS[kind][0], seed=21)):
         find_flip(subject, *place, read_back=number % 2 == 0)
@@ -269,7 +272,7 @@ def test_flipped_bytes(subjects: Callable[[str], Subject], kind: str):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_very_many_flipped_bytes(subjects: Callable[[str], Subject], kind: str, figures: Figures):
+def test_very_many_flipped_bytes(subjects: Subjects, kind: str, figures: Figures):
     subject = subjects(kind)
     for place in random_places(subject, KINDS[kind][0] * SOAK_TIMES, seed=22):
         find_flip(subject, *place, read_back=True)
@@ -278,7 +281,7 @@ def test_very_many_flipped_bytes(subjects: Callable[[str], Subject], kind: str, 
 
 
 @pytest.mark.soak
-def test_every_byte_of_a_checkpoint(subjects: Callable[[str], Subject], figures: Figures):
+def test_every_byte_of_a_checkpoint(subjects: Subjects, figures: Figures):
     """Of headers, which are mostly padding, every eighth."""
     subject = subjects("plain")
     for file, size in subject.map.sizes.items():
@@ -289,7 +292,7 @@ def test_every_byte_of_a_checkpoint(subjects: Callable[[str], Subject], figures:
     subject.assert_whole()
 
 
-def test_every_bit_of_the_ends_of_metadata(subjects: Callable[[str], Subject]):
+def test_every_bit_of_the_ends_of_metadata(subjects: Subjects):
     """`_METADATA` is told from foreign files by its first bytes, and its digest is in the last."""
     subject = subjects("plain")
     size = subject.map.sizes["_METADATA"]
@@ -301,7 +304,7 @@ def test_every_bit_of_the_ends_of_metadata(subjects: Callable[[str], Subject]):
     subject.assert_whole()
 
 
-def test_what_is_read_in_part_is_right_or_not_returned(subjects: Callable[[str], Subject]):
+def test_what_is_read_in_part_is_right_or_not_returned(subjects: Subjects):
     """A damaged file may still give some rows, never with a wrong value."""
     subject = subjects("processes")
     kernel = np.asarray(ostraka.open(subject.path)["kernel"])
@@ -400,7 +403,7 @@ SMALL = tuple(kind for kind in KINDS if kind not in ("large", "nnx", "parity"))
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_changed_files(subjects: Callable[[str], Subject], kind: str):
+def test_changed_files(subjects: Subjects, kind: str):
     subject = subjects(kind)
     for file, (name, change) in product(subject.map.files, CHANGES.items()):
         with changed(subject.path / file, change):
@@ -422,25 +425,24 @@ def test_changed_files(subjects: Callable[[str], Subject], kind: str):
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_exchanged_files(subjects: Callable[[str], Subject], kind: str):
+def test_exchanged_files(subjects: Subjects, kind: str):
     """Two shards, or two indexes, each under the name of the other."""
     subject = subjects(kind)
     pairs = [*pairwise(subject.map.shards), *pairwise(subject.map.indexes)]
     assert pairs
     for one, other in pairs:
-        first, second = (subject.path / one).read_bytes(), (subject.path / other).read_bytes()
-        (subject.path / one).write_bytes(second)
-        (subject.path / other).write_bytes(first)
-        try:
+        first, second = (subject.path / name for name in (one, other))
+        data = first.read_bytes()
+        with (
+            changed(first, lambda file, second=second: shutil.copyfile(second, file)),
+            changed(second, lambda file, data=data: file.write_bytes(data)),
+        ):
             find_damage(subject, {one, other})
-        finally:
-            (subject.path / one).write_bytes(first)
-            (subject.path / other).write_bytes(second)
     subject.assert_whole()
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_stale_files(subjects: Callable[[str], Subject], kind: str):
+def test_stale_files(subjects: Subjects, kind: str):
     """The file of the same name from a save of the same tree with other values."""
     subject = subjects(kind)
     (old,) = subject.other.glob("shards-*")
@@ -461,7 +463,7 @@ def test_stale_files(subjects: Callable[[str], Subject], kind: str):
     subject.assert_whole()
 
 
-def test_a_directory_of_shards_of_another_save(subjects: Callable[[str], Subject], tmp_path: Path):
+def test_a_directory_of_shards_of_another_save(subjects: Subjects, tmp_path: Path):
     subject = subjects("plain")
     shutil.copytree(subject.path, tmp_path / "c")
     (mine,), (old,) = (tmp_path / "c").glob("shards-*"), subject.other.glob("shards-*")
@@ -472,9 +474,7 @@ def test_a_directory_of_shards_of_another_save(subjects: Callable[[str], Subject
             work(tmp_path / "c")
 
 
-def test_a_directory_instead_of_a_shard_and_a_file_of_others(
-    subjects: Callable[[str], Subject], tmp_path: Path
-):
+def test_a_directory_instead_of_a_shard_and_a_file_of_others(subjects: Subjects, tmp_path: Path):
     path = tmp_path / "c"
     shutil.copytree(subjects("plain").path, path)
     (path / "notes.txt").write_text("do not delete")
@@ -506,7 +506,7 @@ def test_in_a_bucket(bucket: str):
     assert ostraka.verify(path).ok
 
 
-def test_several_faults_at_once(subjects: Callable[[str], Subject]):
+def test_several_faults_at_once(subjects: Subjects):
     """An index that is lost hides none of the other damage that can be told without it."""
     subject = subjects("processes")
     index = subject.map.indexes[2]
@@ -534,7 +534,7 @@ def test_several_faults_at_once(subjects: Callable[[str], Subject]):
 # What is told
 
 
-def test_what_is_told_of_one_lost_file(subjects: Callable[[str], Subject]):
+def test_what_is_told_of_one_lost_file(subjects: Subjects):
     subject = subjects("processes")
     file = subject.map.shards[3]
     with changed(subject.path / file, Path.unlink):
@@ -561,7 +561,7 @@ def place_of(subject: Subject, leaf: str) -> tuple[str, StoredBox]:
     return file, box
 
 
-def test_rows_of_each_block_are_named(subjects: Callable[[str], Subject]):
+def test_rows_of_each_block_are_named(subjects: Subjects):
     subject = subjects("large")
     file, box = place_of(subject, "rows")
     with (
@@ -580,7 +580,7 @@ def test_rows_of_each_block_are_named(subjects: Callable[[str], Subject]):
 
 
 def test_what_the_disk_can_not_give_any_more_is_damage(
-    subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+    subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ):
     subject = subjects("large")
     file, box = place_of(subject, "rows")
@@ -594,9 +594,7 @@ def test_what_the_disk_can_not_give_any_more_is_damage(
 
 
 @pytest.mark.parametrize("lost", ["_METADATA", "process_00000.json"])
-def test_small_files_that_the_disk_can_not_give_any_more(
-    subjects: Callable[[str], Subject], lost: str
-):
+def test_small_files_that_the_disk_can_not_give_any_more(subjects: Subjects, lost: str):
     def refuse(verb: str, name: str) -> None:
         if verb == "get" and name.endswith(lost):
             raise store_error("read", name, OSError(errno.EIO, os.strerror(errno.EIO)))
@@ -606,7 +604,7 @@ def test_small_files_that_the_disk_can_not_give_any_more(
             work(FaultyStore(subjects("plain").path, before=refuse))
 
 
-def test_lost_files_of_a_checkpoint_with_parity(subjects: Callable[[str], Subject]):
+def test_lost_files_of_a_checkpoint_with_parity(subjects: Subjects):
     """All are told, whatever a read would bring back."""
     subject = subjects("parity")
     files = [file for file in subject.map.files if file != "_METADATA"]
