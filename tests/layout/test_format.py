@@ -4,6 +4,7 @@ import json
 import math
 import uuid
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -71,7 +72,9 @@ def test_sixteen_thousand_devices_in_mesh_order_are_a_few_runs():
         ([[0, 0, 1 << 26], [0, 0, 1]], "longer than any checkpoint needs"),
         # Few digits of such a run, and a digest of 16 for each, would be ints of 200 bytes each.
         ([[10**400, 10**400, 1000]], "too large"),
-        ([[0, 0, -5], [0, 0, 5]], "number"),
+        ([[1 << 63, 0, 1]], "too large"),
+        ([[0, 0, -5], [0, 0, 5]], "something else in it"),
+        ([[7, 0, 0]], "something else in it"),
     ],
 )
 def test_runs_that_no_checkpoint_needs_are_refused_before_they_are_built(runs, sentence):
@@ -139,14 +142,20 @@ def test_blocks_of_a_large_box_hold_whole_rows_where_rows_fit(shape, itemsize):
         assert all(length % row == 0 for length in lengths)
 
 
-def test_small_boxes_share_a_block_and_large_ones_do_not():
-    sizes = [1 << 20, 100, 200, 1 << 22, 300]
-    offset = 0
-    entries = []
-    for number, size in enumerate(sizes):
-        entries.append(Entry(number, ((0, size),), offset, size))
-        offset += size
-    assert _format.block_lengths(4096, entries) == [4096, 1 << 20, 300, 1 << 22, 300]
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [
+        ([1 << 20, 100, 200, 1 << 22, 300], [1 << 20, 300, 1 << 22, 300]),
+        ([1 << 19] * 9, [1 << 22, 1 << 19]),
+    ],
+)
+def test_small_boxes_share_a_block_and_large_ones_do_not(sizes, blocks):
+    ends = accumulate(sizes)
+    entries = [
+        Entry(number, ((0, size),), end - size, size)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    assert _format.block_lengths(4096, entries) == [4096, *blocks]
 
 
 # Names
