@@ -34,6 +34,7 @@ from orbax_cases import (
 )
 from ostraka.cli import main
 from ostraka.errors import CheckpointNotFound, PathInTheWay, UnsupportedFormat
+from ostraka.reading.locate import open_at
 from ostraka.storage import MemoryStore, open_store
 
 
@@ -110,6 +111,15 @@ def test_any_slice_of_any_leaf(form: Form, written: dict[Form, Path], tree: Any)
     assert str(lazy.mesh) == "x=4, y=2"
     assert checkpoint["values/text"] == "größe"
     assert checkpoint["local/keys"].prng == "rbg"
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[3]], ids=str)
+def test_the_files_of_boxes_are_there(form: Form, written: dict[Form, Path]):
+    source = open_at(written[form])
+    number = [leaf.path for leaf in source.saved.leaves].index("arrays/cut")
+    boxes = source.boxes_of(number)
+    assert len(boxes) == 8
+    assert all((Path(source.location) / box.file).is_file() for box in boxes)
 
 
 def test_a_model_and_its_optimizer(tmp_path: Path):
