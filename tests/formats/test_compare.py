@@ -149,10 +149,9 @@ def test_the_header_of_a_file_that_only_an_index_names(tmp_path: Path):
     with index.with_name("other").open("r+b") as file:
         file.write(b"?")
     index.with_name("metadata.json").unlink()  # a copy of what was
-    metadata = tmp_path / "_METADATA"
-    described = json.loads(metadata.read_text())
+    described = json.loads((tmp_path / "_METADATA").read_text())
     del described["digest"]
     described["indexes"] = [[0, len(data), digest(data)]]
-    metadata.write_bytes(seal(dumps(described).encode()))
+    (tmp_path / "_METADATA").write_bytes(seal(dumps(described).encode()))
     (problem,) = ostraka.verify(tmp_path, raises=False).problems
     assert problem.found == "its header is not as it was written"

@@ -3,6 +3,8 @@
 What is said is compared with a map of the bytes that the safetensors package makes.
 """
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -21,25 +23,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from damage_map import DamageMap
+from damage_map import DamageMap, StoredBox
 from figures import Figures
+from mounts import lose_sectors
 from nnx_models import Block
-from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem
-from ostraka.testing import run_processes
-from places import flip
+from ostraka.errors import CheckpointNotFound, Damaged, DegradedRead, Problem, store_error
+from ostraka.testing import FaultyStore, run_processes
+from places import BucketPath, flip
 
-FLIPS = {
-    "plain": 450,
-    "compressed": 300,
-    "processes": 350,
-    "packed": 600,
-    "many": 150,
-    "nnx": 100,
-    "large": 50,
-    "parity": 150,
-}
-"""Of each kind, so many that they take about as long."""
-KINDS = tuple(FLIPS)
 SOAK_TIMES = 50
 
 
@@ -99,22 +90,23 @@ def make_large(seed: int) -> Any:
     }
 
 
-MAKERS: dict[str, Callable[[int], Any]] = {
-    "plain": make_plain,
-    "compressed": make_compressed,
-    "processes": make_plain,
-    "packed": make_packed,
-    "many": make_many,
-    "nnx": make_nnx,
-    "large": make_large,
-    "parity": make_plain,
+KINDS: dict[str, tuple[int, Callable[[int], Any]]] = {
+    "plain": (450, make_plain),
+    "compressed": (300, make_compressed),
+    "processes": (350, make_plain),
+    "packed": (600, make_packed),
+    "many": (150, make_many),
+    "nnx": (100, make_nnx),
+    "large": (50, make_large),
+    "parity": (150, make_plain),
 }
+"""How many bytes are flipped, so that each kind takes about as long, and the tree."""
 
 
 def save(path: str, kind: str, seed: int) -> None:
     compress = "zstd" if kind == "compressed" else None
     parity = 1 if kind == "parity" else 0
-    ostraka.save(path, MAKERS[kind](seed), compress=compress, parity=parity)
+    ostraka.save(path, KINDS[kind][1](seed), compress=compress, parity=parity)
 
 
 def save_kind(path: Path, kind: str, seed: int = 1) -> None:
@@ -140,8 +132,15 @@ class Subject:
     def assert_whole(self) -> None:
         report = ostraka.verify(self.path)
         assert (report.ok, report.notes, report.unchecked) == (True, (), ())
-        checkpoint = ostraka.open(self.path)
-        assert {leaf: read(checkpoint, leaf) for leaf in self.values} == self.values
+        assert report.problems == ()
+        assert "intact" in str(report)
+        shards = self.map.shards
+        assert report.files == len(shards) + ("parity" in self.kind)
+        assert report.bytes_read >= sum(self.map.sizes[file] for file in shards)
+        assert read_leaves(self.path, [*self.values]) == self.values
+
+
+Subjects = Callable[[str], Subject]
 
 
 def arrays_in(checkpoint: ostraka.Checkpoint) -> list[str]:
@@ -153,7 +152,7 @@ def read(checkpoint: ostraka.Checkpoint, leaf: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     made: dict[str, Subject] = {}
 
     def make(kind: str) -> Subject:
@@ -165,6 +164,15 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
 
 
 # Single bytes
+
+
+def edges(subject: Subject) -> Iterator[tuple[str, int, int]]:
+    """The first and the last byte of each file, header, box and padding."""
+    for file, size in subject.map.sizes.items():
+        ends = {0, 7, 8, size - 1}
+        for box in subject.map.boxes.get(file, []):
+            ends |= {box.start - 1, box.start, box.stop - 1}
+        yield from ((file, at, 1 << at % 8) for at in sorted(ends))
 
 
 def random_places(subject: Subject, count: int, seed: int) -> Iterator[tuple[str, int, int]]:
@@ -187,7 +195,7 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
     """A flipped byte is found by `verify` and by whatever reads the leaf, each naming it."""
     box = subject.map.box_at(file, position)
     with flipped(subject.path / file, position, mask):
-        problems = problems_of(subject)
+        problems = ostraka.verify(subject.path, raises=False).problems
         where = (subject.kind, file, position, mask, problems)
         (problem,) = problems
         assert problem.file == file, where
@@ -204,8 +212,7 @@ def find_flip(subject: Subject, file: str, position: int, mask: int, read_back: 
             if box is not None:
                 assert_read_degraded(subject, box.leaf)
         elif read_back:
-            error = damage_when_read(subject, box.leaf if box else None, file)
-            assert error.problems[0].file == file, where
+            assert damage_when_read(subject, box.leaf if box else None, file) == [file], where
 
 
 def assert_read_degraded(subject: Subject, leaf: str) -> None:
@@ -226,24 +233,21 @@ def assert_box_named(
         assert all(start <= at < stop for at, (start, stop) in inside), where
 
 
-def problems_of(subject: Subject) -> tuple[Problem, ...]:
-    return ostraka.verify(subject.path, raises=False).problems
-
-
-def damage_when_read(subject: Subject, leaf: str | None, file: str) -> Damaged:
-    """What is raised for a leaf, or without one for all that the file has."""
-    in_file = sorted(subject.map.leaves_in(file))
-    # An index is read with what its process wrote.
-    wanted = [leaf] if leaf else in_file[:1] or list(subject.values)
-    with pytest.raises(Damaged, match=str(subject.path)) as caught:
-        read_leaves(subject.path, wanted)
-    return caught.value
-
-
-def read_leaves(path: Path, leaves: list[str]) -> None:
+def read_leaves(path: Path, leaves: list[str]) -> dict[str, bytes]:
     checkpoint = ostraka.open(path)
-    for leaf in leaves:
-        read(checkpoint, leaf)
+    return {leaf: read(checkpoint, leaf) for leaf in leaves}
+
+
+def damage_when_read(subject: Subject, leaf: str | None, file: str) -> list[str]:
+    """The files that a read of a leaf calls damaged, or without one a read of all in the file."""
+    # An index is read with what its process wrote.
+    wanted = [leaf] if leaf else sorted(subject.map.leaves_in(file))[:1] or [*subject.values]
+    with pytest.raises(Damaged, match=file) as by_slice:
+        read_leaves(subject.path, wanted)
+    with pytest.raises(Damaged, match=file) as by_restore:
+        ostraka.restore(subject.path, only=wanted)
+    assert by_restore.value.problems == by_slice.value.problems
+    return [problem.file for problem in by_slice.value.problems]
 
 
 @contextmanager
@@ -256,21 +260,69 @@ def flipped(file: Path, position: int, mask: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flipped_bytes(subjects: Callable[[str], Subject], kind: str):
+def test_flipped_bytes(subjects: Subjects, kind: str):
     subject = subjects(kind)
-    for number, flip_ in enumerate(random_places(subject, FLIPS[kind], seed=21)):
-        find_flip(subject, *flip_, read_back=number % 2 == 0)
+    for number, place in enumerate(random_places(subject, KINDS[kind][0], seed=21)):
+        find_flip(subject, *place, read_back=number % 2 == 0)
+    if kind in ("plain", "processes", "packed"):
+        for place in edges(subject):
+            find_flip(subject, *place, read_back=True)
     subject.assert_whole()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_very_many_flipped_bytes(subjects: Callable[[str], Subject], kind: str, figures: Figures):
+def test_very_many_flipped_bytes(subjects: Subjects, kind: str, figures: Figures):
     subject = subjects(kind)
-    for flip_ in random_places(subject, FLIPS[kind] * SOAK_TIMES, seed=22):
-        find_flip(subject, *flip_, read_back=True)
+    for place in random_places(subject, KINDS[kind][0] * SOAK_TIMES, seed=22):
+        find_flip(subject, *place, read_back=True)
         figures.add("flips found by verify and by a read")
     subject.assert_whole()
+
+
+@pytest.mark.soak
+def test_every_byte_of_a_checkpoint(subjects: Subjects, figures: Figures):
+    """Of headers, which are mostly padding, every eighth."""
+    subject = subjects("plain")
+    for file, size in subject.map.sizes.items():
+        data = subject.map.boxes[file][0].start if subject.map.boxes.get(file) else 0
+        for at in [*range(0, data, 8), *range(data, size)]:
+            find_flip(subject, file, at, 1 << at % 8, read_back=True)
+            figures.add("flips found by verify and by a read")
+    subject.assert_whole()
+
+
+def test_every_bit_of_the_ends_of_metadata(subjects: Subjects):
+    """`_METADATA` is told from foreign files by its first bytes, and its digest is in the last."""
+    subject = subjects("plain")
+    size = subject.map.sizes["_METADATA"]
+    for at, bit in product([*range(24), *range(size - 48, size)], range(8)):
+        with flipped(subject.path / "_METADATA", at, 1 << bit):
+            for work in (ostraka.open, ostraka.verify):
+                with pytest.raises(Damaged, match="_METADATA"):
+                    work(subject.path)
+    subject.assert_whole()
+
+
+def test_what_is_read_in_part_is_right_or_not_returned(subjects: Subjects):
+    """A damaged file may still give some rows, never with a wrong value."""
+    subject = subjects("processes")
+    kernel = np.asarray(ostraka.open(subject.path)["kernel"])
+    found: set[tuple[bool, bool]] = set()
+    for file, at, mask in [*random_places(subject, 40, seed=23), *edges(subject)]:
+        if file == "_METADATA":
+            continue
+        with flipped(subject.path / file, at, mask):
+            checkpoint = ostraka.open(subject.path)
+            right: list[bool] = []
+            for row in range(8):
+                try:
+                    assert checkpoint["kernel"][row].tobytes() == kernel[row].tobytes()
+                    right.append(True)
+                except Damaged:
+                    right.append(False)
+            found.add((any(right), all(right)))
+    assert found == {(True, False)}, "damage to one file hurts the rows in it, and no others"
 
 
 # Whole files
@@ -278,37 +330,41 @@ def test_very_many_flipped_bytes(subjects: Callable[[str], Subject], kind: str, 
 
 @contextmanager
 def changed(file: Path, change: Callable[[Path], Any]) -> Generator[None]:
-    kept = file.with_name(f"{file.name}.kept")
-    shutil.copyfile(file, kept.parent.parent / kept.name)
-    kept = kept.parent.parent / kept.name
+    data = file.read_bytes()
     try:
         change(file)
         yield
     finally:
-        shutil.copyfile(kept, file)
-        kept.unlink()
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(data)
 
 
-def cut_to(share: float) -> Callable[[Path], Any]:
-    def cut(file: Path) -> None:
-        data = file.read_bytes()
-        file.write_bytes(data[: int(len(data) * share)])
+def cut_to(nbytes: int) -> Callable[[Path], Any]:
+    """Cut a file, at the latest before its last byte."""
+    return lambda file: os.truncate(file, min(nbytes, file.stat().st_size - 1))
 
-    return cut
+
+def zero_from(share: float) -> Callable[[Path], Any]:
+    def zero(file: Path) -> None:
+        size = file.stat().st_size
+        os.truncate(file, int(size * share))
+        os.truncate(file, size)
+
+    return zero
 
 
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "deleted": Path.unlink,
-    "emptied": lambda file: file.write_bytes(b""),
-    "cut by a byte": lambda file: file.write_bytes(file.read_bytes()[:-1]),
-    "cut in half": cut_to(0.5),
-    "cut to its start": lambda file: file.write_bytes(file.read_bytes()[:5]),
+    "emptied": cut_to(0),
+    "cut to its start": cut_to(7),
+    "cut to its header": cut_to(4096),
+    "cut by a byte": cut_to(1 << 60),
+    "cut in half": lambda file: os.truncate(file, file.stat().st_size // 2),
     "extended by a byte": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "extended": lambda file: file.write_bytes(file.read_bytes() + bytes(5000)),
-    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
-    "its end zeroed": lambda file: file.write_bytes(
-        (data := file.read_bytes())[: len(data) // 2] + bytes(len(data) - len(data) // 2)
-    ),
+    "zeroed": zero_from(0),
+    "its end zeroed": zero_from(0.5),
 }
 """What may become of a file. Half of an index or of `_METADATA` is never zeros."""
 
@@ -318,7 +374,7 @@ def find_damage(subject: Subject, damaged: set[str], *, hurt: set[str] | None = 
 
     `hurt` are leaves that must be named, and no others but those that lie in the same file.
     """
-    problems = problems_of(subject)
+    problems = ostraka.verify(subject.path, raises=False).problems
     assert {problem.file for problem in problems} == damaged, (damaged, problems)
     in_them = {leaf for file in damaged for leaf in subject.map.leaves_in(file)}
     named = {leaf for problem in problems for leaf in problem.leaves}
@@ -343,65 +399,114 @@ def find_damage(subject: Subject, damaged: set[str], *, hurt: set[str] | None = 
             assert read(checkpoint, leaf) == subject.values[leaf], leaf
 
 
-def find_lost_metadata(subject: Subject) -> None:
-    with pytest.raises((Damaged, CheckpointNotFound), match="_METADATA"):
-        ostraka.verify(subject.path)
-    with pytest.raises((Damaged, CheckpointNotFound), match="_METADATA"):
-        ostraka.open(subject.path)
-
-
 SMALL = tuple(kind for kind in KINDS if kind not in ("large", "nnx", "parity"))
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_changed_files(subjects: Callable[[str], Subject], kind: str):
+def test_changed_files(subjects: Subjects, kind: str):
     subject = subjects(kind)
     for file, (name, change) in product(subject.map.files, CHANGES.items()):
         with changed(subject.path / file, change):
             if file == "_METADATA":
-                find_lost_metadata(subject)
-            else:
-                is_lost = name in ("deleted", "emptied", "zeroed", "cut to its start")
-                hurt = subject.map.leaves_in(file) if is_lost else None
-                find_damage(subject, {file}, hurt=hurt)
+                lost = (CheckpointNotFound, "_METADATA is lost")
+                error, said = lost if name == "deleted" else (Damaged, "_METADATA")
+                for work in (ostraka.verify, ostraka.open, ostraka.restore):
+                    with pytest.raises(error, match=said):
+                        work(subject.path)
+                continue
+            is_lost = name in ("deleted", "emptied", "zeroed", "cut to its start")
+            find_damage(subject, {file}, hurt=subject.map.leaves_in(file) if is_lost else None)
+            problems = ostraka.verify(subject.path, raises=False).problems
+            if name == "deleted":
+                assert {problem.found for problem in problems} == {"it is missing"}
+            if name == "cut by a byte" and subject.map.boxes.get(file):
+                assert problems[0].leaves
     subject.assert_whole()
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_exchanged_files(subjects: Callable[[str], Subject], kind: str):
+def test_exchanged_files(subjects: Subjects, kind: str):
     """Two shards, or two indexes, each under the name of the other."""
     subject = subjects(kind)
     pairs = [*pairwise(subject.map.shards), *pairwise(subject.map.indexes)]
     assert pairs
     for one, other in pairs:
-        first, second = (subject.path / one).read_bytes(), (subject.path / other).read_bytes()
-        (subject.path / one).write_bytes(second)
-        (subject.path / other).write_bytes(first)
-        try:
+        first, second = (subject.path / name for name in (one, other))
+        data = first.read_bytes()
+        with (
+            changed(first, lambda file, second=second: shutil.copyfile(second, file)),
+            changed(second, lambda file, data=data: file.write_bytes(data)),
+        ):
             find_damage(subject, {one, other})
-        finally:
-            (subject.path / one).write_bytes(first)
-            (subject.path / other).write_bytes(second)
     subject.assert_whole()
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_stale_files(subjects: Callable[[str], Subject], kind: str):
+def test_stale_files(subjects: Subjects, kind: str):
     """The file of the same name from a save of the same tree with other values."""
     subject = subjects(kind)
     (old,) = subject.other.glob("shards-*")
     for file in subject.map.files:
-        if file == "_METADATA":
-            continue  # test_damage.py: it names shards that are not there
-        with changed(
-            subject.path / file,
-            lambda target: shutil.copyfile(old / target.name, target),
-        ):
-            find_damage(subject, {file})
+        if file != "_METADATA":
+            with changed(
+                subject.path / file,
+                lambda target: shutil.copyfile(old / target.name, target),
+            ):
+                find_damage(subject, {file})
+    with changed(
+        subject.path / "_METADATA", lambda target: shutil.copy(old.parent / target.name, target)
+    ):
+        for work in (ostraka.restore, ostraka.verify):
+            with pytest.raises(Damaged, match=old.name) as caught:
+                work(subject.path)
+            assert {problem.found for problem in caught.value.problems} == {"it is missing"}
     subject.assert_whole()
 
 
-def test_several_faults_at_once(subjects: Callable[[str], Subject]):
+def test_a_directory_of_shards_of_another_save(subjects: Subjects, tmp_path: Path):
+    subject = subjects("plain")
+    shutil.copytree(subject.path, tmp_path / "c")
+    (mine,), (old,) = (tmp_path / "c").glob("shards-*"), subject.other.glob("shards-*")
+    shutil.rmtree(mine)
+    shutil.copytree(old, mine)
+    for work in (ostraka.restore, ostraka.verify):
+        with pytest.raises(Damaged, match="process_00000.json"):
+            work(tmp_path / "c")
+
+
+def test_a_directory_instead_of_a_shard_and_a_file_of_others(subjects: Subjects, tmp_path: Path):
+    path = tmp_path / "c"
+    shutil.copytree(subjects("plain").path, path)
+    (path / "notes.txt").write_text("do not delete")
+    assert ostraka.verify(path).ok
+    shard = next(path.glob("shards-*/shard_*"))
+    shard.unlink()
+    shard.mkdir()
+    for work in (ostraka.restore, ostraka.verify):
+        with pytest.raises((Damaged, OSError), match=shard.name):
+            work(path)
+
+
+def test_in_a_bucket(bucket: str):
+    path = BucketPath(bucket) / "c"
+    save(str(path), "plain", 1)
+    shard, *_ = sorted(path.glob("shards-*/shard_*"))
+    (index,) = path.glob("shards-*/process_*")
+    for file in (shard, index):
+        data = file.read_bytes()
+        for change in (data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 1]), None):
+            file.unlink() if change is None else file.write_bytes(change)
+            for work in (ostraka.restore, ostraka.verify):
+                with pytest.raises(Damaged, match=f"{path}.*{file.name}") as caught:
+                    work(path)
+                assert {problem.file for problem in caught.value.problems} == {
+                    str(file.relative_to(path))
+                }
+        file.write_bytes(data)
+    assert ostraka.verify(path).ok
+
+
+def test_several_faults_at_once(subjects: Subjects):
     """An index that is lost hides none of the other damage that can be told without it."""
     subject = subjects("processes")
     index = subject.map.indexes[2]
@@ -419,13 +524,17 @@ def test_several_faults_at_once(subjects: Callable[[str], Subject]):
         assert set(report.damaged_leaves) >= subject.map.leaves_in(mine[0])
         assert "1 file can't be checked" in str(report)
         assert "2 of 4 shard files, process_00002.json, written by process" in str(report)
+        assert "3 problems" in str(report)
+        with pytest.raises(Damaged, match=other) as caught:
+            ostraka.verify(subject.path)
+        assert caught.value.problems == report.problems
     subject.assert_whole()
 
 
 # What is told
 
 
-def test_what_is_told_of_one_lost_file(subjects: Callable[[str], Subject]):
+def test_what_is_told_of_one_lost_file(subjects: Subjects):
     subject = subjects("processes")
     file = subject.map.shards[3]
     with changed(subject.path / file, Path.unlink):
@@ -441,27 +550,61 @@ def test_what_is_told_of_one_lost_file(subjects: Callable[[str], Subject]):
         assert "1 of 4 shard files, written by process 3" in str(report)
 
 
-def test_rows_of_a_block_are_named(subjects: Callable[[str], Subject]):
-    subject = subjects("large")
-    (place,) = [
+def place_of(subject: Subject, leaf: str) -> tuple[str, StoredBox]:
+    """The file and the box of a leaf that is whole in one."""
+    ((file, box),) = [
         (file, box)
-        for file in subject.map.shards
-        for box in subject.map.boxes[file]
-        if box.leaf == "rows"
+        for file, boxes in subject.map.boxes.items()
+        for box in boxes
+        if box.leaf == leaf
     ]
-    file, box = place
-    with flipped(subject.path / file, box.stop - 1, 1):
-        (problem,) = ostraka.verify(subject.path, raises=False).problems
-    (lost,) = problem.boxes
+    return file, box
+
+
+def test_rows_of_each_block_are_named(subjects: Subjects):
+    subject = subjects("large")
+    file, box = place_of(subject, "rows")
+    with (
+        flipped(subject.path / file, box.start, 2),
+        flipped(subject.path / file, box.stop - 1, 1),
+    ):
+        first, last = ostraka.verify(subject.path, raises=False).problems
+    assert first.boxes[0].box[0][0] == 0
+    (lost,) = last.boxes
     start, stop = lost.box[0]
     assert (stop, lost.box[1]) == (96, (0, 3 << 14))
     assert 0 < start < 96
-    assert problem.span is not None
-    assert problem.span[1] - problem.span[0] == (stop - start) * (3 << 14) * 4
+    assert last.span is not None
+    assert last.span[1] - last.span[0] == (stop - start) * (3 << 14) * 4
     assert str(lost) == f"'rows'[{start}:96, :]"
 
 
-def test_lost_files_of_a_checkpoint_with_parity(subjects: Callable[[str], Subject]):
+def test_what_the_disk_can_not_give_any_more_is_damage(
+    subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+):
+    subject = subjects("large")
+    file, box = place_of(subject, "rows")
+    lose_sectors([subject.path / file], monkeypatch, at=box.stop - 1)
+    said = "it can't be read: Input/output error"
+    (problem,) = ostraka.verify(subject.path, raises=False).problems
+    assert (problem.file, problem.leaves, problem.found) == (file, ("rows",), said)
+    with pytest.raises(Damaged, match=f"{file} .*'rows'.*\\): {said}"):
+        ostraka.restore(subject.path)
+    assert read(ostraka.open(subject.path), "wide") == subject.values["wide"]
+
+
+@pytest.mark.parametrize("lost", ["_METADATA", "process_00000.json"])
+def test_small_files_that_the_disk_can_not_give_any_more(subjects: Subjects, lost: str):
+    def refuse(verb: str, name: str) -> None:
+        if verb == "get" and name.endswith(lost):
+            raise store_error("read", name, OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    for work in (ostraka.verify, ostraka.restore):
+        with pytest.raises(Damaged, match=f"{lost}: it can't be read: Input/output error"):
+            work(FaultyStore(subjects("plain").path, before=refuse))
+
+
+def test_lost_files_of_a_checkpoint_with_parity(subjects: Subjects):
     """All are told, whatever a read would bring back."""
     subject = subjects("parity")
     files = [file for file in subject.map.files if file != "_METADATA"]

@@ -56,29 +56,20 @@ def test_targets_may_want_the_same_elements(source: Source, wanted: list[Target]
         assert np.array_equal(array, elements(wanted[number]))
 
 
-def test_large_targets_may_want_the_same_elements(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_read, "CHUNK_BYTES", 1 << 12)
-    path = f"memory://{uuid.uuid4().hex}"
-    array = np.arange(100_000)
-    ostraka.save(path, {"x": array, "y": array + 1})
-    source = open_source(open_store(path))
-    whole, most = ((0, 100_000),), ((10, 99_000),)
-    wanted = [Target(0, whole), Target(0, most), Target(0, whole), Target(1, whole)]
-    expected = [array, array[10:99_000], array, array + 1]
-    found = dict(source.read(wanted))
-    assert len(found) == len(wanted)
-    assert all(np.array_equal(found[number], expected[number]) for number in found)
-
-
-def test_what_is_cast_comes_in_bands(monkeypatch: pytest.MonkeyPatch):
+def test_large_targets_may_want_the_same_elements_and_casts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan_read, "CHUNK_BYTES", 1 << 12)
     path = f"memory://{uuid.uuid4().hex}"
     array = np.linspace(-3, 3, 100_000)
-    ostraka.save(path, {"x": array})
-    source = open_source(open_store(path))
-    ((_, found),) = source.read([Target(0, ((10, 99_000),), "float32")])
-    assert found.dtype == np.float32
-    assert np.array_equal(found, array[10:99_000].astype(np.float32))
+    ostraka.save(path, {"x": array, "y": array + 1})
+    whole, most = ((0, 100_000),), ((10, 99_000),)
+    wanted = [Target(0, whole), Target(0, most), Target(0, whole), Target(1, whole)]
+    expected = [array, array[10:99_000], array, array + 1]
+    for dtype in (None, "float32"):
+        found = dict(open_source(open_store(path)).read([t._replace(dtype=dtype) for t in wanted]))
+        assert len(found) == len(wanted)
+        for number, one in found.items():
+            assert one.dtype == (dtype or np.float64)
+            assert np.array_equal(one, expected[number].astype(one.dtype))
 
 
 def test_casts_heed_what_the_caller_has_chosen_for_overflows():

@@ -2,7 +2,6 @@
 
 import pickle
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -134,34 +133,3 @@ def test_a_checkpoint_beside_such_a_file_is_found(tmp_path: Path):
     ostraka.save(tmp_path / "run" / "step_3", {"w": np.ones(3, ml_dtypes.bfloat16)})
     flax_file(tmp_path / "run" / "checkpoint_0", {"w": np.ones(3)})
     assert ostraka.restore(tmp_path / "run")["w"].shape == (3,)
-
-
-WITHOUT_TENSORSTORE = """
-import sys
-sys.modules["tensorstore"] = None
-from click.testing import CliRunner
-import ostraka
-from ostraka.cli import main
-for call in (ostraka.restore, ostraka.open, lambda p: ostraka.convert(p, "out", to="ostraka")):
-    try:
-        call(sys.argv[1])
-    except ostraka.errors.UnsupportedFormat as error:
-        print(error)
-print(CliRunner().invoke(main, ["show", sys.argv[1]]).stderr.strip())
-"""
-
-
-def test_an_orbax_checkpoint_without_tensorstore(tmp_path: Path):
-    step = Path(__file__).parents[1] / "data" / "orbax-0.6.4" / "7"
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORSTORE, step],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 4
-    for line in lines:
-        assert "reading an Orbax checkpoint needs TensorStore, which is not installed" in line
-        assert "pip install tensorstore" in line

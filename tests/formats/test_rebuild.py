@@ -20,7 +20,7 @@ from ostraka.formats.ostraka.rebuild import Parities, Rebuild
 from ostraka.formats.ostraka.source import OstrakaSource, open_ostraka
 from ostraka.layout.shard_file import FileEntry
 from ostraka.storage import open_store
-from places import Place, copy_tree, flip, remove_tree
+from places import BucketPath, Place, copy_tree, flip
 
 SAVES = {
     "one": {"parity": 1},
@@ -159,32 +159,30 @@ def test_damage_to_several_files_at_different_places_is_found_block_by_block(
     assert {"shard_00001.safetensors", "shard_00005.safetensors"} <= named
 
 
-def test_too_much_lost_is_damage_that_names_all_of_it(place: Place) -> None:
-    ostraka.save(place / "c", make_tree(), parity=1)
-    files = files_in(place / "c")
-    for name in ("shard_00003.safetensors", "shard_00004.safetensors"):
-        files[name].unlink()
-    with pytest.raises(Damaged, match="parity can't bring it back") as raised:
-        ostraka.restore(place / "c")
-    problems = raised.value.problems
-    assert {problem.file.split("/")[1] for problem in problems} == {
-        "shard_00003.safetensors",
-        "shard_00004.safetensors",
-    }
-    assert "rows" in {leaf for problem in problems for leaf in problem.leaves}
-
-
-def test_in_a_bucket(place: Place) -> None:
-    ostraka.save(place / "c", make_tree(), parity=2)
-    expected = ostraka.restore(place / "c")
-    assert ostraka.verify(place / "c").ok
+def test_in_a_bucket(bucket: str) -> None:
+    path = BucketPath(bucket) / "c"
+    ostraka.save(path, make_tree(), parity=2)
+    expected = ostraka.restore(path)
+    assert ostraka.verify(path).ok
+    files = files_in(path)
     for name in ("shard_00003.safetensors", "process_00000.json"):
-        files_in(place / "c")[name].unlink()
-    flip(files_in(place / "c")["shard_00007.safetensors"], 5000)
+        files[name].unlink()
+    flip(files["shard_00007.safetensors"], 5000)
     with said() as warned:
-        assert_same(ostraka.restore(place / "c"), expected)
+        assert_same(ostraka.restore(path), expected)
     assert len(warned) == 1
-    remove_tree(place / "c")
+
+
+def test_too_much_lost_is_damage_that_names_all_of_it(tmp_path: Path) -> None:
+    ostraka.save(tmp_path, make_tree(), parity=1)
+    lost = {"shard_00003.safetensors", "shard_00004.safetensors"}
+    for name in lost:
+        files_in(tmp_path)[name].unlink()
+    with pytest.raises(Damaged, match="parity can't bring it back") as raised:
+        ostraka.restore(tmp_path)
+    problems = raised.value.problems
+    assert {problem.file.split("/")[1] for problem in problems} == lost
+    assert "rows" in {leaf for problem in problems for leaf in problem.leaves}
 
 
 def rebuilt(parities: Parities | None, file: FileEntry, start: int, stop: int) -> bytes:

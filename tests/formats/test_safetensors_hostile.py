@@ -119,10 +119,6 @@ def test_json_files(directory: Path, name: str, text: str):
         ostraka.open(directory)
 
 
-def make_link(path: Path) -> None:
-    path.symlink_to("../outside.safetensors")
-
-
 def make_link_to_blobs(path: Path) -> None:
     (path.parent.parent.parent / "blobs").mkdir(exist_ok=True)
     digest = "0" * 64
@@ -130,15 +126,11 @@ def make_link_to_blobs(path: Path) -> None:
     path.symlink_to(f"../../blobs/{digest}")  # and this is no snapshot of the hub's cache
 
 
-def make_directory(path: Path) -> None:
-    path.mkdir()
-
-
 KINDS: dict[str, Callable[[Path], None]] = {
-    "link": make_link,
+    "link": lambda path: path.symlink_to("../outside.safetensors"),
     "blobs": make_link_to_blobs,
     "pipe": os.mkfifo,
-    "directory": make_directory,
+    "directory": Path.mkdir,
 }
 
 

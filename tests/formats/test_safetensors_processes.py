@@ -23,6 +23,7 @@ WIDE: dict[str, Any] = {
     "vocab_size": 2048,
 }
 SPECS: dict[str, Any] = {
+    "whole": P,
     "fsdp": lambda: ostraka.sharding.fsdp("x"),
     "tp": lambda: ostraka.sharding.tensor_parallel("x"),
     "inputs": lambda: {"**/kernel": P("x"), "embed_tokens/embedding": P(None, "x")},
@@ -30,36 +31,45 @@ SPECS: dict[str, Any] = {
 }
 
 
-def restore_share(path: str, kind: str, names: Any = "hf") -> list[int]:
-    """Restore onto all processes; returns the bytes read and those that this process holds."""
-    config = {**CONFIG, **WIDE}
-    like = nnx.eval_shape(lambda: make_decoder(config, has_head=True))
-    options: dict[str, Any] = {"names": names, "mesh": auto_mesh(x=8), "specs": SPECS[kind]()}
-    model = ostraka.restore(path, like=like, **options)  # which has imported what it needs
-    del model
-    before = bytes_read()
-    model = ostraka.restore(path, like=like, **options, share_reads=False)
-    read = bytes_read() - before
-    arrays = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-    share = 0
-    for array in arrays:
-        seen: set[str] = set()
-        for shard in array.addressable_shards:
-            if str(shard.index) not in seen:
-                seen.add(str(shard.index))
-                share += shard.data.nbytes
-    tensors = llama_tensors(**WIDE)
+Case = tuple[str, str, Any]
+"""A path, the kind of its specs, and its names."""
+
+
+def restore_cases(cases: list[Case], share_reads: bool | None) -> list[list[int]]:
+    """Restore each case onto all processes.
+
+    Returns the bytes that this process has read, those that it holds, those that all have read, the
+    most that one has, and those of the model.
+    """
+    like = nnx.eval_shape(lambda: make_decoder({**CONFIG, **WIDE}, has_head=True))
+    mesh, tensors = auto_mesh(x=8), llama_tensors(**WIDE)
+    # The first restore imports what all need.
+    ostraka.restore(cases[0][0], like=like, names=cases[0][2], mesh=mesh, specs=P())
+    options: dict[str, Any] = {} if share_reads is None else {"share_reads": share_reads}
+    found: list[list[int]] = []
+    for path, kind, names in cases:
+        records: list[Any] = []
+        options |= {"names": names, "mesh": mesh, "specs": SPECS[kind]()}
+        before = bytes_read()
+        model = ostraka.restore(path, like=like, on_record=records.append, **options)
+        read = bytes_read() - before
+        assert_is_wide(model, tensors)
+        arrays = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+        shards = [{str(s.index): s.data.nbytes for s in a.addressable_shards} for a in arrays]
+        held = sum(sum(by_index.values()) for by_index in shards)
+        total = sum(array.nbytes for array in arrays)
+        record = records[0]
+        found.append([read, held, record.bytes, int(record.process_bytes.most), total])
+    return found
+
+
+def assert_is_wide(model: Any, tensors: dict[str, Any]) -> None:
     layer = model.layers[1]
-    for name, module in (
-        ("mlp.down_proj", layer.mlp.down_proj),
-        ("mlp.up_proj", layer.mlp.up_proj),
-        ("self_attn.q_proj", layer.self_attn.q_proj),
-        ("self_attn.v_proj", layer.self_attn.v_proj),
-    ):
+    for name in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.v_proj"):
+        block, _, part = name.partition(".")
         wanted = tensors[f"model.layers.1.{name}.weight"].T
-        for shard in module.kernel[...].addressable_shards:
+        for shard in getattr(getattr(layer, block), part).kernel[...].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), wanted[shard.index]), name
-    return [read, share, sum(array.nbytes for array in arrays)]
 
 
 def bytes_read() -> int:
@@ -68,14 +78,61 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-@pytest.mark.parametrize("kind", SPECS)
-def test_each_reads_its_share(tmp_path: Path, kind: str):
-    path = write_hf(tmp_path / "llama", llama_tensors(**WIDE), **WIDE)
-    found = run_processes(restore_share, str(path), kind, processes=4, devices_per_process=2)
-    for read, share, total in (result.value for result in found):
-        assert share < total / 2
-        assert read <= 1.1 * share, (read, share)
-        assert read >= share
+def run_cases(cases: list[Case], share_reads: bool | None = None) -> list[tuple[Any, ...]]:
+    """What each process found for each case, with the kind and the path of the case."""
+    results = run_processes(
+        restore_cases, cases, share_reads, processes=4, devices_per_process=2, timeout_s=600
+    )
+    return [
+        (case[:2], *found)
+        for result in results
+        for case, found in zip(cases, result.value, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """A model in three layouts: where it is, and its names."""
+    root, tensors = tmp_path_factory.mktemp("models"), llama_tensors(**WIDE)
+    made: dict[str, tuple[str, Any]] = {"apart": (str(root / "apart"), "hf")}
+    write_hf(root / "apart", tensors, **WIDE)
+    for layout in ("in rows", "by group"):
+        write_hf(root / layout, fused(tensors, layout), **WIDE)
+        made[layout] = (str(root / layout), rules_for(layout))
+    return made
+
+
+def test_each_reads_its_share(models: dict[str, tuple[str, Any]]):
+    kinds = {"apart": ["fsdp", "tp", "inputs", "outputs"]}
+    cases = [
+        (path, kind, names)
+        for layout, (path, names) in models.items()
+        for kind in kinds.get(layout, ["tp", "inputs", "outputs"])
+    ]
+    for case, read, held, _, _, total in run_cases(cases, share_reads=False):
+        assert held < total / 2, case
+        assert held <= read <= 1.1 * held, case
+
+
+def test_shared_reads(models: dict[str, tuple[str, Any]]):
+    """What several need is read once: of a model that all have whole, each reads a quarter."""
+    cases = [(path, "whole", names) for path, names in models.values()]
+    for case, _, _, in_all, most, total in run_cases(cases, share_reads=True):
+        assert in_all <= 1.1 * total, case
+        assert most <= 0.35 * total, case
+
+
+def test_a_bucket_is_read_once(models: dict[str, tuple[str, Any]], bucket: str):
+    """Also where processes need parts of the same rows, which are too short for requests."""
+    cases: list[Case] = []
+    for layout, kind in (("apart", "fsdp"), ("apart", "inputs"), ("in rows", "inputs")):
+        path, names = models[layout]
+        there = f"{bucket}/{layout.replace(' ', '-')}"
+        ostraka.copy(path, there)
+        cases.append((there, kind, names))
+    for case, _, _, in_all, most, total in run_cases(cases):
+        assert in_all <= 1.1 * total, case
+        assert most <= 0.35 * total, case
 
 
 # Queries, keys and values in one tensor
@@ -119,72 +176,3 @@ def rules_for(layout: str) -> dict[str, Any]:
         "model.norm.weight": "norm/scale",
         "lm_head.weight": {"path": "lm_head/kernel", "transpose": True},
     }
-
-
-@pytest.mark.parametrize("layout", ["in rows", "by group"])
-@pytest.mark.parametrize("kind", ["tp", "inputs", "outputs"])
-def test_each_reads_its_share_of_fused_tensors(tmp_path: Path, kind: str, layout: str):
-    path = write_hf(tmp_path / "llama", fused(llama_tensors(**WIDE), layout), **WIDE)
-    rules = rules_for(layout)
-    found = run_processes(restore_share, str(path), kind, rules, processes=4, devices_per_process=2)
-    for read, share, total in (result.value for result in found):
-        assert share < total / 2
-        assert read <= 1.1 * share, (read, share)
-        assert read >= share
-
-
-def test_shared_reads(tmp_path: Path):
-    """What several need is read once: of a model that all have whole, each reads a quarter."""
-    path = write_hf(tmp_path / "llama", llama_tensors(**WIDE), **WIDE)
-    found = run_processes(restore_whole, str(path), processes=4)
-    for in_all, most, total in (result.value for result in found):
-        assert in_all <= 1.1 * total
-        assert most <= 0.35 * total
-
-
-@pytest.mark.parametrize("layout", ["in rows", "by group"])
-def test_shared_reads_of_fused_tensors(tmp_path: Path, layout: str):
-    path = write_hf(tmp_path / "llama", fused(llama_tensors(**WIDE), layout), **WIDE)
-    found = run_processes(restore_whole, str(path), rules_for(layout), processes=4)
-    for in_all, most, total in (result.value for result in found):
-        assert in_all <= 1.1 * total
-        assert most <= 0.35 * total
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "inputs", "fused"])
-def test_a_bucket_is_read_once(tmp_path: Path, bucket: str, kind: str):
-    """Also where processes need parts of the same rows, which are too short for requests."""
-    tensors, names = llama_tensors(**WIDE), "hf"
-    if kind == "fused":
-        tensors, names, kind = fused(tensors, "in rows"), rules_for("in rows"), "inputs"
-    ostraka.copy(write_hf(tmp_path / "llama", tensors, **WIDE), f"{bucket}/llama")
-    found = run_processes(
-        restore_parts, f"{bucket}/llama", kind, names, processes=4, devices_per_process=2
-    )
-    for in_all, most, total in (result.value for result in found):
-        assert in_all <= 1.1 * total, (in_all, total)
-        assert most <= 0.35 * total
-
-
-def restore_parts(path: str, kind: str, names: Any) -> list[int]:
-    return restore_and_count(path, names=names, mesh=auto_mesh(x=8), specs=SPECS[kind]())
-
-
-def restore_whole(path: str, names: Any = "hf") -> list[int]:
-    return restore_and_count(path, names=names, mesh=auto_mesh(x=4), specs=P(), share_reads=True)
-
-
-def restore_and_count(path: str, **options: Any) -> list[int]:
-    """The bytes that all have read, the most that one has, and those of the model."""
-    config = {**CONFIG, **WIDE}
-    like = nnx.eval_shape(lambda: make_decoder(config, has_head=True))
-    records: list[Any] = []
-    model = ostraka.restore(path, like=like, on_record=records.append, **options)
-    for name in ("mlp.down_proj", "self_attn.k_proj"):
-        block, layer = name.split(".")
-        kernel = getattr(getattr(model.layers[1], block), layer).kernel[...]
-        wanted = llama_tensors(**WIDE)[f"model.layers.1.{name}.weight"].T
-        for shard in kernel.addressable_shards:
-            assert np.array_equal(np.asarray(shard.data), wanted[shard.index])
-    total = sum(a.nbytes for a in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))))
-    return [records[0].bytes, int(records[0].process_bytes.most), total]

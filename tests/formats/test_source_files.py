@@ -29,7 +29,7 @@ from ostraka.testing import FaultyStore, run_processes
 from ostraka.transfer import _streamed
 from ostraka.transfer.convert import _write_orbax, _write_ostraka
 from ostraka.transfer.convert import work as _cut
-from places import BucketPath, Place
+from places import BucketPath
 from replacing import (
     HOWS,
     LOOPS,
@@ -64,7 +64,8 @@ def test_a_file_that_changes_after_the_model_was_opened(tmp_path: Path, how: str
     assert values_of(array[...] for array in ostraka.open(tmp_path).values()) == {2.0}
 
 
-def test_an_object_that_changes_after_the_model_was_opened(place: Place):
+def test_an_object_that_changes_after_the_model_was_opened(bucket: str):
+    place = BucketPath(bucket)
     write_model(place, 1.0)
     opened = ostraka.open(place)
     (place / MODEL_FILES[0]).write_bytes(model_bytes(0, 2.0))
@@ -132,51 +133,37 @@ def replace_at(path: Path, name: str, value: float = 2.0) -> Callable[[str, str]
     return before
 
 
-def test_a_restore_while_files_are_replaced(tmp_path: Path):
-    write_model(tmp_path, 1.0)
-    store = FaultyStore(tmp_path, before=replace_at(tmp_path, MODEL_FILES[2]))
+def always_replace(path: Path) -> Callable[[str, str], None]:
+    """Replace one file whenever another is read."""
+
+    def before(verb: str, name: str) -> None:
+        if (verb, name) == ("read_into", MODEL_FILES[2]):
+            change_file(path / MODEL_FILES[1], model_bytes(1, 2.0))
+
+    return before
+
+
+def test_reads_while_files_are_replaced(tmp_path: Path, bucket: str):
+    """A restore and a copy begin again, a merge is refused; nothing is left of what failed."""
+    model, copied = tmp_path / "a", tmp_path / "b"
+    write_model(model, 1.0)
+    write_model(tmp_path / "other", 1.0)
+    store = FaultyStore(model, before=replace_at(model, MODEL_FILES[2], 2.0))
     assert values_of(ostraka.restore(store).values()) == {2.0}
-
-
-def test_a_restore_while_files_are_replaced_again_and_again(tmp_path: Path):
-    write_model(tmp_path, 1.0)
-
-    def before(verb: str, name: str) -> None:
-        if (verb, name) == ("read_into", MODEL_FILES[2]):
-            change_file(tmp_path / MODEL_FILES[1], model_bytes(1, 2.0))
-
-    with pytest.raises(Busy, match="was overwritten 10 times while it was being read"):
-        ostraka.restore(FaultyStore(tmp_path, before=before))
-
-
-def test_a_merge_while_files_are_replaced(tmp_path: Path):
-    for name in "ab":
-        write_model(tmp_path / name, 1.0)
-    a = FaultyStore(tmp_path / "a", before=replace_at(tmp_path / "a", MODEL_FILES[2], 3.0))
+    ostraka.copy(FaultyStore(model, before=replace_at(model, MODEL_FILES[2], 3.0)), copied)
+    files = [load_file(copied / name) for name in MODEL_FILES]
+    assert values_of(array for file in files for array in file.values()) == {3.0}
+    store = FaultyStore(model, before=replace_at(model, MODEL_FILES[2], 4.0))
     with pytest.raises(Busy, match="has changed since it was opened"):
-        ostraka.merge([a, tmp_path / "b"], tmp_path / "c")
+        ostraka.merge([store, tmp_path / "other"], tmp_path / "c")
     assert not (tmp_path / "c").exists()
-
-
-def test_a_copy_while_files_are_replaced(tmp_path: Path):
-    write_model(tmp_path / "a", 1.0)
-    a = FaultyStore(tmp_path / "a", before=replace_at(tmp_path / "a", MODEL_FILES[2]))
-    ostraka.copy(a, tmp_path / "b")
-    files = [load_file(tmp_path / "b" / name) for name in MODEL_FILES]
-    assert values_of(array for file in files for array in file.values()) == {2.0}
-
-
-def test_a_copy_while_files_are_always_replaced(tmp_path: Path, place: Place):
-    """Nothing is left of it that could be taken for a model."""
-    write_model(tmp_path / "a", 1.0)
-
-    def before(verb: str, name: str) -> None:
-        if (verb, name) == ("read_into", MODEL_FILES[2]):
-            change_file(tmp_path / "a" / MODEL_FILES[1], model_bytes(1, 2.0))
-
-    with pytest.raises(Busy, match="was overwritten 10 times"):
-        ostraka.copy(FaultyStore(tmp_path / "a", before=before), place / "copied")
-    assert not (place / "copied").exists()
+    store = FaultyStore(model, before=always_replace(model))
+    with pytest.raises(Busy, match="was overwritten 10 times while it was being read"):
+        ostraka.restore(store)
+    for target in (tmp_path / "d", BucketPath(bucket) / "d"):
+        with pytest.raises(Busy, match="was overwritten 10 times"):
+            ostraka.copy(store, target)
+        assert not target.exists()
 
 
 def test_a_copy_of_a_model_that_has_other_values_by_now(tmp_path: Path):
@@ -208,12 +195,15 @@ def interrupt_at(hundredths: float) -> Callable[[int, int], None]:
     return tell
 
 
-def converted(path: Path, to: str) -> set[float]:
-    """Which models a result is of."""
+def converted(path: Path | str, to: str) -> dict[str, set[float]]:
+    """Which model each tensor of a result is of."""
     if to == "npz":
         with np.load(path) as found:
-            return values_of(found.values())
-    return values_of(array[...] for array in ostraka.open(path).values())
+            return {name: values_of([found[name]]) for name in found}
+    return {name: values_of([array[...]]) for name, array in ostraka.open(path).items()}
+
+
+NEW = {f"k{number}": {2.0} for number in range(1, 5)}
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -230,7 +220,7 @@ def test_a_conversion_that_goes_on_with_another_source(
     write_model(tmp_path / "a", 2.0)
     with caplog.at_level(logging.WARNING, "ostraka"):
         report = ostraka.convert(tmp_path / "a", target, to=to)
-    assert converted(target, to) == {2.0}
+    assert converted(target, to) == NEW
     assert report.bytes_kept == 0
     told = [record.message for record in caplog.records if "starts over" in record.message]
     assert len(told) == 1
@@ -238,17 +228,16 @@ def test_a_conversion_that_goes_on_with_another_source(
 
 
 def test_a_conversion_in_a_bucket_that_goes_on_with_another_source(
-    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ):
     cut_small(monkeypatch)
     monkeypatch.setattr("ostraka.transfer.convert._tensor_files.MAX_FILE_BYTES", 1 << 12)
     write_model(tmp_path / "a", 1.0)
-    target = place / "out"
     with pytest.raises(KeyboardInterrupt, match="enough"):
-        ostraka.convert(tmp_path / "a", target, to="hf", on_bytes=interrupt_at(40))
+        ostraka.convert(tmp_path / "a", bucket, to="hf", on_bytes=interrupt_at(40))
     write_model(tmp_path / "a", 2.0)
-    assert ostraka.convert(tmp_path / "a", target, to="hf").bytes_kept == 0
-    assert values_of(array[...] for array in ostraka.open(target).values()) == {2.0}
+    assert ostraka.convert(tmp_path / "a", bucket, to="hf").bytes_kept == 0
+    assert converted(bucket, "hf") == NEW
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -322,88 +311,69 @@ def test_a_sample_reads_little(tmp_path: Path):
 # Several processes
 
 
-def restore_own(paths: list[str], share_reads: bool = False) -> Any:
-    """What a process that has a path of its own gets, or the error; all have one mesh."""
+def failure_of(work: Callable[[], Any]) -> str:
+    try:
+        found = work()
+    except ostraka.errors.OstrakaError as error:
+        return str(error)
+    arrays = [np.asarray(array.addressable_data(0)) for array in found.values()]
+    return str(sorted(values_of(arrays)))
+
+
+def work_on_own_paths(root: str, downloads: list[float]) -> dict[str, str]:
+    """The error of each work on a path of this process's own, or the values that it got."""
     import jax
 
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
-    path = paths[jax.process_index()]
-    try:
-        found = ostraka.restore(path, mesh=mesh, specs=P(), share_reads=share_reads)
-    except ostraka.errors.RestoreFailed as error:
-        return str(error)
-    return sorted(values_of(np.asarray(array.addressable_data(0)) for array in found.values()))
+    process = jax.process_index()
 
+    def own(one: str, other: str) -> str:
+        return f"{root}/{other if process == 1 else one}"
 
-def restore_downloads(values: list[float]) -> Any:
-    """The same for a model that each process has under the same path."""
-    import jax
+    def restore(path: str) -> Any:
+        return ostraka.restore(path, mesh=mesh, specs=P(), share_reads=False)
 
-    value = values[jax.process_index()]
     store = MemoryStore("downloads")
     for number, name in enumerate(MODEL_FILES):
-        store.put(name, model_bytes(number, value if number == 2 else 1.0))
-    return restore_own(["memory://downloads"] * jax.process_count())
+        store.put(name, model_bytes(number, downloads[process] if number == 2 else 1.0))
+    axes = {"data": len(jax.devices())}
+    works: dict[str, Callable[[], Any]] = {
+        "downloads": lambda: restore("memory://downloads"),
+        "same models": lambda: restore(own("model1", "model2")),
+        "other models": lambda: restore(own("model1", "model3")),
+        "checkpoints": lambda: restore(own("a", "b")),
+        "axes": lambda: ostraka.restore(own("a", "b"), mesh=axes),
+        "repair": lambda: ostraka.repair(own("c", "d"), {"x": np.arange(3)}),
+    }
+    return {name: failure_of(work) for name, work in works.items()}
 
 
-def test_hosts_with_different_downloads():
-    results = run_processes(restore_downloads, [1.0, 2.0, 1.0, 2.0], processes=4)
-    for result in results:
-        assert f"{MODEL_FILES[2]} of memory://downloads is another file" in result.value
-        assert "on processes 1, 3 than on process 0; give all hosts the same files" in result.value
-
-
-def test_processes_that_restore_different_paths(tmp_path: Path):
-    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
-        write_model(tmp_path / name, value)
-    same = run_processes(restore_own, [f"{tmp_path}/a", f"{tmp_path}/b"])
-    assert [result.value for result in same] == [[1.0], [1.0]]
-    for result in run_processes(restore_own, [f"{tmp_path}/a", f"{tmp_path}/c"]):
-        assert "give all processes the same path" in result.value
-        assert f"(process 0: {tmp_path}/a; process 1: {tmp_path}/c)" in result.value
-
-
-def test_processes_that_restore_different_checkpoints(tmp_path: Path):
-    for name in "ab":
+def test_processes_that_work_on_different_paths(tmp_path: Path):
+    for number, value in ((1, 1.0), (2, 1.0), (3, 2.0)):
+        write_model(tmp_path / f"model{number}", value)
+    for name in "abcd":
         ostraka.save(tmp_path / name, {"x": np.arange(3)})
-    for result in run_processes(restore_own, [f"{tmp_path}/a", f"{tmp_path}/b"]):
-        assert f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a" in result.value
-
-
-def restore_onto_axes(paths: list[str]) -> str:
-    import jax
-
-    try:
-        ostraka.restore(paths[jax.process_index()], mesh={"data": len(jax.devices())})
-    except ostraka.errors.RestoreFailed as error:
-        return str(error)
-    return "restored"
-
-
-def test_a_mesh_of_axis_sizes_concerns_all_processes(tmp_path: Path):
-    for name in "ab":
-        ostraka.save(tmp_path / name, {"x": np.arange(3)})
-    for result in run_processes(restore_onto_axes, [f"{tmp_path}/a", f"{tmp_path}/b"]):
-        assert f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a" in result.value
-
-
-def repair_own(paths: list[str]) -> str:
-    import jax
-
-    try:
-        ostraka.repair(paths[jax.process_index()], {"x": np.arange(3)})
-    except ostraka.errors.RepairFailed as error:
-        return str(error)
-    return "repaired"
-
-
-def test_processes_that_repair_different_paths(tmp_path: Path):
-    for name in "ab":
-        ostraka.save(tmp_path / name, {"x": np.arange(3)})
+    for name in "cd":
         next((tmp_path / name).rglob("shard_*")).unlink()
-    for result in run_processes(repair_own, [f"{tmp_path}/a", f"{tmp_path}/b"]):
-        assert f"it repairs {tmp_path}/b while process 0 repairs {tmp_path}/a" in result.value
-        assert "give all processes the same path" in result.value
+    results = run_processes(work_on_own_paths, str(tmp_path), [1.0, 2.0, 1.0, 2.0], processes=4)
+    same = "give all processes the same path"
+    expected = {
+        "downloads": [
+            f"{MODEL_FILES[2]} of memory://downloads is another file",
+            "on processes 1, 3 than on process 0; give all hosts the same files",
+        ],
+        "same models": ["[1.0]"],
+        "other models": [
+            same,
+            f"(processes 0, 2, 3: {tmp_path}/model1; process 1: {tmp_path}/model3)",
+        ],
+        "checkpoints": [f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a"],
+        "axes": [f"it restores {tmp_path}/b while process 0 restores {tmp_path}/a"],
+        "repair": [f"it repairs {tmp_path}/d while process 0 repairs {tmp_path}/c", same],
+    }
+    for result in results:
+        for name, sentences in expected.items():
+            assert all(text in result.value[name] for text in sentences), result.value[name]
 
 
 # At random
@@ -443,32 +413,39 @@ def read_somehow(rng: random.Random, model: Any, place: Path) -> list[float]:
         shutil.rmtree(f"{target}.converting", ignore_errors=True)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", LOOPS)
-def test_reads_while_files_are_replaced_in_a_loop(tmp_path: Path, how: str, figures: Figures):
-    """Each result is of one model, or there is an error.
+def count_reads(
+    rng: random.Random, model: Any, place: Path, rounds: int, stood_still: Callable[..., bool]
+) -> Counter[str]:
+    """What came of reads of a model that is being replaced: each is of one model, or refused.
 
     One thing can't be noticed: a replacement that stands still half-way while a model is opened and
     read, as on a busy machine it does at times.
     """
-    rng = random.Random(how)
     counts: Counter[str] = Counter()
-    write_model(tmp_path / "zeros", 0.0, 1 << 18)
-    with replacing_in_a_loop(tmp_path / "model", how) as replacing:
-        for _ in range(100):
-            begin = time.monotonic_ns()
-            try:
-                found = read_somehow(rng, tmp_path / "model", tmp_path)
-            except Busy:
-                counts["refused"] += 1
-                continue
-            if found in ([1.0] * 4, [2.0] * 4):
-                counts["whole"] += 1
-            else:
-                counts["half-way" if replacing.stood_still(found, begin) else "mixed"] += 1
-    print(how, dict(counts))
+    for _ in range(rounds):
+        begin = time.monotonic_ns()
+        try:
+            found = read_somehow(rng, model, place)
+        except Busy:
+            counts["refused"] += 1
+            continue
+        if found in ([1.0] * 4, [2.0] * 4):
+            counts["whole"] += 1
+        else:
+            counts["half-way" if stood_still(found, begin) else "mixed"] += 1
+    print(dict(counts))
     assert not counts["mixed"]
     assert counts["whole"]
+    return counts
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", LOOPS)
+def test_reads_while_files_are_replaced_in_a_loop(tmp_path: Path, how: str, figures: Figures):
+    write_model(tmp_path / "zeros", 0.0, 1 << 18)
+    model = tmp_path / "model"
+    with replacing_in_a_loop(model, how) as replacing:
+        counts = count_reads(random.Random(how), model, tmp_path, 100, replacing.stood_still)
     figures.add("models read while their files were replaced", counts.total())
     figures.add("such reads that gave one model", counts["whole"])
     figures.add("such reads that raised Busy", counts["refused"])
@@ -477,43 +454,32 @@ def test_reads_while_files_are_replaced_in_a_loop(tmp_path: Path, how: str, figu
 @pytest.mark.soak
 def test_reads_while_objects_are_replaced(tmp_path: Path, bucket: str, figures: Figures):
     rng = random.Random(0)
-    counts: Counter[str] = Counter()
     model = BucketPath(bucket) / "model"
     write_model(model, 1.0)
     write_model(tmp_path / "zeros", 0.0)
-    stop, changes = threading.Event(), [0]
+    stop, changes_ns = threading.Event(), [0, 0]  # begun and ended
 
     def replace() -> None:
         value = 2.0
         while not stop.is_set():
             for number, name in enumerate(MODEL_FILES):
-                changes[0] += 1
+                changes_ns[0] = time.monotonic_ns()
                 (model / name).write_bytes(model_bytes(number, value))
-                changes[0] += 1
+                changes_ns[1] = time.monotonic_ns()
             value = 3.0 - value
             stop.wait(rng.uniform(0, 1.0))
+
+    def stood_still(found: list[float], begin_ns: int) -> bool:
+        begun, ended = changes_ns
+        return begun <= ended < begin_ns
 
     thread = threading.Thread(target=replace)
     thread.start()
     try:
-        for _ in range(40):
-            before = changes[0]
-            try:
-                found = read_somehow(rng, model, tmp_path)
-            except Busy:
-                counts["refused"] += 1
-                continue
-            stood_still = before == changes[0] and before % 2 == 0
-            if found in ([1.0] * 4, [2.0] * 4):
-                counts["whole"] += 1
-            else:
-                counts["half-way" if stood_still else "mixed"] += 1
+        counts = count_reads(random.Random(1), model, tmp_path, 40, stood_still)
     finally:
         stop.set()
         thread.join()
-    print(dict(counts))
-    assert not counts["mixed"]
-    assert counts["whole"]
     figures.add("models read while their objects were replaced", counts.total())
 
 
@@ -579,7 +545,7 @@ def test_conversions_that_go_on_with_a_source_that_was_replaced(
                 ostraka.convert(source, target, to=to)
             except PathInTheWay:
                 is_over = True  # It was killed after its commit.
-            found = converted_by_name(target, to)
+            found = converted(target, to)
             is_old = is_over and set(map(tuple, found.values())) == {(1.0,)}
             counts["right" if is_old or (found == now and not is_over) else "mixed"] += 1
             subprocess.run(["rm", "-r", str(target)], check=True)
@@ -587,10 +553,3 @@ def test_conversions_that_go_on_with_a_source_that_was_replaced(
     print(to, dict(counts))
     assert not counts["mixed"]
     figures.add("conversions that went on with a replaced source", counts["right"])
-
-
-def converted_by_name(path: Path, to: str) -> dict[str, set[float]]:
-    if to == "npz":
-        with np.load(path) as found:
-            return {name: values_of([found[name]]) for name in found}
-    return {name: values_of([array[...]]) for name, array in ostraka.open(path).items()}

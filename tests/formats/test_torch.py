@@ -17,24 +17,12 @@ import ostraka
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 RANKS = 4
-SHARED = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "int8": "int8",
-    "int16": "int16",
-    "int32": "int32",
-    "uint8": "uint8",
-    "uint16": "uint16",
-    "uint32": "uint32",
-    "bool": "bool",
-    "complex64": "complex64",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-}
-"""The dtypes that both have, by their names here and there; those of 64 bits are numpy's."""
+SHARED = (
+    *("float32", "float16", "bfloat16", "bool", "complex64"),
+    *("int8", "int16", "int32", "uint8", "uint16", "uint32"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+"""The dtypes that both have; those of 64 bits are numpy's."""
 FOREIGN = ("float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4", "float4_e2m1fn", "int2")
 
 pytestmark = pytest.mark.skipif(

@@ -85,22 +85,6 @@ def test_cells_tile_an_array(data):
     assert (seen == 1).all()
 
 
-def test_cells_are_numbered_in_row_major_order():
-    boxes = [_box.cell((4, 6), (2, 3), number) for number in range(6)]
-    assert boxes[:3] == [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 6))]
-    assert boxes[3:] == [((2, 4), (0, 2)), ((2, 4), (2, 4)), ((2, 4), (4, 6))]
-
-
-def test_an_array_without_dimensions_is_one_cell_with_one_element():
-    assert _box.full(()) == ()
-    assert _box.cell((), (), 0) == ()
-    assert _box.count(()) == 1
-    assert _box.intersect((), ()) == ()
-    assert _box.is_contiguous((), ())
-    assert _box.flat_span((), ()) == (0, 1)
-    assert list(_box.bands((), (), 1)) == [()]
-
-
 @some
 @given(st.data())
 def test_count_and_shape_are_those_of_the_slice(data):

@@ -29,10 +29,6 @@ Make = Callable[[Path, Path], None]
 """Put something at a path, where nothing is, given what is outside."""
 
 
-def make_pipe(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_socket(path: Path, outside: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # The path of a socket is short.
@@ -47,10 +43,6 @@ def make_device(path: Path, outside: Path) -> None:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # as /dev/zero
         return
     os.mkfifo(path)
-
-
-def make_directory(path: Path, outside: Path) -> None:
-    path.mkdir()
 
 
 def make_full_directory(path: Path, outside: Path) -> None:
@@ -77,20 +69,15 @@ def make_odd_names(path: Path, outside: Path) -> None:
         os.close(os.open(os.fsencode(path) + b"/" + name, os.O_CREAT | os.O_WRONLY, 0o600))
 
 
-def make_empty(path: Path, outside: Path) -> None:
-    path.touch()
-
-
 def make_sparse(path: Path, outside: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(HUGE_BYTES)
+    path.touch()
+    os.truncate(path, HUGE_BYTES)
 
 
 def make_sparse_of_ours(path: Path, outside: Path) -> None:
     """As it should be at its beginning, and endless."""
-    with path.open("wb") as file:
-        file.write(b'{"format":"ostraka","version":1,"id":"0123456789abcdef",')
-        file.truncate(HUGE_BYTES)
+    path.write_bytes(b'{"format":"ostraka","version":1,"id":"0123456789abcdef",')
+    os.truncate(path, HUGE_BYTES)
 
 
 def link_to(target: str) -> Make:
@@ -100,39 +87,28 @@ def link_to(target: str) -> Make:
     return make
 
 
-def link_to_itself(path: Path, outside: Path) -> None:
-    path.symlink_to(path.name)
-
-
 def link_to_what_was_there(path: Path, outside: Path) -> None:
     """As in the cache of Hugging Face: the same bytes, elsewhere."""
-    path.symlink_to(outside / "step_00000002" / path.relative_to(step_of(path)))
-
-
-def hard_link(path: Path, outside: Path) -> None:
-    os.link(outside / "secret", path)
-
-
-def step_of(path: Path) -> Path:
-    return next(one for one in (path, *path.parents) if one.name.startswith("step_"))
+    step = next(one for one in (path, *path.parents) if one.name.startswith("step_"))
+    path.symlink_to(outside / "step_00000002" / path.relative_to(step))
 
 
 INSTEAD: dict[str, Make] = {
-    "a pipe": make_pipe,
+    "a pipe": lambda path, outside: os.mkfifo(path),
     "a socket": make_socket,
     "a device": make_device,
-    "a directory": make_directory,
+    "a directory": lambda path, outside: path.mkdir(),
     "a full directory": make_full_directory,
-    "an empty file": make_empty,
+    "an empty file": lambda path, outside: path.touch(),
     "a sparse file": make_sparse,
     "a link to the same": link_to_what_was_there,
     "a link to a secret": link_to("secret"),
     "a link to a directory": link_to("directory"),
     "a link to nowhere": link_to("nowhere"),
-    "a link to itself": link_to_itself,
+    "a link to itself": lambda path, outside: path.symlink_to(path.name),
     "a link to zeros": link_to("/dev/zero"),
     "a link to a pipe": link_to("pipe"),
-    "a hard link": hard_link,
+    "a hard link": lambda path, outside: os.link(outside / "secret", path),
 }
 OWN = ("save", "save in the background", "copy to it")
 """These are given the step's path: if it is a link it is the user's own, and written through."""
@@ -170,16 +146,8 @@ def kinds() -> list[tuple[str, str]]:
     replaced = ("_METADATA", "shards", "a shard", "an index", "the step")
     every = [(where, what) for where in replaced for what in INSTEAD]
     some = ("a pipe", "a full directory", "a link to a secret", "a link to a directory")
-    added = (
-        "a pin",
-        "a claim",
-        "a temporary file",
-        "a leftover",
-        "in the shards",
-        "a lease",
-        "a claim on the root",
-        "another step",
-    )
+    added = ("a pin", "a claim", "a temporary file", "a leftover", "in the shards", "a lease")
+    added += ("a claim on the root", "another step")
     every += [(where, what) for where in added for what in some]
     every += [("a leftover", what) for what in ODD]
     every += [("_METADATA", "a sparse file of ours"), ("shards", "a deep directory")]

@@ -12,18 +12,8 @@ ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 """What a terminal would act on."""
 _TEXTS = (
     *("", "x", ".", "/", "~", "~2__metadata__", "__metadata__", "__class__", "class", "_fields"),
-    *(
-        ESCAPE,
-        "\u202egnp.exe",
-        "\x9b2J",
-        "\ud800",
-        "\udc80x",
-        "\ufb01",
-        "fi",
-        "\x00",
-        "a\nb",
-        "\u200b",
-    ),
+    *(ESCAPE, "\u202egnp.exe", "\x9b2J", "\ud800", "\udc80x", "\ufb01", "fi", "\x00", "a\nb"),
+    "\u200b",
     *("../../etc/passwd", "0" * 16, "f" * 16, "zzzz", "nan", "inf", "0x1p99999", "-0x1.8p-1080"),
     *("jax", "key", "numpy", "scalar", "uint32", "float32", "int4", "complex128", "bfloat16"),
     *("threefry2x32", "rbg", "auto", "pinned_host", "zstd", "x" * 300, "a/" * 150),
