@@ -183,8 +183,8 @@ class Store(Protocol):
         and costs next to nothing. A crash of the machine may take some or all of it.
 
         `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
-        `errors.Busy`. `check` is called when all is ready but for the event itself. It may raise, and
-        may use the store.
+        `errors.Busy`. `check` is called when all is ready but for the event itself. It may raise,
+        and may use the store.
 
         None is atomic everywhere. A version is compared just before the file is replaced. In a
         directory two writers may fall between the two, unless they hold a Claim. Whoever takes over

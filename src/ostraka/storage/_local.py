@@ -263,7 +263,10 @@ class LocalStore:
         with suppress(FileNotFoundError), _Refusals("delete the link", self._start + name):
             above, leaf = self._find(name)
             if not stat.S_ISLNK(os.lstat(leaf, dir_fd=above.file).st_mode):
-                raise StoreError(f"{self._start}{name} is no link", errno=errno.EINVAL)
+                raise StoreError(
+                    f"can't delete the link {self._start}{name}: it is no link any more",
+                    errno=errno.EINVAL,
+                )
             os.unlink(leaf, dir_fd=above.file)
 
     def _refuse_outside(self, name: str) -> None:
