@@ -101,7 +101,7 @@ def case(leaves: int, mib: int, how: dict[str, Any], cast: str | None, name: str
 )
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
 def test_memory_is_bounded(bucket: str, leaves: int, mib: int, how: Any, cast: str | None):
-    sizes = {"processes": 1, "devices_per_process": 8, "timeout_s": 600}
+    sizes: Any = {"processes": 1, "devices_per_process": 8, "timeout_s": 600}
     (result,) = run_processes(measure, f"{bucket}/large", leaves, mib, how, cast, **sizes)
     print("save, restore, MiB:", [n >> 20 for n in result.value])
     assert max(result.value) <= MOST_EXTRA

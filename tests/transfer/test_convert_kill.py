@@ -70,6 +70,7 @@ for name, size in {sizes}.items():
 source, target, to, kill_at, transposed = sys.argv[1:]
 def name(path, shape):
     return {{"path": path, "transpose": True}}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else as whoever started it has it
 sent = []
 def tell(done, total):
     # Half of it is writing, the other half reading back. Once: a second Ctrl-C does not wait for
