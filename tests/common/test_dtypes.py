@@ -1,6 +1,5 @@
 """Packed dtypes against plain arithmetic on bits."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,38 +28,26 @@ def test_all_dtypes_below_a_byte_are_packed():
     assert PACKED == ["float4_e2m1fn", "int2", "int4", "uint2", "uint4"]
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_the_first_element_is_in_the_lowest_bits(name):
-    bits = DTYPES[name].bits
-    values = every_value(name)
-    packed = dtypes.to_bytes(values)
-    number = int.from_bytes(packed.tobytes(), "little")
-    assert [number >> (bits * i) & ((1 << bits) - 1) for i in range(values.size)] == bits_of(values)
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_values_come_back_bit_for_bit(name):
-    values = every_value(name)
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("int2", range(-2, 2)),
+        ("int4", range(-8, 8)),
+        ("float4_e2m1fn", [0.0, -0.0, 0.5, -6.0]),
+        ("uint2", 3),
+        ("int4", []),
+    ],
+)
+def test_numbers_come_back_as_ml_dtypes_has_them(name, numbers):
+    values = np.array(numbers, np.float32).astype(numpy_dtype(name))
     again = dtypes.from_bytes(dtypes.to_bytes(values), name, values.shape)
-    assert again.dtype == values.dtype
-    assert again.tobytes() == values.tobytes()
-
-
-@pytest.mark.parametrize("name", ["int2", "int4"])
-def test_negative_numbers_come_back_as_ml_dtypes_has_them(name):
-    bits = DTYPES[name].bits
-    numbers = np.arange(-(1 << bits - 1), 1 << bits - 1)
-    values = numbers.astype(numpy_dtype(name))
-    again = dtypes.from_bytes(dtypes.to_bytes(values), name, values.shape)
-    np.testing.assert_array_equal(again.astype(np.int64), numbers)
-    assert again.tobytes() == values.tobytes()
-
-
-def test_float4_keeps_zero_signs():
-    values = np.array([0.0, -0.0, 0.5, -6.0], ml_dtypes.float4_e2m1fn)
-    again = dtypes.from_bytes(dtypes.to_bytes(values), "float4_e2m1fn", (4,))
-    assert again.tobytes() == values.tobytes()
-    assert np.signbit(again.astype(np.float32)).tolist() == [False, True, False, True]
+    assert (again.dtype, again.shape, again.tobytes()) == (
+        *(values.dtype, values.shape),
+        values.tobytes(),
+    )
+    found = again.astype(np.float32)
+    np.testing.assert_array_equal(found, np.array(numbers, np.float32))
+    assert (np.signbit(found) == np.signbit(np.array(numbers, np.float32))).all()
 
 
 @settings(max_examples=60)
@@ -92,19 +79,6 @@ def test_arrays_that_are_not_contiguous_pack_by_element_order(name):
 def test_bits_above_an_element_do_not_leak_into_its_neighbours():
     dirty = np.array([0xF1, 0xA2, 0xFF], np.uint8).view(numpy_dtype("uint4"))
     assert dtypes.to_bytes(dirty).tobytes() == b"\x21\x0f"
-
-
-def test_a_zero_dimensional_array_is_one_element():
-    array = np.array(3, ml_dtypes.uint2)
-    packed = dtypes.to_bytes(array)
-    assert packed.tobytes() == b"\x03"
-    assert dtypes.from_bytes(packed, "uint2", ()).tolist() == 3
-
-
-def test_no_elements_are_no_bytes():
-    packed = dtypes.to_bytes(np.zeros((0, 4), ml_dtypes.int4))
-    assert packed.size == 0
-    assert dtypes.from_bytes(packed, "int4", (0, 4)).shape == (0, 4)
 
 
 def test_unpacked_memory_is_writable_and_contiguous():

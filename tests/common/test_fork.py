@@ -38,31 +38,34 @@ def run(body: str, root: Path) -> str:
     return run_quietly(START + body, root)
 
 
-def test_a_worker_of_a_run_with_a_manager_can_be_terminated(tmp_path: Path):
-    body = """
-first = ostraka.Manager(root + "/first")
-second = ostraka.Manager(root + "/second")
+TERMINATE = """
 worker = start_worker()
 worker.terminate()
 worker.join(100)
 print(worker.exitcode)
+"""
+
+
+def test_a_worker_of_a_run_with_a_manager_can_be_terminated(tmp_path: Path):
+    managers = """
+first = ostraka.Manager(root + "/first")
+second = ostraka.Manager(root + "/second")
+"""
+    end = """
 start_worker()  # a daemon: it is terminated, and waited for, when the program ends
 os.kill(os.getpid(), signal.SIGTERM)
 print(first.reached_preemption(1), second.reached_preemption(1))
 """
-    assert run(body, tmp_path) == f"{-signal.SIGTERM}\nTrue True\n"
+    found = run(managers + TERMINATE + end, tmp_path)
+    assert found == f"{-signal.SIGTERM}\nTrue True\n"
 
 
 def test_the_handler_that_was_there_before_is_back_in_a_child(tmp_path: Path):
     body = """
 signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
 manager = ostraka.Manager(root)
-worker = start_worker()
-worker.terminate()
-worker.join(100)
-print(worker.exitcode)
 """
-    assert run(body, tmp_path) == "7\n"
+    assert run(body + TERMINATE, tmp_path) == "7\n"
 
 
 def test_a_child_does_not_write_with_its_parents_manager(tmp_path: Path):

@@ -5,8 +5,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,17 +57,22 @@ def counted(items: Iterator[int], taken: list[int]) -> Iterator[int]:
 
 
 def test_results_are_in_the_order_of_the_items():
+    names: set[str] = set()
+
+    def items() -> Iterator[int]:
+        for number in range(50):
+            names.add(threading.current_thread().name)
+            yield number
+
     def work(number: int) -> int:
         time.sleep(0.002 * (number % 3))
         return number * number
 
-    squares = run_all(work, range(50), threads=THREADS, stop=StopSignal())
+    squares = run_all(work, items(), threads=THREADS, stop=StopSignal())
     assert squares == [number * number for number in range(50)]
+    assert names == {threading.current_thread().name}  # The caller alone takes items.
     assert workers() == 0
-
-
-def test_nothing_to_do_is_done():
-    assert run_all(str, [], threads=THREADS, stop=StopSignal()) == []
+    assert run_all(work, [], threads=THREADS, stop=StopSignal()) == []
 
 
 def test_results_come_as_soon_as_they_are_there():
@@ -114,18 +120,6 @@ def test_items_are_not_taken_while_the_caller_is_busy():
     time.sleep(0.05)
     assert len(taken) == before <= AHEAD + 1
     assert len(list(done)) == 499
-
-
-def test_items_are_taken_by_the_caller_alone():
-    names: set[str] = set()
-
-    def items() -> Iterator[int]:
-        for number in range(100):
-            names.add(threading.current_thread().name)
-            yield number
-
-    run_all(str, items(), threads=THREADS, stop=StopSignal())
-    assert names == {threading.current_thread().name}
 
 
 def test_items_are_let_go_of_when_they_are_done():
@@ -197,45 +191,37 @@ def test_first_error_is_raised_and_ends_the_rest():
         stop.check()
 
 
-def test_error_of_the_items_is_raised():
-    def items() -> Iterator[int]:
-        yield from range(10)
-        raise LookupError("no more of them")
+def raised(error: BaseException) -> Any:
+    raise error
 
-    done: list[int] = []
-    with pytest.raises(LookupError, match="no more of them"):
-        run_all(done.append, items(), threads=THREADS, stop=StopSignal())
+
+def endless(stop: StopSignal) -> Iterator[int]:
+    while True:
+        stop.check()
+        yield 0
+
+
+def and_then(items: Iterable[int], error: BaseException) -> Iterator[int]:
+    yield from items
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("work", "items", "expected"),
+    [
+        (str, lambda stop: and_then(range(10), LookupError("no more")), LookupError("no more")),
+        # Rather than that it causes in the items.
+        (lambda _: raised(ValueError("the cause")), endless, ValueError("the cause")),
+        (lambda _: raised(SystemExit("of it")), lambda stop: range(4), SystemExit("of it")),
+        (str, lambda stop: stop.set() or range(10), Stopped()),
+    ],
+    ids=["of the items", "of the work", "no exception", "from outside"],
+)
+def test_an_error_is_raised(work: Any, items: Any, expected: BaseException):
+    stop = StopSignal()
+    with pytest.raises(type(expected), match=f"^{expected}$"):
+        run_all(work, items(stop), threads=THREADS, stop=stop)
     assert workers() == 0
-
-
-def test_error_of_the_work_is_raised_rather_than_that_it_causes_in_the_items():
-    stop = StopSignal()
-
-    def items() -> Iterator[int]:
-        while True:
-            stop.check()
-            yield 0
-
-    def work(number: int) -> None:
-        raise ValueError("the cause")
-
-    with pytest.raises(ValueError, match="the cause"):
-        run_all(work, items(), threads=THREADS, stop=stop)
-
-
-def test_stop_from_outside_is_raised_as_such():
-    stop = StopSignal()
-    stop.set()
-    with pytest.raises(Stopped, match="^$"):
-        run_all(str, range(10), threads=THREADS, stop=stop)
-
-
-def test_error_that_is_not_an_exception_is_raised_too():
-    def work(number: int) -> None:
-        raise SystemExit("of a thread")
-
-    with pytest.raises(SystemExit, match="of a thread"):
-        run_all(work, range(4), threads=THREADS, stop=StopSignal())
 
 
 # Leaving early

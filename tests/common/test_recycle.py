@@ -83,9 +83,6 @@ def test_only_what_is_asked_for_is_recycled(tmp_path: Path):
     assert not is_recycled(recycled_or_fresh(100, memory))
     ostraka.save(tmp_path / "a", {"w": np.zeros(MIB, np.float32)})
     assert not is_recycled(ostraka.restore(tmp_path / "a")["w"])
-
-
-def test_an_error_ends_it():
     with pytest.raises(ValueError, match="no more"), recycling(Recycled(MIB)):
         raise ValueError("no more")
     assert current() is None

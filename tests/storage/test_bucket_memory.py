@@ -72,46 +72,36 @@ COMPRESSED: dict[str, Any] = {"compress": "zstd"}
 
 
 # Files written or read in one go, and boxes converted or cast whole, would be more.
+def case(leaves: int, mib: int, how: dict[str, Any], cast: str | None, name: str) -> Any:
+    """Those of 4 GiB take long."""
+    marks = [pytest.mark.soak] if mib == 4096 else []
+    return pytest.param(leaves, mib, how, cast, marks=marks, id=name)
+
+
+# Files written or read in one go, and boxes converted or cast whole, would be more.
 @pytest.mark.parametrize(
     ("leaves", "mib", "how", "cast"),
     [
-        pytest.param(2, 640, {}, None, id="plain"),
-        pytest.param(1, 1280, AS_BFLOAT16, None, id="converted"),
-        pytest.param(1, 640, COMPRESSED, None, id="compressed"),
-        pytest.param(1, 640, {}, "bfloat16", id="cast"),
-        pytest.param(1, 640, COMPRESSED, "bfloat16", id="compressed, cast"),
-        pytest.param(1, 4096, {}, None, marks=pytest.mark.soak, id="plain, 4 GiB"),
-        pytest.param(1, 4096, AS_BFLOAT16, None, marks=pytest.mark.soak, id="converted, 4 GiB"),
-        pytest.param(64, 4096, AS_BFLOAT16, None, marks=pytest.mark.soak, id="converted, many"),
-        pytest.param(1, 4096, COMPRESSED, None, marks=pytest.mark.soak, id="compressed, 4 GiB"),
-        pytest.param(64, 4096, COMPRESSED, None, marks=pytest.mark.soak, id="compressed, many"),
-        pytest.param(
-            1, 4096, AS_BFLOAT16 | COMPRESSED, None, marks=pytest.mark.soak, id="both, 4 GiB"
-        ),
-        pytest.param(1, 4096, {}, "bfloat16", marks=pytest.mark.soak, id="cast, 4 GiB"),
-        pytest.param(64, 4096, {}, "bfloat16", marks=pytest.mark.soak, id="cast, many"),
-        pytest.param(
-            1, 4096, COMPRESSED, "bfloat16", marks=pytest.mark.soak, id="compressed, cast, 4 GiB"
-        ),
-        pytest.param(
-            1, 4096, AS_BFLOAT16, "float32", marks=pytest.mark.soak, id="cast back, 4 GiB"
-        ),
+        case(2, 640, {}, None, "plain"),
+        case(1, 1280, AS_BFLOAT16, None, "converted"),
+        case(1, 640, COMPRESSED, None, "compressed"),
+        case(1, 640, {}, "bfloat16", "cast"),
+        case(1, 640, COMPRESSED, "bfloat16", "compressed, cast"),
+        case(1, 4096, {}, None, "plain, 4 GiB"),
+        case(1, 4096, AS_BFLOAT16, None, "converted, 4 GiB"),
+        case(64, 4096, AS_BFLOAT16, None, "converted, many"),
+        case(1, 4096, COMPRESSED, None, "compressed, 4 GiB"),
+        case(64, 4096, COMPRESSED, None, "compressed, many"),
+        case(1, 4096, AS_BFLOAT16 | COMPRESSED, None, "both, 4 GiB"),
+        case(1, 4096, {}, "bfloat16", "cast, 4 GiB"),
+        case(64, 4096, {}, "bfloat16", "cast, many"),
+        case(1, 4096, COMPRESSED, "bfloat16", "compressed, cast, 4 GiB"),
+        case(1, 4096, AS_BFLOAT16, "float32", "cast back, 4 GiB"),
     ],
 )
 @pytest.mark.parametrize("bucket", ["seaweed"], indirect=True)
-def test_memory_is_bounded(
-    bucket: str, leaves: int, mib: int, how: dict[str, Any], cast: str | None
-):
-    (result,) = run_processes(
-        measure,
-        f"{bucket}/large",
-        leaves,
-        mib,
-        how,
-        cast,
-        processes=1,
-        devices_per_process=8,
-        timeout_s=600,
-    )
+def test_memory_is_bounded(bucket: str, leaves: int, mib: int, how: Any, cast: str | None):
+    sizes: Any = {"processes": 1, "devices_per_process": 8, "timeout_s": 600}
+    (result,) = run_processes(measure, f"{bucket}/large", leaves, mib, how, cast, **sizes)
     print("save, restore, MiB:", [n >> 20 for n in result.value])
     assert max(result.value) <= MOST_EXTRA

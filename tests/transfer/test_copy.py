@@ -122,18 +122,27 @@ def test_a_copy_is_the_same_checkpoint(made: Path, place: Any, tmp_path: Path):
     assert (report.source, report.copied, report.skipped) == (str(made), 1, 0)
     assert (report.bytes_copied, report.bytes_skipped) == (size_of(made), 0)
     assert ostraka.verify(there).ok
+    source = FaultyStore(made)
+    report = ostraka.copy(source, there)
+    assert (report.copied, report.bytes_copied) == (0, 0)
+    assert (report.skipped, report.bytes_skipped) == (1, size_of(made))
+    assert not any(verb == "open" for verb, _ in source.calls)
     back = tmp_path / "back"
     ostraka.copy(there, back)
     assert contents(back) == contents(made)
     assert np.array_equal(ostraka.restore(back)["sharded"], tree_of()["host"])
 
 
-def test_files_in_many_tasks_and_pieces(made: Path, small_pieces: None, tmp_path: Path):
-    ostraka.copy(made, tmp_path / "there")
-    assert contents(tmp_path / "there") == contents(made)
-    in_order = FaultyStore(memory(), traits=IN_ORDER)
-    ostraka.copy(made, in_order)
-    assert contents(in_order) == contents(made)
+@pytest.mark.parametrize("traits", [None, IN_ORDER], ids=["any order", "in order"])
+def test_files_in_many_tasks_and_pieces(made: Path, small_pieces: None, traits: Traits | None):
+    seen: list[tuple[int, int]] = []
+    target = memory()
+    ostraka.copy(made, FaultyStore(target, traits=traits), on_bytes=lambda *now: seen.append(now))
+    assert contents(target) == contents(made)
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert {total for _, total in seen} == {size_of(made)}
+    assert seen[-1] == (size_of(made), size_of(made))
 
 
 def test_a_large_upload(bucket: str, tmp_path: Path):
@@ -151,16 +160,6 @@ def test_a_checkpoint_without_arrays(tmp_path: Path):
     ostraka.copy(tmp_path / "c", tmp_path / "there")
     assert ostraka.restore(tmp_path / "there") == {"step": 3}
     assert ostraka.copy(tmp_path / "c", tmp_path / "there").skipped == 1
-
-
-def test_progress_ends_with_all_bytes(checkpoint: Path, small_pieces: None):
-    seen: list[tuple[int, int]] = []
-    target = memory()
-    ostraka.copy(checkpoint, target, on_bytes=lambda *now: seen.append(now))
-    assert len(seen) > 10
-    assert seen == sorted(seen)
-    assert {total for _, total in seen} == {size_of(checkpoint)}
-    assert seen[-1] == (size_of(checkpoint), size_of(checkpoint))
 
 
 def test_memory_is_bounded(tmp_path: Path):
@@ -186,21 +185,14 @@ assert "jax" not in sys.modules
 # Again
 
 
-def test_what_is_there_is_not_copied_again(made: Path, place: Any):
-    there = below(place, "there")
-    ostraka.copy(made, there)
-    source = FaultyStore(made)
-    report = ostraka.copy(source, there)
-    assert (report.copied, report.bytes_copied) == (0, 0)
-    assert (report.skipped, report.bytes_skipped) == (1, size_of(made))
-    assert not any(verb == "open" for verb, _ in source.calls)
-
-
 @pytest.mark.parametrize("verb", ["create", "write", "finish", "put", "publish", "sync"])
 def test_a_full_target_and_going_on(made: Path, verb: str):
     below = memory()
     with pytest.raises(OSError, match="No space left"):
         ostraka.copy(made, FaultyStore(below, fail={verb: no_space()}))
+    refused = StoreError("can't write there: no permission", errno=errno.EACCES)
+    with pytest.raises(StoreError, match="no permission"):
+        ostraka.copy(made, FaultyStore(below, fail={verb: refused}))
     assert "_METADATA" not in below.list()
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at"):
         ostraka.open(below)
@@ -243,27 +235,28 @@ def test_a_power_failure_after_a_copy(made: Path, tmp_path: Path):
     assert ostraka.verify(tmp_path / "there").ok
 
 
-@pytest.mark.parametrize("spoil", ["byte", "shorter", "longer", "strange"])
-def test_files_that_are_not_whole_are_copied_again(made: Path, tmp_path: Path, spoil: str):
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        None,
+    ],
+    ids=["byte", "shorter", "longer", "strange"],
+)
+def test_files_that_are_not_whole_are_copied_again(made: Path, tmp_path: Path, spoil: Any):
     there = Path(shutil.copytree(made, tmp_path / "there"))
     (there / "_METADATA").unlink()
     shard = max(there.glob("shards-*/*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    if spoil == "byte":
-        data[-5] ^= 1
-    elif spoil == "shorter":
-        del data[-1]
-    elif spoil == "longer":
-        data += b"x"
-    else:  # of a `put` that was killed
+    kept = sum(path.stat().st_size for path in made.glob("shards-*/*.safetensors"))
+    if spoil is None:  # of a `put` that was killed
         (shard.parent / "process_00000.json.0123abcd.tmp").write_bytes(b"{}")
-    shard.write_bytes(data)
-    report = ostraka.copy(made, there)
+    else:
+        kept -= shard.stat().st_size
+        shard.write_bytes(spoil(shard.read_bytes()))
+    assert ostraka.copy(made, there).bytes_skipped == kept
     assert contents(there) == contents(made)
-    shards = [*made.glob("shards-*/*.safetensors")]
-    copied = 0 if spoil == "strange" else 1
-    skipped = sum(path.stat().st_size for path in shards) - copied * shard.stat().st_size
-    assert report.bytes_skipped == skipped
 
 
 KILLED = """
@@ -279,6 +272,11 @@ ostraka.copy(sys.argv[1], FaultyStore(sys.argv[2], before=before))
 """
 
 
+def kill_copy(source: Path, target: Any, moment: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(source), str(target), str(moment)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("moment", [1, 2, 5, 9, 14, 20, -1, -2, -3])
 def test_killed_copies_are_finished_by_the_next(made: Path, tmp_path: Path, moment: int):
     """From the first verb to the last: those below 0 count from the end."""
@@ -287,9 +285,7 @@ def test_killed_copies_are_finished_by_the_next(made: Path, tmp_path: Path, mome
     verbs = ("create", "write", "finish", "put", "publish", "sync")
     count = sum(verb in verbs for verb, _ in counted.calls)
     there = tmp_path / "there"
-    moment = moment if moment > 0 else count + 1 + moment
-    command = [sys.executable, "-c", KILLED, str(made), str(there), str(moment)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    kill_copy(made, there, moment if moment > 0 else count + 1 + moment)
     assert not (there / "_METADATA").exists()
     ostraka.copy(made, there)
     assert contents(there) == contents(made)
@@ -299,8 +295,7 @@ def test_a_copy_to_a_bucket_that_was_killed(
     made: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("ostraka.storage._claim.DEAD_AFTER_S", 2.0)
-    command = [sys.executable, "-c", KILLED, str(made), f"{bucket}/there", "8"]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    kill_copy(made, f"{bucket}/there", 8)
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at"):
         ostraka.open(f"{bucket}/there")
     ostraka.copy(made, f"{bucket}/there")
@@ -319,7 +314,13 @@ def test_leftovers_of_other_saves_go(made: Path, place: Any):
 # What is not copied
 
 
-def test_a_damaged_source(checkpoint: Path, place: Any):
+@pytest.mark.parametrize("pieces", ["usual", "small"])
+def test_a_damaged_source(
+    checkpoint: Path, place: Any, pieces: str, request: pytest.FixtureRequest
+):
+    """A block may not fit into a piece."""
+    if pieces == "small":
+        request.getfixturevalue("small_pieces")
     flip(checkpoint)
     there = below(place, "there")
     with pytest.raises(Damaged, match="'(host|sharded|small)'.* are not as they were written"):
@@ -329,41 +330,22 @@ def test_a_damaged_source(checkpoint: Path, place: Any):
 
 @pytest.mark.parametrize("what", ["_METADATA", "process_00000.json", "shard_00003", "header"])
 def test_other_damage(checkpoint: Path, tmp_path: Path, what: str):
-    file = checkpoint / "_METADATA"
-    if what != "_METADATA":
-        name = "shard_00000" if what == "header" else what
-        file = next(checkpoint.glob(f"shards-*/{name}*"))
+    pattern = {"_METADATA": what, "header": "shards-*/shard_00000*"}.get(what, f"shards-*/{what}*")
+    (file,) = checkpoint.glob(pattern)
     if what == "shard_00003":
         file.unlink()
     else:
-        data = bytearray(file.read_bytes())
-        data[40] ^= 1
-        file.write_bytes(data)
+        data = file.read_bytes()
+        file.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
     with pytest.raises(Damaged, match=file.name):
         ostraka.copy(checkpoint, tmp_path / "there")
     assert not (tmp_path / "there").exists()
-
-
-def test_a_block_that_does_not_fit_into_a_piece_is_checked(checkpoint: Path, small_pieces: None):
-    flip(checkpoint)
-    target = memory()
-    with pytest.raises(Damaged, match="are not as they were written"):
-        ostraka.copy(checkpoint, target)
-    assert contents(target) == {}
 
 
 def test_reads_that_are_cut_short(made: Path, tmp_path: Path):
     with pytest.raises(Damaged, match="it ends at byte"):
         ostraka.copy(FaultyStore(made, cut_reads_bytes=1000), tmp_path / "there")
     assert not (tmp_path / "there").exists()
-
-
-def test_another_checkpoint_is_not_replaced(made: Path, tmp_path: Path):
-    ostraka.save(tmp_path / "there", {"a": 1})
-    before = contents(tmp_path / "there")
-    with pytest.raises(PathInTheWay, match="has another checkpoint, which a copy does not replace"):
-        ostraka.copy(made, tmp_path / "there")
-    assert contents(tmp_path / "there") == before
 
 
 def test_a_target_that_is_damaged(made: Path, tmp_path: Path):
@@ -374,28 +356,33 @@ def test_a_target_that_is_damaged(made: Path, tmp_path: Path):
     assert len(contents(there)) == len(contents(made)) - 1
 
 
-def test_other_things_in_the_target(made: Path, tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(PathInTheWay, match=r"other things in it \(.*notes.txt"):
-        ostraka.copy(made, tmp_path)
-    assert (tmp_path / "notes.txt").exists()
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(PathInTheWay, match="a file of that name"):
-        ostraka.copy(made, tmp_path / "file")
+def test_other_things_in_the_target(made: Path, root: Path, checkpoint: Path, tmp_path: Path):
+    ostraka.save(tmp_path / "there", {"a": 1})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for source, target, told in [
+        (made, "mine", r"other things in it \(.*notes.txt"),
+        (made, "mine/notes.txt", "a file of that name"),
+        (made, "there", "has another checkpoint, which a copy does not replace"),
+        (made, "runs", r"a path of its own, as .*/runs/checkpoint"),
+        (root, "checkpoint", "give a directory for its steps"),
+    ]:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(PathInTheWay, match=told):
+            ostraka.copy(source, tmp_path / target)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert ostraka.restore(tmp_path / "there") == {"a": 1}
 
 
-def test_onto_itself(made: Path, root: Path):
-    for path in (made, root):
-        with pytest.raises(PathInTheWay, match="can't be copied onto itself"):
-            ostraka.copy(path, path)
-
-
-def test_into_itself(made: Path, root: Path):
-    for path in (made, root):
-        before = sorted(path.rglob("*"))
-        with pytest.raises(PathInTheWay, match="can't be copied to .*/below, which is inside it"):
-            ostraka.copy(path, path / "below")
-        assert sorted(path.rglob("*")) == before
+@pytest.mark.parametrize("source", ["made", "root"])
+def test_onto_and_into_itself(source: str, request: pytest.FixtureRequest):
+    path = request.getfixturevalue(source)
+    before = sorted(path.rglob("*"))
+    with pytest.raises(PathInTheWay, match="can't be copied onto itself"):
+        ostraka.copy(path, path)
+    with pytest.raises(PathInTheWay, match="can't be copied to .*/below, which is inside it"):
+        ostraka.copy(path, path / "below")
+    assert sorted(path.rglob("*")) == before
 
 
 def test_stores_of_one_name_on_two_servers(made: Path, tmp_path: Path):
@@ -443,18 +430,15 @@ def test_two_copies_at_once(made: Path):
 def test_a_copy_that_was_taken_for_dead_deletes_nothing(checkpoint: Path):
     """It finds damage, in its last file, after another has taken its place."""
     last = max(checkpoint.glob("shards-*/*.safetensors"))
-    data = bytearray(last.read_bytes())
-    data[-1] ^= 1
-    last.write_bytes(data)
+    data = last.read_bytes()
+    last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     below = memory()
     taken: list[str] = []
 
     def take_over(verb: str, name: str) -> None:
         if verb == "finish" and not taken:
             taken.append(name)
-            for other in below.list():
-                if other.startswith("_CLAIM-"):
-                    below.delete(other)
+            below.delete(below.files("_CLAIM-")[0].name)
 
     traits = Traits(at_once=1, in_any_order=False)
     with pytest.raises(Damaged, match=last.name):
@@ -462,28 +446,21 @@ def test_a_copy_that_was_taken_for_dead_deletes_nothing(checkpoint: Path):
     assert below.look(taken[0]) is not None
 
 
-def test_files_that_another_removes_before_the_commit(made: Path):
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("shards-", "which this copy has written, .*; copy again"),
+        ("_CLAIM-", "took this one for dead"),
+    ],
+)
+def test_files_that_another_removes_before_the_commit(made: Path, lost: str, told: str):
     below = memory()
 
     def remove(verb: str, name: str) -> None:
         if (verb, name) == ("put", "_METADATA"):
-            below.delete(below.files("shards-")[-1].name)
+            below.delete(below.files(lost)[-1].name)
 
-    with pytest.raises(Busy, match="which this copy has written, .*; copy again"):
-        ostraka.copy(made, FaultyStore(below, before=remove))
-    assert "_METADATA" not in below.list()
-
-
-def test_a_claim_that_was_lost_before_the_commit(made: Path):
-    below = memory()
-
-    def remove(verb: str, name: str) -> None:
-        if (verb, name) == ("put", "_METADATA"):
-            for other in below.list():
-                if other.startswith("_CLAIM-"):
-                    below.delete(other)
-
-    with pytest.raises(Busy, match="took this one for dead"):
+    with pytest.raises(Busy, match=told):
         ostraka.copy(made, FaultyStore(below, before=remove))
     assert "_METADATA" not in below.list()
 
@@ -531,32 +508,22 @@ def test_all_steps(root: Path, place: Any):
 
 
 def test_only_new_steps_are_copied(root: Path, tmp_path: Path):
-    ostraka.copy(root, tmp_path / "there")
+    (root / "step_00000009" / "shards-0123456789abcdef").mkdir(parents=True)
+    (root / "notes").mkdir()
+    assert ostraka.copy(root, tmp_path / "there").copied == 3
     with Manager(root, every=None, keep=None, asynchronous=False) as manager:
         manager.save(4, {"a": np.zeros(9)})
     seen: list[tuple[int, int]] = []
     report = ostraka.copy(root, tmp_path / "there", on_bytes=lambda *now: seen.append(now))
+    assert sorted(os.listdir(tmp_path / "there")) == [f"step_0000000{n}" for n in (1, 2, 3, 4)]
     assert (report.copied, report.skipped) == (1, 3)
     assert report.bytes_copied == size_of(root / "step_00000004")
     total = report.bytes_copied + report.bytes_skipped
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
-
-
-def test_one_step_by_its_number(root: Path, tmp_path: Path):
-    report = ostraka.copy(root / "2", tmp_path / "there")
+    report = ostraka.copy(root / "2", tmp_path / "one")  # a step by its number
     assert report.source == str(root / "step_00000002")
-    assert ostraka.restore(tmp_path / "there")["a"][0] == 2
-
-
-def test_a_checkpoint_onto_a_directory_of_steps(root: Path, made: Path):
-    with pytest.raises(PathInTheWay, match=r"a path of its own, as .*/runs/checkpoint"):
-        ostraka.copy(made, root)
-
-
-def test_steps_onto_a_checkpoint(root: Path, checkpoint: Path):
-    with pytest.raises(PathInTheWay, match="give a directory for its steps"):
-        ostraka.copy(root, checkpoint)
+    assert ostraka.restore(tmp_path / "one")["a"][0] == 2
 
 
 def test_a_damaged_step_does_not_keep_the_others_from_being_copied(root: Path, tmp_path: Path):
@@ -579,18 +546,3 @@ def test_a_step_that_the_run_deletes_meanwhile(root: Path, tmp_path: Path):
     report = ostraka.copy(FaultyStore(root, before=remove), tmp_path / "there")
     assert report.copied == 2
     assert Manager(tmp_path / "there", read_only=True).steps() == [1, 3]
-
-
-def test_steps_that_are_not_whole_are_not_copied(root: Path, tmp_path: Path):
-    (root / "step_00000009" / "shards-0123456789abcdef").mkdir(parents=True)
-    (root / "notes").mkdir()
-    assert ostraka.copy(root, tmp_path / "there").copied == 3
-    assert "step_00000009" not in os.listdir(tmp_path / "there")
-
-
-def test_a_target_that_refuses(made: Path, tmp_path: Path):
-    refused = StoreError("can't write there: no permission", errno=errno.EACCES)
-    target = FaultyStore(tmp_path / "there", fail={"write": refused})
-    with pytest.raises(StoreError, match="no permission"):
-        ostraka.copy(made, target)
-    assert not (tmp_path / "there" / "_METADATA").exists()

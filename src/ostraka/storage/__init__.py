@@ -10,6 +10,7 @@ from ostraka.storage._base import FileWriter as FileWriter
 from ostraka.storage._base import PlaceLock as PlaceLock
 from ostraka.storage._base import Store as Store
 from ostraka.storage._base import Traits as Traits
+from ostraka.storage._base import byte_views as byte_views
 from ostraka.storage._base import is_fence as is_fence
 from ostraka.storage._base import is_temporary as is_temporary
 from ostraka.storage._claim import Claim as Claim

@@ -2,6 +2,10 @@
 
 Names are relative, with `/` between directories. A missing name raises FileNotFoundError. Any other
 refusal raises `errors.StoreError` with a sentence that names the file.
+
+Write a class with the verbs of `Store` to keep checkpoints in a store of your own.
+`ostraka.testing.StoreTests` checks each promise of this module. All names that such a class needs
+are in `ostraka.storage`, and its errors are in `ostraka.errors`.
 """
 
 from __future__ import annotations
@@ -53,7 +57,9 @@ class Traits:
     look_every_s: float = 0.1
     """How long to wait before looking again for a change that is expected."""
     deletes_fence: bool = True
-    """True if a `put` or a `delete` fails once its temporary file is deleted: see `_claim`."""
+    """True if a `put` or a `delete` fails once its temporary file is deleted, or if nobody else can
+    write between a `check` and its event. Set it to False for a store that can do neither. A
+    takeover then empties the marker of the earlier writer first: see `Store.touch`."""
     is_remote: bool = False
     """True if reading takes time or money that the network between processes does not."""
 
@@ -118,11 +124,17 @@ class Store(Protocol):
     """One place: a directory, a prefix in a bucket, a part of a dictionary. `str` of it is
     `location`.
 
+    A verb may be called by several threads, and by several processes for one place. Each sees at
+    once what another has done. No name leads out of the place: one with `..` names nothing, or
+    raises `errors.StoreError`.
+
     One writer at a time is the business of `storage.Claim`, which works by files in the place.
     """
 
     location: str
-    """The name of this place in messages."""
+    """The name of this place in messages. Begin it with a scheme of your own, as `memory://` does,
+    and end that of `at(name)` with `/name`. If equal locations always are the same place, add an
+    attribute `is_named = True`: `copy` and `convert` then refuse a target inside their source."""
     traits: Traits
 
     def at(self, name: str) -> Store:
@@ -171,7 +183,8 @@ class Store(Protocol):
         and costs next to nothing. A crash of the machine may take some or all of it.
 
         `replaces` is the `version` of what may be replaced, None if nothing may be: else raises
-        `errors.Busy`. `check` is called when all is ready but for the event itself, and may raise.
+        `errors.Busy`. `check` is called when all is ready but for the event itself. It may raise,
+        and may use the store.
 
         None is atomic everywhere. A version is compared just before the file is replaced. In a
         directory two writers may fall between the two, unless they hold a Claim. Whoever takes over
@@ -185,11 +198,15 @@ class Store(Protocol):
     def touch(self, name: str, *, create: bool, note: bytes = b"") -> float | None:
         """Set the time of a file to now, by the store's clock. It may not survive a crash.
 
-        With `create` the file is made, and must not be there. Else it must be there, and in a
-        bucket not be empty: so a marker ends by an atomic `put`. `note` is the start of the file,
-        if the store can write it. Each call must give the same.
+        With `create` the file is made. If it exists, raises `errors.StoreError`. Else the file must
+        exist: raises FileNotFoundError. `note` is the start of the file, if the store can write it.
+        Each call must give the same.
 
-        Returns the time before, for a file in a bucket. None elsewhere.
+        Without `traits.deletes_fence`, a touched file has at least one byte, and an empty file
+        counts as missing: so a conditional `put` of no bytes ends a marker.
+
+        Returns the time before, if the store refuses a deletion after a time (see `delete`). Else
+        None.
         """
         ...
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ostraka.errors import Busy, NotDurable, OstrakaError, store_error
+from ostraka.errors import Busy, NotDurable, OstrakaError, StoreError, store_error
 from ostraka.layout.shard_file import METADATA_NAME
 from ostraka.storage import file as _file
 from ostraka.storage._base import ANYTHING, MOST_BYTES, FileInfo, Traits
@@ -39,7 +40,10 @@ class LocalStore:
         return self.location
 
     def at(self, name: str) -> LocalStore:
-        return LocalStore(self._start + name, follow=False) if name else LocalStore(self.location)
+        if not name:
+            return LocalStore(self.location)
+        self._refuse_outside(name)
+        return LocalStore(self._start + name, follow=False)
 
     def prepare(self) -> bool:
         return _file.make_place(self.location, follow=self._follow)
@@ -170,6 +174,7 @@ class LocalStore:
         return []
 
     def files(self, prefix: str) -> list[FileInfo]:
+        self._refuse_outside(prefix)
         directory, slash, start = prefix.rpartition("/")
         place = _file.BY_PATH if self._lock is None else self._lock.directory
         found: list[tuple[str, os.stat_result]] = []
@@ -186,6 +191,7 @@ class LocalStore:
         return []
 
     def is_link(self, name: str) -> bool:
+        self._refuse_outside(name)
         return os.path.islink(self._start + name)
 
     def sync(self, directory: str) -> None:
@@ -256,7 +262,21 @@ class LocalStore:
     def delete_link(self, name: str) -> None:
         with suppress(FileNotFoundError), _Refusals("delete the link", self._start + name):
             above, leaf = self._find(name)
+            if not stat.S_ISLNK(os.lstat(leaf, dir_fd=above.file).st_mode):
+                raise StoreError(
+                    f"can't delete the link {self._start}{name}: it is no link any more",
+                    errno=errno.EINVAL,
+                )
             os.unlink(leaf, dir_fd=above.file)
+
+    def _refuse_outside(self, name: str) -> None:
+        """Raise StoreError for a name that would lead out of the place."""
+        if name.startswith("/") or (".." in name and ".." in name.split("/")):
+            raise StoreError(
+                f"can't use the name {name!r} in {self.location}: it leads out of the directory; "
+                "give a name below it, without '..'",
+                errno=errno.EINVAL,
+            )
 
     def _find(
         self, name: str, *, to_write: bool = False, make: bool = False
@@ -266,6 +286,7 @@ class LocalStore:
         Without a handle it is called by its whole path. There is always a handle `to_write`, since
         the directory has to be synced then. With `make` a directory below the place is made.
         """
+        self._refuse_outside(name)
         directory, _, leaf = name.rpartition("/")
         place = _file.BY_PATH if self._lock is None else self._lock.directory
         if not directory:
