@@ -216,7 +216,7 @@ NOTHING: dict[str, tuple[Callable[[Place], None], str, type[OstrakaError], str]]
     "unlike": (checkpoints("copied"), "nope", CheckpointNotFound, "there is no such directory$"),
     "a step": (checkpoints("step_6", "7"), "8", CheckpointNotFound, "; the steps in .* are 6, 7$"),
     "no steps": (without_steps, "", CheckpointNotFound, "_METADATA, and there are no steps in it"),
-    "unfinished": (unfinished, "c", CheckpointNotFound, "_METADATA.* never finished"),
+    "unfinished": (unfinished, "c", CheckpointNotFound, "never finished.* _METADATA"),
     "below a file": (files(file="text"), "file/below", CheckpointNotFound, NO_CHECKPOINT),
     "file": (files(file="text"), "file", NotACheckpoint, "is a file, not a checkpoint"),
     "metadata": (checkpoints("c"), "c/_METADATA", NotACheckpoint, "is a file"),
