@@ -8,12 +8,10 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -26,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka import sharding as sharding_helpers
 from ostraka.common.dtypes import DTYPES, numpy_dtype
-from ostraka.errors import CheckpointNotFound, InvalidSharding, InvalidTree, Mismatch
+from ostraka.errors import CheckpointNotFound, InvalidTree, Mismatch
 from ostraka.storage import open_store
 
 # Shardings
@@ -185,9 +183,9 @@ def clear(place):
         store.delete(name)
 
 
-@pytest.fixture(params=["memory", "bucket"])
-def place(request):
-    made = new_memory() if request.param == "memory" else request.getfixturevalue("bucket")
+@pytest.fixture
+def place():
+    made = new_memory()
     yield made
     clear(made)
 
@@ -202,21 +200,22 @@ def abstract(values, sharding):
 # Source × destination
 
 
-FROM_EACH = [
-    *(("memory", source) for source in SHARDINGS),
-    *(("bucket", source) for source in SHARDINGS),
-]
-# In a bucket each sharding is once a source and once a destination.
-FROM_EACH_TO_EACH = [
-    *(("memory", *pair) for pair in itertools.product(SHARDINGS, SHARDINGS)),
-    *(
-        ("bucket", source, list(SHARDINGS)[(5 * number + 3) % len(SHARDINGS)])
-        for number, source in enumerate(SHARDINGS)
-    ),
+NAMES = list(SHARDINGS)
+
+
+def steps_on(number: int, steps: int) -> tuple[str, str]:
+    return NAMES[number], NAMES[(number + steps) % len(NAMES)]
+
+
+# Each sharding is the source and the destination of itself and of those 1, 4 and 9 further on,
+# so that every two kinds meet; in a bucket it is once a source and once a destination.
+PAIRS = [
+    *(("memory", *steps_on(n, steps)) for n in range(len(NAMES)) for steps in (0, 1, 4, 9)),
+    *(("bucket", *steps_on(n, 3)) for n in range(0, len(NAMES), 3)),
 ]
 
 
-@pytest.mark.parametrize(("where", "source", "destination"), FROM_EACH_TO_EACH)
+@pytest.mark.parametrize(("where", "source", "destination"), PAIRS)
 def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source, destination):
     sharding = SHARDINGS[destination]()
     with jax.enable_x64(True):
@@ -226,11 +225,11 @@ def test_every_dtype_from_any_sharding_to_any_other(saved, values, where, source
         assert_placed(found[key], value, fit(sharding, value.shape))
 
 
-@pytest.mark.parametrize(("where", "source"), FROM_EACH)
-def test_without_a_template_arrays_go_back_where_they_were(saved, values, where, source):
+@pytest.mark.parametrize("source", SHARDINGS)
+def test_without_a_template_arrays_go_back_where_they_were(saved, values, source):
     sharding = SHARDINGS[source]()
     with jax.enable_x64(True):
-        found = ostraka.restore(saved(where, source))
+        found = ostraka.restore(saved("memory", source))
     assert list(found) == list(values)
     for key, value in values.items():
         kept = fit(sharding, value.shape)
@@ -241,10 +240,10 @@ def test_without_a_template_arrays_go_back_where_they_were(saved, values, where,
         assert_placed(found[key], value, found[key].sharding)
 
 
-@pytest.mark.parametrize(("where", "source"), FROM_EACH)
-def test_as_numpy_arrays(saved, values, where, source):
+@pytest.mark.parametrize("source", SHARDINGS)
+def test_as_numpy_arrays(saved, values, source):
     like = {k: np.empty_like(v) for k, v in values.items()}
-    found = ostraka.restore(saved(where, source), like=like)
+    found = ostraka.restore(saved("memory", source), like=like)
     for key, value in values.items():
         assert type(found[key]) is np.ndarray
         assert found[key].flags.writeable
@@ -253,12 +252,7 @@ def test_as_numpy_arrays(saved, values, where, source):
 
 @pytest.mark.parametrize(
     ("where", "source"),
-    [
-        ("memory", "4x2"),
-        ("memory", "permuted 2x4"),
-        ("memory", "single device"),
-        ("bucket", "permuted 2x4"),
-    ],
+    [("memory", "4x2"), ("memory", "single device"), ("bucket", NAMES[0])],
 )
 def test_verify_and_lazy_reading_agree(saved, values, where, source):
     place = saved(where, source)
@@ -272,8 +266,7 @@ def test_verify_and_lazy_reading_agree(saved, values, where, source):
             assert_bits(checkpoint[key][::2, ::-1], value[::2, ::-1])
 
 
-@pytest.mark.parametrize("where", ["memory", "bucket"])
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     source=st.sampled_from(sorted(SHARDINGS)),
     destination=st.sampled_from(sorted(SHARDINGS)),
@@ -287,8 +280,8 @@ def test_verify_and_lazy_reading_agree(saved, values, where, source):
     ),
     cap=st.sampled_from([8192, 20_000, 1 << 32]),
 )
-def test_any_shapes_and_any_file_size(new_bucket, where, source, destination, leaves, cap):
-    place = new_memory() if where == "memory" else str(new_bucket("moto"))
+def test_any_shapes_and_any_file_size(source, destination, leaves, cap):
+    place = new_memory()
     sharding = SHARDINGS[source]()
     arrays = [random_bits(name, shape, seed) for seed, (name, shape) in enumerate(leaves)]
     tree = [jax.device_put(array, fit(sharding, array.shape)) for array in arrays]
@@ -344,19 +337,13 @@ def large(tmp_path_factory, new_bucket):
 @pytest.mark.parametrize(
     ("where", "source", "destination"),
     [
-        ("disk", "single device", "explicit 8 by columns"),
         ("disk", "single device", "8 by rows"),
-        ("disk", "single device", "numpy"),
         ("disk", "8 by rows", "explicit 8 by columns"),
-        ("disk", "8 by rows", "4x2"),
         ("disk", "8 by rows", "4x2 replicated"),
-        ("disk", "explicit 8 by columns", "8 by rows"),
         ("disk", "explicit 8 by columns", "numpy"),
         ("disk", "explicit 8 by columns", "single device"),
         ("disk", "4x2 replicated", "4x2"),
-        ("disk", "4x2 replicated", "explicit 8 by columns"),
         ("disk", "4x2", "explicit 8 by columns"),
-        ("disk", "4x2", "4x2"),
         *((server, "8 by rows", "explicit 8 by columns") for server in SERVERS),
         *((server, "4x2 replicated", "4x2") for server in SERVERS),
         ("seaweed", "single device", "numpy"),
@@ -432,39 +419,18 @@ KEY_SHARDINGS = ["single device", "4x2", "explicit 2x4", "permuted 2x4", "4x2 re
 
 
 @pytest.mark.parametrize(
-    ("source", "destination"), [*itertools.permutations(KEY_SHARDINGS, 2), ("4x2", "4x2")]
+    ("source", "destination"), [*itertools.pairwise([*KEY_SHARDINGS, "4x2", "4x2"])]
 )
 def test_keys_from_any_sharding_to_any_other(place, source, destination):
-    keys = key_trees(SHARDINGS[source]())
-    ostraka.save(place, keys)
-    wanted = SHARDINGS[destination]()
-    assert_keys(ostraka.restore(place, like=key_trees(wanted)), keys, wanted)
-    shapes = {
-        name: jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=fit(wanted, key.shape))
-        for name, key in keys.items()
-    }
-    assert_keys(ostraka.restore(place, like=shapes), keys, wanted)
-
-
-@pytest.mark.parametrize("source", KEY_SHARDINGS)
-def test_keys_without_a_template(place, source):
-    sharding = SHARDINGS[source]()
+    sharding, wanted = SHARDINGS[source](), SHARDINGS[destination]()
     keys = key_trees(sharding)
     ostraka.save(place, keys)
+    assert_keys(ostraka.restore(place, like=key_trees(wanted)), keys, wanted)
+    assert_keys(ostraka.restore(place, like=abstract(keys, wanted)), keys, wanted)
     found = ostraka.restore(place)
     assert_keys(found, keys, sharding)
     draws = [jax.random.normal(tree["threefry"], (4,)) for tree in (keys, found)]
     assert_bits(np.asarray(draws[1]), np.asarray(draws[0]))
-
-
-def test_keys_are_not_their_data(place):
-    ostraka.save(place, {"k": jax.random.key(0)})
-    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has uint32"):
-        ostraka.restore(place, like={"k": np.zeros(2, np.uint32)})
-    with pytest.raises(Mismatch, match="saved as a threefry2x32 key, `like` has a rbg key"):
-        ostraka.restore(place, like={"k": jax.random.key(0, impl="rbg")})
-    with pytest.raises(Mismatch, match=r"keys of shape \(\), `like` has \(2,\)"):
-        ostraka.restore(place, like={"k": jax.random.split(jax.random.key(0))})
 
 
 def test_raw_keys_are_plain_arrays(place):
@@ -476,21 +442,18 @@ def test_raw_keys_are_plain_arrays(place):
 # numpy
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_numpy_arrays_of_every_dtype(place, name):
-    array = random_bits(name, (5, 7))
-    scalar = array[2, 3]
-    ostraka.save(place, {"array": array, "scalar": scalar, "0-d": np.array(scalar)})
-    for found in (
-        ostraka.restore(place),
-        ostraka.restore(place, like={"array": array, "scalar": scalar, "0-d": np.array(scalar)}),
-    ):
-        assert type(found["array"]) is np.ndarray
-        assert type(found["0-d"]) is np.ndarray
-        assert type(found["scalar"]) is type(scalar)
-        assert_bits(found["array"], array)
-        assert_bits(found["0-d"], np.array(scalar))
-        assert_bits(np.array(found["scalar"]), np.array(scalar))
+def test_numpy_arrays_of_every_dtype(place):
+    arrays = {name: random_bits(name, (5, 7)) for name in DTYPES}
+    tree = {
+        name: {"array": array, "scalar": array[2, 3], "0-d": np.array(array[2, 3])}
+        for name, array in arrays.items()
+    }
+    ostraka.save(place, tree)
+    for found in (ostraka.restore(place), ostraka.restore(place, like=tree)):
+        for name, expected in tree.items():
+            for kind, value in expected.items():
+                assert type(found[name][kind]) is type(value), name
+                assert_bits(np.array(found[name][kind]), np.array(value))
 
 
 def test_numpy_arrays_in_any_memory_order(place):
@@ -517,19 +480,22 @@ def test_a_large_numpy_array_in_any_memory_order(place):
     assert_bits(found["s"], np.ascontiguousarray(array[::-1, 1::2]))
 
 
-@pytest.mark.parametrize("dtype", [">f8", ">f4", ">i2", ">u8", ">c16", ">f2"])
-def test_big_endian_arrays_keep_their_values(place, dtype):
-    native = np.arange(-3, 9).reshape(3, 4).astype(np.dtype(dtype).newbyteorder("="))
-    swapped = native.astype(dtype)
-    ostraka.save(place, {"a": swapped, "s": swapped[1, 1], "view": swapped.T})
-    found = ostraka.restore(place)
-    assert_bits(found["a"], native)
-    assert_bits(found["view"], np.ascontiguousarray(native.T))
-    assert found["s"] == native[1, 1]
-    like = {"a": swapped, "s": native[0, 0], "view": native.T}
-    found = ostraka.restore(place, like=like)
-    assert_bits(found["a"], swapped)
-    assert_bits(found["view"], np.ascontiguousarray(native.T))
+def test_big_endian_arrays_keep_their_values(place):
+    dtypes = [">f8", ">f4", ">i2", ">u8", ">c16", ">f2"]
+    native = {d: np.arange(12).reshape(3, 4).astype(np.dtype(d).newbyteorder("=")) for d in dtypes}
+    swapped = {d: array.astype(d) for d, array in native.items()}
+    tree = {"a": swapped, "s": {d: swapped[d][1, 1] for d in dtypes}}
+    tree["view"] = {d: swapped[d].T for d in dtypes}
+    ostraka.save(place, tree)
+    like = {"a": swapped, "s": tree["s"], "view": {d: native[d].T for d in dtypes}}
+    for found, expected in (
+        (ostraka.restore(place), native),
+        (ostraka.restore(place, like=like), swapped),
+    ):
+        for d in dtypes:
+            assert_bits(found["a"][d], expected[d])
+            assert_bits(found["view"][d], np.ascontiguousarray(native[d].T))
+            assert found["s"][d] == native[d][1, 1]
 
 
 def test_numpy_arrays_are_writable_and_share_nothing(place):
@@ -632,33 +598,6 @@ def test_the_default_device_takes_host_arrays(example):
     assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[6]))
 
 
-def test_a_part_of_several_things(place):
-    tree = {"model": {"w": np.arange(3)}, "optimizer": {"m": np.arange(4)}, "step": 7}
-    ostraka.save(place, tree)
-    found = ostraka.restore(place, like={"model": {"w": np.zeros(3, int)}})
-    assert found.keys() == {"model"}
-    assert_bits(found["model"]["w"], np.arange(3))
-    with pytest.raises(Mismatch, match="'model/w' is in the checkpoint but not in `like`"):
-        ostraka.restore(place, like={"model": {}, "step": 0, "optimizer": {"m": np.zeros(4, int)}})
-
-
-def test_nothing_is_cast_or_reshaped(example):
-    place, tree, _ = example
-    with pytest.raises(Mismatch, match=r"'w': saved with shape \(8, 16\), `like` has \(16, 8\)"):
-        ostraka.restore(place, like={**tree, "w": np.zeros((16, 8), np.float32)})
-    with pytest.raises(Mismatch, match="'w': saved as float32, `like` has bfloat16"):
-        ostraka.restore(place, like={**tree, "w": np.zeros((8, 16), ml_dtypes.bfloat16)})
-
-
-def test_64_bits_are_not_cut_to_32(place):
-    ostraka.save(place, {"a": np.arange(3), "b": np.float64(1.5)})
-    like = {"a": jax.ShapeDtypeStruct((3,), np.int64), "b": 0.0}
-    with pytest.raises(Mismatch, match="'a': saved as int64, which JAX would cut to 32 bits"):
-        ostraka.restore(place, like=like)
-    with jax.enable_x64(True):
-        assert ostraka.restore(place, like=like)["a"].dtype == np.int64
-
-
 # mesh= and specs=
 
 
@@ -691,10 +630,6 @@ def test_an_abstract_mesh_is_bound_to_the_one_that_is_given(example):
     like = {**tree, "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=named)}
     found = ostraka.restore(place, like=like, mesh=mesh)
     assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y", "x")))
-    with pytest.raises(
-        Mismatch, match="leaf 'w' .*abstract mesh, which has no devices: pass mesh="
-    ):
-        ostraka.restore(place, like=like)
 
 
 def test_one_spec_for_all(place):
@@ -730,56 +665,6 @@ def test_specs_are_stronger_than_the_template(example):
     assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P(None, "x")))
 
 
-@pytest.mark.parametrize(
-    ("specs", "sentence"),
-    [
-        ({"w": P("z")}, "leaf 'w', dimension 0: the mesh .*has no axis 'z'"),
-        ({"w": P("x", "x")}, "leaf 'w', dimension 1: axis 'x' is used twice"),
-        ({"w": P(("x", "x"))}, "leaf 'w', dimension 0: axis 'x' is used twice"),
-        ({"w": P(None, None, "x")}, "leaf 'w' has 2 dimensions .* has 3 entries"),
-        ({"one": P("x", None)}, "leaf 'one' has 1 dimensions .* has 2 entries"),
-        ({"s": P("x")}, r"leaf 's' has 0 dimensions \(\)"),
-        ({"v": P("x")}, "specs has 'v', which is no leaf"),
-        ({"b": {"d": P("x")}}, "specs has 'b/d', which is no leaf"),
-    ],
-)
-def test_specs_that_do_not_fit_are_named(example, specs, sentence):
-    place, tree, mesh = example
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, mesh=mesh, specs=specs)
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, like=tree, mesh=mesh, specs=specs)
-
-
-def test_sizes_that_do_not_divide_are_named(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    ostraka.save(place, {"w": jnp.zeros((6, 3))})
-    sentence = "leaf 'w', dimension 0: 6 elements do not divide into 4 parts along x"
-    with pytest.raises(Mismatch, match=sentence):
-        ostraka.restore(place, mesh=mesh, specs=P("x"))
-    ostraka.save(place, {"w": jax.device_put(np.zeros((4, 3)), NamedSharding(mesh, P("x")))})
-    with pytest.raises(Mismatch, match="4 elements do not divide into 8 parts along x"):
-        ostraka.restore(place, mesh=mesh_of((8,), ("x",)))
-
-
-def test_saved_specs_need_their_axes_on_the_mesh(example):
-    place, _, _ = example
-    with pytest.raises(Mismatch, match="the mesh .*has no axis 'x'"):
-        ostraka.restore(place, mesh=mesh_of((8,), ("other",)))
-
-
-def test_a_spec_needs_a_mesh(example):
-    place, _, _ = example
-    with pytest.raises(Mismatch, match="leaf 'w' has a spec in `specs` but no mesh: pass mesh="):
-        ostraka.restore(place, specs={"w": P("x")})
-
-
-def test_specs_hold_nothing_but_specs(example):
-    place, _, mesh = example
-    with pytest.raises(InvalidSharding, match="leaf 'w' is given a str as its spec; it must be"):
-        ostraka.restore(place, mesh=mesh, specs={"w": "x"})
-
-
 def test_rules_and_presets_are_specs_too(place):
     mesh = mesh_of((4, 2), ("fsdp", "tp"))
     tree = {"a": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}, "n": np.ones(3), "s": 1}
@@ -789,8 +674,6 @@ def test_rules_and_presets_are_specs_too(place):
     assert restored["a"]["bias"].sharding == NamedSharding(mesh, P())
     restored = ostraka.restore(place, like=tree, mesh=mesh, specs=sharding_helpers.fsdp(min_size=1))
     assert restored["a"]["kernel"].sharding.spec == P("fsdp", None)
-    with pytest.raises(Mismatch, match=r"specs=.* matches no leaf"):
-        ostraka.restore(place, mesh=mesh, specs={"**/kernal": P("fsdp")})
 
 
 # What happens to the arrays afterwards
@@ -812,8 +695,8 @@ def test_restored_arrays_survive_donation_of_their_neighbours(place, shape):
         assert_bits(np.asarray(second[key]), value)
 
 
-def test_restored_arrays_outlive_the_checkpoint(new_place):
-    folder = new_place("outlived")
+def test_restored_arrays_outlive_the_checkpoint(tmp_path):
+    folder = tmp_path
     value = random_bits("float32", (512, 512))
     ostraka.save(folder / "c", {"a": jax.device_put(value, SHARDINGS["4x2"]())})
     found = ostraka.restore(folder / "c")["a"]
@@ -842,9 +725,9 @@ def test_a_step_runs_on_restored_arrays(place):
     assert float(jax.jit(lambda w: (w @ w.T).sum())(found)) == float((value @ value.T).sum())
 
 
-def test_a_run_with_fewer_devices_needs_no_template(new_place):
+def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
     """Eight devices saved it, three restore it: onto one device, or onto any mesh of theirs."""
-    folder = new_place("fewer")
+    folder = tmp_path
     mesh = mesh_of((4, 2), ("x", "y"))
     value = np.arange(96, dtype=np.int32).reshape(8, 12)
     tree = {
@@ -881,25 +764,6 @@ np.testing.assert_array_equal(found["w"], value)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"only": 5}, TypeError, "only must be a path pattern, or a list of them, not 5"),
-        ({"only": [5]}, TypeError, r"only must be a path pattern, or a list of them, not \[5\]"),
-        ({"only": []}, ValueError, "only is empty, and would leave out everything"),
-        ({"strict": "no"}, TypeError, "strict must be True or False, not 'no'"),
-        ({"on_record": 5}, TypeError, "on_record must be a function, not 5"),
-        ({"dtype": 5}, TypeError, "dtype is 5; it must be a dtype, as bfloat16 is"),
-    ],
-)
-def test_arguments_of_wrong_types(
-    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
-):
-    ostraka.save(tmp_path / "c", {"a": np.ones(3)})
-    with pytest.raises(kind, match=message):
-        ostraka.restore(tmp_path / "c", **options)
 
 
 # Keys of a generator that JAX does not have
