@@ -72,30 +72,6 @@ class Statics:
     apply: Any = flax_struct.field(pytree_node=False, default=max)
 
 
-class Raising:
-    def __repr__(self) -> str:
-        return "odd"
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"there is no {name}")
-
-
-class Answering:
-    """As a mock does."""
-
-    def __repr__(self) -> str:
-        return "a mock"
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: name
-
-
-class Unlike(dict[str, Any]):
-    """No pytree, and a missing attribute is a KeyError."""
-
-    __getattr__ = dict.__getitem__
-
-
 def optimizer_of(model: nnx.Module, transform: Any = None) -> nnx.Optimizer[Any]:
     return nnx.Optimizer(model, transform or optax.adamw(1e-3), wrt=nnx.Param)
 
@@ -240,10 +216,6 @@ CASES: Cases = {
     "none for values": ("values", lambda: values(i=None, b=None)),
     "float for int64": ("numbers", lambda: {"like": {"i64": 0.0}}),
     "nan as int": ("numbers", lambda: {"like": {"nan": np.int32(0)}}),
-    "odd leaves": (
-        "mixed",
-        lambda: mixed(dense_kernel=Unlike(), step=Raising(), name=Answering(), key=Raising()),
-    ),
     "all at once": (
         "mixed",
         lambda: mixed(
