@@ -77,25 +77,16 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ostraka.save(path, VALUE)
         assert_restores(path)
         assert_restores(tmp_path / path)
+    opened = ostraka.open("here")
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
-    assert_restores("../here")
-    ostraka.save(".", VALUE)
-    assert_restores(tmp_path / "sub")
-
-
-def test_a_relative_path_after_a_change_of_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    ostraka.save("here", VALUE)
-    opened = ostraka.open("here")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
     assert opened["a"][...].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint") as caught:
         ostraka.restore("here")
-    assert_one_sentence(caught.value, tmp_path / "elsewhere" / "here")
+    assert_one_sentence(caught.value, tmp_path / "sub" / "here")
+    assert_restores("../here")
+    ostraka.save(".", VALUE)
+    assert_restores(tmp_path / "sub")
 
 
 @pytest.mark.parametrize(
@@ -112,36 +103,26 @@ def test_unusual_names(place: Place, name: str):
     assert_restores(str(place / name))
 
 
-def test_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_other_names_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Below `~`, by a link, and by a URL."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    ostraka.save("~/runs/1", VALUE)
-    assert_restores("~/runs/1")
-    assert_restores(Path("~/runs/1"))
-    assert_restores(tmp_path / "runs" / "1")
-    assert not (tmp_path / "~").exists()
-
-
-def test_a_symbolic_link(tmp_path: Path):
-    ostraka.save(tmp_path / "real", VALUE)
-    (tmp_path / "latest").symlink_to("real")
-    assert_restores(tmp_path / "latest")
-    ostraka.save(tmp_path / "latest", VALUE)
-    assert (tmp_path / "latest").is_symlink()
-    assert_restores(tmp_path / "real")
-
-
-def test_file_urls(tmp_path: Path):
-    ostraka.save(f"file://{tmp_path}/one", VALUE)
-    assert_restores(tmp_path / "one")
-    assert_restores(f"file://{tmp_path}/one")
-    ostraka.save(tmp_path / "with space", VALUE)
-    assert_restores((tmp_path / "with space").as_uri())
-
-
-def test_memory_urls():
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real").mkdir()
     ostraka.save("memory://test-errors/one", VALUE)
-    assert_restores("memory://test-errors/one")
+    for path, real in (
+        ("~/runs/1", tmp_path / "runs" / "1"),
+        (Path("~/runs/2"), tmp_path / "runs" / "2"),
+        (tmp_path / "link", tmp_path / "real"),
+        (f"file://{tmp_path}/one", tmp_path / "one"),
+        ((tmp_path / "with space").as_uri(), tmp_path / "with space"),
+        ("memory://test-errors/one", "memory://test-errors/one"),
+    ):
+        ostraka.save(path, VALUE)
+        assert_restores(path)
+        assert_restores(real)
+    assert not (tmp_path / "~").exists()
+    assert (tmp_path / "link").is_symlink()
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint") as caught:
         ostraka.restore("memory://test-errors/two")
     assert_one_sentence(caught.value, "memory://test-errors/two")

@@ -364,25 +364,17 @@ def test_large_arrays(large, where, source, destination):
 
 
 @pytest.mark.parametrize("where", ["disk", *SERVERS])
-def test_small_files_are_small(large, where):
-    _, save = large
-    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
-    assert len(files) > 8
-    assert max(file.stat().st_size for file in files) <= 5 << 20
-
-
-@pytest.mark.parametrize(
-    ("where", "sources"),
-    [("disk", LARGE), *((server, ["8 by rows", "4x2 replicated"]) for server in SERVERS)],
-)
-def test_parts_of_large_arrays_are_read_lazily(large, where, sources):
+def test_parts_of_large_arrays_are_read_lazily_and_small_files_are_small(large, where):
     values, save = large
-    for source in sources:
+    for source in LARGE if where == "disk" else ["8 by rows", "4x2 replicated"]:
         checkpoint = ostraka.open(save(where, source))
         rows = values["boxes above 16 MiB"]
         assert_bits(checkpoint["boxes above 16 MiB"][1000:1100, ::7], rows[1000:1100, ::7])
         assert_bits(checkpoint["packed"][-3:, 17:3001], values["packed"][-3:, 17:3001])
         assert_bits(checkpoint["odd"][2_499_999:], values["odd"][2_499_999:])
+    files = list(save(where, "4x2 replicated").rglob("*.safetensors"))
+    assert len(files) > 8
+    assert max(file.stat().st_size for file in files) <= 5 << 20
 
 
 # PRNG keys
@@ -544,13 +536,93 @@ def example(place):
     return place, tree, mesh
 
 
-def test_a_live_template_gives_types_and_places(example):
-    place, tree, _ = example
-    found = ostraka.restore(place, like=tree)
-    for key in ("w", "s", "one"):
-        assert_placed(found[key], np.asarray(tree[key]), tree[key].sharding)
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), tree["b"]["c"].sharding)
-    assert type(found["host"]) is np.ndarray
+def struct(*shape, sharding=None, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def placed_cases(tree, mesh):
+    """By case, the options of a restore, and some leaves with their shardings; None: in memory."""
+    permuted = mesh_of((2, 4), ("x", "y"), PERMUTED)
+    explicit = explicit_mesh((2, 4), ("x", "y"))
+    cube = mesh_of((2, 2, 2), ("a", "b", "c"))
+    single = SingleDeviceSharding(jax.devices()[7])
+    both = NamedSharding(mesh, P(("y", "x")))
+    abstract_w = {**tree, "w": struct(8, 16, sharding=NamedSharding(mesh.abstract_mesh, P("y")))}
+    as_numpy = {"w": np.zeros((8, 16), np.float32), "b": {"c": np.zeros(16, np.float32)}}
+    as_jax = {"one": struct(8, dtype=np.int32, sharding=both), "host": struct(8, 4, sharding=both)}
+    branches = {"w": P("a", ("b", "c")), "b": P("c"), "s": None, "one": single, "host": P("a")}
+    leaves = {"w": P(), "b": {"c": P(("a", "c"))}, "s": P(), "one": P("b"), "host": None}
+    own = {"w": tree["w"].sharding, "c": tree["b"]["c"].sharding, "one": tree["one"].sharding}
+    first = SingleDeviceSharding(jax.devices()[0])
+    return {
+        "a live template": ({"like": tree}, {**own, "host": None}),
+        "shapes": ({"like": jax.eval_shape(lambda: tree)}, {**own, "host": first}),
+        "numpy": ({"like": as_numpy}, {"w": None, "c": None}),
+        "jax": ({"like": as_jax}, {"one": both, "host": both}),
+        "saved specs on a mesh": (
+            {"mesh": permuted},
+            {
+                "w": NamedSharding(permuted, P("x", "y")),
+                "c": NamedSharding(permuted, P("y")),
+                "s": NamedSharding(permuted, P()),
+                "one": NamedSharding(permuted, P()),
+                "host": None,
+            },
+        ),
+        "specs of the template on a mesh": (
+            {
+                "like": {**tree, "w": struct(8, 16, sharding=NamedSharding(mesh, P(None, "x")))},
+                "mesh": explicit,
+            },
+            {"w": NamedSharding(explicit, P(None, "x")), "c": NamedSharding(explicit, P("y"))},
+        ),
+        "an abstract mesh": (
+            {"like": abstract_w, "mesh": mesh},
+            {"w": NamedSharding(mesh, P("y"))},
+        ),
+        "branches": (
+            {"mesh": cube, "specs": branches},
+            {
+                "w": NamedSharding(cube, P("a", ("b", "c"))),
+                "c": NamedSharding(cube, P("c")),
+                "s": NamedSharding(cube, P()),
+                "one": single,
+            },
+        ),
+        "leaves": (
+            {"mesh": cube, "specs": leaves},
+            {"w": NamedSharding(cube, P()), "c": NamedSharding(cube, P(("a", "c")))},
+        ),
+        "specs before the template": (
+            {"like": tree, "mesh": mesh, "specs": {"w": P("y")}},
+            {**own, "w": NamedSharding(mesh, P("y")), "one": NamedSharding(mesh, P())},
+        ),
+        "specs on the template's mesh": (
+            {"like": tree, "specs": {"w": P(None, "x")}},
+            {**own, "w": NamedSharding(mesh, P(None, "x"))},
+        ),
+        "one spec for all": (
+            {"mesh": mesh, "specs": P(None), "only": ["b", "one"]},
+            {"c": NamedSharding(mesh, P(None)), "one": NamedSharding(mesh, P(None))},
+        ),
+    }
+
+
+def test_where_arrays_go(example):
+    place, tree, mesh = example
+    values = {"c": tree["b"]["c"], **tree}
+    for case, (options, expected) in placed_cases(tree, mesh).items():
+        found = ostraka.restore(place, **options)
+        found["c"] = found.get("b", {}).get("c")
+        for name, sharding in expected.items():
+            value = np.asarray(values[name])
+            if sharding is None:
+                assert type(found[name]) is np.ndarray, (case, name)
+                assert_bits(found[name], value)
+            else:
+                assert found[name].sharding.is_equivalent_to(sharding, value.ndim), (case, name)
+                assert getattr(found[name].sharding, "mesh", 0) == getattr(sharding, "mesh", 0)
+                assert_placed(found[name], value, found[name].sharding)
 
 
 def test_a_donated_template_still_says_what_is_wanted(example):
@@ -559,110 +631,15 @@ def test_a_donated_template_still_says_what_is_wanted(example):
     sharding = tree["w"].sharding
     jax.jit(lambda x: x + 1, donate_argnums=0)(tree["w"])
     tree["one"].delete()
-    found = ostraka.restore(place, like=tree)
-    assert_placed(found["w"], expected, sharding)
-
-
-def test_a_template_may_turn_device_arrays_into_host_arrays_and_back(example):
-    place, tree, mesh = example
-    sharding = NamedSharding(mesh, P(("y", "x")))
-    like = {
-        "w": np.zeros((8, 16), np.float32),
-        "b": {"c": np.zeros(16, np.float32)},
-        "s": np.float32(0),
-        "one": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding),
-        "host": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding),
-    }
-    found = ostraka.restore(place, like=like)
-    assert_bits(found["w"], np.asarray(tree["w"]))
-    assert_bits(found["b"]["c"], np.asarray(tree["b"]["c"]))
-    assert type(found["s"]) is np.float32
-    assert_placed(found["one"], np.asarray(tree["one"]), sharding)
-    assert_placed(found["host"], tree["host"], sharding)
-
-
-def test_shapes_without_a_sharding_go_where_they_were(example):
-    place, tree, _ = example
-    found = ostraka.restore(place, like=jax.eval_shape(lambda: tree))
-    assert found["w"].sharding.is_equivalent_to(tree["w"].sharding, 2)
-    assert found["one"].sharding == tree["one"].sharding
-    assert isinstance(found["host"], jax.Array)
-    assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[0]))
+    assert_placed(ostraka.restore(place, like=tree)["w"], expected, sharding)
 
 
 def test_the_default_device_takes_host_arrays(example):
     place, tree, _ = example
-    like = {**tree, "host": jax.ShapeDtypeStruct((8, 4), np.float32)}
     with jax.default_device(jax.devices()[6]):
-        found = ostraka.restore(place, like=like)
+        found = ostraka.restore(place, like={"host": struct(8, 4), "s": np.float32(0)})
     assert_placed(found["host"], tree["host"], SingleDeviceSharding(jax.devices()[6]))
-
-
-# mesh= and specs=
-
-
-def test_saved_specs_go_onto_another_mesh(example):
-    place, tree, _ = example
-    mesh = mesh_of((2, 4), ("x", "y"), PERMUTED)
-    found = ostraka.restore(place, mesh=mesh)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("x", "y")))
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("y")))
-    assert_placed(found["s"], np.asarray(tree["s"]), NamedSharding(mesh, P()))
-    assert found["one"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
-    assert type(found["host"]) is np.ndarray
-
-
-def test_specs_of_the_template_go_onto_another_mesh(example):
-    place, tree, mesh = example
-    other = explicit_mesh((2, 4), ("x", "y"))
-    like = {
-        **tree,
-        "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P(None, "x"))),
-    }
-    found = ostraka.restore(place, like=like, mesh=other)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(other, P(None, "x")))
-    assert found["b"]["c"].sharding == NamedSharding(other, P("y"))
-
-
-def test_an_abstract_mesh_is_bound_to_the_one_that_is_given(example):
-    place, tree, mesh = example
-    named = NamedSharding(mesh.abstract_mesh, P("y", "x"))
-    like = {**tree, "w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=named)}
-    found = ostraka.restore(place, like=like, mesh=mesh)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y", "x")))
-
-
-def test_one_spec_for_all(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    values = {"a": random_bits("float32", (8, 3)), "b": [random_bits("int8", (16,))]}
-    ostraka.save(place, jax.device_put(values, jax.devices()[0]))
-    found = ostraka.restore(place, mesh=mesh, specs=P("x"))
-    assert_placed(found["a"], values["a"], NamedSharding(mesh, P("x")))
-    assert_placed(found["b"][0], values["b"][0], NamedSharding(mesh, P("x")))
-
-
-def test_specs_for_branches_and_for_leaves(example):
-    place, tree, _ = example
-    mesh = mesh_of((2, 2, 2), ("a", "b", "c"))
-    single = SingleDeviceSharding(jax.devices()[7])
-    specs = {"w": P("a", ("b", "c")), "b": P("c"), "s": None, "one": single, "host": P("a")}
-    found = ostraka.restore(place, mesh=mesh, specs=specs)
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("a", ("b", "c"))))
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P("c")))
-    assert found["s"].sharding.is_equivalent_to(NamedSharding(mesh, P()), 0)
-    assert_placed(found["one"], np.asarray(tree["one"]), single)
-    full = {"w": P(), "b": {"c": P(("a", "c"))}, "s": P(), "one": P("b"), "host": None}
-    found = ostraka.restore(place, mesh=mesh, specs=full)
-    assert_placed(found["b"]["c"], np.asarray(tree["b"]["c"]), NamedSharding(mesh, P(("a", "c"))))
-
-
-def test_specs_are_stronger_than_the_template(example):
-    place, tree, mesh = example
-    found = ostraka.restore(place, like=tree, mesh=mesh, specs={"w": P("y")})
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P("y")))
-    assert found["b"]["c"].sharding.is_equivalent_to(tree["b"]["c"].sharding, 1)
-    found = ostraka.restore(place, like=tree, specs={"w": P(None, "x")})
-    assert_placed(found["w"], np.asarray(tree["w"]), NamedSharding(mesh, P(None, "x")))
+    assert type(found["s"]) is np.float32
 
 
 def test_rules_and_presets_are_specs_too(place):
