@@ -98,6 +98,25 @@ def make_variables(seed: int) -> dict[str, nnx.Variable]:
     }
 
 
+def make_labelled(seed: int) -> nnx.Optimizer[Any]:
+    """Its state has keys that are no text."""
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    both = {True: optax.adam(1e-2), 1.5: optax.sgd(1e-2, 0.9)}
+
+    def pick(params: Any) -> Any:
+        return jax.tree.map(lambda x: True if x.ndim > 1 else 1.5, params)
+
+    optimizer = nnx.Optimizer(model, optax.multi_transform(both, pick), wrt=nnx.Param)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, seed + 1), nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    return optimizer
+
+
+def make_norm(kind: Any) -> Callable[[int], Any]:
+    """Its state has tuples as keys."""
+    return lambda seed: kind(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
+
+
 MODELS: dict[str, Callable[[int], Any]] = {
     "both": make_both,
     "one object": lambda seed: nnx.ModelAndOptimizer(Tied(seed), optax.adam(1e-2), wrt=nnx.Param),
@@ -112,6 +131,9 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "no variables": lambda seed: {"drop": nnx.Dropout(0.5), "n": seed},
     "tied": Tied,
     "rngs": make_rngs,
+    "labels": make_labelled,
+    "weight norm": make_norm(nnx.WeightNorm),
+    "spectral norm": make_norm(nnx.SpectralNorm),
 }
 PATHS = {
     "both": {

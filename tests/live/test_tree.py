@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -448,11 +449,12 @@ KEYS += [(Colour.RED, np.int8(1))]
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
 def test_a_key_of_any_plain_kind_comes_back(key):
-    tree = {"a": [{key: np.arange(2)}], "b": OrderedDict([(key, 1)])}
+    tree = {"a": {key: np.arange(2)}, "b": OrderedDict([(key, 1)]), "c": FrozenDict({key: 1})}
     for restored in (round_trip(tree), round_trip(tree, like=tree)):
-        (found,) = restored["a"][0]
-        assert type(found) is type(key)
-        assert found == key
+        for name, kind in (("a", dict), ("b", OrderedDict), ("c", FrozenDict)):
+            assert type(restored[name]) is kind
+            (found,) = restored[name]
+            assert (type(found), found) == (type(key), key)
         assert_same(restored["b"], tree["b"])
 
 

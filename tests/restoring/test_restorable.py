@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,65 +40,6 @@ def round_trips(path: Path, tree: Any) -> list[Any]:
     ostraka.save(path, tree)
     assert ostraka.verify(path).ok
     return [ostraka.restore(path), ostraka.restore(path, like=tree)]
-
-
-# NNX objects and optimizers with keys that are no text
-
-
-@pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
-def test_norms_that_key_their_state_by_tuples(tmp_path: Path, wrapper: Any):
-    def make(seed: int) -> Any:
-        return wrapper(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)), rngs=nnx.Rngs(seed))
-
-    model = make(0)
-    model(jnp.ones((2, 3)))
-    ostraka.save(tmp_path / "c", {"model": model})
-    assert ostraka.verify(tmp_path / "c").ok
-    changed = make(1)
-    ostraka.restore(tmp_path / "c", into={"model": changed})
-    found = [
-        ostraka.restore(tmp_path / "c", like={"model": make(2)})["model"],
-        ostraka.restore(tmp_path / "c", like={"model": nnx.eval_shape(lambda: make(3))})["model"],
-        changed,
-    ]
-    expected = model(jnp.ones((2, 3)))
-    for restored in found:
-        assert jnp.array_equal(restored(jnp.ones((2, 3))), expected)
-    plain = ostraka.restore(tmp_path / "c")["model"]
-    assert any(isinstance(key, tuple) for part in plain.values() for key in part)
-
-
-@pytest.mark.parametrize(
-    "labels", [(True, False), (Mode.FAST, 2), (Name.ADAM, "b"), (1.5, np.int8(2))]
-)
-def test_multi_transform_with_labels_of_any_kind(tmp_path: Path, labels: Any):
-    def make() -> Any:
-        model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-        both = {labels[0]: optax.adam(1e-2), labels[1]: optax.sgd(1e-2, momentum=0.9)}
-
-        def pick(params: Any) -> Any:
-            return jax.tree.map(lambda x: labels[0] if x.ndim > 1 else labels[1], params)
-
-        return model, nnx.Optimizer(model, optax.multi_transform(both, pick), wrt=nnx.Param)
-
-    model, optimizer = make()
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    for restored in round_trips(tmp_path / "c", {"model": model, "optimizer": optimizer}):
-        assert set(ostraka_inner_states(restored["optimizer"])) == set(labels)
-
-
-def ostraka_inner_states(optimizer: Any) -> Any:
-    state = optimizer["opt_state"] if isinstance(optimizer, dict) else optimizer.opt_state
-    return state["inner_states"] if isinstance(state, dict) else state.inner_states
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict])
-def test_containers_with_keys_that_are_no_text(tmp_path: Path, kind: Any):
-    tree = {"x": kind({True: jnp.ones(2), False: jnp.zeros(3)})}
-    for restored in round_trips(tmp_path / "c", tree):
-        assert type(restored["x"]) is kind
-        assert {type(key) for key in restored["x"]} == {bool}
-        assert restored["x"][True].tolist() == [1, 1]
 
 
 def test_a_defaultdict_stays_one(tmp_path: Path):
