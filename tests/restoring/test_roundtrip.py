@@ -457,19 +457,13 @@ def test_numpy_arrays_in_any_memory_order(place):
         "broadcast": np.broadcast_to(array[0, 0], (3, 4, 10)),
         "read-only": np.frombuffer(array.tobytes(), np.float32),
         "packed strided": random_bits("int4", (9, 9))[::2, ::3],
+        "large transposed": (large := random_bits("uint16", (3000, 7001))).T,
+        "large strided": large[::-1, 1::2],
     }
     ostraka.save(place, views)
     found = ostraka.restore(place)
     for key, view in views.items():
         assert_bits(found[key], np.ascontiguousarray(view))
-
-
-def test_a_large_numpy_array_in_any_memory_order(place):
-    array = random_bits("uint16", (3000, 7001))
-    ostraka.save(place, {"t": array.T, "s": array[::-1, 1::2]})
-    found = ostraka.restore(place)
-    assert_bits(found["t"], np.ascontiguousarray(array.T))
-    assert_bits(found["s"], np.ascontiguousarray(array[::-1, 1::2]))
 
 
 def test_big_endian_arrays_keep_their_values(place):
@@ -536,7 +530,7 @@ def example(place):
     return place, tree, mesh
 
 
-def struct(*shape, sharding=None, dtype=np.float32):
+def struct(*shape, sharding=None, dtype: Any = np.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -692,14 +686,6 @@ def test_a_restored_tree_can_be_saved_and_restored_again(place, values):
             tree = ostraka.restore(place)
     for key, value in values.items():
         assert_placed(tree[key], value, tree[key].sharding)
-
-
-def test_a_step_runs_on_restored_arrays(place):
-    mesh = mesh_of((4, 2), ("x", "y"))
-    value = np.arange(128, dtype=np.float32).reshape(8, 16)
-    ostraka.save(place, {"w": jax.device_put(value, NamedSharding(mesh, P("x", "y")))})
-    found = ostraka.restore(place)["w"]
-    assert float(jax.jit(lambda w: (w @ w.T).sum())(found)) == float((value @ value.T).sum())
 
 
 def test_a_run_with_fewer_devices_needs_no_template(tmp_path):
