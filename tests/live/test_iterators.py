@@ -69,7 +69,10 @@ def test_the_state_at_the_call_is_saved_and_comes_back_alone(tmp_path: Path):
     assert ostraka.restore(tmp_path / "c") == [{"at": 1}, {"more": 2}]
     like = [Counter(), {"more": Counter()}]
     ostraka.restore(tmp_path / "c", like=like)
-    assert (like[0].at, like[1]["more"].at) == ({"at": 1}, 2)
+    into = [Counter(), {"more": Counter()}]
+    ostraka.restore(tmp_path / "c", into=into)
+    for found in (like, into):
+        assert (found[0].at, found[1]["more"].at) == ({"at": 1}, 2)
 
 
 def test_it_may_be_left_out(tmp_path: Path):
