@@ -119,12 +119,7 @@ def test_restore_in_one_process(saved: Any, sizes: dict[str, int]):
 def test_restore_in_two_processes(saved: Any):
     path, like, expected = saved
     results = run_processes(
-        restore_both,
-        path,
-        {"data": 2, "model": 4},
-        processes=2,
-        devices_per_process=4,
-        env=HURRY,
+        restore_both, path, {"data": 2, "model": 4}, processes=2, devices_per_process=4, env=HURRY
     )
     assert whole([result.value for result in results], like) == expected
 

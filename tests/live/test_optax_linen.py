@@ -249,9 +249,7 @@ jax.tree_util.register_pytree_with_keys(Rollout, _flatten_rollout, _unflatten_ro
 def test_mappable_dataclasses(tmp_path: Path):
     """As `chex.dataclass` makes them: with keyword arguments alone, flattened in sorted order."""
     rollout = Rollout(
-        step=3,
-        observations={"x": jnp.ones(2)},
-        inner=Rollout(observations=jnp.arange(3), step=4),
+        step=3, observations={"x": jnp.ones(2)}, inner=Rollout(observations=jnp.arange(3), step=4)
     )
     ostraka.save(tmp_path / "c", {"rollout": rollout})
     like = Rollout(

@@ -402,10 +402,7 @@ WARNINGS: Cases = {
     "missing into": ("model", lambda: {"into": {"model": Deep(4)}, "strict": False}),
     "extra": ("model", lambda: {"like": {"model": Deep(2)}, "strict": False}),
     "shape": ("model", lambda: {"into": {"model": Deep(3, outputs=7)}, "strict": False}),
-    "function": (
-        "flat",
-        lambda: {"like": {"new": make_model, "w": jnp.ones(3)}, "strict": False},
-    ),
+    "function": ("flat", lambda: {"like": {"new": make_model, "w": jnp.ones(3)}, "strict": False}),
     "variables": (
         "one variable",
         lambda: {"like": {name: nnx.Param(jnp.zeros(2)) for name in "ab"}, "strict": False},

@@ -17,16 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ostraka
-from nnx_models import (
-    Block,
-    Sharded,
-    assert_same,
-    bits,
-    make_block,
-    make_optimizer,
-    train,
-    trained,
-)
+from nnx_models import Block, Sharded, assert_same, bits, make_block, make_optimizer, train, trained
 from ostraka.errors import Mismatch, PartialRestore
 
 

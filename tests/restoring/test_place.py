@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import ostraka
 from ostraka.errors import Mismatch
 from ostraka.testing import run_processes
-from programs import run_quietly
 
 
 def make_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
@@ -172,72 +171,6 @@ def test_a_model_on_auto_axes_stays_on_such(tmp_path: Path):
     )
     restored = ostraka.restore(tmp_path / "c", like={"model": meant}, mesh=explicit)["model"]
     assert restored.kernel[...].sharding.mesh == explicit
-
-
-TRAIN = """
-import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax, jax.numpy as jnp, optax
-from jax.sharding import NamedSharding, PartitionSpec as P, AxisType
-import ostraka
-
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-tx = optax.adam(1e-2)
-
-
-@jax.jit
-def step(state, batch):
-    key, sub = jax.random.split(state["key"])
-    noise = jax.random.normal(sub, ())
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p["w"] + noise) ** 2))(
-        state["params"]
-    )
-    updates, opt = tx.update(grads, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt": opt, "key": key, "step": state["step"] + 1}, loss
-
-
-def start():
-    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
-    params = {"w": w}
-    key, step = jax.random.key(0), jnp.zeros(())
-    return {"params": params, "opt": tx.init(params), "key": key, "step": step}
-
-
-batch = jax.device_put(jnp.arange(32.0).reshape(4, 8), NamedSharding(mesh, P()))
-root = sys.argv[1]
-"""
-
-
-def test_a_run_goes_on_in_a_new_process_as_if_nothing_had_happened(tmp_path: Path):
-    first = """
-state = start()
-ostraka.save(root + "/0", state)
-for _ in range(2):
-    state, loss = step(state, batch)
-ostraka.save(root + "/2", state)
-for _ in range(2):
-    state, loss = step(state, batch)
-    print(loss.item())
-"""
-    then = """
-for restored in (
-    ostraka.restore(root + "/2"),
-    ostraka.restore(root + "/2", like=start()),
-    ostraka.restore(root + "/2", like=jax.eval_shape(start)),
-):
-    for _ in range(2):
-        restored, loss = step(restored, batch)
-        print(loss.item())
-state = ostraka.restore(root + "/0")  # nothing of it came out of jit
-for number in range(4):
-    state, loss = step(state, batch)
-    if number > 1:
-        print(loss.item())
-"""
-    expected = run_quietly(TRAIN + first, tmp_path)
-    assert run_quietly(TRAIN + then, tmp_path) == expected * 4
 
 
 def test_numbers_as_arrays_on_a_mesh(tmp_path: Path):

@@ -251,8 +251,7 @@ def test_as_numpy_arrays(saved, values, source):
 
 
 @pytest.mark.parametrize(
-    ("where", "source"),
-    [("memory", "4x2"), ("memory", "single device"), ("bucket", NAMES[0])],
+    ("where", "source"), [("memory", "4x2"), ("memory", "single device"), ("bucket", NAMES[0])]
 )
 def test_verify_and_lazy_reading_agree(saved, values, where, source):
     place = saved(where, source)
