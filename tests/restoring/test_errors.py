@@ -437,7 +437,11 @@ def test_a_call_inside_grad_and_vmap_that_knows_its_values(tmp_path: Path):
     assert jax.vmap(loss)(array).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("value", [Thing(), float("nan"), b"x", (1, 2), {3: "x"}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Thing(), float("nan"), b"x", (1, 2), {3: "x"}],
+    ids=["object", "nan", "bytes", "tuple", "key"],
+)
 def test_metadata_that_is_not_json_or_that_json_would_change(tmp_path: Path, value: Any):
     with pytest.raises(InvalidTree, match="metadata must be JSON") as caught:
         ostraka.save(tmp_path / "new", VALUE, metadata={"a": value})

@@ -516,6 +516,8 @@ def test_an_explicit_dtype_casts_whatever_the_template_has(saved: Callable[[str]
     ):
         restored = ostraka.restore(saved("flat"), like=like, dtype=dtype)
         assert [str(x.dtype) for x in restored.values()] == expected
+    number = ostraka.restore(saved("sharded"), only="s", dtype="bfloat16")["s"]
+    assert number.dtype == "float32"  # Single numbers are not cast.
 
 
 def test_64_bits_are_kept_as_numpy_or_with_x64(tmp_path: Path):
