@@ -458,6 +458,12 @@ def test_a_key_of_any_plain_kind_comes_back(key):
         assert_same(restored["b"], tree["b"])
 
 
+def test_members_of_enums_that_are_not_loaded_stay_apart():
+    kinds: list[Any] = [enum.Enum(name, {"ONE": 1}) for name in ("First", "Second")]
+    found = round_trip({"a": {kind["ONE"]: kind.__name__ for kind in kinds}})
+    assert found == {"a": {"First.ONE": "First", "Second.ONE": "Second"}}
+
+
 def test_a_tree_that_can_not_be_saved_leaves_the_old_one(tmp_path):
     ostraka.save(tmp_path / "old", {"a": 1})
     with pytest.raises(InvalidTree, match="leaf 'bad'"):

@@ -569,6 +569,10 @@ def placed_cases(tree, mesh):
             },
             {"w": NamedSharding(explicit, P(None, "x")), "c": NamedSharding(explicit, P("y"))},
         ),
+        "a template on axes that the mesh lacks": (
+            {"like": {"w": struct(8, 16, sharding=NamedSharding(cube, P("a")))}, "mesh": permuted},
+            {"w": NamedSharding(permuted, P("x", "y"))},
+        ),
         "an abstract mesh": (
             {"like": abstract_w, "mesh": mesh},
             {"w": NamedSharding(mesh, P("y"))},
