@@ -207,8 +207,8 @@ def steps_on(number: int, steps: int) -> tuple[str, str]:
     return NAMES[number], NAMES[(number + steps) % len(NAMES)]
 
 
-# Each sharding is the source and the destination of itself and of those 1, 4 and 9 further on,
-# so that every two kinds meet; in a bucket it is once a source and once a destination.
+# Each sharding goes to itself and to those 1, 4 and 9 further on: 56 of 196 pairs. The property
+# below draws from all pairs. In a bucket there are five.
 PAIRS = [
     *(("memory", *steps_on(n, steps)) for n in range(len(NAMES)) for steps in (0, 1, 4, 9)),
     *(("bucket", *steps_on(n, 3)) for n in range(0, len(NAMES), 3)),
